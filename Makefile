@@ -1,0 +1,67 @@
+# Every target runs from .venv, which is made once and brought up to date when
+# pyproject.toml or constraints.txt change. PYTHON=/path/to/python chooses the interpreter.
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP := $(RUN) -m pip --disable-pip-version-check -qq install --constraint constraints.txt
+
+INTERPRETERS := $(or $(PYTHON),python3.11 python3)
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+
+# Packages from outside must neither hide nor stand in for the environment's own.
+unexport PYTHONHOME PYTHONPATH
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+
+env: $(STAMP) ## make the environment .venv, or bring it up to date
+
+demo: $(STAMP) ## run the demonstration
+	@$(RUN) examples/demo.py
+
+test: lint ## lint, then run the tests
+	$(RUN) -m pytest
+
+lint: $(STAMP) ## check style, formatting and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(STAMP) ## measure compile time
+	@$(RUN) bench/compile_time.py
+
+clean: ## remove the environment, caches and build outputs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is removed before anything changes and written last. An environment without one was
+# left half-way and is made afresh; one with an old stamp is whole and is updated in place.
+# The project's own build uses the environment's setuptools, so nothing is resolved outside the
+# constraints.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	if [ -e $@ ] && $(RUN) -c '' 2>/dev/null; then \
+		echo "updating the environment in $(VENV)"; \
+		rm -f $@; \
+	else \
+		for python in $(INTERPRETERS) ''; do \
+			if [ -n "$$python" ] && "$$python" -c '$(USABLE)' 2>/dev/null; then break; fi; \
+		done; \
+		if [ -z "$$python" ]; then \
+			echo "Piper needs Python 3.11 or newer with its venv module; tried: $(INTERPRETERS)." >&2; \
+			echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(or $(MAKECMDGOALS),env)" >&2; \
+			exit 1; \
+		fi; \
+		echo "installing the environment into $(VENV) (once)"; \
+		rm -f $@; \
+		"$$python" -m venv --clear $(VENV); \
+	fi; \
+	echo "  build tools"; $(PIP) setuptools; \
+	echo "  torch, which is large"; $(PIP) torch; \
+	echo "  piper and the other packages"; $(PIP) --no-build-isolation --editable '.[dev]'; \
+	touch $@; \
+	echo "  done"

@@ -1,0 +1,110 @@
+"""The attention of ``transformers``, traced, becomes the op that the same model calls eagerly.
+
+That library, whenever it is traced, writes a causal mask out as a tensor and repeats the shared
+key and value heads; run eagerly, it passes ``is_causal`` and ``enable_gqa`` instead. The mask does
+not depend on data, so its values can be looked at here and the eager call restored: the same
+numbers as eagerly, and kernels that skip the masked half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.graphs import is_random
+
+aten = torch.ops.aten
+_LIBRARY = "transformers."
+_LARGEST = 1 << 28  # elements; a larger mask is left as it is rather than written out
+
+
+def restore_eager_attention(graph: fx.Graph) -> None:
+    """Replace constant causal masks in the library's attention by ``is_causal=True``."""
+    causal: dict[fx.Node, bool] = {}
+    target = aten.scaled_dot_product_attention.default
+    for node in graph.find_nodes(op="call_function", target=target):
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if not isinstance(mask, fx.Node) or not _from_library(node):
+            continue
+        if mask not in causal:
+            causal[mask] = _is_causal(mask)
+        if causal[mask]:
+            _call_causal(node)
+    graph.eliminate_dead_code()
+
+
+def _from_library(node: fx.Node) -> bool:
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return bool(modules) and str(modules[-1][1]).startswith(_LIBRARY)
+
+
+def _call_causal(node: fx.Node) -> None:
+    query, key, value = node.args[:3]
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    dropped = ("attn_mask", "dropout_p", "is_causal")
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
+    shared = (_unrepeated(key), _unrepeated(value))
+    if all(shared):
+        key, value = shared
+        kwargs["enable_gqa"] = True
+    node.args = (query, key, value, None, dropout, True)
+    node.kwargs = kwargs
+
+
+def _unrepeated(node: object) -> fx.Node | None:
+    """``x`` where ``node`` repeats its heads: ``x[:, :, None].expand(...).reshape(...)``."""
+    chain = (
+        (aten._unsafe_view.default, aten.view.default),
+        (aten.clone.default,),
+        (aten.expand.default,),
+        (aten.unsqueeze.default,),
+    )
+    for targets in chain:
+        if not isinstance(node, fx.Node):
+            return None
+        if node.target in targets:
+            last, node = node, node.args[0]
+        elif targets != (aten.clone.default,):
+            return None
+    return node if isinstance(node, fx.Node) and last.args[1] == 2 else None
+
+
+def _is_causal(mask: fx.Node) -> bool:
+    shape = mask.meta["val"].shape
+    if len(shape) < 2 or shape[-1] != shape[-2] or shape.numel() > _LARGEST:
+        return False
+    value = _evaluate(mask)
+    if value is None:
+        return False
+    below = torch.ones(shape[-2:], dtype=torch.bool).tril()
+    if value.dtype is torch.bool:
+        return bool((value == below).all())
+    lowest = torch.finfo(value.dtype).min
+    return bool(torch.where(below, value == 0, value <= lowest).all())
+
+
+def _evaluate(target: fx.Node) -> Tensor | None:
+    """The value of a node that depends on no placeholder, computed on the CPU; else None."""
+    order: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    pending = [target]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        if node.op != "call_function" or is_random(node):
+            return None
+        seen.add(node)
+        order.append(node)
+        pending.extend(node.all_input_nodes)
+    values: dict[fx.Node, Any] = {}
+    position = {node: i for i, node in enumerate(target.graph.nodes)}
+    for node in sorted(order, key=position.__getitem__):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    result = values[target]
+    return result if isinstance(result, Tensor) else None

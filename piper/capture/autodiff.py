@@ -1,0 +1,233 @@
+"""A chunk's body goes in; its joint forward and backward graph comes out, traced once.
+
+``differentiate`` walks the chunks forward to learn which values carry gradient, then backward to
+learn which receive one, and traces each distinct chunk with exactly those. Nothing at run time
+uses the autograd engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from piper.capture.blame import explain
+from piper.capture.chunks import Body, Chunk, Cut
+from piper.capture.codegen import Compiler
+from piper.capture.joint import Joint
+from piper.capture.program import Kind, Ref
+from piper.errors import CaptureError
+
+_PHASE = "piper_forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Which of a chunk's arguments and results take part in differentiation."""
+
+    parameters: tuple[bool, ...]
+    """Parameters that are trained."""
+    inputs: tuple[bool, ...]
+    """Inputs through which gradient must flow further back."""
+    outputs: tuple[bool, ...]
+    """Outputs that receive a gradient from later chunks."""
+    carried: tuple[bool, ...]
+    """Inputs whose gradient later chunks have begun to sum: this chunk adds its part to it."""
+
+
+def differentiate(
+    cut: Cut, trained: Callable[[str], bool], compiler: Compiler
+) -> tuple[Joint, ...]:
+    """The joint graph of each chunk; equal chunks with equal demands share one."""
+    flows = _gradient_flow(cut, trained)
+    if not flows[cut.loss]:
+        raise CaptureError(
+            "the loss depends on no trainable parameter: check requires_grad, and that the loss "
+            "is not computed under torch.no_grad or from detached values"
+        )
+    received = {cut.loss}
+    joints: dict[tuple[str, Demand], Joint] = {}
+    found: list[Joint] = []
+    for chunk in reversed(cut.chunks):
+        demand = Demand(
+            parameters=tuple(trained(name) for name in chunk.parameters),
+            inputs=tuple(flows[i] for i in chunk.inputs),
+            outputs=tuple(i in received for i in chunk.outputs),
+            carried=tuple(i in received for i in chunk.inputs),
+        )
+        key = (chunk.body.key, demand)
+        if key not in joints:
+            try:
+                joints[key] = trace(chunk.body, demand, compiler)
+            except Exception as error:
+                raise explain(error, f"the backward of region {chunk.name}") from error
+        joint = joints[key]
+        found.append(joint)
+        received |= {
+            chunk.inputs[ref.index] for ref, _ in joint.gradients if ref.kind is Kind.INPUT_GRAD
+        }
+    return tuple(reversed(found))
+
+
+def _gradient_flow(cut: Cut, trained: Callable[[str], bool]) -> list[bool]:
+    """For each value, whether it depends on a trained parameter in a differentiable way."""
+    flows = [False] * len(cut.values)
+    seen: dict[tuple[str, tuple[bool, ...]], tuple[bool, ...]] = {}
+    for chunk in cut.chunks:
+        needs = _argument_needs(chunk, trained, flows)
+        key = (chunk.body.key, needs)
+        if key not in seen:
+            seen[key] = _outputs_need(chunk.body, needs)
+        for index, flow in zip(chunk.outputs, seen[key], strict=False):
+            flows[index] = flow
+    return flows
+
+
+def _argument_needs(
+    chunk: Chunk, trained: Callable[[str], bool], flows: list[bool]
+) -> tuple[bool, ...]:
+    return (
+        *(trained(name) for name in chunk.parameters),
+        *(False for _ in chunk.buffers),
+        *(flows[i] for i in chunk.inputs),
+    )
+
+
+def _outputs_need(body: Body, needs: tuple[bool, ...]) -> tuple[bool, ...]:
+    with _tracing(body) as mode, mode:
+        results = body.module(*_leaves(body, needs))
+    return tuple(x.requires_grad for x in results)
+
+
+def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
+    """Trace ``body`` together with the vector-Jacobian product that ``demand`` asks for."""
+    needs = (*demand.parameters, *(False for _ in range(body.buffers)), *demand.inputs)
+    n_primals = len(needs)
+    outputs = [i for i, wanted in enumerate(demand.outputs) if wanted]
+    carried = [i for i, wanted in enumerate(demand.carried) if wanted]
+    wanted = _gradient_refs(demand)
+
+    def joint(*args: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        primals, tangents = args[:n_primals], list(args[n_primals:])
+        with traceback.annotate({_PHASE: True}):
+            results = body.module(*primals)
+        first_input = body.parameters + body.buffers
+        # The engine adds what later chunks sent to an input before its uses here, in the order
+        # of one undivided backward: sums come out bit for bit the same.
+        heads = [results[i] for i in outputs] + [primals[first_input + i] for i in carried]
+        sources = [primals[_position(ref, first_input)] for ref in wanted]
+        if not heads or not sources:
+            return list(results), [None] * len(sources)
+        grads = torch.autograd.grad(heads, sources, tangents, allow_unused=True)
+        return list(results), list(grads)
+
+    with _tracing(body) as mode:
+        primals = _leaves(body, needs)
+        results = body.module(*primals) if outputs else ()
+        with mode:
+            tangents = [torch.empty_like(results[i]) for i in outputs]
+            tangents += [torch.empty_like(primals[len(needs) - body.inputs + i]) for i in carried]
+        module = make_fx(joint, decomposition_table=dict(compiler.decompositions()))(
+            *primals, *(t.detach() for t in tangents)
+        )
+        _erase_detach(module)
+        if any(_mutates(node) for node in module.graph.nodes):
+            module = _functionalize(module)
+    refs = [
+        *(Ref(Kind.PARAMETER, i) for i in range(body.parameters)),
+        *(Ref(Kind.BUFFER, i) for i in range(body.buffers)),
+        *(Ref(Kind.INPUT, i) for i in range(body.inputs)),
+        *(Ref(Kind.OUTPUT_GRAD, i) for i in outputs),
+        *(Ref(Kind.INPUT_GRAD, i) for i in carried),
+    ]
+    found = _label(module.graph, refs, body, wanted)
+    compiler.rewrite(module)
+    return found.moved_to(module.graph)
+
+
+def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> Joint:
+    placeholders = graph.find_nodes(op="placeholder")
+    arguments = dict(zip(placeholders, refs, strict=True))
+    for number, (node, ref) in enumerate(arguments.items()):
+        # torch's partitioner tells the ends of a joint graph by these names
+        tangent = ref.kind in (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD)
+        node.target = f"{'tangents' if tangent else 'primals'}_{number + 1}"
+        node.name = node.target
+    results: Any = graph.output_node().args[0]
+    made, grads = results
+    kinds = [Ref(Kind.OUTPUT, i) for i in range(body.outputs)]
+    kinds += [Ref(Kind.UPDATE, i) for i in range(body.updates)]
+    gradients = tuple((ref, g) for ref, g in zip(wanted, grads, strict=True) if g is not None)
+    graph.output_node().args = ([*made, *(g for _, g in gradients)],)
+    graph.eliminate_dead_code()
+    forward = {
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and (node.meta.get("custom") or {}).get(_PHASE)
+    }
+    return Joint(
+        graph=graph,
+        arguments=arguments,
+        forward=frozenset(forward),
+        results=tuple(zip(kinds, made, strict=True)),
+        gradients=gradients,
+    )
+
+
+def _gradient_refs(demand: Demand) -> list[Ref]:
+    inputs = [Ref(Kind.INPUT_GRAD, i) for i, wanted in enumerate(demand.inputs) if wanted]
+    parameters = [Ref(Kind.PARAMETER_GRAD, i) for i, w in enumerate(demand.parameters) if w]
+    return inputs + parameters
+
+
+def _position(ref: Ref, first_input: int) -> int:
+    return ref.index + (first_input if ref.kind is Kind.INPUT_GRAD else 0)
+
+
+@contextmanager
+def _tracing(body: Body) -> Iterator[FakeTensorMode]:
+    values = (node.meta.get("val") for node in body.module.graph.nodes)
+    mode = next(x.fake_mode for x in values if isinstance(x, FakeTensor))
+    with torch.enable_grad(), traceback.preserve_node_meta():
+        yield mode
+
+
+def _leaves(body: Body, needs: tuple[bool, ...]) -> list[Tensor]:
+    """Fresh fake arguments of ``body``, requiring grad where ``needs`` says so."""
+    leaves = []
+    for fake, need in zip(body.fakes(), needs, strict=True):
+        with fake.fake_mode:
+            leaf = torch.empty_strided(
+                fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+            )
+        leaves.append(leaf.requires_grad_(need))
+    return leaves
+
+
+def _erase_detach(module: fx.GraphModule) -> None:
+    """No engine runs these graphs, so there is nothing to detach from."""
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _functionalize(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with in-place ops (dropout's draw, some backward formulas) made pure."""
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    pure = torch.func.functionalize(fx.Interpreter(module).run, remove="mutations")
+    return make_fx(pure)(*fakes)

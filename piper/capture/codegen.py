@@ -1,0 +1,124 @@
+"""Pure graphs become callables, by way of a ``Compiler``.
+
+Every callable takes one list and empties it, so that an argument can be freed as soon as it has
+been used for the last time, and returns its results in order. A compiler also says in which ops
+it wants a chunk to be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.graph import CodeGen
+
+from piper.capture.program import Function, Kind, Pass, Program
+from piper.capture.saving import Remat
+from piper.errors import CaptureError
+
+Runner = Callable[[list[Tensor]], Sequence[Tensor]]
+Decompositions = Mapping[OpOverload, Callable[..., Any]]
+
+
+class Compiler(Protocol):
+    """A way to trace and to run graphs."""
+
+    remat: Remat
+    """What the backward computes again unless the user says otherwise."""
+
+    def decompositions(self) -> Decompositions: ...
+
+    def rewrite(self, joint: fx.GraphModule) -> None:
+        """Simplify a joint graph in place before it is cut into passes."""
+
+    def compile(self, function: Function, which: Pass) -> Runner: ...
+
+
+class Eager:
+    """Runs the ops one by one, as PyTorch itself would: bit for bit the same results."""
+
+    remat = Remat.NONE
+
+    def decompositions(self) -> Decompositions:
+        return {}
+
+    def rewrite(self, joint: fx.GraphModule) -> None:
+        return
+
+    def compile(self, function: Function, which: Pass) -> Runner:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(function.module.graph, {}))
+        graph.set_codegen(_Boxed())
+        return fx.GraphModule(torch.nn.Module(), graph).forward
+
+
+class Inductor:
+    """Compiles each graph with TorchInductor, with the passes ``torch.compile`` would run."""
+
+    remat = Remat.MIN_CUT
+
+    def decompositions(self) -> Decompositions:
+        from torch._inductor.decomposition import select_decomp_table
+
+        return select_decomp_table()
+
+    def rewrite(self, joint: fx.GraphModule) -> None:
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+        device = joint.graph.find_nodes(op="placeholder")[0].meta["val"].device
+        joint_graph_passes(joint, input_device=device)
+
+    def compile(self, function: Function, which: Pass) -> Runner:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(function.module.graph, {}))
+        results = graph.output_node()
+        # the other passes were traced with the strides that this one's results have now
+        results.meta["user_visible_output_idxs"] = list(range(len(function.results)))
+        module = fx.GraphModule(torch.nn.Module(), graph)
+        fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        state = (Kind.PARAMETER, Kind.BUFFER)
+        fixed = [i for i, ref in enumerate(function.arguments) if ref.kind in state]
+        runner: Runner = compile_fx_inner(
+            module, fakes, static_input_idxs=fixed, is_backward=which is not Pass.F
+        )
+        return runner
+
+
+class CompilerName(Enum):
+    """The names by which ``compiler=`` is given."""
+
+    EAGER = "eager"
+    INDUCTOR = "inductor"
+
+
+def compiler_named(name: str) -> Compiler:
+    """The compiler that ``compiler=name`` stands for."""
+    known: dict[str, type[Compiler]] = {
+        CompilerName.EAGER.value: Eager,
+        CompilerName.INDUCTOR.value: Inductor,
+    }
+    if name not in known:
+        raise CaptureError(f"compiler={name!r} is unknown; choose one of {', '.join(known)}")
+    return known[name]()
+
+
+def compile_program(program: Program, compiler: Compiler) -> dict[Pass, Runner]:
+    """A callable for each pass of ``program``."""
+    return {which: compiler.compile(f, which) for which, f in program.functions.items()}
+
+
+class _Boxed(CodeGen):
+    """Generates ``def forward(self, args)``, which takes its arguments out of a list."""
+
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False
+    ) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        unpack = f"\n    {', '.join(names)}, = args" if names else ""
+        return f"def {self._func_name}(self, args):{unpack}\n    args.clear()"

@@ -1,0 +1,129 @@
+"""Questions about FX graphs, and the one operation on them: taking a part out as a function."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils import flop_counter
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and _draws(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Attention is tagged as random, but draws only when it has dropout."""
+    assert isinstance(node.target, OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    given = node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def returned(graph: fx.Graph) -> list[fx.Node]:
+    """What the graph returns, flat and in order; a result that is None is left out."""
+    nodes = pytree.tree_leaves(graph.output_node().args[0])
+    return [node for node in nodes if isinstance(node, fx.Node)]
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor (and not a tuple of them)."""
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose storage ``node`` looks at: ``node`` itself unless it is made by view ops."""
+    while True:
+        maker = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(maker, fx.Node) or not _is_view(maker):
+            return node
+        base = maker.args[0]
+        assert isinstance(base, fx.Node)
+        node = base
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def ancestors(targets: Iterable[fx.Node], stops: Collection[fx.Node]) -> set[fx.Node]:
+    """Every op that ``targets`` depend on, themselves included, not going past ``stops``."""
+    found: set[fx.Node] = set()
+    pending = [node for node in targets if node not in stops]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(arg for arg in node.all_input_nodes if arg not in stops)
+    return found
+
+
+def extract(
+    graph: fx.Graph,
+    sources: Sequence[fx.Node],
+    targets: Sequence[fx.Node],
+    late: Collection[fx.Node] = (),
+) -> fx.GraphModule:
+    """The function from ``sources`` to ``targets`` that is part of ``graph``.
+
+    Ops run in the order of ``graph``, except those in ``late``, each of which runs just before
+    its first use: what is recomputed then lives as short as it can.
+    """
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in sources:
+        copies[node] = part.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
+    needed = ancestors(targets, copies)
+    for node in graph.nodes:
+        if node in needed and (node not in late or node in targets):
+            for op in _missing(node, copies):
+                copies[op] = part.node_copy(op, copies.__getitem__)
+    part.output([copies[node] for node in targets])
+    return fx.GraphModule(torch.nn.Module(), part)
+
+
+def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:
+    """``node`` and what it still waits for, in an order in which they can run."""
+    order: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        top = pending[-1]
+        if top in done or top in order:
+            pending.pop()
+            continue
+        waits = [arg for arg in top.all_input_nodes if arg not in done and arg not in order]
+        if waits:
+            pending.extend(reversed(waits))
+        else:
+            order[pending.pop()] = None
+    return list(order)
+
+
+def flops(graph: fx.Graph) -> int:
+    """Floating-point operations of the matrix products, convolutions and attentions in a graph."""
+    return sum(_node_flops(node) for node in graph.nodes if node.op == "call_function")
+
+
+def _node_flops(node: fx.Node) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_counter.flop_registry.get(packet)
+    if formula is None:
+        return 0
+    values: Any = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    args, kwargs = values
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))

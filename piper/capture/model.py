@@ -1,0 +1,136 @@
+"""``capture``: a model, its loss and one example batch go in; chunks with their programs come out.
+
+The stages in order: export, cut into chunks, differentiate each distinct chunk, split it into
+passes. The result says everything that an executor or a compiler of schedules needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.autodiff import differentiate
+from piper.capture.chunks import Chunk, Cut, cut
+from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
+from piper.capture.export import Batch, Loss, OutputTree, export
+from piper.capture.joint import Joint
+from piper.capture.passes import split
+from piper.capture.program import Pass, Program
+from piper.capture.saving import Remat
+from piper.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model's step as chunks of pure functions."""
+
+    cut: Cut
+    programs: tuple[Program, ...]
+    """One for each chunk; equal chunks share one object."""
+    joints: tuple[Joint, ...]
+    constants: Mapping[str, Tensor]
+    """Tensors that the model's code holds outside parameters and buffers, by name."""
+    output_tree: OutputTree
+    example: Batch
+    microbatches: int
+    device: torch.device
+    compiler: Compiler
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.cut.chunks
+
+    @property
+    def unique_programs(self) -> tuple[Program, ...]:
+        """Every distinct program once, in the order of its first chunk."""
+        return tuple({id(program): program for program in self.programs}.values())
+
+    def runners(self) -> tuple[Mapping[Pass, Runner], ...]:
+        """Callables for every chunk's passes; each distinct program is compiled once."""
+        made: dict[int, Mapping[Pass, Runner]] = {}
+        for program in self.programs:
+            if id(program) not in made:
+                made[id(program)] = compile_program(program, self.compiler)
+        return tuple(made[id(program)] for program in self.programs)
+
+
+def capture(
+    model: nn.Module,
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    targets: Sequence[Any] = (),
+    loss: Loss,
+    tags: Mapping[str, str] | None = None,
+    microbatches: int = 1,
+    device: torch.device | str | None = None,
+    compiler: str = "eager",
+    remat: str | None = None,
+    keep_outputs: bool = False,
+) -> Captured:
+    """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
+
+    ``inputs`` (positional, or a mapping for keywords) and ``targets`` are one example of the
+    whole batch: real, fake or meta tensors, of which only shapes and dtypes are read. ``model``
+    may be on any device, meta included, and is left as it is; ``device`` is where the programs
+    will run. ``remat`` is "none", "min-cut" or "all"; by default the compiler's own choice.
+    ``keep_outputs`` makes the model's output a result of the step beside the loss.
+    """
+    chosen = compiler_named(compiler)
+    policy = chosen.remat if remat is None else _policy(remat)
+    where = _device(model, device)
+    example = Batch.of(inputs, targets)
+    exported = export(
+        model,
+        example,
+        loss,
+        tags or {},
+        parts=microbatches,
+        device=where,
+        keep_outputs=keep_outputs,
+    )
+    pieces = cut(exported)
+    trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if isinstance(loss, nn.Module):
+        trained |= {f"loss_fn.{n}" for n, p in loss.named_parameters() if p.requires_grad}
+    joints = differentiate(pieces, trained.__contains__, chosen)
+    programs: dict[int, Program] = {}
+    for joint in joints:
+        if id(joint) not in programs:
+            programs[id(joint)] = split(joint, policy)
+    return Captured(
+        cut=pieces,
+        programs=tuple(programs[id(joint)] for joint in joints),
+        joints=joints,
+        constants=exported.constants,
+        output_tree=exported.output_tree,
+        example=example,
+        microbatches=microbatches,
+        device=where,
+        compiler=chosen,
+    )
+
+
+def _policy(name: str) -> Remat:
+    try:
+        return Remat(name)
+    except ValueError:
+        names = ", ".join(policy.value for policy in Remat)
+        raise CaptureError(f"remat={name!r} is unknown; choose one of {names}") from None
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where the programs will run: as asked, else where the model is, else (meta) on the CPU."""
+    if device is not None:
+        return torch.device(device)
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    found.discard(torch.device("meta"))
+    if len(found) > 1:
+        raise CaptureError(
+            f"the model lives on several devices ({', '.join(sorted(map(str, found)))}): "
+            "move it to one, or say device="
+        )
+    return found.pop() if found else torch.device("cpu")

@@ -1,0 +1,83 @@
+"""Ops and blocks that functionalization would change, kept as they are while it runs.
+
+``hide`` goes over a freshly exported program, ``restore`` over the functional graph made of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("piper::dropout", mutates_args=())
+def _dropout(x: Tensor, p: float) -> Tensor:
+    """Training dropout as one functional op: functionalization rewrites ``aten.dropout``, which
+    may alias its input in evaluation, into another op whose rounding differs."""
+    return torch.dropout(x, p, True)
+
+
+@_dropout.register_fake
+def _(x: Tensor, p: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _Block(nn.Module):
+    """The body of a ``no_grad`` or ``autocast`` block, run node by node so that each op keeps its
+    own regions; what leaves a ``no_grad`` block is detached, so that the block can be inlined."""
+
+    def __init__(self, body: fx.GraphModule, stops_gradient: bool) -> None:
+        super().__init__()
+        self.body = body
+        self._stops_gradient = stops_gradient
+
+    def forward(self, *args: Any) -> Any:
+        results = fx.Interpreter(self.body).run(*args)
+        if not self._stops_gradient:
+            return results
+        return tuple(x.detach() if isinstance(x, Tensor) else x for x in results)
+
+
+def hide(module: fx.GraphModule) -> None:
+    """Put training dropout and grad-mode or autocast blocks out of functionalization's sight."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.dropout.default:
+            _hide_dropout(node)
+        elif node.target in (wrap_with_set_grad_enabled, wrap_with_autocast):
+            _hide_block(module, node)
+    module.recompile()
+
+
+def restore(graph: fx.Graph) -> None:
+    """Undo ``hide`` where it left a mark."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.piper.dropout.default:
+            node.target = aten.dropout.default
+            node.args = (*node.args, True)
+
+
+def _hide_dropout(node: fx.Node) -> None:
+    x, p, train = node.args
+    if train and p:
+        node.target = torch.ops.piper.dropout.default
+        node.args = (x, p)
+    else:
+        node.replace_all_uses_with(x)  # type: ignore[arg-type]
+        node.graph.erase_node(node)
+
+
+def _hide_block(module: fx.GraphModule, node: fx.Node) -> None:
+    get_body = next(arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr")
+    body = module.get_submodule(str(get_body.target))
+    if isinstance(body, _Block):
+        return
+    assert isinstance(body, fx.GraphModule)
+    hide(body)
+    stops_gradient = node.target is wrap_with_set_grad_enabled and node.args[0] is False
+    setattr(module, str(get_body.target), _Block(body, stops_gradient))

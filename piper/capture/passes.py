@@ -1,0 +1,110 @@
+"""A joint graph is cut into the passes F, B, BI and BW, each a function of its own.
+
+BI and BW are B divided: BI computes the gradients of the inputs, BW those of the parameters from
+what BI computed on the way. All passes of a chunk use the same saved tensors, so a schedule may
+choose for every microbatch anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from piper.capture.graphs import ancestors, base_of, extract, flops, has_tensor, is_random
+from piper.capture.joint import Joint
+from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.capture.saving import Remat, choose
+from piper.capture.tensors import TensorSpec
+
+Ends = list[tuple[Ref, fx.Node]]
+
+
+def split(joint: Joint, policy: Remat) -> Program:
+    """The program of a chunk, with the forward keeping what ``policy`` says."""
+    joint, kept = choose(joint, policy)
+    saved: Ends = [(Ref(Kind.SAVED, i), node) for i, node in enumerate(kept)]
+    start = {node: ref for node, ref in joint.arguments.items() if ref.kind in _FORWARD_ARGUMENTS}
+    functions = {Pass.F: _function(joint, start, [*joint.results, *saved])}
+    # a tensor that is several things at once is taken under the name that costs least
+    known = {node: ref for ref, node in (*saved, *reversed(joint.results))}
+    known = {n: r for n, r in known.items() if r.kind is not Kind.UPDATE} | joint.arguments
+    inputs = [end for end in joint.gradients if end[0].kind is Kind.INPUT_GRAD]
+    parameters = [end for end in joint.gradients if end[0].kind is Kind.PARAMETER_GRAD]
+    handoff: Ends = []
+    if joint.gradients:
+        functions[Pass.B] = _function(joint, known, list(joint.gradients))
+    if inputs:
+        handoff = _handoff(joint, known, inputs, parameters)
+        functions[Pass.BI] = _function(joint, known, [*inputs, *handoff])
+    if parameters:
+        later = {node: ref for ref, node in handoff} | known
+        functions[Pass.BW] = _function(joint, later, parameters)
+    ends: Iterable[tuple[Ref, fx.Node]] = (
+        *((ref, node) for node, ref in joint.arguments.items()),
+        *joint.results,
+        *saved,
+        *handoff,
+        *joint.gradients,
+    )
+    return Program(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
+
+
+_FORWARD_ARGUMENTS = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
+
+
+def _handoff(joint: Joint, known: dict[fx.Node, Ref], inputs: Ends, parameters: Ends) -> Ends:
+    """The tensors that BI computes and BW reads."""
+    first = ancestors((node for _, node in inputs), known)
+    # an op with several results is one computation: all that it makes counts as computed
+    first |= {item for node in first if not has_tensor(node) for item in node.users}
+    targets = [node for _, node in parameters]
+    second = ancestors((node for node in targets if node not in first), {*known, *first})
+    read = {arg for node in second for arg in node.all_input_nodes if arg in first}
+    read |= {node for node in targets if node in first}
+    bases = {base_of(node) for node in read} - known.keys()
+    return [
+        (Ref(Kind.HANDOFF, i), node)
+        for i, node in enumerate(n for n in joint.graph.nodes if n in bases)
+    ]
+
+
+def _function(joint: Joint, known: dict[fx.Node, Ref], ends: Ends) -> Function:
+    """The function from those of ``known`` that it needs to ``ends``."""
+    targets = [node for _, node in ends]
+    needed = ancestors(targets, known)
+    used = {arg for node in needed for arg in node.all_input_nodes} | set(targets)
+    sources = {node: ref for node, ref in known.items() if node in used}
+    is_forward = any(ref.kind is Kind.OUTPUT for ref, _ in ends)
+    late = frozenset() if is_forward else joint.forward
+    module = extract(joint.graph, list(sources), targets, late)
+    _own_gradients(module, list(sources.values()), [ref for ref, _ in ends])
+    return Function(
+        module=module,
+        arguments=tuple(sources.values()),
+        results=tuple(ref for ref, _ in ends),
+        flops=flops(module.graph),
+        random=any(is_random(node) for node in module.graph.nodes),
+    )
+
+
+def _own_gradients(module: fx.GraphModule, arguments: list[Ref], results: list[Ref]) -> None:
+    """Copy a parameter's gradient that shares storage with anything that outlives the call, so
+    that whoever receives it may add to it in place."""
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    taken = {n for n, r in zip(placeholders, arguments, strict=True) if r.kind is not Kind.HANDOFF}
+    output = graph.output_node()
+    ends = list(output.args[0])  # type: ignore[arg-type]
+    bases = [base_of(node) for node in ends]
+    for i, (ref, node) in enumerate(zip(results, ends, strict=True)):
+        if ref.kind is not Kind.PARAMETER_GRAD:
+            continue
+        if bases[i] in taken or bases.count(bases[i]) > 1:
+            with graph.inserting_before(output):
+                ends[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            ends[i].meta["val"] = node.meta["val"]
+            bases[i] = ends[i]
+    output.args = (ends,)
+    module.recompile()

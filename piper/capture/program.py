@@ -1,0 +1,102 @@
+"""The four passes of a chunk as pure functions whose arguments and results have names.
+
+``Ref`` says what an argument or result is in terms of the chunk: its third parameter, its first
+saved tensor, the gradient of its second output. An executor needs nothing else to run a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import fx
+
+from piper.capture.tensors import TensorSpec
+
+
+class Pass(Enum):
+    """The part of a chunk's step that a function computes."""
+
+    F = "F"
+    """forward"""
+    B = "B"
+    """backward, whole"""
+    BI = "BI"
+    """backward for the inputs: what the chunk before waits for"""
+    BW = "BW"
+    """backward for the weights: the rest, at any later time"""
+
+
+class Kind(Enum):
+    """What a tensor is to its chunk."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    OUTPUT = "output"
+    UPDATE = "update"
+    """The new content of a buffer."""
+    SAVED = "saved"
+    """Kept from the forward for the backward; neither an input nor an output."""
+    HANDOFF = "handoff"
+    """Computed by BI on the way, and used by BW."""
+    OUTPUT_GRAD = "output_grad"
+    INPUT_GRAD = "input_grad"
+    """As a result: the gradient of an input. As an argument: the sum that later chunks began."""
+    PARAMETER_GRAD = "parameter_grad"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The ``index``-th tensor of a kind."""
+
+    kind: Kind
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One pass: a pure graph, what its arguments and results are, and what it costs."""
+
+    module: fx.GraphModule
+    arguments: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    flops: int
+    random: bool
+    """Whether it draws from the device's default generator."""
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.arguments))}) -> ({', '.join(map(str, self.results))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All passes of one distinct chunk. A pass that has nothing to compute is absent."""
+
+    functions: Mapping[Pass, Function]
+    specs: Mapping[Ref, TensorSpec]
+    """Every tensor that any pass takes or makes."""
+
+    @property
+    def saved(self) -> tuple[TensorSpec, ...]:
+        """The tensors made by the forward only to be kept for the backward."""
+        return tuple(spec for ref, spec in self.specs.items() if ref.kind is Kind.SAVED)
+
+    @property
+    def handoff(self) -> tuple[TensorSpec, ...]:
+        """The tensors that BI keeps for BW."""
+        return tuple(spec for ref, spec in self.specs.items() if ref.kind is Kind.HANDOFF)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.saved)
+
+    def held(self, reader: Pass) -> tuple[Ref, ...]:
+        """What must stay alive after the forward, besides state, until ``reader`` has run."""
+        function = self.functions.get(reader)
+        state = (Kind.PARAMETER, Kind.BUFFER)
+        return tuple(r for r in function.arguments if r.kind not in state) if function else ()

@@ -1,0 +1,100 @@
+"""What the forward keeps for the backward: the choice between memory and recomputing.
+
+``choose`` takes a joint graph and a policy and returns the forward's ops to keep. Parameters,
+buffers, inputs and outputs are there anyway and are never counted as saved; a view is never saved
+where its base is; what is random is saved, never drawn again.
+"""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
+from piper.capture.joint import Joint
+from piper.capture.program import Kind
+
+
+class Remat(Enum):
+    """How much of the forward the backward computes again."""
+
+    NONE = "none"
+    """Nothing: keep every tensor that the backward reads."""
+    MIN_CUT = "min-cut"
+    """What is cheap: the fewest bytes kept, with no matrix product computed twice."""
+    ALL = "all"
+    """Everything: keep the chunk's inputs alone."""
+
+
+def choose(joint: Joint, policy: Remat) -> tuple[Joint, tuple[fx.Node, ...]]:
+    """The joint graph (perhaps simplified) and the ops of its forward to keep for the backward."""
+    match policy:
+        case Remat.NONE:
+            kept = _read_by_backward(joint)
+        case Remat.MIN_CUT:
+            joint, kept = _min_cut(joint)
+        case Remat.ALL:
+            kept = []
+    return joint, _closed(joint, kept)
+
+
+def _read_by_backward(joint: Joint) -> list[fx.Node]:
+    fixed = _fixed(joint)
+    return [
+        node
+        for node in joint.graph.nodes
+        if node in joint.forward
+        and node not in fixed
+        and has_tensor(node)
+        and any(user.op == "call_function" and user not in joint.forward for user in node.users)
+    ]
+
+
+def _fixed(joint: Joint) -> set[fx.Node]:
+    """Ops that depend on buffers alone: cheaper to compute again than to keep per microbatch."""
+    fixed = {n for n, ref in joint.arguments.items() if ref.kind is Kind.BUFFER}
+    for node in joint.graph.nodes:
+        fed = node.op == "call_function" and all(arg in fixed for arg in node.all_input_nodes)
+        if fed and not is_random(node):
+            fixed.add(node)
+    return fixed
+
+
+def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
+    """torch's partitioner chooses. It also shares equal subexpressions, hence the new graph."""
+    if not joint.gradients:
+        return joint, []
+    module = fx.GraphModule(torch.nn.Module(), _copied(joint.graph))
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    forward, _ = min_cut_rematerialization_partition(
+        module, fakes, num_fwd_outputs=len(joint.results)
+    )
+    kept = {node.name for node in returned(forward.graph)[len(joint.results) :]}
+    joint = joint.moved_to(module.graph)
+    return joint, [n for n in joint.graph.nodes if n.op == "call_function" and n.name in kept]
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """``kept`` with bases for views, and with every random draw the backward depends on."""
+    stops = {*joint.arguments, *(base_of(node) for node in kept)}
+    rebuilt = ancestors((node for _, node in joint.gradients), stops)
+    stops |= {node for node in rebuilt if _is_draw(node)}
+    results = {node for _, node in joint.results}
+    order = {node: i for i, node in enumerate(joint.graph.nodes)}
+    return tuple(sorted(stops - joint.arguments.keys() - results, key=order.__getitem__))
+
+
+def _is_draw(node: fx.Node) -> bool:
+    """Whether the node is a tensor that a random op made."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and is_random(source) and has_tensor(node)

@@ -1,0 +1,37 @@
+"""What is known of a tensor before it exists: shape, strides and dtype, and so its bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, strides and dtype of a tensor that a program takes or makes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor) -> TensorSpec:
+        return TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage: an expanded dimension costs nothing, a gap between rows costs."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

@@ -1,0 +1,187 @@
+"""The decoder with a mixture of experts in each block, routed by top-k with a fixed capacity.
+
+Tokens [batch, seq] enter; logits leave, or (logits, auxiliary loss) if the config weighs one.
+Every shape follows from the input's shape alone; region "EP" holds the experts' work and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.capture.regions import annotate
+from piper.errors import PiperError
+from piper.models.dense import Block, Decoder, DenseConfig
+from piper.models.layers import ModelOutput, at_least_fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(DenseConfig):
+    """The shape of a decoder whose MLPs are mixtures of experts."""
+
+    experts: int
+    """Number of experts in each block."""
+    top_k: int = 2
+    """Number of experts each token is sent to."""
+    capacity_factor: float = 1.25
+    """Room in each expert, as a multiple of its equal share; experts / top_k drops nothing."""
+    aux_loss_weight: float = 0.0
+    """Weight of the load-balancing loss (mean over blocks); 0 means the model returns logits."""
+
+    def __post_init__(self) -> None:
+        DenseConfig.__post_init__(self)  # super() would look in the class that slots=True replaced
+        if not 1 <= self.top_k <= self.experts:
+            raise PiperError(f"top_k={self.top_k}: must be from 1 to experts={self.experts}")
+        if self.capacity_factor <= 0:
+            raise PiperError(f"capacity_factor={self.capacity_factor}: must be more than 0")
+        if self.aux_loss_weight < 0:
+            raise PiperError(f"aux_loss_weight={self.aux_loss_weight}: must not be negative")
+
+    def capacity(self, tokens: int) -> int:
+        """How many of `tokens` tokens one expert accepts."""
+        return math.ceil(self.capacity_factor * tokens * self.top_k / self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where each token goes: choices are [k, tokens], slots number the rows of all experts."""
+
+    probs: Tensor
+    """Router probabilities [tokens, experts]."""
+    expert: Tensor
+    """The expert of each choice [k, tokens]."""
+    weight: Tensor
+    """What each choice adds to its token's output [k, tokens], whether it is dropped or not."""
+    slot: Tensor
+    """expert * capacity + position of each choice [k, tokens]; experts * capacity if dropped."""
+
+
+class Router(nn.Module):
+    """Chooses experts for tokens [tokens, dim]; those beyond an expert's capacity are dropped."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(config.dim, config.experts, bias=False)
+
+    def forward(self, x: Tensor) -> Routing:
+        experts, k = self.config.experts, self.config.top_k
+        capacity = self.config.capacity(x.shape[0])
+        logits = self.gate(x)
+        probs = torch.softmax(logits, dim=-1, dtype=at_least_fp32(logits.dtype))
+        weight, expert = probs.topk(k, dim=-1)
+        if k > 1:
+            # A single weight would become the constant 1 and leave the router without gradient.
+            weight = weight / weight.sum(dim=-1, keepdim=True)
+        expert = expert.t()
+        # Choice-major: when an expert is full, second choices give way to first choices.
+        flat = expert.flatten()
+        chosen = (flat.unsqueeze(1) == torch.arange(experts, device=x.device)).long()
+        position = (chosen.cumsum(dim=0) * chosen).sum(dim=1) - 1
+        slot = torch.where(position < capacity, flat * capacity + position, experts * capacity)
+        return Routing(probs=probs, expert=expert, weight=weight.t(), slot=slot.view(k, -1))
+
+
+class Experts(nn.Module):
+    """SwiGLU experts over expert-major rows: [experts, rows, dim] enters and leaves."""
+
+    def __init__(self, experts: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.w_gate = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.w_out = nn.Parameter(torch.empty(experts, hidden, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Plain bmm: the graph names no size, so it runs unchanged on a share of the experts.
+        return torch.bmm(F.silu(torch.bmm(x, self.w_gate)) * torch.bmm(x, self.w_in), self.w_out)
+
+
+class MoE(nn.Module):
+    """The mixture: x [batch, seq, dim] -> (output of the same shape, how it was routed).
+
+    A token's output is the sum over its choices that found room; with none left it is zero, and
+    the token passes by on the residual stream.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(config)
+        self.experts = Experts(config.experts, config.dim, config.mlp_dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        tokens = x.flatten(0, 1)
+        routing = self.router(tokens)
+        rows = self.dispatch(tokens, routing.slot)
+        with annotate("EP"):
+            rows = self.experts(rows)
+        out = self.combine(rows, routing)
+        return out.view_as(x), routing
+
+    def dispatch(self, tokens: Tensor, slot: Tensor) -> Tensor:
+        """Rows [experts, capacity, dim]: the token in each slot, zero where a slot is empty."""
+        count, dim = tokens.shape
+        slots = self.config.experts * self.config.capacity(count)
+        token = torch.arange(count, device=tokens.device).expand_as(slot).flatten()
+        # Moving indices, not rows: only the slot of the dropped, which is cut off, is written
+        # twice, so the table does not depend on the order of the writes.
+        empty = torch.full((slots + 1,), count, device=tokens.device)
+        source = empty.scatter(0, slot.flatten(), token)[:slots]
+        padded = torch.cat((tokens, tokens.new_zeros(1, dim)))
+        return padded.index_select(0, source).view(self.config.experts, -1, dim)
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        """Tokens [tokens, dim]: the weighted sum of each token's rows, zero for dropped ones."""
+        flat = rows.flatten(0, 1)
+        padded = torch.cat((flat, flat.new_zeros(1, flat.shape[1])))
+        chosen = padded.index_select(0, routing.slot.flatten()).unflatten(0, routing.slot.shape)
+        return (chosen * routing.weight.to(rows.dtype).unsqueeze(-1)).sum(dim=0)
+
+
+def load_balance(routing: Routing) -> Tensor:
+    """experts * sum(share of choices * mean probability): 1 when even, `experts` at the worst."""
+    experts = routing.probs.shape[1]
+    ids = torch.arange(experts, device=routing.probs.device)
+    share = (routing.expert.unsqueeze(-1) == ids).to(routing.probs.dtype).mean(dim=(0, 1))
+    return experts * (share * routing.probs.mean(dim=0)).sum()
+
+
+class MoEBlock(Block):
+    """A block that also returns how its tokens were routed."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Routing]:
+        x = self.attend(x, cos, sin)
+        y, routing = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(y), routing
+
+
+class MoETransformer(Decoder):
+    """The decoder with a mixture of experts in each block.
+
+    Dropping is decided over the whole batch, second choices after all first ones: logits depend
+    on earlier tokens alone only where the capacity suffices for all.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config, (MoEBlock(config, MoE(config)) for _ in range(config.layers)))
+        self.aux_scale = config.aux_loss_weight / config.layers
+
+    def forward(self, tokens: Tensor) -> ModelOutput:
+        seq = tokens.shape[1]
+        aux: Tensor | None = None
+        with annotate("embed"):
+            x = self.embed(tokens)
+        for block in self.layers:
+            with annotate("layer"):
+                x, routing = block(x, *self.rotary(seq))
+                if self.aux_scale > 0:
+                    # A running sum: one scalar, not one a layer, travels between stages.
+                    term = self.aux_scale * load_balance(routing)
+                    aux = term if aux is None else aux + term
+        with annotate("head"):
+            logits = self.head(self.norm(x))
+        return logits if aux is None else (logits, aux)

@@ -1,0 +1,280 @@
+"""The step on one device, made of a captured model's programs alone.
+
+Microbatches run one after another, each forward then backward; gradients add up; one optimizer
+step follows. Every other way of running a model must give these numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.chunks import Chunk
+from piper.capture.codegen import Runner
+from piper.capture.model import Captured
+from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.errors import PiperError
+from piper.random import fold, seeded
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Init = Callable[[str, Tensor, torch.Generator], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step reports."""
+
+    loss: Tensor
+    """The mean loss over the batch, on the device: reading it waits for the step."""
+    seconds: float
+    """Time until the step was handed to the device."""
+    outputs: tuple[Any, ...] = ()
+    """The model's output for each microbatch, if the capture keeps outputs."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What microbatches add up to."""
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+class SingleDevice:
+    """Trains a captured model on one device."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        model: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        *,
+        init: Init | None = None,
+        loss: nn.Module | None = None,
+        seed: int = 0,
+        split_backward: bool = False,
+    ) -> None:
+        """``model`` gives the weights: its own tensors are trained where they already are on the
+        captured device, copies elsewhere; a model on the meta device needs ``init``. ``loss`` is
+        the loss's module if it has parameters. ``split_backward`` runs BI and BW for B."""
+        self.captured = captured
+        self.seed = seed
+        self.steps = 0
+        self._runners = captured.runners()
+        self._backward = (Pass.BI, Pass.BW) if split_backward else (Pass.B,)
+        self._held = [_held(program, self._backward) for program in captured.programs]
+        self._last_use = _last_uses(captured)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self._take_state(model, "", init)
+        if loss is not None:
+            self._take_state(loss, "loss_fn.", init)
+        for name, constant in captured.constants.items():
+            self.buffers[name] = constant.to(captured.device)
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        self.optimizer = None if optimizer is None else optimizer(trained)
+
+    def step(self, *batch: Any) -> StepResult:
+        """Train on one batch: the inputs, then the targets, like the example captured."""
+        start = time.perf_counter()
+        loss, gradients, outputs = self.differentiate(*batch)
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return StepResult(loss, time.perf_counter() - start, outputs)
+
+    def differentiate(
+        self, *batch: Any, order: Iterable[int] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[Any, ...]]:
+        """Loss, gradients by parameter name and outputs of one batch; nothing is updated but
+        mutated buffers. ``order`` runs the microbatches in another order than 0, 1, 2, ..."""
+        microbatches = self._microbatches(batch)
+        sums = _Sums()
+        for index in range(len(microbatches)) if order is None else order:
+            self._microbatch(index, microbatches[index], sums)
+        if not sums.counts:
+            loss = torch.stack(sums.losses).sum() / len(sums.losses)
+            return loss, sums.gradients, tuple(sums.outputs)
+        count = torch.stack(sums.counts).sum()
+        for gradient in sums.gradients.values():
+            gradient.div_(count)
+        return torch.stack(sums.losses).sum() / count, sums.gradients, tuple(sums.outputs)
+
+    def _microbatch(self, index: int, batch: Sequence[Tensor], sums: _Sums) -> None:
+        captured = self.captured
+        values: dict[int, Tensor] = dict(enumerate(batch))
+        kept: list[dict[Ref, Tensor]] = []
+        for chunk, program, runners in zip(
+            captured.chunks, captured.programs, self._runners, strict=True
+        ):
+            kept.append(self._forward(chunk, program, runners[Pass.F], values, index))
+        loss = values[captured.cut.loss]
+        sums.losses.append(loss)
+        seed = torch.ones_like(loss)
+        if captured.cut.count is None:
+            seed /= captured.microbatches
+        else:
+            sums.counts.append(values[captured.cut.count])
+        if captured.output_tree.spec is not None:
+            found = [values[i] for i in captured.cut.outputs]
+            sums.outputs.append(captured.output_tree.put(found))
+        values.clear()
+        gradients = {captured.cut.loss: seed}
+        shared: dict[str, Tensor] = {}
+        for chunk, program, runners in zip(
+            reversed(captured.chunks),
+            reversed(captured.programs),
+            reversed(self._runners),
+            strict=True,
+        ):
+            self._back(chunk, program, runners, kept.pop(), gradients, shared)
+        for name, gradient in shared.items():
+            if name in sums.gradients:
+                sums.gradients[name].add_(gradient)
+            else:
+                sums.gradients[name] = gradient
+
+    def _forward(
+        self,
+        chunk: Chunk,
+        program: Program,
+        run: Runner,
+        values: dict[int, Tensor],
+        microbatch: int,
+    ) -> dict[Ref, Tensor]:
+        """Run a chunk forward; its outputs join ``values``; return what its backward reads."""
+        function = program.functions[Pass.F]
+        tensors = {Ref(Kind.INPUT, i): values[value] for i, value in enumerate(chunk.inputs)}
+        draws = fold(self.seed, step=self.steps, chunk=chunk.index, microbatch=microbatch)
+        with seeded(self.captured.device, draws) if function.random else nullcontext():
+            self._call(chunk, function, run, tensors)
+        for i, value in enumerate(chunk.outputs):
+            values[value] = tensors[Ref(Kind.OUTPUT, i)]
+        for i, name in enumerate(chunk.updates):
+            self.buffers[name].copy_(tensors[Ref(Kind.UPDATE, i)])
+        for value in self._last_use[chunk.index]:
+            del values[value]
+        return {ref: tensors[ref] for ref in self._held[chunk.index] if ref in tensors}
+
+    def _back(
+        self,
+        chunk: Chunk,
+        program: Program,
+        runners: Mapping[Pass, Runner],
+        tensors: dict[Ref, Tensor],
+        gradients: dict[int, Tensor],
+        shared: dict[str, Tensor],
+    ) -> None:
+        """Run a chunk backward; its gradients join ``gradients`` and ``shared``."""
+        for i, value in enumerate(chunk.outputs):
+            if value in gradients:
+                tensors[Ref(Kind.OUTPUT_GRAD, i)] = gradients.pop(value)
+        for i, value in enumerate(chunk.inputs):
+            if value in gradients:
+                tensors[Ref(Kind.INPUT_GRAD, i)] = gradients.pop(value)
+        for which in self._backward:
+            if which in program.functions:
+                last = which is self._backward[-1]
+                self._call(chunk, program.functions[which], runners[which], tensors, last)
+        for ref, tensor in tensors.items():
+            if ref.kind is Kind.INPUT_GRAD:
+                gradients[chunk.inputs[ref.index]] = tensor
+            elif ref.kind is Kind.PARAMETER_GRAD:
+                name = chunk.parameters[ref.index]
+                shared[name] = shared[name].add_(tensor) if name in shared else tensor
+
+    def _call(
+        self,
+        chunk: Chunk,
+        function: Function,
+        run: Runner,
+        tensors: dict[Ref, Tensor],
+        last: bool = False,
+    ) -> None:
+        """Run one pass on ``tensors`` and state; ``last`` lets go of what it takes."""
+        arguments: list[Tensor] = []
+        for ref in function.arguments:
+            if ref.kind is Kind.PARAMETER:
+                arguments.append(self.parameters[chunk.parameters[ref.index]].detach())
+            elif ref.kind is Kind.BUFFER:
+                arguments.append(self.buffers[chunk.buffers[ref.index]])
+            else:
+                arguments.append(tensors.pop(ref) if last else tensors[ref])
+        if last:
+            for ref in [r for r in tensors if r.kind not in _GRADIENTS]:
+                del tensors[ref]
+        with torch.no_grad():
+            tensors.update(zip(function.results, run(arguments), strict=True))
+
+    def _microbatches(self, batch: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+        captured = self.captured
+        parts = captured.example.like(*batch).slices(captured.microbatches)
+        return [tuple(x.to(captured.device) for x in part) for part in parts]
+
+    def _take_state(self, module: nn.Module, prefix: str, init: Init | None) -> None:
+        device = self.captured.device
+        for name, parameter in module.named_parameters():
+            data = _materialised(prefix + name, parameter.detach(), device, init, self.seed)
+            if data is not parameter.detach() and data.data_ptr() != parameter.data_ptr():
+                parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            self.parameters[prefix + name] = parameter
+        for name, buffer in module.named_buffers():
+            self.buffers[prefix + name] = _materialised(
+                prefix + name, buffer, device, init, self.seed
+            )
+
+
+_GRADIENTS = (Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
+
+
+def _materialised(
+    name: str, tensor: Tensor, device: torch.device, init: Init | None, seed: int
+) -> Tensor:
+    """``tensor`` on ``device``, filled by ``init`` if it has no data. Its generator is seeded by
+    the name, so that weights depend neither on the order of filling nor on the strategy."""
+    if not tensor.is_meta:
+        return tensor.to(device)
+    if init is None:
+        raise PiperError(
+            f"{name} is on the meta device and has no values: give init=, a function "
+            "(name, tensor, generator) that fills it"
+        )
+    data = torch.empty_like(tensor, device=device)
+    init(name, data, generator_for(name, device, seed))
+    return data
+
+
+def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
+    """The generator that fills the parameter of that name."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _held(program: Program, backward: tuple[Pass, ...]) -> frozenset[Ref]:
+    return frozenset(ref for which in backward for ref in program.held(which))
+
+
+def _last_uses(captured: Captured) -> list[list[int]]:
+    """For each chunk, the values that no later chunk and no result needs."""
+    pinned = {captured.cut.loss, captured.cut.count, *captured.cut.outputs}
+    last: dict[int, int] = {}
+    for chunk in captured.chunks:
+        for value in (*chunk.inputs, *chunk.outputs):
+            last[value] = chunk.index
+    uses: list[list[int]] = [[] for _ in captured.chunks]
+    for value, index in last.items():
+        if value not in pinned:
+            uses[index].append(value)
+    return uses
