@@ -80,6 +80,7 @@ class SingleDevice:
             self._take_state(loss, "loss_fn.", init)
         for name, constant in captured.constants.items():
             self.buffers[name] = constant.to(captured.device)
+        self._weights = {name: p.detach() for name, p in self.parameters.items()}
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = None if optimizer is None else optimizer(trained)
 
@@ -207,7 +208,7 @@ class SingleDevice:
         arguments: list[Tensor] = []
         for ref in function.arguments:
             if ref.kind is Kind.PARAMETER:
-                arguments.append(self.parameters[chunk.parameters[ref.index]].detach())
+                arguments.append(self._weights[chunk.parameters[ref.index]])
             elif ref.kind is Kind.BUFFER:
                 arguments.append(self.buffers[chunk.buffers[ref.index]])
             else:

@@ -8,11 +8,13 @@ it wants a chunk to be traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch.fx.graph import CodeGen
 
@@ -68,13 +70,16 @@ class Inductor:
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.virtualized import V
 
-        device = joint.graph.find_nodes(op="placeholder")[0].meta["val"].device
-        joint_graph_passes(joint, input_device=device)
+        fake = joint.graph.find_nodes(op="placeholder")[0].meta["val"]
+        with V.set_fake_mode(fake.fake_mode):
+            joint_graph_passes(joint, input_device=fake.device)
 
     def compile(self, function: Function, which: Pass) -> Runner:
         from torch._inductor.compile_fx import compile_fx_inner
 
+        compiler_config: Any = torch.compiler.config
         graph = fx.Graph()
         graph.output(graph.graph_copy(function.module.graph, {}))
         results = graph.output_node()
@@ -84,10 +89,23 @@ class Inductor:
         fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         state = (Kind.PARAMETER, Kind.BUFFER)
         fixed = [i for i, ref in enumerate(function.arguments) if ref.kind in state]
-        runner: Runner = compile_fx_inner(
-            module, fakes, static_input_idxs=fixed, is_backward=which is not Pass.F
-        )
+        consumed = [i for i, ref in enumerate(function.arguments) if ref in function.consumes]
+        context = TracingContext(fakes[0].fake_mode if fakes else None)
+        context.fw_metadata = _Donation(consumed)  # type: ignore[assignment]
+        # Inductor's cache does not look at donations when it compares graphs
+        tag = compiler_config.patch(cache_key_tag=f"piper consumes {consumed}")
+        with tracing(context), tag:
+            runner: Runner = compile_fx_inner(
+                module, fakes, static_input_idxs=fixed, is_backward=which is not Pass.F
+            )
         return runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Donation:
+    """What Inductor reads of AOTAutograd's metadata: arguments whose memory it may reuse."""
+
+    bw_donated_idxs: list[int]
 
 
 class CompilerName(Enum):

@@ -18,6 +18,7 @@ from piper.capture.chunks import Chunk, Cut, cut
 from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
 from piper.capture.export import Batch, Loss, OutputTree, export
 from piper.capture.joint import Joint
+from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
 from piper.capture.program import Pass, Program
 from piper.capture.saving import Remat
@@ -97,13 +98,12 @@ def capture(
     if isinstance(loss, nn.Module):
         trained |= {f"loss_fn.{n}" for n, p in loss.named_parameters() if p.requires_grad}
     joints = differentiate(pieces, trained.__contains__, chosen)
-    programs: dict[int, Program] = {}
-    for joint in joints:
-        if id(joint) not in programs:
-            programs[id(joint)] = split(joint, policy)
+    distinct = {id(joint): joint for joint in joints}
+    split_up = {key: split(joint, policy) for key, joint in distinct.items()}
+    programs = consume_inputs(pieces, [split_up[id(joint)] for joint in joints])
     return Captured(
         cut=pieces,
-        programs=tuple(programs[id(joint)] for joint in joints),
+        programs=programs,
         joints=joints,
         constants=exported.constants,
         output_tree=exported.output_tree,

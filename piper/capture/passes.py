@@ -48,7 +48,10 @@ def split(joint: Joint, policy: Remat) -> Program:
         *handoff,
         *joint.gradients,
     )
-    return Program(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
+    program = Program(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
+    shared = {base_of(node) for _, node in joint.results}
+    own = {ref for ref, node in saved if node not in shared} | {ref for ref, _ in handoff}
+    return program.consuming(own)
 
 
 _FORWARD_ARGUMENTS = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)

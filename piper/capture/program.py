@@ -7,7 +7,7 @@ saved tensor, the gradient of its second output. An executor needs nothing else 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from torch import fx
@@ -68,6 +68,8 @@ class Function:
     flops: int
     random: bool
     """Whether it draws from the device's default generator."""
+    consumes: frozenset[Ref] = frozenset()
+    """Arguments that nothing reads after it, so that it may write its results over them."""
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.arguments))}) -> ({', '.join(map(str, self.results))})"
@@ -94,6 +96,16 @@ class Program:
     @property
     def saved_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.saved)
+
+    def consuming(self, refs: set[Ref]) -> Program:
+        """This program, free to overwrite ``refs`` in the last backward pass that reads them."""
+        later = set(self.functions[Pass.BW].arguments) if Pass.BW in self.functions else set()
+        kept = {Pass.F: refs, Pass.B: set(), Pass.BI: later, Pass.BW: set()}
+        functions = {
+            which: replace(f, consumes=f.consumes | (refs - kept[which]).intersection(f.arguments))
+            for which, f in self.functions.items()
+        }
+        return replace(self, functions=functions)
 
     def held(self, reader: Pass) -> tuple[Ref, ...]:
         """What must stay alive after the forward, besides state, until ``reader`` has run."""

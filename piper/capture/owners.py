@@ -1,0 +1,49 @@
+"""Inputs that nobody but one chunk needs: its backward may write its results over them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from piper.capture.chunks import Cut
+from piper.capture.graphs import base_of, returned
+from piper.capture.program import Kind, Pass, Program, Ref
+
+
+def consume_inputs(cut: Cut, programs: Sequence[Program]) -> tuple[Program, ...]:
+    """The programs, with every input that all chunks using a program own marked as consumed.
+
+    A chunk owns an input that another chunk made for it alone: no other chunk takes it, it is no
+    result of the step, and its producer keeps nothing in the same storage.
+    """
+    readers = Counter(value for chunk in cut.chunks for value in set(chunk.inputs))
+    results = {cut.loss, cut.count, *cut.outputs}
+    fresh: set[int] = set()
+    for chunk, program in zip(cut.chunks, programs, strict=True):
+        fresh |= {chunk.outputs[i] for i in _fresh_outputs(program)}
+    owned: dict[int, frozenset[int]] = {}
+    for chunk, program in zip(cut.chunks, programs, strict=True):
+        mine = frozenset(
+            i
+            for i, value in enumerate(chunk.inputs)
+            if value in fresh and readers[value] == 1 and value not in results
+        )
+        owned[id(program)] = owned.get(id(program), mine) & mine
+    made = {id(p): p.consuming({Ref(Kind.INPUT, i) for i in owned[id(p)]}) for p in programs}
+    return tuple(made[id(p)] for p in programs)
+
+
+def _fresh_outputs(program: Program) -> list[int]:
+    """Outputs that share storage with nothing else and that the program's backward ignores."""
+    forward = program.functions[Pass.F]
+    nodes = returned(forward.module.graph)
+    bases = Counter(base_of(node) for node in nodes)
+    read_back = {ref for f in program.functions.values() for ref in f.arguments}
+    return [
+        ref.index
+        for ref, node in zip(forward.results, nodes, strict=True)
+        if ref.kind is Kind.OUTPUT
+        and ref not in read_back
+        and base_of(node).op != "placeholder"
+        and bases[base_of(node)] == 1
+    ]
