@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch.fx.graph import CodeGen
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper.capture.program import Function, Kind, Pass, Program
 from piper.capture.saving import Remat
@@ -72,9 +73,12 @@ class Inductor:
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
         from torch._inductor.virtualized import V
 
-        fake = joint.graph.find_nodes(op="placeholder")[0].meta["val"]
-        with V.set_fake_mode(fake.fake_mode):
-            joint_graph_passes(joint, input_device=fake.device)
+        fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+        mode = fakes[0].fake_mode
+        with V.set_fake_mode(mode):
+            joint_graph_passes(joint, input_device=fakes[0].device)
+        # some of these passes trace replacements under a fake mode of their own
+        FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*fakes)
 
     def compile(self, function: Function, which: Pass) -> Runner:
         from torch._inductor.compile_fx import compile_fx_inner
