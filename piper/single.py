@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from piper.capture.batch import strided_like
 from piper.capture.chunks import Chunk
 from piper.capture.codegen import Runner
 from piper.capture.model import Captured
@@ -80,6 +81,7 @@ class SingleDevice:
             self._take_state(loss, "loss_fn.", init)
         for name, constant in captured.constants.items():
             self.buffers[name] = constant.to(captured.device)
+        self._check_state()
         self._weights = {name: p.detach() for name, p in self.parameters.items()}
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = None if optimizer is None else optimizer(trained)
@@ -222,7 +224,31 @@ class SingleDevice:
     def _microbatches(self, batch: Sequence[Any]) -> list[tuple[Tensor, ...]]:
         captured = self.captured
         parts = captured.example.like(*batch).slices(captured.microbatches)
-        return [tuple(x.to(captured.device) for x in part) for part in parts]
+        strides = [value.spec.stride for value in captured.cut.values]
+        return [
+            tuple(
+                strided_like(x, stride, captured.device)
+                for x, stride in zip(part, strides, strict=False)
+            )
+            for part in parts
+        ]
+
+    def _check_state(self) -> None:
+        """Refuse another model than the one captured."""
+        for chunk, program in zip(self.captured.chunks, self.captured.programs, strict=True):
+            wanted = [(Ref(Kind.PARAMETER, i), n) for i, n in enumerate(chunk.parameters)]
+            wanted += [(Ref(Kind.BUFFER, i), n) for i, n in enumerate(chunk.buffers)]
+            for ref, name in wanted:
+                found = self.parameters.get(name, self.buffers.get(name))
+                if found is None and name.startswith("loss_fn."):
+                    raise PiperError(f"the loss has a parameter {name!r}: give the module, loss=")
+                if found is None:
+                    raise PiperError(f"the model has no {name}: it is not the one captured")
+                if tuple(found.shape) != program.specs[ref].shape:
+                    raise PiperError(
+                        f"{name} has shape {list(found.shape)}, but {list(program.specs[ref].shape)}"
+                        " in the model captured"
+                    )
 
     def _take_state(self, module: nn.Module, prefix: str, init: Init | None) -> None:
         device = self.captured.device

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from piper.capture.joint import Joint
 from piper.capture.program import Kind, Ref
 from piper.errors import CaptureError
 
+Strides = tuple[int, ...]
+
 _PHASE = "piper_forward"
 
 
@@ -37,10 +39,12 @@ class Demand:
     """Parameters that are trained."""
     inputs: tuple[bool, ...]
     """Inputs through which gradient must flow further back."""
-    outputs: tuple[bool, ...]
-    """Outputs that receive a gradient from later chunks."""
-    carried: tuple[bool, ...]
-    """Inputs whose gradient later chunks have begun to sum: this chunk adds its part to it."""
+    outputs: tuple[Strides | None, ...]
+    """For each output that receives a gradient from later chunks, the gradient's strides."""
+    carried: tuple[Strides | None, ...]
+    """The same for inputs whose gradient later chunks have begun to sum: this chunk adds to it."""
+    changing: tuple[bool, ...]
+    """Buffers whose content some chunk replaces: the backward cannot read them again."""
 
 
 def differentiate(
@@ -53,15 +57,16 @@ def differentiate(
             "the loss depends on no trainable parameter: check requires_grad, and that the loss "
             "is not computed under torch.no_grad or from detached values"
         )
-    received = {cut.loss}
+    received: dict[int, Strides] = {cut.loss: cut.values[cut.loss].spec.stride}
     joints: dict[tuple[str, Demand], Joint] = {}
     found: list[Joint] = []
     for chunk in reversed(cut.chunks):
         demand = Demand(
             parameters=tuple(trained(name) for name in chunk.parameters),
             inputs=tuple(flows[i] for i in chunk.inputs),
-            outputs=tuple(i in received for i in chunk.outputs),
-            carried=tuple(i in received for i in chunk.inputs),
+            outputs=tuple(received.get(i) for i in chunk.outputs),
+            carried=tuple(received.get(i) for i in chunk.inputs),
+            changing=tuple(name in cut.updates for name in chunk.buffers),
         )
         key = (chunk.body.key, demand)
         if key not in joints:
@@ -72,7 +77,9 @@ def differentiate(
         joint = joints[key]
         found.append(joint)
         received |= {
-            chunk.inputs[ref.index] for ref, _ in joint.gradients if ref.kind is Kind.INPUT_GRAD
+            chunk.inputs[ref.index]: tuple(node.meta["val"].stride())
+            for ref, node in joint.gradients
+            if ref.kind is Kind.INPUT_GRAD
         }
     return tuple(reversed(found))
 
@@ -111,15 +118,21 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
     """Trace ``body`` together with the vector-Jacobian product that ``demand`` asks for."""
     needs = (*demand.parameters, *(False for _ in range(body.buffers)), *demand.inputs)
     n_primals = len(needs)
-    outputs = [i for i, wanted in enumerate(demand.outputs) if wanted]
-    carried = [i for i, wanted in enumerate(demand.carried) if wanted]
+    outputs = {i: s for i, s in enumerate(demand.outputs) if s is not None}
+    carried = {i: s for i, s in enumerate(demand.carried) if s is not None}
+    changing = {i for i, changes in enumerate(demand.changing) if changes}
     wanted = _gradient_refs(demand)
 
     def joint(*args: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         primals, tangents = args[:n_primals], list(args[n_primals:])
-        with traceback.annotate({_PHASE: True}):
-            results = body.module(*primals)
         first_input = body.parameters + body.buffers
+        with traceback.annotate({_PHASE: True}):
+            # a copy of a changing buffer, so that what the backward reads can be kept
+            now = [
+                x.clone() if i in changing else x
+                for i, x in enumerate(primals, start=-body.parameters)
+            ]
+            results = body.module(*now)
         # The engine adds what later chunks sent to an input before its uses here, in the order
         # of one undivided backward: sums come out bit for bit the same.
         heads = [results[i] for i in outputs] + [primals[first_input + i] for i in carried]
@@ -131,12 +144,13 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
 
     with _tracing(body) as mode:
         primals = _leaves(body, needs)
-        results = body.module(*primals) if outputs else ()
+        results = body.module(*primals)
+        inputs = primals[len(needs) - body.inputs :]
         with mode:
-            tangents = [torch.empty_like(results[i]) for i in outputs]
-            tangents += [torch.empty_like(primals[len(needs) - body.inputs + i]) for i in carried]
+            tangents = [_strided(results[i], stride) for i, stride in outputs.items()]
+            tangents += [_strided(inputs[i], stride) for i, stride in carried.items()]
         module = make_fx(joint, decomposition_table=dict(compiler.decompositions()))(
-            *primals, *(t.detach() for t in tangents)
+            *primals, *tangents
         )
         _erase_detach(module)
         if any(_mutates(node) for node in module.graph.nodes):
@@ -150,7 +164,7 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
     ]
     found = _label(module.graph, refs, body, wanted)
     compiler.rewrite(module)
-    return found.moved_to(module.graph)
+    return replace(found.moved_to(module.graph), changing=frozenset(changing))
 
 
 def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> Joint:
@@ -200,14 +214,16 @@ def _tracing(body: Body) -> Iterator[FakeTensorMode]:
         yield mode
 
 
+def _strided(like: Tensor, stride: Strides) -> Tensor:
+    return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+
+
 def _leaves(body: Body, needs: tuple[bool, ...]) -> list[Tensor]:
     """Fresh fake arguments of ``body``, requiring grad where ``needs`` says so."""
     leaves = []
     for fake, need in zip(body.fakes(), needs, strict=True):
         with fake.fake_mode:
-            leaf = torch.empty_strided(
-                fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
-            )
+            leaf = _strided(fake, fake.stride())
         leaves.append(leaf.requires_grad_(need))
     return leaves
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
+from torch import nn
 from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -20,27 +23,49 @@ _DATA_DEPENDENT = (
     DynamicOutputShapeException,
     UserError,
 )
-_OURS = tuple(str(Path(p).resolve().parent) for p in (torch.__file__, __file__))
+_OURS = tuple(str(Path(p).resolve().parent) + "/" for p in (torch.__file__, __file__))
+_STDLIB = sysconfig.get_path("stdlib") + "/"
 
 
-def explain(error: BaseException, model: str) -> CaptureError:
-    """What ``error`` means for whoever wrote ``model``, with the line that caused it."""
-    where = _user_line(error)
-    at = f" at {where}" if where else ""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def explain(
+    error: BaseException, what: str, modules: Mapping[nn.Module, str] | None = None
+) -> CaptureError:
+    """What ``error`` means for whoever wrote ``what``, with the line that caused it.
+
+    ``modules`` gives the paths of the model's modules, to name one where no line of the user's
+    own is left.
+    """
+    where = _user_line(error) or _module(error, modules or {})
+    at = f" {where}" if where else ""
+    text = str(error).strip()
     if is_data_dependent(error):
+        first = text.splitlines()[0] if text else type(error).__name__
         return CaptureError(
-            f"{model} decides by the data{at}\n"
+            f"{what} decides by the data{at}\n"
             "a step is planned before any data is seen, so control flow and shapes cannot depend "
             "on tensor values: use torch.where, a mask or a fixed capacity, or compute the "
             f"decision outside the model\n({first})"
         )
-    return CaptureError(f"{model} cannot be captured{at}\n{type(error).__name__}: {first}")
+    return CaptureError(f"{what} cannot be captured{at}\n{type(error).__name__}: {text}")
 
 
 def is_data_dependent(error: BaseException) -> bool:
     """Whether tracing failed because a shape or a branch depends on tensor values."""
     return any(isinstance(e, _DATA_DEPENDENT) for e in _chain(error))
+
+
+def is_internal_file(name: str) -> bool:
+    """Whether a source file is torch's, Piper's or Python's own, and so not the user's."""
+    library = name.startswith(_STDLIB) and "site-packages" not in name
+    return library or name.startswith(("<", *_OURS))
+
+
+def user_frames(stack: str) -> str:
+    """The frames of a recorded stack trace that are the user's."""
+    frames = re.split(r"(?m)^(?=\s*File )", stack)
+    names = [(re.search(r'File "([^"]+)"', frame), frame.strip()) for frame in frames]
+    own = [frame for found, frame in names if found and not is_internal_file(found[1])]
+    return "\n".join(own)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -50,14 +75,34 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _user_line(error: BaseException) -> str | None:
-    """The innermost line outside torch and Piper, over the whole chain of causes."""
+    """The innermost line of the user's, over the whole chain of causes."""
     for link in _chain(error):
-        frames = [(f, line) for f, line in _frames(link.__traceback__) if not _internal(f)]
-        if frames:
+        frames = [
+            (frame, line)
+            for frame, line in _frames(link.__traceback__)
+            if not is_internal_file(frame.f_code.co_filename)
+        ]
+        if frames and _inside_capture(link):
             frame, line = frames[-1]
             name = frame.f_code.co_filename
             code = linecache.getline(name, line).strip()
-            return f"{name}:{line} in {frame.f_code.co_name}\n    {code}"
+            return f"at {name}:{line} in {frame.f_code.co_name}\n    {code}"
+    return None
+
+
+def _inside_capture(error: BaseException) -> bool:
+    """Whether the user's frame is called by Piper, and not only calls it."""
+    internal = [is_internal_file(f.f_code.co_filename) for f, _ in _frames(error.__traceback__)]
+    return False in internal[internal.index(True) :] if True in internal else False
+
+
+def _module(error: BaseException, modules: Mapping[nn.Module, str]) -> str | None:
+    """The innermost module of the model in whose forward ``error`` arose."""
+    for link in _chain(error):
+        for frame, _ in reversed(list(_frames(link.__traceback__))):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in modules:
+                return f"in module {modules[owner]!r} ({type(owner).__name__})"
     return None
 
 
@@ -65,8 +110,3 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     while trace is not None:
         yield trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
-
-
-def _internal(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(("<", *_OURS)) or "contextlib" in name

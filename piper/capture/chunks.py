@@ -7,7 +7,7 @@ earlier chunk to a later one. What depends on neither is computed again in each 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.capture.export import Exported
-from piper.capture.graphs import is_random
-from piper.capture.regions import LOSS, Region, tags_of
+from piper.capture.graphs import has_tensor, is_random
+from piper.capture.regions import Region, tags_of
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
 
@@ -79,6 +79,8 @@ class Cut:
     loss: int
     count: int | None
     outputs: tuple[int, ...]
+    updates: frozenset[str]
+    """The buffers that some chunk gives a new content."""
 
 
 def cut(exported: Exported) -> Cut:
@@ -86,8 +88,7 @@ def cut(exported: Exported) -> Cut:
     exported.graph.eliminate_dead_code()
     roots = _roots(exported)
     constants = _constants(exported, roots)
-    homes, tags = _assign(exported.graph, constants)
-    _refuse_empty(exported.regions, tags)
+    homes, tags = _assign(exported, constants)
     return _Builder(exported, roots, constants, homes, tags).build()
 
 
@@ -110,42 +111,50 @@ def _constants(exported: Exported, roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _assign(
-    graph: fx.Graph, constants: set[fx.Node]
+    exported: Exported, constants: set[fx.Node]
 ) -> tuple[dict[fx.Node, int], list[tuple[Region, ...]]]:
     """The chunk of every op that is not constant, and the regions of every chunk."""
-    ops = [n for n in graph.nodes if n.op == "call_function" and n not in constants]
+    ops = [n for n in exported.graph.nodes if n.op == "call_function" and n not in constants]
+    changing = {node for node, name in exported.buffers.items() if name in exported.updates}
+    in_model = [n for n in ops if tags_of(n.meta)[:1] not in ((), (exported.loss_region,))]
     homes: dict[fx.Node, int] = {}
     tags: list[tuple[Region, ...]] = []
-    if all(t[0].name == LOSS for n in ops if (t := tags_of(n.meta))):
-        tags.append(())  # no region in the model: it is one chunk
-        for node in ops:
-            if not tags_of(node.meta):
-                homes[node] = 0
-    waiting: list[tuple[fx.Node, int]] = []
+    waiting: dict[fx.Node, int] = {}
     for node in ops:
-        if node in homes:
-            continue
         stack = tags_of(node.meta)
         feeders = [homes[arg] for arg in node.all_input_nodes if arg in homes]
-        if node.target is operator.getitem and feeders:
-            homes[node] = feeders[0]
+        if node.target is operator.getitem:
+            if feeders:
+                homes[node] = feeders[0]  # else with its op, below
         elif stack:
             if not tags or tags[-1] != stack:
                 tags.append(stack)
             homes[node] = len(tags) - 1
         elif feeders:
             homes[node] = max(feeders)
+        elif not in_model:
+            if not tags:
+                tags.append(())  # no region in the model: it is one chunk
+            homes[node] = 0
+        elif changing.isdisjoint(node.all_input_nodes):
+            waiting[node] = max(0, len(tags) - 1)
         else:
-            waiting.append((node, max(0, len(tags) - 1)))
-    for node, nearest in reversed(waiting):  # fed by the batch and state alone: with its first user
-        homes[node] = min((homes[user] for user in node.users if user in homes), default=nearest)
+            homes[node] = max(0, len(tags) - 1)  # what it reads may soon be overwritten
+    for node, nearest in reversed(waiting.items()):
+        # fed by the batch and parameters alone: with its first user
+        users = [u for user in node.users for u in (user.users if not has_tensor(node) else [user])]
+        homes[node] = min((homes[user] for user in users if user in homes), default=nearest)
+    for node in ops:
+        if node.target is operator.getitem:
+            homes[node] = homes[node.args[0]]
     return homes, tags
 
 
-def _refuse_empty(regions: dict[Region, str], tags: list[tuple[Region, ...]]) -> None:
-    held = {region for stack in tags for region in stack}
+def refuse_empty(cut: Cut, regions: Mapping[Region, str], loss_region: Region) -> None:
+    """A region that no chunk is in would never match a filter: say so now."""
+    held = {region for chunk in cut.chunks for region in chunk.tags}
     for region, where in regions.items():
-        if region not in held and region.name != LOSS:
+        if region not in held and region != loss_region:
             raise CaptureError(
                 f"region {region} is empty ({where}): it holds no operation on the batch or on "
                 "parameters whose result is used; remove it, or put the operations inside"
@@ -187,6 +196,7 @@ class _Builder:
             loss=self.numbers[exported.loss],
             count=None if exported.count is None else self.numbers[exported.count],
             outputs=tuple(self.numbers[node] for node in exported.outputs),
+            updates=frozenset(exported.updates),
         )
 
     def _number(self, node: fx.Node, producer: int | None) -> int:

@@ -20,6 +20,8 @@ class Joint:
     """The ops that run in the forward pass; all others belong to the backward pass."""
     results: tuple[tuple[Ref, fx.Node], ...]
     gradients: tuple[tuple[Ref, fx.Node], ...]
+    changing: frozenset[int] = frozenset()
+    """Buffers that have other contents when the backward runs."""
 
     def moved_to(self, graph: fx.Graph) -> Joint:
         """This joint on a rewritten ``graph`` with the same ends in the same order."""
@@ -28,6 +30,7 @@ class Joint:
         pairs = tuple(zip(refs, returned(graph), strict=True))
         n = len(self.results)
         return Joint(
+            changing=self.changing,
             graph=graph,
             arguments=dict(
                 zip(graph.find_nodes(op="placeholder"), self.arguments.values(), strict=True)

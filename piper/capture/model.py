@@ -6,6 +6,7 @@ passes. The result says everything that an executor or a compiler of schedules n
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.autodiff import differentiate
-from piper.capture.chunks import Chunk, Cut, cut
+from piper.capture.batch import Batch, OutputTree
+from piper.capture.chunks import Chunk, Cut, cut, refuse_empty
 from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
-from piper.capture.export import Batch, Loss, OutputTree, export
+from piper.capture.export import Loss, export
 from piper.capture.joint import Joint
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
@@ -82,13 +84,35 @@ def capture(
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
+    _check(model, loss)
     where = _device(model, device)
     example = Batch.of(inputs, targets)
+    with _tracing_is_process_wide:
+        return _capture(
+            model, example, loss, tags or {}, microbatches, where, chosen, policy, keep_outputs
+        )
+
+
+# torch keeps the modes of a trace, and Python its warnings and stderr, for the whole process
+_tracing_is_process_wide = threading.RLock()
+
+
+def _capture(
+    model: nn.Module,
+    example: Batch,
+    loss: Loss,
+    tags: Mapping[str, str],
+    microbatches: int,
+    where: torch.device,
+    chosen: Compiler,
+    policy: Remat,
+    keep_outputs: bool,
+) -> Captured:
     exported = export(
         model,
         example,
         loss,
-        tags or {},
+        tags,
         parts=microbatches,
         device=where,
         keep_outputs=keep_outputs,
@@ -98,6 +122,7 @@ def capture(
     if isinstance(loss, nn.Module):
         trained |= {f"loss_fn.{n}" for n, p in loss.named_parameters() if p.requires_grad}
     joints = differentiate(pieces, trained.__contains__, chosen)
+    refuse_empty(pieces, exported.regions, exported.loss_region)
     distinct = {id(joint): joint for joint in joints}
     split_up = {key: split(joint, policy) for key, joint in distinct.items()}
     programs = consume_inputs(pieces, [split_up[id(joint)] for joint in joints])
@@ -114,6 +139,17 @@ def capture(
     )
 
 
+def _check(model: object, loss: object) -> None:
+    if not isinstance(model, nn.Module):
+        name = getattr(model, "__name__", type(model).__name__)
+        kind = "the class" if isinstance(model, type) else f"a {type(model).__name__},"
+        raise CaptureError(f"the model must be an nn.Module, not {kind} {name}")
+    if not callable(loss):
+        raise CaptureError(f"loss={loss!r} cannot be called: give a function (output, *targets)")
+    if torch.is_inference_mode_enabled():
+        raise CaptureError("capture cannot run under torch.inference_mode(): leave it first")
+
+
 def _policy(name: str) -> Remat:
     try:
         return Remat(name)
@@ -125,7 +161,7 @@ def _policy(name: str) -> Remat:
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """Where the programs will run: as asked, else where the model is, else (meta) on the CPU."""
     if device is not None:
-        return torch.device(device)
+        return _available(device)
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     found.discard(torch.device("meta"))
     if len(found) > 1:
@@ -134,3 +170,18 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
             "move it to one, or say device="
         )
     return found.pop() if found else torch.device("cpu")
+
+
+def _available(device: torch.device | str) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    here = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise CaptureError(f"device={device!r} is no device ({error}); here: {here}") from None
+    if wanted.type not in here:
+        raise CaptureError(
+            f"device={str(wanted)!r} is not available on this machine; programs can run on: "
+            f"{', '.join(here)}"
+        )
+    return wanted

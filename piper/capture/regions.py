@@ -44,34 +44,51 @@ class Recorder:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._open: list[tuple[Region, AbstractContextManager[None]]] = []
+        self._open: list[tuple[object, Region, AbstractContextManager[None]]] = []
         self.entered: dict[Region, str] = {}
 
-    def enter(self, name: str, where: str) -> None:
-        if not name or name in RESERVED:
+    def enter(self, name: str, where: str, owner: object) -> Region:
+        """Open a region; ``owner`` is what must close it."""
+        if not isinstance(name, str) or not name:
             raise CaptureError(
-                f"a region cannot be named {name!r} ({where}): "
-                f"{', '.join(sorted(RESERVED))} and the empty name are taken; choose another name"
+                f"a region's name must be a non-empty string, not {name!r} ({where})"
+            )
+        if name in RESERVED:
+            raise CaptureError(
+                f"a region cannot be named {name!r} ({where}): {', '.join(sorted(RESERVED))} name "
+                "the microbatch and the pass; choose another name"
             )
         region = Region(name, self._counts[name])
         self._counts[name] += 1
         self.entered[region] = where
-        stack = (*(r for r, _ in self._open), region)
-        mark = traceback.annotate({_META: stack})
+        mark = traceback.annotate({_META: (*(r for _, r, _ in self._open), region)})
         mark.__enter__()
-        self._open.append((region, mark))
+        self._open.append((owner, region, mark))
+        return region
 
-    def exit(self) -> None:
-        _, mark = self._open.pop()
-        mark.__exit__(None, None, None)
+    def exit(self, owner: object, *, failed: bool = False) -> None:
+        """Close the region that ``owner`` opened last, which must be the innermost one unless an
+        error is on its way out."""
+        mine = [region for who, region, _ in self._open if who is owner]
+        if not mine and not failed:
+            raise CaptureError("a region is exited that was not entered: use `with`")
+        while failed and mine and self._open[-1][0] is not owner:
+            self._open.pop()[2].__exit__(None, None, None)
+        if mine and self._open[-1][0] is not owner:
+            inner = self._open[-1][1]
+            raise CaptureError(
+                f"regions cross: {mine[-1]} ({self.entered[mine[-1]]}) is exited while {inner} "
+                f"({self.entered[inner]}), entered after it, is still open; nest them with `with`"
+            )
+        if mine:
+            self._open.pop()[2].__exit__(None, None, None)
 
-    def unwind(self, depth: int = 0) -> list[Region]:
-        """Close every region opened above ``depth``; return them, innermost first."""
-        left = []
-        while len(self._open) > depth:
-            left.append(self._open[-1][0])
-            self.exit()
-        return left
+    def unwind(self) -> Region | None:
+        """Close every region still open; return the innermost one."""
+        innermost = self._open[-1][1] if self._open else None
+        while self._open:
+            self._open.pop()[2].__exit__(None, None, None)
+        return innermost
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("piper_recorder", default=None)
@@ -83,17 +100,18 @@ class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
     Regions nest freely; the indices of a name count up in the order in which it is entered.
     """
 
-    __slots__ = ("_name", "_recorder")
+    __slots__ = ("_name",)
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Region | None:
         if torch.compiler.is_dynamo_compiling():
-            return
-        self._recorder = _recorder.get()
-        if self._recorder is not None:
-            self._recorder.enter(self._name, _line(sys._getframe(1)))
+            return None
+        recorder = _recorder.get()
+        if recorder is None:
+            return None
+        return recorder.enter(self._name, _line(sys._getframe(1)), self)
 
     def __exit__(
         self,
@@ -103,8 +121,9 @@ class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
-        if self._recorder is not None:
-            self._recorder.exit()
+        recorder = _recorder.get()
+        if recorder is not None:
+            recorder.exit(self, failed=error is not None)
 
 
 @contextmanager
@@ -118,9 +137,8 @@ def recording() -> Iterator[Recorder]:
         failed = False
     finally:
         _recorder.reset(token)
-        left = recorder.unwind()
-        if left and not failed:
-            region = left[0]
+        region = recorder.unwind()
+        if region is not None and not failed:
             raise CaptureError(
                 f"region {region} is left open: entered at {recorder.entered[region]} and never "
                 f"exited; write `with piper.annotate({region.name!r}):` around its operations"
@@ -143,14 +161,19 @@ def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
     A ``*`` stands for one step of a path or a part of it, ``**`` for any number of steps. The
     hooks stay on ``model``: give this function a copy.
     """
+    if not isinstance(tags, Mapping):
+        raise CaptureError(
+            f"tags must be a mapping from module path to region name, not {type(tags).__name__}"
+        )
     paths = dict(model.named_modules(remove_duplicate=False))
     for pattern, name in tags.items():
         matched = {id(m): (path, m) for path, m in paths.items() if _matches(pattern, path)}
         if not matched:
             close = _closest(pattern, paths)
+            hint = "closest" if close else "it has"
             raise CaptureError(
-                f"tags: the pattern {pattern!r} matches no module of {type(model).__name__}"
-                + (f"; closest: {', '.join(map(repr, close))}" if close else "")
+                f"tags: the pattern {pattern!r} matches no module of {type(model).__name__}; "
+                f"{hint}: {', '.join(map(repr, close or _top(paths)))}"
             )
         for path, module in matched.values():
             _enter_when_called(module, name, f"module {path!r}, tagged by {pattern!r}")
@@ -172,19 +195,19 @@ def _enter_when_called(module: nn.Module, name: str, where: str) -> None:
     def enter(module: nn.Module, args: object) -> None:
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.enter(name, where)
+            recorder.enter(name, where, module)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.exit()
+            recorder.exit(module, failed=output is None)
 
     module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _matches(pattern: str, path: str) -> bool:
-    return _match_steps(pattern.split("."), path.split("."))
+    return _match_steps(pattern.split("."), path.split(".") if path else [])
 
 
 def _match_steps(pattern: list[str], path: list[str]) -> bool:
@@ -197,10 +220,17 @@ def _match_steps(pattern: list[str], path: list[str]) -> bool:
 
 def _closest(pattern: str, paths: Iterable[str]) -> list[str]:
     """A few module paths that look like ``pattern``, with indices written as ``*``."""
-    shapes = {
-        ".".join("*" if step.isdigit() else step for step in path.split(".")) for path in paths
-    }
-    return difflib.get_close_matches(pattern, sorted(shapes - {""}), n=4, cutoff=0.3)
+    return difflib.get_close_matches(pattern, _shapes(paths), n=4, cutoff=0.3)
+
+
+def _top(paths: Iterable[str]) -> list[str]:
+    """The module paths of at most two steps, for whoever is far off."""
+    return [shape for shape in _shapes(paths) if shape.count(".") < 2][:8]
+
+
+def _shapes(paths: Iterable[str]) -> list[str]:
+    shapes = {".".join("*" if s.isdigit() else s for s in path.split(".")) for path in paths}
+    return sorted(shapes - {""})
 
 
 def _line(frame: FrameType) -> str:

@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
 from piper.capture.joint import Joint
-from piper.capture.program import Kind
+from piper.capture.program import Kind, Ref
 
 
 class Remat(Enum):
@@ -56,7 +56,11 @@ def _read_by_backward(joint: Joint) -> list[fx.Node]:
 
 def _fixed(joint: Joint) -> set[fx.Node]:
     """Ops that depend on buffers alone: cheaper to compute again than to keep per microbatch."""
-    fixed = {n for n, ref in joint.arguments.items() if ref.kind is Kind.BUFFER}
+    fixed = {
+        node
+        for node, ref in joint.arguments.items()
+        if ref.kind is Kind.BUFFER and not is_changing(joint, ref)
+    }
     for node in joint.graph.nodes:
         fed = node.op == "call_function" and all(arg in fixed for arg in node.all_input_nodes)
         if fed and not is_random(node):
@@ -85,13 +89,20 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
-    """``kept`` with bases for views, and with every random draw the backward depends on."""
+    """``kept`` with bases for views, and with all that the backward depends on but could not
+    compute again: random draws, and copies of buffers that change."""
     stops = {*joint.arguments, *(base_of(node) for node in kept)}
     rebuilt = ancestors((node for _, node in joint.gradients), stops)
-    stops |= {node for node in rebuilt if _is_draw(node)}
+    changing = {n for n, ref in joint.arguments.items() if is_changing(joint, ref)}
+    stops |= {n for n in rebuilt if _is_draw(n) or not changing.isdisjoint(n.all_input_nodes)}
     results = {node for _, node in joint.results}
     order = {node: i for i, node in enumerate(joint.graph.nodes)}
     return tuple(sorted(stops - joint.arguments.keys() - results, key=order.__getitem__))
+
+
+def is_changing(joint: Joint, ref: Ref) -> bool:
+    """Whether ``ref`` is a buffer that has other contents when the backward runs."""
+    return ref.kind is Kind.BUFFER and ref.index in joint.changing
 
 
 def _is_draw(node: fx.Node) -> bool:

@@ -1,0 +1,194 @@
+"""One batch as a flat row of tensors and the way back: what goes into the model, what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from piper.capture.tensors import TensorSpec
+from piper.errors import CaptureError, PiperError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of ``inputs`` and ``targets`` in order, and how to put them back in place."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @staticmethod
+    def of(inputs: Sequence[Any] | Mapping[str, Any], targets: Sequence[Any]) -> Batch:
+        """A batch from positional inputs, or keyword inputs in a mapping, and targets."""
+        _check_tuple("inputs", inputs, "a tuple, or a mapping for keywords")
+        _check_tuple("targets", targets, "a tuple")
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        leaves, spec = pytree.tree_flatten((args, kwargs, tuple(targets)))
+        batch = Batch(tuple(leaves), spec)
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor | int | float | str | None) or (
+                isinstance(leaf, str) and batch.path(index).startswith("targets")
+            ):
+                raise CaptureError(
+                    f"{batch.path(index)} is a {type(leaf).__name__}, not a tensor: convert it "
+                    "(torch.as_tensor) before it gets here"
+                )
+        return batch
+
+    def like(self, *batch: Any) -> Batch:
+        """Another batch of this structure, given as the inputs followed by the targets."""
+        args, kwargs, targets = self.spec.unflatten(list(self.leaves))
+        n = 1 if kwargs else len(args)
+        if len(batch) != n + len(targets):
+            raise PiperError(
+                f"a batch here is {n} input(s) and {len(targets)} target(s), as in the example "
+                f"that was captured; {len(batch)} were given"
+            )
+        if kwargs and not isinstance(batch[0], Mapping):
+            raise PiperError(
+                f"the inputs were captured as a mapping of keywords ({', '.join(kwargs)}); "
+                f"give a mapping again, not a {type(batch[0]).__name__}"
+            )
+        found = Batch.of(batch[0] if kwargs else batch[:n], batch[n:])
+        self._refuse_other_structure(found)
+        for index, (mine, other) in enumerate(zip(self.leaves, found.leaves, strict=True)):
+            self._refuse_other_leaf(index, mine, other)
+        return found
+
+    def _refuse_other_structure(self, other: Batch) -> None:
+        if self.spec == other.spec:
+            return
+        mine = {self.path(i) for i in range(len(self.leaves))}
+        theirs = {other.path(i) for i in range(len(other.leaves))}
+        for index in range(len(self.leaves)):
+            path = self.path(index)
+            inside = sorted(p for p in theirs - mine if p.startswith(path + "["))
+            if inside:
+                kind = "dict" if inside[0][len(path) + 1] == "'" else "tuple or list"
+                raise PiperError(f"{path} is a {kind}, but a tensor in the example captured")
+        raise PiperError(
+            "the batch is not built like the example captured: it has "
+            f"{', '.join(sorted(theirs - mine)) or 'nothing'} in place of "
+            f"{', '.join(sorted(mine - theirs)) or 'nothing'}"
+        )
+
+    def _refuse_other_leaf(self, index: int, mine: Any, other: Any) -> None:
+        path = self.path(index)
+        if isinstance(mine, Tensor) and isinstance(other, Tensor):
+            if (mine.shape, mine.dtype) != (other.shape, other.dtype):
+                raise PiperError(
+                    f"{path} is {TensorSpec.of(other)}, but {TensorSpec.of(mine)} in the example "
+                    "captured"
+                )
+            if other.is_meta:
+                raise PiperError(f"{path} is on the meta device and has no values")
+        elif isinstance(mine, Tensor) or isinstance(other, Tensor):
+            raise PiperError(
+                f"{path} is a {type(other).__name__}, but a {type(mine).__name__} in the example "
+                "captured"
+            )
+        elif mine != other:
+            raise PiperError(
+                f"{path} is {other!r}, but the program was captured with {mine!r}: pass a tensor "
+                "if it changes, or capture again"
+            )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    @property
+    def size(self) -> int:
+        """The batch size: dimension 0 of every tensor that has dimensions."""
+        sizes = {
+            self.path(i): x.shape[0]
+            for i, x in enumerate(self.leaves)
+            if isinstance(x, Tensor) and x.dim()
+        }
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{path} has {n}" for path, n in sizes.items())
+            raise CaptureError(
+                f"inputs and targets disagree on the batch size (dimension 0): {found}; "
+                "give every tensor the same first dimension"
+            )
+        if not sizes:
+            raise CaptureError("inputs and targets hold no tensor with a batch dimension")
+        size = next(iter(sizes.values()))
+        if size == 0:
+            raise CaptureError(f"the batch is empty: {next(iter(sizes))} has 0 rows")
+        return size
+
+    def path(self, index: int) -> str:
+        """How the caller wrote a leaf: ``inputs[0]``, ``inputs['mask']``, ``targets[1]``, ..."""
+        tree = self.spec.unflatten(list(range(len(self.leaves))))
+        keys, _ = pytree.tree_flatten_with_path(tree)[0][index]
+        root = "targets" if str(keys[0]) == "[2]" else "inputs"
+        return root + "".join(str(key) for key in keys[1:])
+
+    def tensor_path(self, index: int) -> str:
+        """How the caller wrote the ``index``-th tensor."""
+        positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return self.path(positions[index])
+
+    def slices(self, parts: int) -> list[tuple[Tensor, ...]]:
+        """The tensors cut along dimension 0 into ``parts`` equal microbatches."""
+        if not isinstance(parts, int) or parts < 1:
+            raise CaptureError(f"microbatches must be a positive whole number, not {parts!r}")
+        size = self.size
+        if size % parts:
+            options = [n for n in range(1, size + 1) if size % n == 0]
+            raise CaptureError(
+                f"a batch of {size} does not divide into {parts} microbatches; "
+                f"counts that work: {', '.join(map(str, options))}"
+            )
+        n = size // parts
+        return [
+            tuple(x[i * n : (i + 1) * n] if x.dim() else x for x in self.tensors)
+            for i in range(parts)
+        ]
+
+
+def strided_like(x: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:
+    """``x`` on ``device`` with the strides that a program was traced with."""
+    if x.device == device and x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=device).copy_(x)
+
+
+def _check_tuple(name: str, given: object, wanted: str) -> None:
+    allowed = Sequence | Mapping if name == "inputs" else Sequence
+    if not isinstance(given, allowed) or isinstance(given, str):
+        kind = "a tensor" if isinstance(given, Tensor) else repr(given)
+        raise CaptureError(f"{name} is {kind}: give {wanted}, {name}=(x,)")
+
+
+@dataclass(slots=True)
+class OutputTree:
+    """The shape of what the model returned: tensors by number, everything else as it was."""
+
+    spec: pytree.TreeSpec | None = None
+    fixed: list[Any] = field(default_factory=list)
+
+    def take(self, output: Any) -> list[Tensor]:
+        """Remember the structure of ``output`` and return its tensors."""
+        leaves, self.spec = pytree.tree_flatten(output)
+        self.fixed = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def put(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output again, from its tensors."""
+        assert self.spec is not None
+        source = iter(tensors)
+        leaves = [next(source) if leaf is _TENSOR else leaf for leaf in self.fixed]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    @property
+    def tensors(self) -> int:
+        return sum(leaf is _TENSOR for leaf in self.fixed)
+
+
+_TENSOR = object()

@@ -1,0 +1,71 @@
+"""Tracing without torch's remarks, and with those of the user's own code."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+
+from torch.fx import traceback
+
+from piper.capture.blame import is_internal_file
+
+
+@contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """Keep each op's metadata while tracing, and torch's remarks about it away from the user.
+
+    When tracing fails, torch dumps the graph and logs its own view of the error; Piper raises one
+    of its own. Warnings and output of the model's code are passed on.
+    """
+    said = io.StringIO()
+    dumps: list[str] = []
+    try:
+        with (
+            _hushed_loggers(),
+            traceback.preserve_node_meta(),
+            _own_warnings_only(),
+            redirect_stderr(said),
+        ):
+            yield
+    except Exception as error:
+        dumps = [str(graph) for e in (error,) if (graph := getattr(e, "partial_fx_graph", None))]
+        raise
+    finally:
+        text = said.getvalue()
+        for dump in dumps:
+            text = text.replace(dump + "\n", "")
+        sys.stderr.write(text)
+
+
+@contextmanager
+def _own_warnings_only() -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        if not is_internal_file(warning.filename):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+
+
+@contextmanager
+def _hushed_loggers() -> Iterator[None]:
+    known = logging.root.manager.loggerDict
+    loggers = [logging.getLogger(name) for name in known if name.split(".")[0] == "torch"]
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+    for handler in handlers:
+        handler.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
