@@ -24,7 +24,7 @@ demo: $(STAMP) ## run the demonstration
 	@$(RUN) examples/demo.py
 
 test: lint ## lint, then run the tests
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto
 
 lint: $(STAMP) ## check style, formatting and types
 	$(RUN) -m ruff check .

@@ -92,8 +92,9 @@ def compare_with_eager(trainer: SingleDevice, model: MoETransformer, x: Tensor, 
     device = trainer.captured.device
     losses = []
     for part_x, part_y in zip(x.to(device).chunk(parts), y.to(device).chunk(parts), strict=True):
-        losses.append(lm_loss(model(part_x), part_y))
-        (losses[-1] / parts).backward()
+        part_loss = lm_loss(model(part_x), part_y)
+        (part_loss / parts).backward()
+        losses.append(part_loss.detach())
     pairs = [(loss, torch.stack(losses).sum() / parts)]
     pairs += [(gradients[name], p.grad) for name, p in model.named_parameters()]
     model.zero_grad()

@@ -45,9 +45,9 @@ class _Sums:
     """What microbatches add up to."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
 
 
 class SingleDevice:
@@ -107,13 +107,14 @@ class SingleDevice:
         sums = _Sums()
         for index in range(len(microbatches)) if order is None else order:
             self._microbatch(index, microbatches[index], sums)
+        outputs = tuple(sums.outputs[i] for i in sorted(sums.outputs))
+        total = torch.stack([sums.losses[i] for i in sorted(sums.losses)]).sum()
         if not sums.counts:
-            loss = torch.stack(sums.losses).sum() / len(sums.losses)
-            return loss, sums.gradients, tuple(sums.outputs)
-        count = torch.stack(sums.counts).sum()
+            return total / len(sums.losses), sums.gradients, outputs
+        count = torch.stack([sums.counts[i] for i in sorted(sums.counts)]).sum()
         for gradient in sums.gradients.values():
             gradient.div_(count)
-        return torch.stack(sums.losses).sum() / count, sums.gradients, tuple(sums.outputs)
+        return total / count, sums.gradients, outputs
 
     def _microbatch(self, index: int, batch: Sequence[Tensor], sums: _Sums) -> None:
         captured = self.captured
@@ -124,15 +125,15 @@ class SingleDevice:
         ):
             kept.append(self._forward(chunk, program, runners[Pass.F], values, index))
         loss = values[captured.cut.loss]
-        sums.losses.append(loss)
+        sums.losses[index] = loss
         seed = torch.ones_like(loss)
         if captured.cut.count is None:
             seed /= captured.microbatches
         else:
-            sums.counts.append(values[captured.cut.count])
+            sums.counts[index] = values[captured.cut.count]
         if captured.output_tree.spec is not None:
             found = [values[i] for i in captured.cut.outputs]
-            sums.outputs.append(captured.output_tree.put(found))
+            sums.outputs[index] = captured.output_tree.put(found)
         values.clear()
         gradients = {captured.cut.loss: seed}
         shared: dict[str, Tensor] = {}
@@ -244,10 +245,10 @@ class SingleDevice:
                     raise PiperError(f"the loss has a parameter {name!r}: give the module, loss=")
                 if found is None:
                     raise PiperError(f"the model has no {name}: it is not the one captured")
-                if tuple(found.shape) != program.specs[ref].shape:
+                shape = program.specs[ref].shape
+                if tuple(found.shape) != shape:
                     raise PiperError(
-                        f"{name} has shape {list(found.shape)}, but {list(program.specs[ref].shape)}"
-                        " in the model captured"
+                        f"{name} is {list(found.shape)}, but {list(shape)} in the model captured"
                     )
 
     def _take_state(self, module: nn.Module, prefix: str, init: Init | None) -> None:

@@ -572,10 +572,9 @@ def test_a_region_of_the_model_may_be_named_loss() -> None:
     expect(
         chunks(Model(forward)),
         """
-        0 model params=a.weight in=inputs[0] out=v2
-        1 loss[0] in=v2 out=v3
-        2 loss[1] in=v3,targets[0] out=v4
-        loss=v4
+        0 loss[0] params=a.weight in=inputs[0] out=v2
+        1 loss[1] in=v2,targets[0] out=v3
+        loss=v3
         """,
     )
 

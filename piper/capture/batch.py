@@ -136,14 +136,17 @@ class Batch:
 
     def slices(self, parts: int) -> list[tuple[Tensor, ...]]:
         """The tensors cut along dimension 0 into ``parts`` equal microbatches."""
-        if not isinstance(parts, int) or parts < 1:
-            raise CaptureError(f"microbatches must be a positive whole number, not {parts!r}")
         size = self.size
-        if size % parts:
-            options = [n for n in range(1, size + 1) if size % n == 0]
+        options = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        if not isinstance(parts, int) or parts < 1:
             raise CaptureError(
-                f"a batch of {size} does not divide into {parts} microbatches; "
-                f"counts that work: {', '.join(map(str, options))}"
+                f"microbatches={parts!r} must be a positive int; for this batch of {size}, counts "
+                f"that work: {options}"
+            )
+        if size % parts:
+            raise CaptureError(
+                f"a batch of {size} does not divide into {parts} microbatches; counts that work: "
+                f"{options}"
             )
         n = size // parts
         return [

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 import torch
 from torch import nn
-from torch._dynamo.exc import UserError
+from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -35,6 +35,9 @@ def explain(
     ``modules`` gives the paths of the model's modules, to name one where no line of the user's
     own is left.
     """
+    for link in _chain(error):
+        if isinstance(link, CaptureError):  # raised inside torch, and wrapped by it
+            return link
     where = _user_line(error) or _module(error, modules or {})
     at = f" {where}" if where else ""
     text = str(error).strip()
@@ -45,6 +48,11 @@ def explain(
             "a step is planned before any data is seen, so control flow and shapes cannot depend "
             "on tensor values: use torch.where, a mask or a fixed capacity, or compute the "
             f"decision outside the model\n({first})"
+        )
+    if any(isinstance(link, TorchDynamoException) for link in _chain(error)):
+        return CaptureError(
+            f"{what} uses an op that takes functions (control flow such as torch.cond){at}\n"
+            "Piper cannot differentiate these: write it with torch.where or other tensor ops"
         )
     return CaptureError(f"{what} cannot be captured{at}\n{type(error).__name__}: {text}")
 

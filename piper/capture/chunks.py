@@ -89,6 +89,7 @@ def cut(exported: Exported) -> Cut:
     roots = _roots(exported)
     constants = _constants(exported, roots)
     homes, tags = _assign(exported, constants)
+    roots = _update_after_last_read(exported, homes, roots)
     return _Builder(exported, roots, constants, homes, tags).build()
 
 
@@ -148,6 +149,25 @@ def _assign(
         if node.target is operator.getitem:
             homes[node] = homes[node.args[0]]
     return homes, tags
+
+
+def _update_after_last_read(
+    exported: Exported, homes: dict[fx.Node, int], roots: tuple[fx.Node, ...]
+) -> tuple[fx.Node, ...]:
+    """Where a chunk still reads a buffer's old content after the new one is computed, let that
+    chunk, not the one that computes it, be the one that replaces it."""
+    for placeholder, name in exported.buffers.items():
+        new = exported.updates.get(name)
+        if new is None:
+            continue
+        last = max((homes[user] for user in placeholder.users if user in homes), default=0)
+        if last > homes[new]:
+            with exported.graph.inserting_before(exported.graph.output_node()):
+                late = exported.graph.call_function(torch.ops.aten.clone.default, (new,))
+            late.meta["val"] = new.meta["val"]
+            homes[late] = last
+            exported.updates[name] = late
+    return _roots(exported)
 
 
 def refuse_empty(cut: Cut, regions: Mapping[Region, str], loss_region: Region) -> None:
@@ -266,11 +286,6 @@ def _body(
         for index, node in enumerate(group):
             new[node] = _placeholder(graph, f"{kind}{index}", node)
     for node in nodes:
-        if node.op != "call_function":
-            raise CaptureError(
-                f"the op {node.name} ({node.target}) is control flow that Piper cannot "
-                "differentiate; write it with tensor ops"
-            )
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[n] for n in (*outputs, *updates)))
     return Body(

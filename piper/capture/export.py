@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, OutputSpec
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from piper.capture import opaque
@@ -34,6 +34,7 @@ from piper.capture.regions import (
     tag_modules,
 )
 from piper.capture.skeleton import fake_like, skeleton_of
+from piper.capture.stray import RefuseStray, refuse_autograd_functions, refuse_unsupported
 from piper.errors import CaptureError
 
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -92,12 +93,37 @@ class _Step(nn.Module):
         source = iter(tensors)
         leaves = [next(source) if isinstance(x, Tensor) else x for x in self._batch.leaves]
         args, kwargs, targets = self._batch.spec.unflatten(leaves)
+        with RefuseStray(self):
+            return self._run(args, kwargs, targets)
+
+    def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
+        before = _buffers(self)
         output = self.model(*args, **kwargs)
+        _write_assigned(before)
         kept = self.seen.tree.take(output) if self._keep else []
         self.seen.running = "the loss"
         with annotate(LOSS) as self.seen.loss_region:
             loss = _check_loss(self.loss_fn(output, *targets))
         return (*loss, *kept)
+
+
+def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    return {
+        (owner, name): buffer
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    }
+
+
+def _write_assigned(before: dict[tuple[nn.Module, str], Tensor]) -> None:
+    """Turn ``self.buffer = value`` into a write to the buffer, which tracing records."""
+    for (owner, name), buffer in before.items():
+        value = owner._buffers[name]
+        if value is not buffer and value is not None:
+            with torch.no_grad():
+                buffer.copy_(value)
+            owner._buffers[name] = buffer
 
 
 def export(
@@ -111,29 +137,29 @@ def export(
     keep_outputs: bool,
 ) -> Exported:
     """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches."""
-    with unset_fake_temporarily():
-        mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-        example = [fake_like(x, mode, device) for x in batch.slices(parts)[0]]
-        skeleton, names = skeleton_of(_Parts(model, loss), mode, device)
-        assert isinstance(skeleton, _Parts)
-        tag_modules(skeleton.model, tags)
-        step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, keep_outputs)
-        modules = {m: path for path, m in skeleton.model.named_modules()}
-        try:
-            with quiet_tracing(), recording() as recorder:
-                program = torch.export.export(step, tuple(example), strict=False)
-            check_tags_entered(tags, recorder.entered.values())
-            _check_constants(program, skeleton, names)
-            opaque.hide(program.graph_module)
-            with quiet_tracing():
-                program = program.run_decompositions({})
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise explain(error, step.seen.running, modules) from error
-        opaque.restore(program.graph)
-        restore_eager_attention(program.graph)
-        return _roles(program, step, batch, names, recorder.entered)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    example = [fake_like(x, mode, device) for x in batch.slices(parts)[0]]
+    skeleton, names = skeleton_of(_Parts(model, loss), mode, device, type(model).__name__)
+    assert isinstance(skeleton, _Parts)
+    tag_modules(skeleton.model, tags)
+    step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, keep_outputs)
+    modules = {m: path for path, m in skeleton.model.named_modules()}
+    try:
+        with quiet_tracing(), refuse_autograd_functions(), recording() as recorder:
+            program = torch.export.export(step, tuple(example), strict=False)
+        check_tags_entered(tags, recorder.entered.values())
+        paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
+        refuse_unsupported(program, paths, names)
+        opaque.hide(program.graph_module)
+        with quiet_tracing():
+            program = program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise explain(error, step.seen.running, modules) from error
+    opaque.restore(program.graph)
+    restore_eager_attention(program.graph)
+    return _roles(program, step, names, recorder.entered)
 
 
 def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
@@ -141,29 +167,6 @@ def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
     if inspect.ismethod(loss) and loss.__self__ is model:
         return types.MethodType(loss.__func__, skeleton)
     return loss
-
-
-def _check_constants(program: ExportedProgram, skeleton: nn.Module, names: dict[str, str]) -> None:
-    """Refuse parameters that slipped in as constants: they would silently not be trained."""
-    homes = {
-        tensor.untyped_storage()._cdata: names[path]
-        for path, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers())
-    }
-    for name, constant in program.constants.items():
-        if not isinstance(constant, Tensor) or name in names:
-            continue
-        if isinstance(constant, FakeTensor):
-            home = homes.get(constant.untyped_storage()._cdata, "a parameter or buffer")
-            raise CaptureError(
-                f"the model uses the data of {home.removeprefix('model.')} behind its back "
-                "(.data): use the tensor itself, under torch.no_grad() or through .detach()"
-            )
-        if isinstance(constant, nn.Parameter) or constant.requires_grad:
-            raise CaptureError(
-                f"the model or the loss uses a Parameter of shape {list(constant.shape)} that is "
-                "not registered on either, so it would never be trained: assign it to an attribute "
-                "of the module, or use nn.ParameterList"
-            )
 
 
 def _check_loss(loss: Any) -> tuple[Tensor, ...]:
@@ -187,7 +190,6 @@ def _described(x: Any) -> str:
 def _roles(
     program: ExportedProgram,
     step: _Step,
-    batch: Batch,
     names: dict[str, str],
     regions: dict[Region, str],
 ) -> Exported:
@@ -220,7 +222,10 @@ def _roles(
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             updates[_user_name(str(spec.target), names)] = node
         else:
-            raise _mutation(spec, [node.name for node in inputs], batch, names)
+            raise CaptureError(
+                f"unsupported mutation of {_user_name(str(spec.target), names)!r}: only buffers "
+                "may be written to"
+            )
     assert step.seen.loss_region is not None
     n_loss = len(returned) - step.seen.tree.tensors
     return Exported(
@@ -236,22 +241,6 @@ def _roles(
         regions=regions,
         loss_region=step.seen.loss_region,
         output_tree=step.seen.tree,
-    )
-
-
-def _mutation(
-    spec: OutputSpec, inputs: list[str], batch: Batch, names: dict[str, str]
-) -> CaptureError:
-    target = str(spec.target)
-    if target in inputs:
-        where = batch.tensor_path(inputs.index(target))
-        advice = "write to a copy (x = x.clone())"
-    else:
-        where = _user_name(target, names)
-        advice = "make it a buffer (register_buffer), or leave the update to the optimizer"
-    return CaptureError(
-        f"unsupported mutation: the model writes in place to {where!r}, and only buffers may be "
-        f"mutated: {advice}"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from piper.capture.autodiff import differentiate
 from piper.capture.batch import Batch, OutputTree
@@ -87,7 +88,7 @@ def capture(
     _check(model, loss)
     where = _device(model, device)
     example = Batch.of(inputs, targets)
-    with _tracing_is_process_wide:
+    with _tracing_is_process_wide, unset_fake_temporarily():
         return _capture(
             model, example, loss, tags or {}, microbatches, where, chosen, policy, keep_outputs
         )

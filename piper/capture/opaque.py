@@ -26,6 +26,9 @@ def _(x: Tensor, p: float) -> Tensor:
     return torch.empty_like(x)
 
 
+BLOCKS = (wrap_with_set_grad_enabled, wrap_with_autocast)
+
+
 class _Block(nn.Module):
     """The body of a ``no_grad`` or ``autocast`` block, run node by node so that each op keeps its
     own regions; what leaves a ``no_grad`` block is detached, so that the block can be inlined."""
@@ -49,7 +52,7 @@ def hide(module: fx.GraphModule) -> None:
             continue
         if node.target is aten.dropout.default:
             _hide_dropout(node)
-        elif node.target in (wrap_with_set_grad_enabled, wrap_with_autocast):
+        elif node.target in BLOCKS:
             _hide_block(module, node)
     module.recompile()
 
@@ -60,6 +63,28 @@ def restore(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target is torch.ops.piper.dropout.default:
             node.target = aten.dropout.default
             node.args = (*node.args, True)
+        elif node.op == "call_function" and node.target is aten.copy.default:
+            _make_differentiable(node)
+
+
+def _make_differentiable(copy: fx.Node) -> None:
+    """``copy(old, new)``, which autograd does not know, as ``new`` in the shape and type of old."""
+    old, new = copy.args[:2]
+    assert isinstance(old, fx.Node)
+    assert isinstance(new, fx.Node)
+    like, given = old.meta["val"], new.meta["val"]
+    value = new
+    with copy.graph.inserting_before(copy):
+        if like.dtype != given.dtype:
+            value = copy.graph.call_function(aten._to_copy.default, (value,), {"dtype": like.dtype})
+            value.meta = {**copy.meta, "val": given.to(like.dtype)}
+        if like.shape != given.shape:
+            shape = list(like.shape)
+            value = copy.graph.call_function(aten.expand.default, (value, shape))
+            value.meta = {**copy.meta, "val": copy.meta["val"]}
+    copy.target = aten.clone.default
+    copy.args = (value,)
+    copy.kwargs = {"memory_format": torch.contiguous_format}
 
 
 def _hide_dropout(node: fx.Node) -> None:

@@ -7,7 +7,7 @@ choose for every microbatch anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -27,9 +27,9 @@ def split(joint: Joint, policy: Remat) -> Program:
     saved: Ends = [(Ref(Kind.SAVED, i), node) for i, node in enumerate(kept)]
     start = {node: ref for node, ref in joint.arguments.items() if ref.kind in _FORWARD_ARGUMENTS}
     functions = {Pass.F: _function(joint, start, [*joint.results, *saved])}
+    outputs = [end for end in joint.results if end[0].kind is Kind.OUTPUT]
     # a tensor that is several things at once is taken under the name that costs least
-    known = {node: ref for ref, node in (*saved, *reversed(joint.results))}
-    known = {n: r for n, r in known.items() if r.kind is not Kind.UPDATE} | joint.arguments
+    known = {node: ref for ref, node in (*saved, *reversed(outputs))} | joint.arguments
     inputs = [end for end in joint.gradients if end[0].kind is Kind.INPUT_GRAD]
     parameters = [end for end in joint.gradients if end[0].kind is Kind.PARAMETER_GRAD]
     handoff: Ends = []
@@ -40,7 +40,7 @@ def split(joint: Joint, policy: Remat) -> Program:
         functions[Pass.BI] = _function(joint, known, [*inputs, *handoff])
     if parameters:
         later = {node: ref for ref, node in handoff} | known
-        functions[Pass.BW] = _function(joint, later, parameters)
+        functions[Pass.BW] = _function(joint, later, parameters, _private(handoff, inputs))
     ends: Iterable[tuple[Ref, fx.Node]] = (
         *((ref, node) for node, ref in joint.arguments.items()),
         *joint.results,
@@ -49,8 +49,8 @@ def split(joint: Joint, policy: Remat) -> Program:
         *joint.gradients,
     )
     program = Program(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
-    shared = {base_of(node) for _, node in joint.results}
-    own = {ref for ref, node in saved if node not in shared} | {ref for ref, _ in handoff}
+    shared = {base_of(node) for _, node in (*joint.results, *inputs)}
+    own = {ref for ref, node in (*saved, *handoff) if node not in shared}
     return program.consuming(own)
 
 
@@ -73,8 +73,17 @@ def _handoff(joint: Joint, known: dict[fx.Node, Ref], inputs: Ends, parameters: 
     ]
 
 
-def _function(joint: Joint, known: dict[fx.Node, Ref], ends: Ends) -> Function:
-    """The function from those of ``known`` that it needs to ``ends``."""
+def _private(handoff: Ends, inputs: Ends) -> set[Ref]:
+    """The handed-off tensors that are not, or do not share storage with, an input's gradient."""
+    shared = {base_of(node) for _, node in inputs}
+    return {ref for ref, node in handoff if node not in shared}
+
+
+def _function(
+    joint: Joint, known: dict[fx.Node, Ref], ends: Ends, private: Collection[Ref] = ()
+) -> Function:
+    """The function from those of ``known`` that it needs to ``ends``; ``private`` are arguments
+    that nobody else holds."""
     targets = [node for _, node in ends]
     needed = ancestors(targets, known)
     used = {arg for node in needed for arg in node.all_input_nodes} | set(targets)
@@ -82,7 +91,8 @@ def _function(joint: Joint, known: dict[fx.Node, Ref], ends: Ends) -> Function:
     is_forward = any(ref.kind is Kind.OUTPUT for ref, _ in ends)
     late = frozenset() if is_forward else joint.forward
     module = extract(joint.graph, list(sources), targets, late)
-    _own_gradients(module, list(sources.values()), [ref for ref, _ in ends])
+    taken = [ref for ref in sources.values() if ref not in private]
+    _own_gradients(module, list(sources.values()), taken, [ref for ref, _ in ends])
     return Function(
         module=module,
         arguments=tuple(sources.values()),
@@ -92,22 +102,31 @@ def _function(joint: Joint, known: dict[fx.Node, Ref], ends: Ends) -> Function:
     )
 
 
-def _own_gradients(module: fx.GraphModule, arguments: list[Ref], results: list[Ref]) -> None:
-    """Copy a parameter's gradient that shares storage with anything that outlives the call, so
-    that whoever receives it may add to it in place."""
+def _own_gradients(
+    module: fx.GraphModule, arguments: list[Ref], others: list[Ref], results: list[Ref]
+) -> None:
+    """Copy a parameter's gradient that shares storage with anything that outlives the call
+    (``others`` among the arguments) or with itself, so that it can be added to in place."""
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
-    taken = {n for n, r in zip(placeholders, arguments, strict=True) if r.kind is not Kind.HANDOFF}
+    taken = {n for n, ref in zip(placeholders, arguments, strict=True) if ref in others}
     output = graph.output_node()
     ends = list(output.args[0])  # type: ignore[arg-type]
     bases = [base_of(node) for node in ends]
     for i, (ref, node) in enumerate(zip(results, ends, strict=True)):
         if ref.kind is not Kind.PARAMETER_GRAD:
             continue
-        if bases[i] in taken or bases.count(bases[i]) > 1:
+        if bases[i] in taken or bases.count(bases[i]) > 1 or _overlaps(node):
             with graph.inserting_before(output):
                 ends[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
-            ends[i].meta["val"] = node.meta["val"]
+                ends[i].update_kwarg("memory_format", torch.contiguous_format)
+            ends[i].meta["val"] = node.meta["val"].contiguous()
             bases[i] = ends[i]
     output.args = (ends,)
     module.recompile()
+
+
+def _overlaps(node: fx.Node) -> bool:
+    """Whether several elements of the tensor are one number in memory."""
+    value = node.meta["val"]
+    return any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))

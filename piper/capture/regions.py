@@ -51,7 +51,8 @@ class Recorder:
         """Open a region; ``owner`` is what must close it."""
         if not isinstance(name, str) or not name:
             raise CaptureError(
-                f"a region's name must be a non-empty string, not {name!r} ({where})"
+                f"a region's name must be a non-empty string, not {name!r} ({where}): "
+                "choose another name"
             )
         if name in RESERVED:
             raise CaptureError(
@@ -66,21 +67,22 @@ class Recorder:
         self._open.append((owner, region, mark))
         return region
 
-    def exit(self, owner: object, *, failed: bool = False) -> None:
+    def exit(self, owner: object, name: str, *, failed: bool = False) -> None:
         """Close the region that ``owner`` opened last, which must be the innermost one unless an
         error is on its way out."""
-        mine = [region for who, region, _ in self._open if who is owner]
-        if not mine and not failed:
-            raise CaptureError("a region is exited that was not entered: use `with`")
-        while failed and mine and self._open[-1][0] is not owner:
-            self._open.pop()[2].__exit__(None, None, None)
-        if mine and self._open[-1][0] is not owner:
-            inner = self._open[-1][1]
+        depth = max((i for i, (who, _, _) in enumerate(self._open) if who is owner), default=None)
+        if depth is None:
+            if not failed:
+                raise CaptureError(f"region {name!r} is exited but not entered: use `with`")
+            return
+        if depth < len(self._open) - 1 and not failed:
+            (_, outer, _), (_, inner, _) = self._open[depth], self._open[-1]
             raise CaptureError(
-                f"regions cross: {mine[-1]} ({self.entered[mine[-1]]}) is exited while {inner} "
-                f"({self.entered[inner]}), entered after it, is still open; nest them with `with`"
+                f"region {inner} ({self.entered[inner]}) is left open: {outer} "
+                f"({self.entered[outer]}), around it, is exited first; regions nest and cannot "
+                "cross: use `with`"
             )
-        if mine:
+        while len(self._open) > depth:
             self._open.pop()[2].__exit__(None, None, None)
 
     def unwind(self) -> Region | None:
@@ -123,7 +125,7 @@ class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
             return
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.exit(self, failed=error is not None)
+            recorder.exit(self, self._name, failed=error is not None)
 
 
 @contextmanager
@@ -200,7 +202,7 @@ def _enter_when_called(module: nn.Module, name: str, where: str) -> None:
     def leave(module: nn.Module, args: object, output: object) -> None:
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.exit(module, failed=output is None)
+            recorder.exit(module, name, failed=output is None)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

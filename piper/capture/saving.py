@@ -95,9 +95,9 @@ def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
     rebuilt = ancestors((node for _, node in joint.gradients), stops)
     changing = {n for n, ref in joint.arguments.items() if is_changing(joint, ref)}
     stops |= {n for n in rebuilt if _is_draw(n) or not changing.isdisjoint(n.all_input_nodes)}
-    results = {node for _, node in joint.results}
+    outputs = {node for ref, node in joint.results if ref.kind is Kind.OUTPUT}
     order = {node: i for i, node in enumerate(joint.graph.nodes)}
-    return tuple(sorted(stops - joint.arguments.keys() - results, key=order.__getitem__))
+    return tuple(sorted(stops - joint.arguments.keys() - outputs, key=order.__getitem__))
 
 
 def is_changing(joint: Joint, ref: Ref) -> bool:

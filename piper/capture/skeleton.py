@@ -22,16 +22,19 @@ def fake_like(x: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTens
 
 
 def skeleton_of(
-    model: nn.Module, mode: FakeTensorMode, device: torch.device
+    model: nn.Module, mode: FakeTensorMode, device: torch.device, called: str
 ) -> tuple[nn.Module, dict[str, str]]:
-    """A copy of ``model`` with fake tensors, and each tensor's path to its first path (ties)."""
+    """A copy of ``model`` with fake tensors, and each tensor's path to its first path (ties).
+
+    ``called`` is what errors call the model.
+    """
     memo: dict[int, Any] = {}
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
             raise CaptureError(
-                f"{path} is not initialized: run the lazy {type(model).__name__} once on a batch "
+                f"{path} is not initialized: run the lazy {called} once on a batch "
                 "before it is captured"
             )
         names[path] = first.setdefault(id(parameter), path)
@@ -46,6 +49,6 @@ def skeleton_of(
         return copy.deepcopy(model, memo), names
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied (capture traces a copy of the model): "
+            f"{called} cannot be copied (capture traces a copy of the model): "
             f"{error}; keep what cannot be copied outside the model, or detach() its tensors"
         ) from error

@@ -1,0 +1,99 @@
+"""The captured programs on a CUDA device, against plain PyTorch there. Run by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.capture import capture
+from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
+from piper.single import SingleDevice
+from tests.reference import assert_equal, eager, piper_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DENSE = DenseConfig(vocab=257, dim=64, layers=3, heads=4, kv_heads=2, mlp_dim=96)
+MOE = MoEConfig(vocab=257, dim=64, layers=2, heads=4, mlp_dim=96, experts=4)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Embedding and index gradients use atomics on CUDA unless told otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def model_and_batch(
+    config: DenseConfig, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        kind = MoETransformer if isinstance(config, MoEConfig) else DenseTransformer
+        x, y = torch.randint(257, (4, 33)), torch.randint(257, (4, 33))
+        return kind(config).to(dtype), x, y
+
+
+@pytest.mark.parametrize("remat", ["none", "min-cut", "all"])
+@pytest.mark.parametrize("config", [DENSE, replace(DENSE, tie_embeddings=True), MOE], ids=str)
+def test_eager_programs_equal_plain_pytorch(config: DenseConfig, remat: str) -> None:
+    model, x, y = model_and_batch(config)
+    expected = eager(model, (x,), (y,), lm_loss, 2)
+    captured = capture(
+        model,
+        inputs=(x,),
+        targets=(y,),
+        loss=lm_loss,
+        microbatches=2,
+        remat=remat,
+        keep_outputs=True,
+    )
+    for split in (False, True):
+        assert_equal(piper_step(captured, model, (x,), (y,), split_backward=split), expected)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_inductor_programs_agree_with_eager_ones(config: DenseConfig, split: bool) -> None:
+    model, x, y = model_and_batch(config)
+    results = []
+    for compiler in ("eager", "inductor"):
+        captured = capture(
+            model, inputs=(x,), targets=(y,), loss=lm_loss, microbatches=2, compiler=compiler
+        )
+        single = SingleDevice(captured, model, split_backward=split)
+        results.append(single.differentiate(x, y))
+    (loss, gradients, _), (other_loss, other, _) = results
+    torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_model_on_the_cpu_trains_on_the_gpu() -> None:
+    model, x, y = model_and_batch(DENSE)
+    model, x, y = model.cpu(), x.cpu(), y.cpu()
+    captured = capture(model, inputs=(x,), targets=(y,), loss=lm_loss, device="cuda")
+    single = SingleDevice(captured, model, lambda p: torch.optim.AdamW(p, lr=1e-2))
+    losses = [single.step(x, y).loss.item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert all(p.is_cuda for p in single.parameters.values())
+
+
+def test_dropout_draws_do_not_depend_on_the_order() -> None:
+    model, x, y = model_and_batch(replace(DENSE, dropout=0.2))
+    captured = capture(
+        model, inputs=(x,), targets=(y,), loss=lm_loss, microbatches=4, keep_outputs=True
+    )
+    single = SingleDevice(captured, model)
+    state = torch.cuda.get_rng_state()
+    _, _, forward = single.differentiate(x, y)
+    _, _, backward = single.differentiate(x, y, order=[3, 2, 1, 0])
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
