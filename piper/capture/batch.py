@@ -30,9 +30,9 @@ class Batch:
         leaves, spec = pytree.tree_flatten((args, kwargs, tuple(targets)))
         batch = Batch(tuple(leaves), spec)
         for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor | int | float | str | None) or (
-                isinstance(leaf, str) and batch.path(index).startswith("targets")
-            ):
+            if isinstance(leaf, Tensor | int | float | None):
+                continue
+            if not isinstance(leaf, str) or batch.path(index).startswith("targets"):
                 raise CaptureError(
                     f"{batch.path(index)} is a {type(leaf).__name__}, not a tensor: convert it "
                     "(torch.as_tensor) before it gets here"
@@ -77,24 +77,23 @@ class Batch:
         )
 
     def _refuse_other_leaf(self, index: int, mine: Any, other: Any) -> None:
-        path = self.path(index)
         if isinstance(mine, Tensor) and isinstance(other, Tensor):
             if (mine.shape, mine.dtype) != (other.shape, other.dtype):
                 raise PiperError(
-                    f"{path} is {TensorSpec.of(other)}, but {TensorSpec.of(mine)} in the example "
-                    "captured"
+                    f"{self.path(index)} is {TensorSpec.of(other)}, but {TensorSpec.of(mine)} in "
+                    "the example captured"
                 )
             if other.is_meta:
-                raise PiperError(f"{path} is on the meta device and has no values")
+                raise PiperError(f"{self.path(index)} is on the meta device and has no values")
         elif isinstance(mine, Tensor) or isinstance(other, Tensor):
             raise PiperError(
-                f"{path} is a {type(other).__name__}, but a {type(mine).__name__} in the example "
-                "captured"
+                f"{self.path(index)} is a {type(other).__name__}, but a {type(mine).__name__} in "
+                "the example captured"
             )
         elif mine != other:
             raise PiperError(
-                f"{path} is {other!r}, but the program was captured with {mine!r}: pass a tensor "
-                "if it changes, or capture again"
+                f"{self.path(index)} is {other!r}, but the program was captured with {mine!r}: "
+                "pass a tensor if it changes, or capture again"
             )
 
     @property
@@ -105,12 +104,10 @@ class Batch:
     def size(self) -> int:
         """The batch size: dimension 0 of every tensor that has dimensions."""
         sizes = {
-            self.path(i): x.shape[0]
-            for i, x in enumerate(self.leaves)
-            if isinstance(x, Tensor) and x.dim()
+            i: x.shape[0] for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim()
         }
         if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{path} has {n}" for path, n in sizes.items())
+            found = ", ".join(f"{self.path(i)} has {n}" for i, n in sizes.items())
             raise CaptureError(
                 f"inputs and targets disagree on the batch size (dimension 0): {found}; "
                 "give every tensor the same first dimension"
@@ -119,7 +116,7 @@ class Batch:
             raise CaptureError("inputs and targets hold no tensor with a batch dimension")
         size = next(iter(sizes.values()))
         if size == 0:
-            raise CaptureError(f"the batch is empty: {next(iter(sizes))} has 0 rows")
+            raise CaptureError(f"the batch is empty: {self.path(next(iter(sizes)))} has 0 rows")
         return size
 
     def path(self, index: int) -> str:

@@ -222,7 +222,8 @@ class _Builder:
     def _number(self, node: fx.Node, producer: int | None) -> int:
         index = len(self.values)
         spec = TensorSpec.of(node.meta["val"])
-        self.values.append(Value(index, node.name, spec, producer))
+        name = self.exported.inputs.get(node, node.name)
+        self.values.append(Value(index, name, spec, producer))
         self.numbers[node] = index
         return index
 

@@ -47,7 +47,8 @@ class Exported:
     graph: fx.Graph
     parameters: dict[fx.Node, str]
     buffers: dict[fx.Node, str]
-    inputs: dict[fx.Node, int]
+    inputs: dict[fx.Node, str]
+    """The tensors of the batch, by how the caller wrote them."""
     loss: fx.Node
     count: fx.Node | None
     outputs: tuple[fx.Node, ...]
@@ -144,11 +145,11 @@ def export(
     tag_modules(skeleton.model, tags)
     step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, keep_outputs)
     modules = {m: path for path, m in skeleton.model.named_modules()}
+    paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
     try:
         with quiet_tracing(), refuse_autograd_functions(), recording() as recorder:
             program = torch.export.export(step, tuple(example), strict=False)
         check_tags_entered(tags, recorder.entered.values())
-        paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
         refuse_unsupported(program, paths, names)
         opaque.hide(program.graph_module)
         with quiet_tracing():
@@ -159,7 +160,7 @@ def export(
         raise explain(error, step.seen.running, modules) from error
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)
-    return _roles(program, step, names, recorder.entered)
+    return _roles(program, step, paths, names, recorder.entered)
 
 
 def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
@@ -190,6 +191,7 @@ def _described(x: Any) -> str:
 def _roles(
     program: ExportedProgram,
     step: _Step,
+    paths: list[str],
     names: dict[str, str],
     regions: dict[Region, str],
 ) -> Exported:
@@ -200,7 +202,7 @@ def _roles(
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
     parameters: dict[fx.Node, str] = {}
     buffers: dict[fx.Node, str] = {}
-    inputs: dict[fx.Node, int] = {}
+    inputs: dict[fx.Node, str] = {}
     constants: dict[str, Tensor] = {}
     for spec in program.graph_signature.input_specs:
         node = placeholders[spec.arg.name]
@@ -212,7 +214,7 @@ def _roles(
             buffers[node] = str(spec.target)
             constants[str(spec.target)] = program.constants[str(spec.target)]
         elif spec.kind is InputKind.USER_INPUT and not isinstance(spec.arg, ConstantArgument):
-            inputs[node] = len(inputs)
+            inputs[node] = paths[len(inputs)]
     results = _computed_results(graph)
     returned: list[fx.Node] = []
     updates: dict[str, fx.Node] = {}

@@ -46,6 +46,8 @@ class Kind(Enum):
     """As a result: the gradient of an input. As an argument: the sum that later chunks began."""
     PARAMETER_GRAD = "parameter_grad"
 
+    __hash__ = object.__hash__  # an executor looks tensors up by kind: Enum's own hash is slow
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
