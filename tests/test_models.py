@@ -275,7 +275,7 @@ def test_regions_cover_every_operation_and_hold_the_experts_apart() -> None:
         program = torch.export.export(model, (tokens(1, 7),), strict=False)
     stacks: dict[str, list[str]] = {}
     for node in program.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and node.users:  # torch 2.11 adds bare asserts
             stack = "/".join(str(region) for region in tags_of(node.meta))
             stacks.setdefault(stack, []).append(str(node.target))
     assert list(stacks) == [

@@ -174,7 +174,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 def _available(device: torch.device | str) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
     try:
         wanted = torch.device(device)
