@@ -12,3 +12,7 @@ class PiperError(Exception):
 
 class CaptureError(PiperError):
     """The model, its loss or its example batch cannot be turned into chunks."""
+
+
+class DirectiveError(PiperError):
+    """A directive cannot be applied, or the strategy as a whole cannot run."""

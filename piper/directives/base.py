@@ -1,0 +1,72 @@
+"""What every directive is: data that rewrites a DAG.
+
+A directive is a frozen dataclass whose fields are what the user wrote. ``rewrite`` is a pure
+function from DAG to DAG; ``apply`` notes the directive in the DAG's history and says in every error
+which directive it was.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag
+from piper.ir.verify import verify
+
+
+@dataclass(frozen=True)
+class Directive(ABC):
+    """One step of a strategy."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        """``dag`` rewritten; nodes and rules that change are marked as made by ``me``."""
+
+    def apply(self, dag: Dag) -> Dag:
+        """``dag`` rewritten and checked, with this directive in its history."""
+        me = len(dag.history)
+        try:
+            after = self.rewrite(dag.noted(str(self)), me)
+            verify(after)
+        except DirectiveError as error:
+            raise DirectiveError(f"{self}: {error}") from None
+        return after
+
+    def to_json(self) -> dict[str, Any]:
+        """The directive as plain data: ``op`` and the fields that are not at their default."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if not _at_default(self, f)}
+        return {"op": self.name, **{key: _plain(value) for key, value in given.items()}}
+
+    def __str__(self) -> str:
+        given = [f for f in fields(self) if not _at_default(self, f)]
+        return f"{self.name}({', '.join(self._written(f.name) for f in given)})"
+
+    def _written(self, field: str) -> str:
+        value = _plain(getattr(self, field))
+        positional = next(iter(fields(self))).name
+        return repr(value) if field == positional else f"{field}={value!r}"
+
+
+def _at_default(directive: Directive, field: Any) -> bool:
+    return bool(getattr(directive, field.name) == field.default)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in types that JSON has."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def positive(what: str, value: object) -> int:
+    """``value``, which must be a positive whole number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DirectiveError(f"{what}={value!r} must be a positive whole number")
+    return value

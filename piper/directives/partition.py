@@ -1,0 +1,120 @@
+"""``partition``: groups consecutive regions into stages.
+
+layer[0] layer[1] layer[2] layer[3]   partition("layer", into="PP", parts=2)
+└──── PP[0] ────┘ └──── PP[1] ────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.directives.base import Directive, positive
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag
+from piper.ir.facts import ChunkFacts
+
+
+@dataclass(frozen=True)
+class Partition(Directive):
+    name: ClassVar[str] = "partition"
+
+    tag: str
+    into: str
+    parts: int
+    by: str | Sequence[int] | Mapping[int, float] = "flops"
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        positive("parts", self.parts)
+        if self.into in dag.tag_values:
+            raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
+        regions = sorted({c.tags[self.tag] for c in dag.model.chunks if self.tag in c.tags})
+        if not regions:
+            known = ", ".join(sorted({t for c in dag.model.chunks for t in c.tags}))
+            raise DirectiveError(f"no region is tagged {self.tag!r}; there are: {known}")
+        if self.parts > len(regions):
+            raise DirectiveError(
+                f"{self.parts} parts of {len(regions)} regions {self.tag!r}: at most {len(regions)}"
+            )
+        owners = self._owners(dag.model.chunks, regions)
+        stages = self._stages(dag, regions, owners)
+        changed = {
+            number: replace(
+                node, tags={**node.tags, self.into: stages[owners[node.op.chunk]]}, made_by=me
+            )
+            for number, node in enumerate(dag.nodes)
+        }
+        return dag.with_nodes(changed)
+
+    def _owners(self, chunks: Sequence[ChunkFacts], regions: Sequence[int]) -> list[int]:
+        """For each chunk, the region it belongs to: its own, else that of the chunk before it,
+        else the first."""
+        owners: list[int] = []
+        for chunk in chunks:
+            before = owners[-1] if owners else regions[0]
+            owners.append(chunk.tags.get(self.tag, before))
+        return owners
+
+    def _stages(self, dag: Dag, regions: Sequence[int], owners: Sequence[int]) -> Mapping[int, int]:
+        """The stage of each region."""
+        if isinstance(self.by, Sequence) and not isinstance(self.by, str):
+            counts = list(self.by)
+            if len(counts) != self.parts or sum(counts) != len(regions) or min(counts) < 1:
+                raise DirectiveError(
+                    f"by={counts} must be {self.parts} positive counts that add up to "
+                    f"{len(regions)}, the number of regions {self.tag!r}"
+                )
+        else:
+            weights = dict.fromkeys(regions, 0.0)
+            for chunk, owner in zip(dag.model.chunks, owners, strict=True):
+                weights[owner] += self._weight(dag, chunk)
+            counts = balanced([weights[region] for region in regions], self.parts)
+        stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        return dict(zip(regions, stages, strict=True))
+
+    def _weight(self, dag: Dag, chunk: ChunkFacts) -> float:
+        if isinstance(self.by, Mapping):
+            return float(self.by.get(chunk.tags.get(self.tag, -1), 0.0))
+        if self.by == "flops":
+            passes = chunk.variants[dag.policy(chunk.index)].passes
+            return float(sum(f.flops for which, f in passes.items() if which.value in ("F", "B")))
+        if self.by == "params":
+            return float(sum(dag.model.parameters[name].nbytes for name in chunk.parameters))
+        raise DirectiveError(
+            f"by={self.by!r} is unknown: 'flops', 'params', a list of counts, or a mapping from "
+            "region to measured cost"
+        )
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """How many consecutive items each part gets, so that the heaviest part is lightest."""
+    n = len(weights)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best = [[float("inf")] * (n + 1) for _ in range(parts + 1)]
+    cut = [[0] * (n + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for k in range(1, parts + 1):
+        for end in range(k, n - (parts - k) + 1):
+            for start in range(k - 1, end):
+                cost = max(best[k - 1][start], sums[end] - sums[start])
+                if cost < best[k][end]:
+                    best[k][end], cut[k][end] = cost, start
+    counts, end = [], n
+    for k in range(parts, 0, -1):
+        counts.append(end - cut[k][end])
+        end = cut[k][end]
+    return counts[::-1]
+
+
+def partition(
+    tag: str, *, into: str, parts: int, by: str | Sequence[int] | Mapping[int, float] = "flops"
+) -> Partition:
+    """Group the regions named ``tag`` into ``parts`` stages named ``into``.
+
+    ``by`` is what the stages balance: "flops", "params", a mapping from region to measured cost,
+    or the number of regions in each stage. Chunks outside these regions join the stage before.
+    """
+    return Partition(tag, into, parts, by)

@@ -1,0 +1,44 @@
+"""``remat``: recompute instead of save.
+
+F ─saved─▶ B        remat({"layer": "*"}, "all")        F ─▶ B, which runs F again
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.capture.saving import Remat as Policy
+from piper.directives.base import Directive
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag
+from piper.ir.filters import Filter, FilterLike, select
+
+
+@dataclass(frozen=True)
+class Remat(Directive):
+    name: ClassVar[str] = "remat"
+
+    where: FilterLike
+    policy: str
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        known = [policy.value for policy in Policy]
+        if self.policy not in known:
+            raise DirectiveError(f"policy={self.policy!r} is unknown: one of {', '.join(known)}")
+        policy = Policy(self.policy)
+        chunks = {dag.nodes[number].op.chunk for number in select(dag, Filter.of(self.where))}
+        changed = {}
+        for number, node in enumerate(dag.nodes):
+            op = node.op
+            if op.chunk in chunks:
+                reads, writes = dag.table.wire(op.chunk, op.which, policy, op.microbatch)
+                changed[number] = replace(node, reads=reads, writes=writes, made_by=me)
+        remat = {**dag.remat, **dict.fromkeys(chunks, policy)}
+        return replace(dag.with_nodes(changed), remat=remat)
+
+
+def remat(where: FilterLike, policy: str) -> Remat:
+    """Let the matched regions keep for their backward what ``policy`` says: "none" recomputes
+    nothing, "min-cut" what is cheap, "all" everything."""
+    return Remat(dict(where), policy)

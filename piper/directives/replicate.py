@@ -1,0 +1,96 @@
+"""``replicate``: keeps parameters that several devices hold equal, and divides their state.
+
+zero=0  gradients summed          everything whole on every device
+zero=1  … optimizer state divided
+zero=2  … and gradients divided
+zero=3  … and parameters divided, gathered when they are used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.directives.base import Directive
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag, StateRule
+from piper.ir.filters import Filter, FilterLike, select
+
+
+@dataclass(frozen=True)
+class Replicate(Directive):
+    name: ClassVar[str] = "replicate"
+
+    where: FilterLike
+    zero: int = 0
+    bucket_mb: float = 25.0
+    reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
+    devices: tuple[int, ...] | None = None
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        if self.zero not in range(4):
+            raise DirectiveError(f"zero={self.zero!r}: must be 0, 1, 2 or 3")
+        if self.bucket_mb <= 0:
+            raise DirectiveError(f"bucket_mb={self.bucket_mb!r} must be positive")
+        numbers = select(dag, Filter.of(self.where))
+        self._check_devices(dag, numbers)
+        bucket = int(self.bucket_mb * 1024 * 1024)
+        rule = StateRule(self.zero, bucket, self.reduce_stream, self.gather_stream, me)
+        chunks = sorted({dag.nodes[number].op.chunk for number in numbers})
+        for chunk in chunks:
+            if chunk in dag.state:
+                raise DirectiveError(
+                    f"the state of {_region(dag, chunk)} is ruled already, by "
+                    f"{dag.history[dag.state[chunk].made_by]}: make the two filters disjoint, for "
+                    "instance with {'EP': '-'}"
+                )
+        state = {**dag.state, **dict.fromkeys(chunks, rule)}
+        _refuse_two_levels(dag, state)
+        return replace(dag, state=state)
+
+    def _check_devices(self, dag: Dag, numbers: Sequence[int]) -> None:
+        if self.devices is None:
+            return
+        held = {d for number in numbers for d in dag.nodes[number].devices}
+        if held != set(self.devices):
+            raise DirectiveError(
+                f"devices={list(self.devices)}, but these nodes are placed on {sorted(held)}"
+            )
+
+
+def _region(dag: Dag, chunk: int) -> str:
+    tags = dag.model.chunks[chunk].tags
+    return " ".join(f"{name}[{index}]" for name, index in tags.items()) or f"chunk {chunk}"
+
+
+def _refuse_two_levels(dag: Dag, state: dict[int, StateRule]) -> None:
+    """A parameter that several chunks use has one owner and so one level."""
+    levels: dict[str, tuple[int, int]] = {}
+    for chunk, rule in state.items():
+        for name in dag.model.chunks[chunk].parameters:
+            zero, other = levels.setdefault(name, (rule.zero, chunk))
+            if zero != rule.zero:
+                raise DirectiveError(
+                    f"the parameter {name!r} is used by {_region(dag, other)} with zero={zero} and "
+                    f"by {_region(dag, chunk)} with zero={rule.zero}: give both the same level"
+                )
+
+
+def replicate(
+    where: FilterLike,
+    *,
+    zero: int = 0,
+    bucket_mb: float = 25.0,
+    reduce_stream: str = "reduce",
+    gather_stream: str = "gather",
+    devices: Sequence[int] | None = None,
+) -> Replicate:
+    """Sum the gradients of the matched regions' parameters over all devices that hold them.
+
+    ``zero`` says what is divided over those devices: 1 the optimizer state, 2 also gradients, 3
+    also parameters. ``devices``, if given, are checked against where the regions are placed.
+    """
+    group = None if devices is None else tuple(devices)
+    return Replicate(dict(where), zero, bucket_mb, reduce_stream, gather_stream, group)

@@ -1,0 +1,99 @@
+"""``shard``: expert parallelism.
+
+    pre ─▶ EP ─▶ post   @0,1      shard({"EP": "*"})      pre ─▶ a2a ─▶ EP ─▶ a2a ─▶ post   @0,1
+          E experts each                                        E/2 experts each
+
+The region's parameters are divided along ``dim`` over its group; its inputs and outputs, which are
+expert-major, are exchanged so that each device computes its own experts for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.directives.base import Directive
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag, ShardRule
+from piper.ir.facts import ChunkFacts
+from piper.ir.filters import Filter, FilterLike, select
+from piper.ir.text import name_of
+
+
+@dataclass(frozen=True)
+class Shard(Directive):
+    name: ClassVar[str] = "shard"
+
+    where: FilterLike
+    stream: str = "exchange"
+    dim: int = 0
+    ways: int | None = None
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        shards = dict(dag.shards)
+        for number in select(dag, Filter.of(self.where)):
+            node = dag.nodes[number]
+            chunk = dag.model.chunks[node.op.chunk]
+            if not node.devices:
+                raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
+            ways = len(node.devices) if self.ways is None else self.ways
+            if len(node.devices) % ways:
+                raise DirectiveError(
+                    f"ways={ways} does not divide the {len(node.devices)} devices of "
+                    f"{name_of(dag, number)}"
+                )
+            rule = ShardRule(ways, self.dim, self.stream, me)
+            earlier = shards.get(chunk.index, rule)
+            if earlier.made_by != me or earlier.ways != ways:
+                raise DirectiveError(
+                    f"{name_of(dag, number)} is sharded already, {earlier.ways} ways by "
+                    f"{dag.history[earlier.made_by]}"
+                )
+            shards[chunk.index] = rule
+            self._check(dag, chunk, ways, name_of(dag, number))
+        return replace(dag, shards=shards)
+
+    def _check(self, dag: Dag, chunk: ChunkFacts, ways: int, name: str) -> None:
+        sizes = {}
+        for parameter in chunk.parameters:
+            shape = dag.model.parameters[parameter].shape
+            if len(shape) <= self.dim:
+                raise DirectiveError(
+                    f"{name} cannot be sharded: {parameter} has shape {list(shape)} and no "
+                    f"dimension {self.dim}"
+                )
+            sizes[parameter] = shape[self.dim]
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{parameter} has {n}" for parameter, n in sizes.items())
+            raise DirectiveError(
+                f"{name} mixes experts: dimension {self.dim} of its parameters differs ({found}); "
+                "put the experts alone into the region"
+            )
+        if not sizes:
+            raise DirectiveError(f"{name} has no parameters to shard")
+        experts = next(iter(sizes.values()))
+        if experts % ways:
+            fits = [n for n in range(1, experts + 1) if experts % n == 0]
+            raise DirectiveError(
+                f"{name}: {experts} experts do not divide over {ways} devices; "
+                f"numbers that work: {', '.join(map(str, fits))}"
+            )
+        for value in (*chunk.inputs, *chunk.outputs):
+            facts = dag.model.values[value]
+            if not facts.shape or facts.shape[0] != experts:
+                raise DirectiveError(
+                    f"{name} mixes experts: its input or output {facts.name} has shape "
+                    f"{list(facts.shape)} and is not expert-major ([{experts}, ...]); do the "
+                    "dispatch and the combination outside the region"
+                )
+
+
+def shard(
+    where: FilterLike, *, stream: str = "exchange", dim: int = 0, ways: int | None = None
+) -> Shard:
+    """Divide the parameters of the matched regions along ``dim`` over their group.
+
+    What the regions take and make is exchanged by all_to_all on ``stream``. ``ways`` fewer than
+    the group's size makes several such groups of neighbours, each with all experts.
+    """
+    return Shard(dict(where), stream, dim, ways)

@@ -1,0 +1,38 @@
+"""``stream``: assigns nodes to a logical stream and says what is asked of it.
+
+same stream: one after the other          different streams: may overlap
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.directives.base import Directive, positive
+from piper.ir.dag import Dag, StreamRule
+from piper.ir.filters import Filter, FilterLike, select
+
+
+@dataclass(frozen=True)
+class Stream(Directive):
+    name: ClassVar[str] = "stream"
+
+    where: FilterLike
+    stream: str
+    priority: int = 0
+    sms: int | None = None
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        if self.sms is not None:
+            positive("sms", self.sms)
+        changed = {
+            number: replace(dag.nodes[number], stream=self.stream, made_by=me)
+            for number in select(dag, Filter.of(self.where))
+        }
+        rules = {**dag.streams, self.stream: StreamRule(self.priority, self.sms)}
+        return replace(dag.with_nodes(changed), streams=rules)
+
+
+def stream(where: FilterLike, name: str, *, priority: int = 0, sms: int | None = None) -> Stream:
+    """Run the matched nodes on the logical stream ``name``; ``sms`` bounds its share of a GPU."""
+    return Stream(dict(where), name, priority, sms)

@@ -1,0 +1,38 @@
+"""The training DAG: one graph of a whole step over all devices, its checks and its text."""
+
+from piper.ir.build import build
+from piper.ir.dag import Compute, Dag, Group, Node
+from piper.ir.facts import (
+    ChunkFacts,
+    Model,
+    ParameterFacts,
+    PassFacts,
+    ValueFacts,
+    Variant,
+    facts_of,
+)
+from piper.ir.filters import Filter
+from piper.ir.text import text
+from piper.ir.values import Role, Value, ValueTable
+from piper.ir.verify import verify
+
+__all__ = [
+    "ChunkFacts",
+    "Compute",
+    "Dag",
+    "Filter",
+    "Group",
+    "Model",
+    "Node",
+    "ParameterFacts",
+    "PassFacts",
+    "Role",
+    "Value",
+    "ValueFacts",
+    "ValueTable",
+    "Variant",
+    "build",
+    "facts_of",
+    "text",
+    "verify",
+]

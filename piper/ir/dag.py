@@ -1,0 +1,141 @@
+"""The training DAG: typed nodes over groups of devices, joined by values and by order.
+
+A node is one piece of work that a whole group of devices does together; a group of n devices is
+one node, not n. A DAG is never changed: directives make new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from piper.capture.program import Pass
+from piper.capture.saving import Remat
+from piper.ir.facts import Model
+from piper.ir.values import ValueTable
+
+Group = tuple[int, ...]
+Tag = int | Pass
+Tags = Mapping[str, Tag]
+
+PASS = "PASS"
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One pass of one chunk for one microbatch."""
+
+    chunk: int
+    which: Pass
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A piece of work: what it is, where it runs, what it reads, makes and waits for."""
+
+    op: Compute
+    tags: Tags
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    devices: Group = ()
+    """Empty until placed."""
+    stream: str = COMPUTE
+    after: tuple[int, ...] = ()
+    """Nodes that must be done before, besides those whose values it reads."""
+    made_by: int = 0
+    """The entry of the DAG's history that made the node or last changed where or when it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRule:
+    """How parameters that several devices hold are kept equal."""
+
+    zero: int
+    bucket_bytes: int
+    reduce_stream: str
+    gather_stream: str
+    made_by: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRule:
+    """How the experts of a chunk are divided over its group."""
+
+    ways: int
+    dim: int
+    stream: str
+    made_by: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRule:
+    """What is asked of a logical stream."""
+
+    priority: int = 0
+    sms: int | None = None
+
+
+@dataclass(frozen=True)
+class Dag:
+    """One whole training step over all devices. Nodes are numbered by their place."""
+
+    model: Model
+    table: ValueTable
+    nodes: tuple[Node, ...]
+    history: tuple[str, ...] = ("build",)
+    """The directives applied so far, as written; a node's ``made_by`` points here."""
+    microbatches: tuple[str, int] | None = None
+    """The tag of the microbatches and their number, once the batch is split."""
+    transfer_streams: Mapping[Group, str] = field(default_factory=dict)
+    """The stream on which a group sends."""
+    state: Mapping[int, StateRule] = field(default_factory=dict)
+    """By chunk."""
+    shards: Mapping[int, ShardRule] = field(default_factory=dict)
+    """By chunk."""
+    remat: Mapping[int, Remat] = field(default_factory=dict)
+    """By chunk, where it is not the model's own policy."""
+    streams: Mapping[str, StreamRule] = field(default_factory=dict)
+
+    @cached_property
+    def producers(self) -> Mapping[int, int]:
+        """For each value that a node makes, that node."""
+        return {value: i for i, node in enumerate(self.nodes) for value in node.writes}
+
+    def predecessors(self, number: int) -> list[int]:
+        """The nodes that must be done before node ``number`` starts."""
+        node = self.nodes[number]
+        producers = self.producers
+        return [*(producers[v] for v in node.reads if v in producers), *node.after]
+
+    @cached_property
+    def tag_values(self) -> Mapping[str, frozenset[Tag]]:
+        """Every tag that some node has, and its values."""
+        found: dict[str, set[Tag]] = {}
+        for node in self.nodes:
+            for name, tag in node.tags.items():
+                found.setdefault(name, set()).add(tag)
+        return {name: frozenset(tags) for name, tags in found.items()}
+
+    def policy(self, chunk: int) -> Remat:
+        """How much chunk ``chunk`` recomputes."""
+        return self.remat.get(chunk, self.model.remat)
+
+    def with_nodes(self, changed: Mapping[int, Node]) -> Dag:
+        """This DAG with some nodes replaced, each in its place."""
+        nodes = tuple(changed.get(i, node) for i, node in enumerate(self.nodes))
+        return replace(self, nodes=nodes)
+
+    def noted(self, directive: str) -> Dag:
+        """This DAG with one more entry in its history: number ``len(self.history)``."""
+        return replace(self, history=(*self.history, directive))
+
+    def why(self, number: int) -> str:
+        """The directive that put node ``number`` where it is, in full."""
+        return self.history[self.nodes[number].made_by]
+
+    def label(self, entry: int) -> str:
+        """An entry of the history in short: its place and its name."""
+        return f"{entry}:{self.history[entry].split('(')[0]}"

@@ -1,0 +1,143 @@
+"""What the compiler knows of a model: its chunks, the values between them, its parameters.
+
+No tensor and no graph: sizes, costs and who reads what. ``facts_of`` reads them off a captured
+model; a test may write them down by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from piper.capture.joint import Joint
+from piper.capture.model import Captured
+from piper.capture.passes import split
+from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.capture.saving import Remat
+
+_BUNDLED = (Kind.SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
+_STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
+
+
+@dataclass(frozen=True, slots=True)
+class PassFacts:
+    """What one pass of a chunk reads, makes and costs.
+
+    Saved tensors, handed-off tensors and gradients of parameters count as one bundle each, with
+    index 0; parameters and buffers are state and are not listed.
+    """
+
+    reads: tuple[Ref, ...]
+    writes: tuple[Ref, ...]
+    flops: int
+    uses_parameters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A chunk's passes under one policy of recomputing."""
+
+    passes: Mapping[Pass, PassFacts]
+    saved_bytes: int
+    handoff_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFacts:
+    """One chunk: its regions, its parameters, and its inputs and outputs as numbers of values."""
+
+    index: int
+    tags: Mapping[str, int]
+    parameters: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    variants: Mapping[Remat, Variant]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueFacts:
+    """A tensor between chunks, as one device holds it for one microbatch."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """A parameter as the model has it, not divided."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Chunks in an order that respects every edge; values by number; parameters by name."""
+
+    chunks: tuple[ChunkFacts, ...]
+    values: tuple[ValueFacts, ...]
+    parameters: Mapping[str, ParameterFacts]
+    loss: int
+    batch: int
+    """The size of the whole batch."""
+    remat: Remat
+    """The policy of chunks that no directive speaks of."""
+
+
+def facts_of(captured: Captured, remat: Remat) -> Model:
+    """The facts of a captured model."""
+    variants: dict[int, Mapping[Remat, Variant]] = {}
+    for joint in captured.joints:
+        if id(joint) not in variants:
+            variants[id(joint)] = _variants(joint)
+    chunks = tuple(
+        ChunkFacts(
+            index=chunk.index,
+            tags={region.name: region.index for region in chunk.tags},
+            parameters=chunk.parameters,
+            inputs=chunk.inputs,
+            outputs=chunk.outputs,
+            variants=variants[id(joint)],
+        )
+        for chunk, joint in zip(captured.chunks, captured.joints, strict=True)
+    )
+    values = tuple(
+        ValueFacts(value.name, value.spec.shape, value.spec.nbytes) for value in captured.cut.values
+    )
+    parameters: dict[str, ParameterFacts] = {}
+    for chunk, program in zip(captured.chunks, captured.programs, strict=True):
+        for i, name in enumerate(chunk.parameters):
+            spec = program.specs[Ref(Kind.PARAMETER, i)]
+            trained = Ref(Kind.PARAMETER_GRAD, i) in program.specs
+            parameters[name] = ParameterFacts(spec.shape, spec.nbytes, trained)
+    size = captured.example.size
+    return Model(chunks, values, parameters, captured.cut.loss, size, remat)
+
+
+def _variants(joint: Joint) -> Mapping[Remat, Variant]:
+    return {policy: _variant(split(joint, policy)) for policy in Remat}
+
+
+def _variant(program: Program) -> Variant:
+    return Variant(
+        passes={which: _pass(function) for which, function in program.functions.items()},
+        saved_bytes=program.saved_bytes,
+        handoff_bytes=sum(spec.nbytes for spec in program.handoff),
+    )
+
+
+def _pass(function: Function) -> PassFacts:
+    return PassFacts(
+        reads=_bundled(function.arguments),
+        writes=_bundled(function.results),
+        flops=function.flops,
+        uses_parameters=any(ref.kind is Kind.PARAMETER for ref in function.arguments),
+    )
+
+
+def _bundled(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+    """``refs`` without state, and with one reference for each bundle."""
+    kept = (Ref(r.kind, 0) if r.kind in _BUNDLED else r for r in refs if r.kind not in _STATE)
+    return tuple(dict.fromkeys(kept))

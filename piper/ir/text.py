@@ -1,0 +1,56 @@
+"""The DAG as text, one node a line, for people and for golden tests."""
+
+from __future__ import annotations
+
+from piper.ir.dag import COMPUTE, PASS, Dag, Node
+from piper.ir.values import Role, Value
+
+_SHORT = {
+    Role.BATCH: "x",
+    Role.SEED: "seed",
+    Role.ACTIVATION: "v",
+    Role.SAVED: "saved",
+    Role.HANDOFF: "handoff",
+    Role.GRADIENT: "g",
+    Role.PARAMETER_GRADIENT: "dw",
+}
+
+
+def text(dag: Dag) -> str:
+    """The directives, numbered, then every node on a line: number, pass, tags, devices, what it
+    reads -> what it makes, order, and the directive that last moved it."""
+    lines = [f"# {i}:{directive}" for i, directive in enumerate(dag.history)]
+    lines += [f"{i:>3} {_node(dag, node)}" for i, node in enumerate(dag.nodes)]
+    return "\n".join(lines)
+
+
+def name_of(dag: Dag, number: int) -> str:
+    """A node in the user's own names: its pass and tags."""
+    return _label(dag.nodes[number])
+
+
+def _node(dag: Dag, node: Node) -> str:
+    reads = " ".join(_value(dag, v) for v in node.reads)
+    writes = " ".join(_value(dag, v) for v in node.writes)
+    where = f" @{','.join(map(str, node.devices))}" if node.devices else ""
+    stream = f" on {node.stream}" if node.stream != COMPUTE else ""
+    after = f" after {' '.join(map(str, sorted(node.after)))}" if node.after else ""
+    why = dag.label(node.made_by)
+    return f"{_label(node)}{where}{stream}: {reads} -> {writes}{after}  # {why}"
+
+
+def _label(node: Node) -> str:
+    tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name != PASS]
+    return " ".join([node.op.which.value, *tags])
+
+
+def _value(dag: Dag, number: int) -> str:
+    value, microbatch = dag.table.value(number)
+    suffix = f".{microbatch}" if dag.microbatches else ""
+    return _unsplit(value) + suffix
+
+
+def _unsplit(value: Value) -> str:
+    number = "" if value.role is Role.SEED else str(value.of)
+    by = f"/{value.by}" if value.role is Role.GRADIENT else ""
+    return f"{_SHORT[value.role]}{number}{by}"

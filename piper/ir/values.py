@@ -1,0 +1,139 @@
+"""The values of a step: what nodes make and read, numbered without being listed.
+
+Every microbatch has the same values, so a value's number is its place in a table of the model's,
+plus the length of that table times the microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+
+from piper.capture.program import Kind, Pass, Ref
+from piper.capture.saving import Remat
+from piper.ir.facts import ChunkFacts, Model
+
+
+class Role(Enum):
+    """What a value is."""
+
+    BATCH = "batch"
+    """A tensor of the batch: there from the start, on every device that wants it."""
+    SEED = "seed"
+    """The gradient of the loss, a constant."""
+    ACTIVATION = "activation"
+    SAVED = "saved"
+    HANDOFF = "handoff"
+    GRADIENT = "gradient"
+    """The gradient of an activation, as far as the chunks from its maker on have summed it."""
+    PARAMETER_GRADIENT = "parameter gradient"
+
+
+GIVEN = (Role.BATCH, Role.SEED)
+_BUNDLES = {
+    Kind.SAVED: Role.SAVED,
+    Kind.HANDOFF: Role.HANDOFF,
+    Kind.PARAMETER_GRAD: Role.PARAMETER_GRADIENT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of one microbatch. ``of`` is the number of the model's value for BATCH, SEED,
+    ACTIVATION and GRADIENT, and of the chunk for the others; ``by`` is the chunk that makes it,
+    or -1 for what is given."""
+
+    role: Role
+    of: int
+    by: int
+
+
+class ValueTable:
+    """All values that some pass of a model may read or make, and which pass does."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.values: list[Value] = []
+        self._numbers: dict[Value, int] = {}
+        self._makers = {v: chunk.index for chunk in model.chunks for v in chunk.outputs}
+        self._summing = _summing(model)
+        self._wired: dict[tuple[int, Pass, Remat], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for chunk in model.chunks:
+            for policy, variant in chunk.variants.items():
+                for which in variant.passes:
+                    self._wired[chunk.index, which, policy] = self._wire(chunk, which, policy)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def value(self, number: int) -> tuple[Value, int]:
+        """The value with that number, and its microbatch."""
+        microbatch, place = divmod(number, len(self.values))
+        return self.values[place], microbatch
+
+    def wire(
+        self, chunk: int, which: Pass, policy: Remat, microbatch: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The numbers of what a pass reads and of what it makes."""
+        first = microbatch * len(self.values)
+        reads, writes = self._wired[chunk, which, policy]
+        return tuple(first + v for v in reads), tuple(first + v for v in writes)
+
+    def _wire(
+        self, chunk: ChunkFacts, which: Pass, policy: Remat
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        facts = chunk.variants[policy].passes[which]
+        reads = [self._number(self._read(chunk, ref)) for ref in facts.reads]
+        writes = [self._number(self._written(chunk, ref)) for ref in facts.writes]
+        return tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
+
+    def _number(self, value: Value) -> int:
+        if value not in self._numbers:
+            self._numbers[value] = len(self.values)
+            self.values.append(value)
+        return self._numbers[value]
+
+    def _read(self, chunk: ChunkFacts, ref: Ref) -> Value:
+        match ref.kind:
+            case Kind.INPUT:
+                return self._activation(chunk.inputs[ref.index])
+            case Kind.OUTPUT:
+                return self._activation(chunk.outputs[ref.index])
+            case Kind.OUTPUT_GRAD:
+                return self._gradient(chunk.outputs[ref.index], chunk.index)
+            case Kind.INPUT_GRAD:
+                return self._gradient(chunk.inputs[ref.index], chunk.index)
+            case _:
+                return Value(_BUNDLES[ref.kind], chunk.index, chunk.index)
+
+    def _written(self, chunk: ChunkFacts, ref: Ref) -> Value:
+        match ref.kind:
+            case Kind.OUTPUT:
+                return self._activation(chunk.outputs[ref.index])
+            case Kind.INPUT_GRAD:
+                return Value(Role.GRADIENT, chunk.inputs[ref.index], chunk.index)
+            case _:
+                return Value(_BUNDLES[ref.kind], chunk.index, chunk.index)
+
+    def _activation(self, value: int) -> Value:
+        maker = self._makers.get(value, -1)
+        return Value(Role.BATCH if maker < 0 else Role.ACTIVATION, value, maker)
+
+    def _gradient(self, value: int, reader: int) -> Value:
+        """The gradient of ``value`` that ``reader`` takes: the sum that the next chunk made."""
+        if value == self._model.loss:
+            return Value(Role.SEED, value, -1)
+        later = [chunk for chunk in self._summing[value] if chunk > reader]
+        return Value(Role.GRADIENT, value, later[0])
+
+
+def _summing(model: Model) -> dict[int, list[int]]:
+    """For each value, the chunks that add to its gradient, in order."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for chunk in model.chunks:
+        backward = chunk.variants[model.remat].passes.get(Pass.B)
+        for ref in backward.writes if backward else ():
+            if ref.kind is Kind.INPUT_GRAD:
+                found[chunk.inputs[ref.index]].append(chunk.index)
+    return found

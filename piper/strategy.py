@@ -1,0 +1,152 @@
+"""A strategy: a list of directives, applied in order, that can be added, printed, saved and read.
+
+Reads two forms of JSON: its own (``to_json``), and that of the published system, whose objects say
+``filter``, ``bucket_size``, ``shard_grads``, ``shard_params``, ``dim_name``, ``num_microbatches``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from piper.directives import (
+    Directive,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Directives in the order in which they are applied."""
+
+    directives: tuple[Directive, ...]
+
+    def __init__(self, directives: Iterable[Directive]) -> None:
+        given = tuple(directives)
+        for directive in given:
+            if not isinstance(directive, Directive):
+                raise DirectiveError(
+                    f"a strategy is a list of directives; {directive!r} is a "
+                    f"{type(directive).__name__}"
+                )
+        object.__setattr__(self, "directives", given)
+
+    def apply(self, dag: Dag) -> Dag:
+        """``dag`` after all directives."""
+        for after in self.steps(dag):
+            dag = after
+        return dag
+
+    def steps(self, dag: Dag) -> Iterator[Dag]:
+        """``dag`` after each directive."""
+        for directive in self.directives:
+            dag = directive.apply(dag)
+            yield dag
+
+    def __add__(self, other: Strategy) -> Strategy:
+        return Strategy((*self.directives, *other.directives))
+
+    def __str__(self) -> str:
+        lines = "".join(f"    {directive},\n" for directive in self.directives)
+        return f"Strategy([\n{lines}])"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The strategy as plain data."""
+        return [directive.to_json() for directive in self.directives]
+
+    @staticmethod
+    def from_json(data: str | Sequence[Mapping[str, Any]]) -> Strategy:
+        """The strategy that ``to_json``, or a file of the published system, wrote."""
+        try:
+            items = json.loads(data) if isinstance(data, str) else data
+        except json.JSONDecodeError as error:
+            raise DirectiveError(f"the strategy is not JSON: {error}") from None
+        if not isinstance(items, Sequence) or isinstance(items, str):
+            raise DirectiveError("a strategy in JSON is a list of objects, each with an 'op'")
+        return Strategy(_read(item, place) for place, item in enumerate(items))
+
+    @staticmethod
+    def load(path: str | Path) -> Strategy:
+        """The strategy in a JSON file."""
+        return Strategy.from_json(Path(path).read_text())
+
+
+def _read(item: Any, at: int) -> Directive:
+    if not isinstance(item, Mapping) or item.get("op") not in _READERS:
+        known = ", ".join(_READERS)
+        raise DirectiveError(f"directive {at}: {item!r} has no 'op' that is known: {known}")
+    fields = {key: value for key, value in item.items() if key != "op"}
+    if "filter" in fields:
+        fields["where"] = fields.pop("filter")
+    if "where" in fields and isinstance(fields["where"], Mapping):
+        fields["where"] = _where(fields["where"])
+    try:
+        return _READERS[item["op"]](fields)
+    except (TypeError, KeyError) as error:
+        raise DirectiveError(f"directive {at}, {item['op']}: {error} in {dict(item)}") from None
+
+
+def _where(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A filter as JSON has it: null stands for a tag that must be absent."""
+    return {name: "-" if value is None else value for name, value in given.items()}
+
+
+def _place(fields: dict[str, Any]) -> Directive:
+    return place(fields.pop("where"), **fields)
+
+
+def _replicate(fields: dict[str, Any]) -> Directive:
+    grads, params = fields.pop("shard_grads", False), fields.pop("shard_params", False)
+    if grads or params:
+        fields["zero"] = 3 if params else 2
+    if (bucket := fields.pop("bucket_size", None)) is not None:
+        fields["bucket_mb"] = bucket
+    return replicate(fields.pop("where"), **fields)
+
+
+def _shard(fields: dict[str, Any]) -> Directive:
+    fields.pop("devices", None)  # the published form repeats where the region is placed
+    return shard(fields.pop("where"), **fields)
+
+
+def _split(fields: dict[str, Any]) -> Directive:
+    into = fields.pop("dim_name", fields.pop("into", "MB"))
+    parts = fields.pop("num_microbatches", fields.pop("parts", None))
+    return split(fields.pop("where", {}), into=into, parts=parts, **fields)
+
+
+def _order(fields: dict[str, Any]) -> Directive:
+    groups = fields.pop("filters")
+    if fields:
+        raise KeyError(f"unknown fields {sorted(fields)}")
+    return order(*([_where(f) for f in group] for group in groups))
+
+
+def _partition(fields: dict[str, Any]) -> Directive:
+    if isinstance(fields.get("by"), Mapping):
+        fields["by"] = {int(region): cost for region, cost in fields["by"].items()}
+    return partition(fields.pop("tag"), **fields)
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Directive]] = {
+    "partition": _partition,
+    "split": _split,
+    "place": _place,
+    "replicate": _replicate,
+    "shard": _shard,
+    "order": _order,
+    "stream": lambda fields: stream(fields.pop("where"), fields.pop("stream"), **fields),
+    "remat": lambda fields: remat(fields.pop("where"), **fields),
+}
