@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from piper.capture.batch import strided_like
 from piper.capture.chunks import Chunk
 from piper.capture.codegen import Runner
+from piper.capture.export import LOSS_PREFIX
 from piper.capture.model import Captured
 from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.capture.tensors import TensorSpec
 from piper.errors import PiperError
 from piper.random import fold, seeded
 
@@ -78,7 +80,7 @@ class SingleDevice:
         self.buffers: dict[str, Tensor] = {}
         self._take_state(model, "", init)
         if loss is not None:
-            self._take_state(loss, "loss_fn.", init)
+            self._take_state(loss, LOSS_PREFIX, init)
         for name, constant in captured.constants.items():
             self.buffers[name] = constant.to(captured.device)
         self._check_state()
@@ -241,19 +243,22 @@ class SingleDevice:
             wanted += [(Ref(Kind.BUFFER, i), n) for i, n in enumerate(chunk.buffers)]
             for ref, name in wanted:
                 found = self.parameters.get(name, self.buffers.get(name))
-                if found is None and name.startswith("loss_fn."):
+                if found is None and name.startswith(LOSS_PREFIX):
                     raise PiperError(f"the loss has a parameter {name!r}: give the module, loss=")
                 if found is None:
                     raise PiperError(f"the model has no {name}: it is not the one captured")
-                shape = program.specs[ref].shape
-                if tuple(found.shape) != shape:
+                spec = program.specs[ref]
+                if (tuple(found.shape), found.dtype) != (spec.shape, spec.dtype):
                     raise PiperError(
-                        f"{name} is {list(found.shape)}, but {list(shape)} in the model captured"
+                        f"{name} is {TensorSpec.of(found)}, but {spec} in the model captured"
                     )
 
     def _take_state(self, module: nn.Module, prefix: str, init: Init | None) -> None:
         device = self.captured.device
+        taken = {id(parameter) for parameter in self.parameters.values()}
         for name, parameter in module.named_parameters():
+            if id(parameter) in taken:  # the loss uses a parameter of the model
+                continue
             data = _materialised(prefix + name, parameter.detach(), device, init, self.seed)
             if data is not parameter.detach() and data.data_ptr() != parameter.data_ptr():
                 parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)

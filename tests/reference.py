@@ -97,7 +97,7 @@ def named_parameters(model: nn.Module, loss: Any) -> list[tuple[str, nn.Paramete
     """Parameters by the names that Piper gives them."""
     own = list(model.named_parameters())
     if isinstance(loss, nn.Module):
-        own += [(f"loss_fn.{name}", p) for name, p in loss.named_parameters()]
+        own += [(f"loss:{name}", p) for name, p in loss.named_parameters()]
     return own
 
 

@@ -555,7 +555,7 @@ def test_a_loss_with_parameters_and_regions_of_its_own() -> None:
         chunks(Model(forward), loss=Scaled()),
         """
         0 layer[0] params=a.weight in=inputs[0] out=v2
-        1 loss[0]/head[0] params=loss_fn.temperature in=v2 out=v3
+        1 loss[0]/head[0] params=loss:temperature in=v2 out=v3
         2 loss[0] in=v3,targets[0] out=v4
         loss=v4
         """,

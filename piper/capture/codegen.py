@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -74,9 +75,11 @@ class Inductor:
         from torch._inductor.virtualized import V
 
         fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-        mode = fakes[0].fake_mode
+        values = (node.meta.get("val") for node in joint.graph.nodes)
+        first = next(value for value in values if isinstance(value, FakeTensor))
+        mode = first.fake_mode
         with V.set_fake_mode(mode):
-            joint_graph_passes(joint, input_device=fakes[0].device)
+            joint_graph_passes(joint, input_device=first.device)
         # some of these passes trace replacements under a fake mode of their own
         FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*fakes)
 
@@ -94,7 +97,8 @@ class Inductor:
         state = (Kind.PARAMETER, Kind.BUFFER)
         fixed = [i for i, ref in enumerate(function.arguments) if ref.kind in state]
         consumed = [i for i, ref in enumerate(function.arguments) if ref in function.consumes]
-        context = TracingContext(fakes[0].fake_mode if fakes else None)
+        values = [node.meta.get("val") for node in graph.nodes]
+        context = TracingContext(next(x.fake_mode for x in values if isinstance(x, FakeTensor)))
         context.fw_metadata = _Donation(consumed)  # type: ignore[assignment]
         # Inductor's cache does not look at donations when it compares graphs
         tag = compiler_config.patch(cache_key_tag=f"piper consumes {consumed}")

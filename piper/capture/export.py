@@ -33,10 +33,11 @@ from piper.capture.regions import (
     recording,
     tag_modules,
 )
-from piper.capture.skeleton import fake_like, skeleton_of
+from piper.capture.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.capture.stray import RefuseStray, refuse_autograd_functions, refuse_unsupported
 from piper.errors import CaptureError
 
+LOSS_PREFIX = "loss:"
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
@@ -76,6 +77,10 @@ class _Seen:
     running: str
     """Whose code is running: the model's or the loss's."""
     loss_region: Region | None = None
+    shared: dict[str, str] = field(default_factory=dict)
+    """For each buffer that lives in another tensor's memory, that tensor."""
+    assigned: list[str] = field(default_factory=list)
+    """The buffers to which a new tensor was assigned: the last results of the step."""
     tree: OutputTree = field(default_factory=OutputTree)
 
 
@@ -98,33 +103,46 @@ class _Step(nn.Module):
             return self._run(args, kwargs, targets)
 
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
-        before = _buffers(self)
+        before = _attributes(self)
         output = self.model(*args, **kwargs)
-        _write_assigned(before)
         kept = self.seen.tree.take(output) if self._keep else []
         self.seen.running = "the loss"
         with annotate(LOSS) as self.seen.loss_region:
             loss = _check_loss(self.loss_fn(output, *targets))
-        return (*loss, *kept)
+        self.seen.running = type(self.model).__name__
+        assigned = _assigned(self, before)
+        self.seen.assigned = list(assigned)
+        return (*loss, *kept, *(value.detach() for value in assigned.values()))
 
 
-def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    return {
-        (owner, name): buffer
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    }
+def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """The buffers, and the plain numbers and tensors, of all modules."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, owner in module.named_modules():
+        plain = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor | int | float)}
+        for name, value in {**plain, **owner._buffers}.items():
+            if value is not None:
+                found[path, name] = value
+    return found
 
 
-def _write_assigned(before: dict[tuple[nn.Module, str], Tensor]) -> None:
-    """Turn ``self.buffer = value`` into a write to the buffer, which tracing records."""
-    for (owner, name), buffer in before.items():
-        value = owner._buffers[name]
-        if value is not buffer and value is not None:
-            with torch.no_grad():
-                buffer.copy_(value)
-            owner._buffers[name] = buffer
+def _assigned(module: nn.Module, before: dict[tuple[str, str], Any]) -> dict[str, Tensor]:
+    """The buffers that were assigned anew, which are put back; any other state is refused."""
+    found: dict[str, Tensor] = {}
+    for (path, name), old in before.items():
+        owner = module.get_submodule(path)
+        new = owner._buffers[name] if name in owner._buffers else vars(owner).get(name)
+        if new is old or (not isinstance(new, Tensor) and new == old):
+            continue
+        full = f"{path}.{name}"
+        if name not in owner._buffers or not isinstance(new, Tensor):
+            raise CaptureError(
+                f"the attribute {_user_name(full, {})!r} changes from one call to the next, and "
+                "capture would freeze it: make it a buffer (register_buffer)"
+            )
+        found[full] = new
+        owner._buffers[name] = old
+    return found
 
 
 def export(
@@ -139,11 +157,13 @@ def export(
 ) -> Exported:
     """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-    example = [fake_like(x, mode, device) for x in batch.slices(parts)[0]]
-    skeleton, names = skeleton_of(_Parts(model, loss), mode, device, type(model).__name__)
+    example = [fake_like(_packed(x), mode, device) for x in batch.slices(parts)[0]]
+    parts_of = _Parts(model, loss)
+    skeleton, names = skeleton_of(parts_of, mode, device, type(model).__name__)
     assert isinstance(skeleton, _Parts)
     tag_modules(skeleton.model, tags)
     step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, keep_outputs)
+    step.seen.shared = shared_buffers(parts_of)
     modules = {m: path for path, m in skeleton.model.named_modules()}
     paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
     try:
@@ -161,6 +181,12 @@ def export(
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)
     return _roles(program, step, paths, names, recorder.entered)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """``x``, or, if several of its elements are one number in memory, a copy where none are."""
+    overlaps = any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if overlaps else x
 
 
 def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
@@ -229,7 +255,10 @@ def _roles(
                 "may be written to"
             )
     assert step.seen.loss_region is not None
+    for target in reversed(step.seen.assigned):
+        updates[_user_name(target, names)] = returned.pop()
     n_loss = len(returned) - step.seen.tree.tensors
+    _refuse_shared_updates(step, updates, names)
     return Exported(
         graph=graph,
         parameters=parameters,
@@ -244,6 +273,18 @@ def _roles(
         loss_region=step.seen.loss_region,
         output_tree=step.seen.tree,
     )
+
+
+def _refuse_shared_updates(
+    step: _Step, updates: Mapping[str, fx.Node], names: Mapping[str, str]
+) -> None:
+    """A buffer in the memory of another tensor cannot be replaced alone."""
+    for path, other in step.seen.shared.items():
+        if _user_name(path, dict(names)) in updates:
+            raise CaptureError(
+                f"unsupported mutation: the buffer {_user_name(path, dict(names))!r} shares memory "
+                f"with {_user_name(other, dict(names))!r}; give it memory of its own (clone)"
+            )
 
 
 def _computed_results(graph: fx.Graph) -> tuple[fx.Node, ...]:
@@ -261,8 +302,12 @@ def _computed_results(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def _user_name(target: str, names: dict[str, str]) -> str:
-    """The path in the user's model (its first path, for a tied tensor) of an exported tensor."""
-    return names.get(target, target).removeprefix("model.")
+    """The path in the user's model (its first path, for a tied tensor) of an exported tensor; for
+    the loss's own, a name that no path in a model has."""
+    path = names.get(target, target)
+    if path.startswith("loss_fn."):
+        return LOSS_PREFIX + path.removeprefix("loss_fn.")
+    return path.removeprefix("model.")
 
 
 def _drop_asserts(graph: fx.Graph) -> None:

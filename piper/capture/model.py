@@ -19,7 +19,7 @@ from piper.capture.autodiff import differentiate
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.chunks import Chunk, Cut, cut, refuse_empty
 from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
-from piper.capture.export import Loss, export
+from piper.capture.export import LOSS_PREFIX, Loss, export
 from piper.capture.joint import Joint
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
@@ -121,7 +121,7 @@ def _capture(
     pieces = cut(exported)
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if isinstance(loss, nn.Module):
-        trained |= {f"loss_fn.{n}" for n, p in loss.named_parameters() if p.requires_grad}
+        trained |= {LOSS_PREFIX + n for n, p in loss.named_parameters() if p.requires_grad}
     joints = differentiate(pieces, trained.__contains__, chosen)
     refuse_empty(pieces, exported.regions, exported.loss_region)
     distinct = {id(joint): joint for joint in joints}

@@ -14,7 +14,8 @@ def consume_inputs(cut: Cut, programs: Sequence[Program]) -> tuple[Program, ...]
     """The programs, with every input that all chunks using a program own marked as consumed.
 
     A chunk owns an input that another chunk made for it alone: no other chunk takes it, it is no
-    result of the step, and its producer keeps nothing in the same storage.
+    result of the step, its producer keeps nothing in the same storage, and the chunk itself passes
+    no view of it on.
     """
     readers = Counter(value for chunk in cut.chunks for value in set(chunk.inputs))
     results = {cut.loss, cut.count, *cut.outputs}
@@ -23,10 +24,14 @@ def consume_inputs(cut: Cut, programs: Sequence[Program]) -> tuple[Program, ...]
         fresh |= {chunk.outputs[i] for i in _fresh_outputs(program)}
     owned: dict[int, frozenset[int]] = {}
     for chunk, program in zip(cut.chunks, programs, strict=True):
+        passed_on = _inputs_passed_on(program)
         mine = frozenset(
             i
             for i, value in enumerate(chunk.inputs)
-            if value in fresh and readers[value] == 1 and value not in results
+            if value in fresh
+            and readers[value] == 1
+            and value not in results
+            and i not in passed_on
         )
         owned[id(program)] = owned.get(id(program), mine) & mine
     made = {id(p): p.consuming({Ref(Kind.INPUT, i) for i in owned[id(p)]}) for p in programs}
@@ -47,3 +52,14 @@ def _fresh_outputs(program: Program) -> list[int]:
         and base_of(node).op != "placeholder"
         and bases[base_of(node)] == 1
     ]
+
+
+def _inputs_passed_on(program: Program) -> set[int]:
+    """Inputs in whose storage a result of the forward lives on."""
+    forward = program.functions[Pass.F]
+    graph = forward.module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    refs = dict(zip(placeholders, forward.arguments, strict=True))
+    bases = (base_of(node) for node in returned(graph))
+    found = (refs[base] for base in bases if base in refs)
+    return {ref.index for ref in found if ref.kind is Kind.INPUT}

@@ -12,6 +12,7 @@ from enum import Enum
 
 import torch
 from torch import fx
+from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
@@ -69,14 +70,17 @@ def _fixed(joint: Joint) -> set[fx.Node]:
 
 
 def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
-    """torch's partitioner chooses. It also shares equal subexpressions, hence the new graph."""
+    """torch's partitioner chooses; it may also simplify, hence the new graph."""
     if not joint.gradients:
         return joint, []
     module = fx.GraphModule(torch.nn.Module(), _copied(joint.graph))
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    forward, _ = min_cut_rematerialization_partition(
-        module, fakes, num_fwd_outputs=len(joint.results)
-    )
+    # it shares equal expressions, and takes some random ops for equal ones
+    shares = not any(is_random(node) for node in module.graph.nodes)
+    with config.patch(cse=shares):
+        forward, _ = min_cut_rematerialization_partition(
+            module, fakes, num_fwd_outputs=len(joint.results)
+        )
     kept = {node.name for node in returned(forward.graph)[len(joint.results) :]}
     joint = joint.moved_to(module.graph)
     return joint, [n for n in joint.graph.nodes if n.op == "call_function" and n.name in kept]

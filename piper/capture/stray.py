@@ -131,11 +131,34 @@ def _visit(module: fx.GraphModule, roles: Mapping[str, str]) -> None:
         elif isinstance(node.target, OpOverload):
             for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
                 writes = argument.alias_info is not None and argument.alias_info.is_write
+                if writes and isinstance(value, fx.Node) and _through_detach(value):
+                    raise CaptureError(
+                        "unsupported mutation: the model writes in place through detach(), which "
+                        f"autograd would not see; write to a copy{_recorded_at(node)}"
+                    )
                 if writes and isinstance(value, fx.Node) and base_of(value).name in roles:
                     raise CaptureError(
                         "unsupported mutation: the model writes in place to "
                         f"{roles[base_of(value).name]}{_recorded_at(node)}"
                     )
+
+
+def _through_detach(node: fx.Node) -> bool:
+    """Whether ``node`` looks at something else's memory by way of ``detach``."""
+    base = base_of(node)
+    while node is not base:
+        if node.target is torch.ops.aten.detach.default:
+            given = node.args[0]
+            return not (isinstance(given, fx.Node) and _is_literal(given))
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
+def _is_literal(node: fx.Node) -> bool:
+    return node.target in (
+        torch.ops.aten.lift_fresh_copy.default,
+        torch.ops.aten.lift_fresh.default,
+    )
 
 
 def _recorded_at(node: fx.Node) -> str:
