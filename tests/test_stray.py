@@ -72,9 +72,13 @@ def replaces(net: Net, x: Tensor) -> Tensor:
     return net.a(x) * net.n
 
 
-@pytest.mark.parametrize(("forward", "name"), [(counts, "'k'"), (replaces, "'n'")])
-def test_state_that_would_be_frozen(forward: Callable[[Any, Tensor], Any], name: str) -> None:
-    refused(Net(forward), name, "buffer")
+def test_a_tensor_that_would_be_frozen() -> None:
+    refused(Net(replaces), "'n'", "buffer")
+
+
+def test_a_number_that_may_only_count() -> None:
+    with pytest.warns(UserWarning, match="'k' changes"):
+        capture(Net(counts), inputs=(X,), targets=(Y,), loss=F.mse_loss)
 
 
 def test_an_attribute_in_the_memory_of_a_weight() -> None:

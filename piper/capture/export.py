@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,8 @@ class _Seen:
     loss_region: Region | None = None
     shared: dict[str, str] = field(default_factory=dict)
     """For each buffer that lives in another tensor's memory, that tensor."""
+    frozen: list[str] = field(default_factory=list)
+    """Numbers that change from one call to the next."""
     assigned: list[str] = field(default_factory=list)
     """The buffers to which a new tensor was assigned: the last results of the step."""
     tree: OutputTree = field(default_factory=OutputTree)
@@ -110,7 +113,7 @@ class _Step(nn.Module):
         with annotate(LOSS) as self.seen.loss_region:
             loss = _check_loss(self.loss_fn(output, *targets))
         self.seen.running = type(self.model).__name__
-        assigned = _assigned(self, before)
+        assigned = _assigned(self, before, self.seen.frozen)
         self.seen.assigned = list(assigned)
         return (*loss, *kept, *(value.detach() for value in assigned.values()))
 
@@ -126,8 +129,11 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
-def _assigned(module: nn.Module, before: dict[tuple[str, str], Any]) -> dict[str, Tensor]:
-    """The buffers that were assigned anew, which are put back; any other state is refused."""
+def _assigned(
+    module: nn.Module, before: dict[tuple[str, str], Any], frozen: list[str]
+) -> dict[str, Tensor]:
+    """The buffers that were assigned anew, which are put back. Another tensor is refused; a number
+    may only count, so its name is added to ``frozen``."""
     found: dict[str, Tensor] = {}
     for (path, name), old in before.items():
         owner = module.get_submodule(path)
@@ -135,6 +141,9 @@ def _assigned(module: nn.Module, before: dict[tuple[str, str], Any]) -> dict[str
         if new is old or (not isinstance(new, Tensor) and new == old):
             continue
         full = f"{path}.{name}"
+        if not isinstance(old, Tensor):
+            frozen.append(_user_name(full, {}))
+            continue
         if name not in owner._buffers or not isinstance(new, Tensor):
             raise CaptureError(
                 f"the attribute {_user_name(full, {})!r} changes from one call to the next, and "
@@ -178,6 +187,12 @@ def export(
         raise
     except Exception as error:
         raise explain(error, step.seen.running, modules) from error
+    for name in dict.fromkeys(step.seen.frozen):
+        warnings.warn(
+            f"{name!r} changes from one call of the model to the next; the captured step keeps the "
+            "value it has now. If it is part of the computation, make it a buffer",
+            stacklevel=4,
+        )
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)
     return _roles(program, step, paths, names, recorder.entered)
