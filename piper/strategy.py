@@ -56,6 +56,8 @@ class Strategy:
             yield dag
 
     def __add__(self, other: Strategy) -> Strategy:
+        if not isinstance(other, Strategy):
+            return NotImplemented
         return Strategy((*self.directives, *other.directives))
 
     def __str__(self) -> str:
@@ -84,7 +86,8 @@ class Strategy:
 
 
 def _read(item: Any, at: int) -> Directive:
-    if not isinstance(item, Mapping) or item.get("op") not in _READERS:
+    op = item.get("op") if isinstance(item, Mapping) else None
+    if not isinstance(op, str) or op not in _READERS:
         known = ", ".join(_READERS)
         raise DirectiveError(f"directive {at}: {item!r} has no 'op' that is known: {known}")
     fields = {key: value for key, value in item.items() if key != "op"}
@@ -93,9 +96,9 @@ def _read(item: Any, at: int) -> Directive:
     if "where" in fields and isinstance(fields["where"], Mapping):
         fields["where"] = _where(fields["where"])
     try:
-        return _READERS[item["op"]](fields)
-    except (TypeError, KeyError) as error:
-        raise DirectiveError(f"directive {at}, {item['op']}: {error} in {dict(item)}") from None
+        return _READERS[op](fields)
+    except (TypeError, KeyError, ValueError, AttributeError, DirectiveError) as error:
+        raise DirectiveError(f"directive {at}, {op}: {error} in {dict(item)}") from None
 
 
 def _where(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,6 +134,8 @@ def _order(fields: dict[str, Any]) -> Directive:
     groups = fields.pop("filters")
     if fields:
         raise KeyError(f"unknown fields {sorted(fields)}")
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise TypeError("filters must be a list of groups, each a list of filters,")
     return order(*([_where(f) for f in group] for group in groups))
 
 

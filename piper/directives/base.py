@@ -8,12 +8,13 @@ which directive it was.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag
+from piper.ir.dag import PASS, Dag
+from piper.ir.filters import Filter, select
 from piper.ir.verify import verify
 
 
@@ -46,10 +47,12 @@ class Directive(ABC):
         given = [f for f in fields(self) if not _at_default(self, f)]
         return f"{self.name}({', '.join(self._written(f.name) for f in given)})"
 
+    positional: ClassVar[tuple[str, ...]] = ("where",)
+    """The fields that the directive's function takes by position."""
+
     def _written(self, field: str) -> str:
         value = _plain(getattr(self, field))
-        positional = next(iter(fields(self))).name
-        return repr(value) if field == positional else f"{field}={value!r}"
+        return repr(value) if field in self.positional else f"{field}={value!r}"
 
 
 def _at_default(directive: Directive, field: Any) -> bool:
@@ -58,11 +61,47 @@ def _at_default(directive: Directive, field: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """``value`` in types that JSON has."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
+
+
+def plain_filter(where: object) -> dict[str, Any]:
+    """A filter as the user wrote it, in plain types."""
+    if not isinstance(where, Mapping):
+        raise DirectiveError(
+            f"a filter is a mapping from tag to value, such as {{'PP': 0}}, not {where!r}"
+        )
+    return {str(name): _plain(value) for name, value in where.items()}
+
+
+def device_group(devices: object) -> tuple[int, ...]:
+    """A group of devices, in order."""
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise DirectiveError(f"devices={devices!r} must be a list of device numbers")
+    return tuple(devices)
+
+
+def check_group(group: tuple[int, ...]) -> None:
+    """Refuse what is no group of devices."""
+    if not group or any(not isinstance(d, int) or isinstance(d, bool) or d < 0 for d in group):
+        raise DirectiveError(f"devices={list(group)} must be device numbers, at least one")
+    if len(set(group)) < len(group):
+        raise DirectiveError(f"devices={list(group)} names a device twice")
+
+
+def whole_chunks(dag: Dag, where: Filter, what: str) -> list[int]:
+    """The nodes that match a filter on whole regions: not on single microbatches or passes."""
+    batch = dag.microbatches[0] if dag.microbatches else ""
+    for term in where.terms:
+        if term.name in (PASS, batch):
+            raise DirectiveError(
+                f"{what} is of a whole region, so the filter {where} cannot ask for {term.name!r}: "
+                "leave it out"
+            )
+    return select(dag, where)
 
 
 def positive(what: str, value: object) -> int:

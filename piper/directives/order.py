@@ -12,18 +12,19 @@ divides the backwards it matches.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from piper.capture.program import Pass
-from piper.directives.base import Directive
+from piper.directives.base import Directive, plain_filter
 from piper.errors import DirectiveError
 from piper.ir.dag import PASS, Dag, Group, Node
 from piper.ir.filters import Filter, FilterLike, select
 from piper.ir.text import name_of
 
+Lane = Group | int
 _HALVES = (Pass.BI, Pass.BW)
 
 
@@ -34,14 +35,16 @@ class Order(Directive):
     groups: tuple[tuple[FilterLike, ...], ...]
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
+        if not self.groups or not all(self.groups):
+            raise DirectiveError("an order is a list of groups, each with at least one filter")
         filters = [[Filter.of(where) for where in group] for group in self.groups]
         dag = _divide(dag, [f for group in filters for f in group], me)
         finder = _Finder(dag)
         after: defaultdict[int, set[int]] = defaultdict(set)
-        last: dict[Group, list[int]] = {}
+        last: dict[Lane, list[int]] = {}
         seen: dict[int, Filter] = {}
         for group in filters:
-            ends: defaultdict[Group, list[int]] = defaultdict(list)
+            ends: defaultdict[Lane, list[int]] = defaultdict(list)
             for where in group:
                 for devices, row in finder.rows(where).items():
                     for number in row:
@@ -54,26 +57,26 @@ class Order(Directive):
                     for before, number in itertools.pairwise(row):
                         if not finder.feeds(before, number):
                             after[number].add(before)
-                    after[row[0]].update(last.get(devices, ()))
-                    ends[devices].append(row[-1])
+                    for lane in finder.lanes(devices):
+                        after[row[0]].update(last.get(lane, ()))
+                        ends[lane].append(row[-1])
             last.update(ends)
-        changed = {
-            number: replace(
-                dag.nodes[number],
-                after=tuple(sorted({*dag.nodes[number].after, *befores})),
-                made_by=me,
-            )
-            for number, befores in after.items()
-            if befores
-        }
+        changed = {}
+        for number in seen:
+            node = replace(dag.nodes[number], ordered_by=me)
+            if after[number]:
+                old = dict(zip(node.after, node.after_by, strict=True))
+                edges = sorted({**dict.fromkeys(after[number], me), **old}.items())
+                befores, by = zip(*edges, strict=True)
+                node = replace(node, after=befores, after_by=by, made_by=me)
+            changed[number] = node
         return dag.with_nodes(changed)
 
     def to_json(self) -> dict[str, Any]:
         return {"op": self.name, "filters": [[dict(f) for f in group] for group in self.groups]}
 
     def __str__(self) -> str:
-        groups = [f"[{', '.join(str(Filter.of(f)) for f in group)}]" for group in self.groups]
-        return f"order({', '.join(groups)})"
+        return f"order({', '.join(str([dict(f) for f in group]) for group in self.groups)})"
 
 
 class _Finder:
@@ -82,6 +85,14 @@ class _Finder:
     def __init__(self, dag: Dag) -> None:
         self._dag = dag
         self._indices: dict[tuple[str, ...], dict[tuple[object, ...], list[int]]] = {}
+        groups = {node.devices for node in dag.nodes}
+        count = Counter(device for group in groups for device in group)
+        self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
+
+    def lanes(self, devices: Group) -> tuple[Lane, ...]:
+        """What a row on ``devices`` shares with other rows: the group as a whole, or, if other
+        groups have some of its devices, each device."""
+        return (devices,) if devices in self._apart else devices
 
     def rows(self, where: Filter) -> Mapping[Group, list[int]]:
         """The matched nodes of each group of devices, in an order that follows the data."""
@@ -105,74 +116,92 @@ class _Finder:
 
     def _matching(self, where: Filter) -> list[int]:
         exact = [t for t in where.terms if t.values is not None and len(t.values) == 1]
-        if len(exact) < len(where.terms) or not exact:
-            return select(self._dag, where)
-        names = tuple(term.name for term in exact)
+        if exact and len(exact) == len(where.terms):
+            names = tuple(term.name for term in exact)
+            key = tuple(next(iter(term.values or ())) for term in exact)
+            found = self._index(names).get(key, [])
+        else:
+            found = [i for i, node in enumerate(self._dag.nodes) if where.accepts(node.tags)]
+        return found if found or self._may_be_empty(where) else select(self._dag, where)
+
+    def _index(self, names: tuple[str, ...]) -> dict[tuple[object, ...], list[int]]:
         if names not in self._indices:
             index: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
             for number, node in enumerate(self._dag.nodes):
                 index[tuple(node.tags.get(name) for name in names)].append(number)
             self._indices[names] = index
-        key = tuple(next(iter(term.values or ())) for term in exact)
-        found = self._indices[names].get(key, [])
-        if found or any(term.name == PASS and key[i] in _HALVES for i, term in enumerate(exact)):
-            return found  # a half of a backward may have nothing to compute
-        return select(self._dag, where)  # which says what is wrong
+        return self._indices[names]
+
+    def _may_be_empty(self, where: Filter) -> bool:
+        """Whether a half of a backward is asked for that has nothing to compute: the regions are
+        there, but have no gradient of that kind."""
+        if not _wants_halves(where):
+            return False
+        return any(_without_pass(where).accepts(node.tags) for node in self._dag.nodes)
 
 
-def _natural(node: Node) -> tuple[int, int]:
-    """Microbatch by microbatch; forwards from the first chunk on, backwards from the last."""
-    chunk = node.op.chunk
-    return node.op.microbatch, chunk if node.op.which is Pass.F else -chunk
+def _wants_halves(where: Filter) -> bool:
+    passes = [term.values for term in where.terms if term.name == PASS]
+    return bool(passes) and bool((passes[0] or frozenset()).intersection(_HALVES))
+
+
+def _without_pass(where: Filter) -> Filter:
+    return Filter(tuple(term for term in where.terms if term.name != PASS))
+
+
+def _natural(node: Node) -> tuple[int, bool, int]:
+    """Microbatch by microbatch; forwards from the first chunk on, then backwards from the last."""
+    op = node.compute
+    forward = op.which is Pass.F
+    return op.microbatch, not forward, op.chunk if forward else -op.chunk
 
 
 def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
     """``dag`` with every backward that some filter wants in halves divided into BI and BW."""
     wanted: set[int] = set()
     for where in filters:
-        terms = {term.name: term for term in where.terms}
-        halves = terms.get(PASS)
-        if halves is None or halves.values is None or not halves.values.intersection(_HALVES):
-            continue
-        rest = Filter(tuple(term for term in where.terms if term.name != PASS))
-        for number, node in enumerate(dag.nodes):
-            if node.op.which is Pass.B and rest.accepts(node.tags):
-                wanted.add(number)
+        if _wants_halves(where):
+            rest = _without_pass(where)
+            wanted |= {
+                number
+                for number, node in enumerate(dag.nodes)
+                if node.compute.which is Pass.B and rest.accepts(node.tags)
+            }
     if not wanted:
         return dag
-    if any(node.after for node in dag.nodes):
-        moved = _renumbering(dag, wanted)
-    else:
-        moved = {}
+    _refuse_ordered(dag, wanted)
     nodes: list[Node] = []
-    for number, node in enumerate(dag.nodes):
-        after = tuple(moved.get(b, b) for b in node.after)
-        if number in wanted:
-            nodes.extend(_halves(dag, replace(node, after=after), me))
-        else:
-            nodes.append(replace(node, after=after) if after else node)
-    return replace(dag, nodes=tuple(nodes))
-
-
-def _renumbering(dag: Dag, wanted: set[int]) -> dict[int, int]:
-    """Where each node moves when those ``wanted`` become two; both halves count as the last."""
     moved: dict[int, int] = {}
-    place = 0
     for number, node in enumerate(dag.nodes):
-        place += len(_passes(dag, node)) if number in wanted else 1
-        moved[number] = place - 1
-    return moved
+        moved[number] = len(nodes)
+        nodes.extend(_halves(dag, node, me) if number in wanted else [node])
+    return replace(
+        dag,
+        nodes=tuple(
+            replace(node, after=tuple(moved[b] for b in node.after)) if node.after else node
+            for node in nodes
+        ),
+    )
+
+
+def _refuse_ordered(dag: Dag, wanted: set[int]) -> None:
+    for number in sorted(wanted):
+        if dag.nodes[number].ordered_by:
+            raise DirectiveError(
+                f"{name_of(dag, number)} is ordered already as a whole and cannot be divided into "
+                "BI and BW now: order its halves in the first order that speaks of it"
+            )
 
 
 def _passes(dag: Dag, node: Node) -> list[Pass]:
-    chunk = dag.model.chunks[node.op.chunk]
+    chunk = dag.model.chunks[node.compute.chunk]
     return [p for p in _HALVES if p in chunk.variants[dag.policy(chunk.index)].passes]
 
 
 def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
     made = []
     for which in _passes(dag, node):
-        op = replace(node.op, which=which)
+        op = replace(node.compute, which=which)
         reads, writes = dag.table.wire(op.chunk, which, dag.policy(op.chunk), op.microbatch)
         tags = {**node.tags, PASS: which}
         made.append(replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=me))
@@ -181,5 +210,10 @@ def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
 
 def order(*groups: Sequence[FilterLike] | FilterLike) -> Order:
     """Run the groups one after another on their devices; filters inside one group overlap."""
-    rows = [(group,) if isinstance(group, Mapping) else tuple(group) for group in groups]
-    return Order(tuple(tuple(dict(where) for where in row) for row in rows))
+    rows = []
+    for group in groups:
+        if isinstance(group, str) or not isinstance(group, Sequence | Mapping):
+            raise DirectiveError(f"a group of an order is a list of filters, not {group!r}")
+        filters = [group] if isinstance(group, Mapping) else list(group)
+        rows.append(tuple(plain_filter(where) for where in filters))
+    return Order(tuple(rows))

@@ -19,6 +19,7 @@ from piper.ir.facts import ChunkFacts
 @dataclass(frozen=True)
 class Partition(Directive):
     name: ClassVar[str] = "partition"
+    positional: ClassVar[tuple[str, ...]] = ("tag",)
 
     tag: str
     into: str
@@ -41,7 +42,7 @@ class Partition(Directive):
         stages = self._stages(dag, regions, owners)
         changed = {
             number: replace(
-                node, tags={**node.tags, self.into: stages[owners[node.op.chunk]]}, made_by=me
+                node, tags={**node.tags, self.into: stages[owners[node.compute.chunk]]}, made_by=me
             )
             for number, node in enumerate(dag.nodes)
         }
@@ -60,22 +61,35 @@ class Partition(Directive):
         """The stage of each region."""
         if isinstance(self.by, Sequence) and not isinstance(self.by, str):
             counts = list(self.by)
-            if len(counts) != self.parts or sum(counts) != len(regions) or min(counts) < 1:
+            whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+            if not whole or len(counts) != self.parts or sum(counts) != len(regions):
                 raise DirectiveError(
                     f"by={counts} must be {self.parts} positive counts that add up to "
                     f"{len(regions)}, the number of regions {self.tag!r}"
                 )
         else:
             weights = dict.fromkeys(regions, 0.0)
-            for chunk, owner in zip(dag.model.chunks, owners, strict=True):
-                weights[owner] += self._weight(dag, chunk)
+            if isinstance(self.by, Mapping):
+                weights = self._measured(regions, self.by)
+            else:
+                for chunk, owner in zip(dag.model.chunks, owners, strict=True):
+                    weights[owner] += self._weight(dag, chunk)
             counts = balanced([weights[region] for region in regions], self.parts)
         stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
         return dict(zip(regions, stages, strict=True))
 
+    def _measured(self, regions: Sequence[int], by: Mapping[int, float]) -> dict[int, float]:
+        if set(by) != set(regions):
+            raise DirectiveError(
+                f"by gives costs of the regions {sorted(by, key=str)}, but {self.tag!r} has "
+                f"{list(regions)}: give one for each"
+            )
+        good = all(isinstance(cost, int | float) and cost >= 0 for cost in by.values())
+        if not good:
+            raise DirectiveError(f"by={dict(by)} must give a cost, not negative, for each region")
+        return {region: float(cost) for region, cost in by.items()}
+
     def _weight(self, dag: Dag, chunk: ChunkFacts) -> float:
-        if isinstance(self.by, Mapping):
-            return float(self.by.get(chunk.tags.get(self.tag, -1), 0.0))
         if self.by == "flops":
             passes = chunk.variants[dag.policy(chunk.index)].passes
             return float(sum(f.flops for which, f in passes.items() if which.value in ("F", "B")))
@@ -117,4 +131,6 @@ def partition(
     ``by`` is what the stages balance: "flops", "params", a mapping from region to measured cost,
     or the number of regions in each stage. Chunks outside these regions join the stage before.
     """
-    return Partition(tag, into, parts, by)
+    if isinstance(by, Sequence) and not isinstance(by, str):
+        by = list(by)
+    return Partition(tag, into, parts, dict(by) if isinstance(by, Mapping) else by)

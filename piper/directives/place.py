@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive
+from piper.directives.base import Directive, check_group, device_group, plain_filter
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag
+from piper.ir.dag import Dag, SendRule
 from piper.ir.filters import Filter, FilterLike, select
 from piper.ir.text import name_of
 
@@ -29,21 +29,18 @@ class Place(Directive):
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         group = self.devices
-        if not group or any(not isinstance(d, int) or d < 0 for d in group):
-            raise DirectiveError(f"devices={list(group)} must be device numbers, at least one")
-        if len(set(group)) < len(group):
-            raise DirectiveError(f"devices={list(group)} names a device twice")
+        check_group(group)
+        sends = SendRule(self.stream, me)
         changed = {}
         for number in select(dag, Filter.of(self.where)):
             node = dag.nodes[number]
             if node.devices:
                 raise DirectiveError(
                     f"{name_of(dag, number)} is placed already, on {list(node.devices)} by "
-                    f"{dag.why(number)}: make the two filters disjoint"
+                    f"{dag.history[node.sends.made_by]}: make the two filters disjoint"
                 )
-            changed[number] = replace(node, devices=group, made_by=me)
-        streams = {**dag.transfer_streams, group: self.stream}
-        return replace(dag.with_nodes(changed), transfer_streams=streams)
+            changed[number] = replace(node, devices=group, sends=sends, made_by=me)
+        return dag.with_nodes(changed)
 
 
 def place(where: FilterLike, *, devices: Sequence[int], stream: str = "p2p") -> Place:
@@ -52,4 +49,4 @@ def place(where: FilterLike, *, devices: Sequence[int], stream: str = "p2p") -> 
     What they send to other groups goes over ``stream``. A filter on the microbatch may place the
     same stage on different groups.
     """
-    return Place(dict(where), tuple(devices), stream)
+    return Place(plain_filter(where), device_group(devices), stream)

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.capture.saving import Remat as Policy
-from piper.directives.base import Directive
+from piper.directives.base import Directive, plain_filter, whole_chunks
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
-from piper.ir.filters import Filter, FilterLike, select
+from piper.ir.filters import Filter, FilterLike
 
 
 @dataclass(frozen=True)
 class Remat(Directive):
     name: ClassVar[str] = "remat"
+    positional: ClassVar[tuple[str, ...]] = ("where", "policy")
 
     where: FilterLike
     policy: str
@@ -27,10 +28,11 @@ class Remat(Directive):
         if self.policy not in known:
             raise DirectiveError(f"policy={self.policy!r} is unknown: one of {', '.join(known)}")
         policy = Policy(self.policy)
-        chunks = {dag.nodes[number].op.chunk for number in select(dag, Filter.of(self.where))}
+        matched = whole_chunks(dag, Filter.of(self.where), "recomputing")
+        chunks = {dag.nodes[number].compute.chunk for number in matched}
         changed = {}
         for number, node in enumerate(dag.nodes):
-            op = node.op
+            op = node.compute
             if op.chunk in chunks:
                 reads, writes = dag.table.wire(op.chunk, op.which, policy, op.microbatch)
                 changed[number] = replace(node, reads=reads, writes=writes, made_by=me)
@@ -41,4 +43,4 @@ class Remat(Directive):
 def remat(where: FilterLike, policy: str) -> Remat:
     """Let the matched regions keep for their backward what ``policy`` says: "none" recomputes
     nothing, "min-cut" what is cheap, "all" everything."""
-    return Remat(dict(where), policy)
+    return Remat(plain_filter(where), policy)

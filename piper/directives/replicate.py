@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive
+from piper.directives.base import Directive, check_group, device_group, plain_filter, whole_chunks
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, StateRule
-from piper.ir.filters import Filter, FilterLike, select
+from piper.ir.filters import Filter, FilterLike
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Replicate(Directive):
     devices: tuple[int, ...] | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
-        if self.zero not in range(4):
+        if isinstance(self.zero, bool) or self.zero not in range(4):
             raise DirectiveError(f"zero={self.zero!r}: must be 0, 1, 2 or 3")
-        if self.bucket_mb <= 0:
-            raise DirectiveError(f"bucket_mb={self.bucket_mb!r} must be positive")
-        numbers = select(dag, Filter.of(self.where))
+        if not isinstance(self.bucket_mb, int | float) or self.bucket_mb * 1024 * 1024 < 1:
+            raise DirectiveError(f"bucket_mb={self.bucket_mb!r} must be a positive number")
+        numbers = whole_chunks(dag, Filter.of(self.where), "the state")
         self._check_devices(dag, numbers)
         bucket = int(self.bucket_mb * 1024 * 1024)
         rule = StateRule(self.zero, bucket, self.reduce_stream, self.gather_stream, me)
-        chunks = sorted({dag.nodes[number].op.chunk for number in numbers})
+        chunks = sorted({dag.nodes[number].compute.chunk for number in numbers})
         for chunk in chunks:
             if chunk in dag.state:
                 raise DirectiveError(
@@ -53,6 +53,7 @@ class Replicate(Directive):
     def _check_devices(self, dag: Dag, numbers: Sequence[int]) -> None:
         if self.devices is None:
             return
+        check_group(self.devices)
         held = {d for number in numbers for d in dag.nodes[number].devices}
         if held != set(self.devices):
             raise DirectiveError(
@@ -92,5 +93,5 @@ def replicate(
     ``zero`` says what is divided over those devices: 1 the optimizer state, 2 also gradients, 3
     also parameters. ``devices``, if given, are checked against where the regions are placed.
     """
-    group = None if devices is None else tuple(devices)
-    return Replicate(dict(where), zero, bucket_mb, reduce_stream, gather_stream, group)
+    group = None if devices is None else device_group(devices)
+    return Replicate(plain_filter(where), zero, bucket_mb, reduce_stream, gather_stream, group)

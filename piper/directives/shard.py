@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive
+from piper.directives.base import Directive, plain_filter, positive, whole_chunks
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, ShardRule
+from piper.ir.dag import Dag, Group, ShardRule
 from piper.ir.facts import ChunkFacts
-from piper.ir.filters import Filter, FilterLike, select
+from piper.ir.filters import Filter, FilterLike
 from piper.ir.text import name_of
 
 
@@ -31,9 +31,12 @@ class Shard(Directive):
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         shards = dict(dag.shards)
-        for number in select(dag, Filter.of(self.where)):
+        groups: dict[int, Group] = {}
+        if self.ways is not None:
+            positive("ways", self.ways)
+        for number in whole_chunks(dag, Filter.of(self.where), "sharding"):
             node = dag.nodes[number]
-            chunk = dag.model.chunks[node.op.chunk]
+            chunk = dag.model.chunks[node.compute.chunk]
             if not node.devices:
                 raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
             ways = len(node.devices) if self.ways is None else self.ways
@@ -44,14 +47,32 @@ class Shard(Directive):
                 )
             rule = ShardRule(ways, self.dim, self.stream, me)
             earlier = shards.get(chunk.index, rule)
-            if earlier.made_by != me or earlier.ways != ways:
+            if earlier.ways != ways and earlier.made_by == me:
+                raise DirectiveError(
+                    f"{name_of(dag, number)} runs on {list(node.devices)}, but other microbatches "
+                    f"of it on {list(groups[chunk.index])}: say how many ways, ways="
+                )
+            if earlier.made_by != me:
                 raise DirectiveError(
                     f"{name_of(dag, number)} is sharded already, {earlier.ways} ways by "
                     f"{dag.history[earlier.made_by]}"
                 )
             shards[chunk.index] = rule
+            groups[chunk.index] = node.devices
             self._check(dag, chunk, ways, name_of(dag, number))
+        self._refuse_half_shared(dag, shards)
         return replace(dag, shards=shards)
+
+    def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
+        """A parameter is divided for all regions that use it or for none."""
+        divided = {name for chunk in shards for name in dag.model.chunks[chunk].parameters}
+        for chunk in dag.model.chunks:
+            shared = divided.intersection(chunk.parameters)
+            if shared and chunk.index not in shards:
+                raise DirectiveError(
+                    f"the parameter {min(shared)!r} is used by a region that the filter does not "
+                    f"match too ({dict(chunk.tags)}): shard all of its regions in one directive"
+                )
 
     def _check(self, dag: Dag, chunk: ChunkFacts, ways: int, name: str) -> None:
         sizes = {}
@@ -96,4 +117,4 @@ def shard(
     What the regions take and make is exchanged by all_to_all on ``stream``. ``ways`` fewer than
     the group's size makes several such groups of neighbours, each with all experts.
     """
-    return Shard(dict(where), stream, dim, ways)
+    return Shard(plain_filter(where), stream, dim, ways)

@@ -6,10 +6,10 @@ F ─▶ B          split(into="MB", parts=2)        F MB[0] ─▶ B MB[0]
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from piper.directives.base import Directive, positive
+from piper.directives.base import Directive, plain_filter, positive
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.filters import Filter, FilterLike, select
@@ -19,9 +19,9 @@ from piper.ir.filters import Filter, FilterLike, select
 class Split(Directive):
     name: ClassVar[str] = "split"
 
-    where: FilterLike = field(default_factory=dict)
-    into: str = "MB"
-    parts: int = 1
+    where: FilterLike
+    into: str
+    parts: int
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         positive("parts", self.parts)
@@ -53,17 +53,14 @@ class Split(Directive):
         first = microbatch * len(dag.table)
         return replace(
             node,
-            op=replace(node.op, microbatch=microbatch),
+            op=replace(node.compute, microbatch=microbatch),
             tags={**node.tags, self.into: microbatch},
             reads=tuple(first + value for value in node.reads),
             writes=tuple(first + value for value in node.writes),
             made_by=me,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {"op": self.name, "where": dict(self.where), "into": self.into, "parts": self.parts}
-
 
 def split(where: FilterLike | None = None, *, into: str = "MB", parts: int) -> Split:
     """Split the batch into ``parts`` microbatches, numbered by the tag ``into``."""
-    return Split(dict(where or {}), into, parts)
+    return Split(plain_filter(where or {}), into, parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, positive
+from piper.directives.base import Directive, plain_filter, positive
 from piper.ir.dag import Dag, StreamRule
 from piper.ir.filters import Filter, FilterLike, select
 
@@ -16,10 +16,11 @@ from piper.ir.filters import Filter, FilterLike, select
 @dataclass(frozen=True)
 class Stream(Directive):
     name: ClassVar[str] = "stream"
+    positional: ClassVar[tuple[str, ...]] = ("where", "stream")
 
     where: FilterLike
     stream: str
-    priority: int = 0
+    priority: int | None = None
     sms: int | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
@@ -29,10 +30,16 @@ class Stream(Directive):
             number: replace(dag.nodes[number], stream=self.stream, made_by=me)
             for number in select(dag, Filter.of(self.where))
         }
-        rules = {**dag.streams, self.stream: StreamRule(self.priority, self.sms)}
-        return replace(dag.with_nodes(changed), streams=rules)
+        old = dag.streams.get(self.stream, StreamRule())
+        rule = StreamRule(
+            old.priority if self.priority is None else self.priority,
+            old.sms if self.sms is None else self.sms,
+        )
+        return replace(dag.with_nodes(changed), streams={**dag.streams, self.stream: rule})
 
 
-def stream(where: FilterLike, name: str, *, priority: int = 0, sms: int | None = None) -> Stream:
+def stream(
+    where: FilterLike, name: str, *, priority: int | None = None, sms: int | None = None
+) -> Stream:
     """Run the matched nodes on the logical stream ``name``; ``sms`` bounds its share of a GPU."""
-    return Stream(dict(where), name, priority, sms)
+    return Stream(plain_filter(where), name, priority, sms)

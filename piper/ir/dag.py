@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.ir.facts import Model
-from piper.ir.values import ValueTable
+from piper.ir.values import Extra, ValueTable
 
 Group = tuple[int, ...]
 Tag = int | Pass
@@ -33,10 +34,52 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """A send with its receive: what one group has, another gets. If one group is larger, its
+    members share what one member of the other has."""
+
+    source: Group
+    target: Group
+
+
+class CollectiveKind(Enum):
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One communication of all members of a group; several groups may do the same side by side."""
+
+    kind: CollectiveKind
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer on one bucket of parameters."""
+
+    bucket: int
+
+
+Op = Compute | Transfer | Collective | Update
+
+
+@dataclass(frozen=True, slots=True)
+class SendRule:
+    """On which stream a group sends what other groups read."""
+
+    stream: str
+    made_by: int
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A piece of work: what it is, where it runs, what it reads, makes and waits for."""
 
-    op: Compute
+    op: Op
     tags: Tags
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -45,8 +88,20 @@ class Node:
     stream: str = COMPUTE
     after: tuple[int, ...] = ()
     """Nodes that must be done before, besides those whose values it reads."""
+    after_by: tuple[int, ...] = ()
+    """For each of ``after``, the entry of the DAG's history that asks for it."""
+    sends: SendRule = SendRule("p2p", 0)
+    """How it sends what other groups read."""
+    ordered_by: int = 0
+    """The last entry of the DAG's history that ordered it; 0 if none has."""
     made_by: int = 0
-    """The entry of the DAG's history that made the node or last changed where or when it runs."""
+    """The entry of the DAG's history that made the node or last changed it."""
+
+    @property
+    def compute(self) -> Compute:
+        """The op of a node that computes: before lowering, every node does."""
+        assert isinstance(self.op, Compute)
+        return self.op
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +126,18 @@ class ShardRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are reduced, updated and gathered together."""
+
+    parameters: tuple[str, ...]
+    groups: tuple[Group, ...]
+    """Each group holds equal copies; several groups hold different experts."""
+    rule: StateRule
+    ways: int
+    """Over how many devices the parameters are divided as experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamRule:
     """What is asked of a logical stream."""
 
@@ -89,8 +156,6 @@ class Dag:
     """The directives applied so far, as written; a node's ``made_by`` points here."""
     microbatches: tuple[str, int] | None = None
     """The tag of the microbatches and their number, once the batch is split."""
-    transfer_streams: Mapping[Group, str] = field(default_factory=dict)
-    """The stream on which a group sends."""
     state: Mapping[int, StateRule] = field(default_factory=dict)
     """By chunk."""
     shards: Mapping[int, ShardRule] = field(default_factory=dict)
@@ -98,6 +163,14 @@ class Dag:
     remat: Mapping[int, Remat] = field(default_factory=dict)
     """By chunk, where it is not the model's own policy."""
     streams: Mapping[str, StreamRule] = field(default_factory=dict)
+    extra: tuple[Extra, ...] = ()
+    """Values that lowering added; their numbers follow those of all microbatches."""
+    buckets: tuple[Bucket, ...] = ()
+
+    @property
+    def first_extra(self) -> int:
+        """The number of the first value that lowering added."""
+        return len(self.table) * (self.microbatches[1] if self.microbatches else 1)
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
@@ -131,10 +204,6 @@ class Dag:
     def noted(self, directive: str) -> Dag:
         """This DAG with one more entry in its history: number ``len(self.history)``."""
         return replace(self, history=(*self.history, directive))
-
-    def why(self, number: int) -> str:
-        """The directive that put node ``number`` where it is, in full."""
-        return self.history[self.nodes[number].made_by]
 
     def label(self, entry: int) -> str:
         """An entry of the history in short: its place and its name."""

@@ -67,7 +67,7 @@ def select(dag: Dag, where: Filter) -> list[int]:
 
 
 def _term(name: str, value: Any) -> Term:
-    if value in ("*", "-"):
+    if isinstance(value, str) and value in ("*", "-"):
         return Term(name, None, value == "*", repr(value))
     several = isinstance(value, Iterable) and not isinstance(value, str)
     items = list(value) if several else [value]
@@ -79,7 +79,7 @@ def _term(name: str, value: Any) -> Term:
 
 def _tag(name: str, item: Any) -> Tag:
     if name == PASS:
-        if item in Pass.__members__:
+        if isinstance(item, str) and item in Pass.__members__:
             return Pass[item]
         raise DirectiveError(f"PASS is one of {', '.join(Pass.__members__)}, not {item!r}")
     if isinstance(item, int) and not isinstance(item, bool):

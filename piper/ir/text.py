@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from piper.ir.dag import COMPUTE, PASS, Dag, Node
-from piper.ir.values import Role, Value
+from piper.ir.dag import COMPUTE, PASS, Collective, Compute, Dag, Node, Op, Transfer, Update
+from piper.ir.values import ExtraRole, Role, Value
+
+_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.UPDATED, ExtraRole.GATHERED)
 
 _SHORT = {
     Role.BATCH: "x",
@@ -41,10 +43,27 @@ def _node(dag: Dag, node: Node) -> str:
 
 def _label(node: Node) -> str:
     tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name != PASS]
-    return " ".join([node.op.which.value, *tags])
+    return " ".join([_verb(node.op), *tags])
+
+
+def _verb(op: Op) -> str:
+    match op:
+        case Compute(which=which):
+            return which.value
+        case Transfer(source=source, target=target):
+            return f"send {','.join(map(str, source))}->{','.join(map(str, target))}"
+        case Collective(kind=kind, groups=groups):
+            return f"{kind.value} {'|'.join(','.join(map(str, g)) for g in groups)}"
+        case Update(bucket=bucket):
+            return f"update bucket{bucket}"
 
 
 def _value(dag: Dag, number: int) -> str:
+    if number >= dag.first_extra:
+        extra = dag.extra[number - dag.first_extra]
+        bucket = extra.role in _OF_BUCKETS
+        of = f"bucket{extra.of}" if bucket else _value(dag, extra.of)
+        return f"{extra.role.value}({of})"
     value, microbatch = dag.table.value(number)
     suffix = f".{microbatch}" if dag.microbatches else ""
     return _unsplit(value) + suffix

@@ -30,6 +30,32 @@ class Role(Enum):
     PARAMETER_GRADIENT = "parameter gradient"
 
 
+class ExtraRole(Enum):
+    """What a value is that lowering added."""
+
+    RECEIVED = "received"
+    """A value as another group than its maker's has it."""
+    EXCHANGED = "exchanged"
+    """A value after the experts' all_to_all, each device with its own experts' part."""
+    PARTIAL = "partial"
+    """What experts made, before it is exchanged back."""
+    REDUCED = "reduced"
+    """The summed gradients of a bucket."""
+    UPDATED = "updated"
+    """A bucket after its update."""
+    GATHERED = "gathered"
+    """The whole parameters of a bucket that is kept divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A value that lowering added: ``of`` is the value it is a form of, or the bucket."""
+
+    role: ExtraRole
+    of: int
+    devices: tuple[int, ...]
+
+
 GIVEN = (Role.BATCH, Role.SEED)
 _BUNDLES = {
     Kind.SAVED: Role.SAVED,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from piper.errors import DirectiveError
-from piper.ir.dag import PASS, Dag, Group
+from piper.ir.dag import PASS, Compute, Dag, Group
 from piper.ir.text import name_of
 from piper.ir.values import GIVEN
 
@@ -28,21 +28,22 @@ def _one_producer(dag: Dag) -> None:
     made = Counter(value for node in dag.nodes for value in node.writes)
     for node in dag.nodes:
         for number in node.reads:
-            given = dag.table.value(number)[0].role in GIVEN
+            given = number < dag.first_extra and dag.table.value(number)[0].role in GIVEN
             assert made[number] == (0 if given else 1), "a directive lost or doubled a value"
 
 
 def _one_place_a_chunk(dag: Dag) -> None:
     places: defaultdict[tuple[int, int], set[Group]] = defaultdict(set)
     for number, node in enumerate(dag.nodes):
-        if node.devices:
-            group = places[node.op.chunk, node.op.microbatch]
+        if node.devices and isinstance(node.op, Compute):
+            group = places[node.compute.chunk, node.compute.microbatch]
             group.add(node.devices)
             if len(group) > 1:
+                others = [list(g) for g in group if g != node.devices]
                 raise DirectiveError(
                     f"{name_of(dag, number)} is placed on {list(node.devices)}, but other passes "
-                    f"of the same chunk and microbatch on {[list(g) for g in group]}: what a "
-                    "forward saves cannot move; place all passes of a region together"
+                    f"of the same chunk and microbatch on {others[0]}: what a forward saves cannot "
+                    "move; place all passes of a region together"
                 )
 
 
@@ -79,14 +80,19 @@ def _describe(dag: Dag, cycle: list[int]) -> str:
     orders: set[int] = set()
     for number, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         how = "feeds"
-        if number in dag.nodes[following].after:
-            orders.add(dag.nodes[following].made_by)
-            how = f"before, by {dag.label(dag.nodes[following].made_by)},"
+        node = dag.nodes[following]
+        if number in node.after:
+            by = node.after_by[node.after.index(number)]
+            orders.add(by)
+            how = f"before, by {dag.label(by)},"
         if runs and runs[-1][0] == _placed(dag, number):
             runs.pop()
         runs.append((_placed(dag, number), how))
     if len(runs) > 1 and runs[0][0] == runs[-1][0]:
-        runs.pop(0)
+        runs.pop()
+    ordered = [i for i, (_, how) in enumerate(runs) if how != "feeds"]
+    first = min(ordered, key=lambda i: runs[i][0], default=0)
+    runs = runs[first:] + runs[:first]
     lines = ["the orders contradict each other or the flow of data, so that no device could go on:"]
     lines += [f"  {name}  {how}" for name, how in runs]
     lines.append(f"  {runs[0][0]}")
@@ -98,7 +104,9 @@ def _describe(dag: Dag, cycle: list[int]) -> str:
 def _placed(dag: Dag, number: int) -> str:
     """A node without the tags that differ inside a stage: what an order speaks about."""
     node = dag.nodes[number]
+    if not isinstance(node.op, Compute):
+        return name_of(dag, number)
     kept = {tag for tag in node.tags if tag not in dag.model.chunks[node.op.chunk].tags}
     tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name in kept and name != PASS]
     devices = ",".join(map(str, node.devices))
-    return f"{node.op.which.value} {' '.join(tags) or name_of(dag, number)} @{devices}"
+    return f"{node.compute.which.value} {' '.join(tags) or name_of(dag, number)} @{devices}"

@@ -1,0 +1,43 @@
+"""Devices that always act together: they run one plan, each with its own rank.
+
+The size of a group of n equal devices does not matter to anything that works on classes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from piper.ir.dag import Dag, Group, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """``of`` gives a device's class; ``members`` the devices of each class, in order."""
+
+    of: dict[int, int]
+    members: tuple[Group, ...]
+
+    def touched(self, devices: Group) -> tuple[int, ...]:
+        """The classes that ``devices`` belong to."""
+        return tuple(dict.fromkeys(self.of[device] for device in devices))
+
+
+def classes_of(dag: Dag) -> Classes:
+    """The coarsest division such that every node takes in a class wholly or not at all."""
+    groups: dict[tuple[Group, ...], int] = {}
+    for node in dag.nodes:
+        sides: tuple[Group, ...] = (node.devices,)
+        if isinstance(node.op, Transfer):
+            sides = (node.op.source, node.op.target)
+        groups.setdefault(sides, len(groups))
+    marks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for sides, number in groups.items():
+        for side, group in enumerate(sides):
+            for device in group:
+                marks[device].append((number, side))
+    found: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device in sorted(marks):
+        found.setdefault(tuple(marks[device]), []).append(device)
+    members = tuple(tuple(devices) for devices in found.values())
+    return Classes({d: i for i, devices in enumerate(members) for d in devices}, members)

@@ -1,0 +1,80 @@
+"""ZeRO-3: the whole parameters of a bucket are gathered before they are used, and let go after.
+
+Uses that follow one another on a device share one gather. A gather may begin when the pass two
+before its first use begins: one bucket ahead, no more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group
+from piper.ir.values import ExtraRole
+from piper.lower.rewriter import Rewriter
+from piper.lower.schedule import Schedule
+
+_AHEAD = 2
+
+
+def add_gathers(dag: Dag, order: Schedule) -> Dag:
+    """``dag`` with a gather for every run of uses, in the order in which ``order`` runs them."""
+    buckets = _divided(dag)
+    if not buckets:
+        return dag
+    out = Rewriter(dag)
+    rows: defaultdict[Group, list[int]] = defaultdict(list)
+    for number in order.order:
+        if isinstance(dag.nodes[number].op, Compute):
+            rows[dag.nodes[number].devices].append(number)
+    for devices, row in rows.items():
+        held: dict[int, int] = {}
+        for place, number in enumerate(row):
+            used = _uses(dag, number, buckets)
+            held = {bucket: held[bucket] for bucket in used if bucket in held}
+            for bucket in used:
+                if bucket not in held:
+                    before = row[place - _AHEAD] if place >= _AHEAD else None
+                    held[bucket] = _gather(dag, out, bucket, number, before, devices)
+            if held:
+                node = out.nodes[number]
+                out.nodes[number] = replace(node, reads=(*node.reads, *held.values()))
+    return out.dag()
+
+
+def _divided(dag: Dag) -> dict[str, int]:
+    """For each parameter that is kept divided, its bucket."""
+    return {
+        name: index
+        for index, bucket in enumerate(dag.buckets)
+        if bucket.rule.zero == 3 and len(bucket.groups[0]) > 1
+        for name in bucket.parameters
+    }
+
+
+def _uses(dag: Dag, number: int, buckets: dict[str, int]) -> list[int]:
+    op = dag.nodes[number].compute
+    chunk = dag.model.chunks[op.chunk]
+    facts = chunk.variants[dag.policy(op.chunk)].passes[op.which]
+    if not facts.uses_parameters:
+        return []
+    return list(dict.fromkeys(buckets[name] for name in chunk.parameters if name in buckets))
+
+
+def _gather(
+    dag: Dag, out: Rewriter, bucket: int, number: int, before: int | None, devices: Group
+) -> int:
+    whole = out.value(ExtraRole.GATHERED, bucket, devices)
+    rule = dag.buckets[bucket].rule
+    made = out.add(
+        Collective(CollectiveKind.ALL_GATHER, dag.buckets[bucket].groups),
+        like=dag.nodes[number],
+        devices=devices,
+        stream=rule.gather_stream,
+        reads=(),
+        writes=(whole,),
+        made_by=rule.made_by,
+    )
+    if before is not None:
+        out.nodes[made] = replace(out.nodes[made], after=(before,), after_by=(rule.made_by,))
+    return whole

@@ -1,0 +1,52 @@
+"""``lower``: the passes in order, from a placed DAG to checked plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from piper.ir.dag import Dag
+from piper.ir.facts import Model
+from piper.ir.verify import verify
+from piper.lower.classes import Classes, classes_of
+from piper.lower.exchanges import add_exchanges
+from piper.lower.gathers import add_gathers
+from piper.lower.memory import Memory, memory_of
+from piper.lower.plan import Plan, plans_of
+from piper.lower.schedule import Costs, Schedule, schedule
+from piper.lower.sizes import Sizes
+from piper.lower.state import add_state
+from piper.lower.transfers import add_transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """Everything that lowering found out."""
+
+    dag: Dag
+    classes: Classes
+    schedule: Schedule
+    plans: tuple[Plan, ...]
+    memory: tuple[Memory, ...]
+
+
+def lower(dag: Dag, models: Mapping[int, Model], costs: Costs | None = None) -> Lowered:
+    """Plans for ``dag``, whose nodes are all placed. ``models`` are the model's facts at the
+    shapes of each size of group."""
+    costs = costs or Costs()
+    dag = add_state(add_exchanges(add_transfers(dag)))
+    verify(dag)
+    if any(bucket.rule.zero == 3 for bucket in dag.buckets):
+        dag = add_gathers(dag, _run(dag, models, costs)[1])
+        verify(dag)
+    classes, order, sizes = _run(dag, models, costs)
+    plans = plans_of(dag, classes, order, sizes)
+    memory = tuple(memory_of(dag, plan, sizes) for plan in plans)
+    return Lowered(dag, classes, order, plans, memory)
+
+
+def _run(dag: Dag, models: Mapping[int, Model], costs: Costs) -> tuple[Classes, Schedule, Sizes]:
+    sizes = Sizes(dag, models)
+    classes = classes_of(dag)
+    order = schedule(dag, classes, lambda node: costs.duration(dag, sizes, node))
+    return classes, order, sizes

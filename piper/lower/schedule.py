@@ -1,0 +1,146 @@
+"""The order in which everything runs, found by running the DAG in simulated time.
+
+Every class of devices has streams, each of which runs one node after another; a communication
+occupies a stream of each of its parties at once. The order of starts is the plan's order: all
+devices' orders come from one execution, so they cannot disagree and cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Node, Transfer, Update
+from piper.lower.classes import Classes
+from piper.lower.sizes import Sizes
+
+Resource = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """How long nodes take, in seconds: enough to order them well on any machine."""
+
+    flops_per_second: float = 200e12
+    bytes_per_second: float = 50e9
+    overhead: float = 5e-6
+
+    def duration(self, dag: Dag, sizes: Sizes, node: Node) -> float:
+        if isinstance(node.op, Compute):
+            chunk = dag.model.chunks[node.op.chunk]
+            facts = chunk.variants[dag.policy(chunk.index)].passes[node.op.which]
+            return self.overhead + facts.flops / self.flops_per_second
+        if isinstance(node.op, Update):
+            return self.overhead
+        moved = sum(sizes.nbytes(value) for value in node.reads or node.writes)
+        return self.overhead + moved / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Nodes in the order of their start, and when each starts and ends."""
+
+    order: tuple[int, ...]
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+
+
+def resources(classes: Classes, node: Node) -> tuple[Resource, ...]:
+    """The streams that a node occupies; sending and receiving are streams of their own."""
+    if isinstance(node.op, Transfer):
+        sends = dict.fromkeys((classes.of[d], f"{node.stream}/send") for d in node.op.source)
+        receives = dict.fromkeys((classes.of[d], f"{node.stream}/recv") for d in node.op.target)
+        return (*sends, *receives)
+    return tuple((c, node.stream) for c in classes.touched(node.devices))
+
+
+def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> Schedule:
+    """Run ``dag``: always the node that can start first, and of several the most urgent one."""
+    lengths = [duration(node) for node in dag.nodes]
+    followers, waiting = _edges(dag)
+    urgency = _urgency(dag, followers, waiting, lengths)
+    needs = _needs(dag, classes)
+    free: defaultdict[Resource, float] = defaultdict(float)
+    start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
+    ready: list[tuple[float, tuple[int, float, int], int]] = []
+
+    def push(number: int, earliest: float) -> None:
+        possible = max(earliest, *(free[r] for r in needs[number]))
+        heapq.heappush(ready, (possible, urgency[number], number))
+
+    earliest = [0.0] * len(dag.nodes)
+    for number, count in enumerate(waiting):
+        if count == 0:
+            push(number, 0.0)
+    order: list[int] = []
+    left = list(waiting)
+    while ready:
+        possible, _, number = heapq.heappop(ready)
+        now = max(earliest[number], *(free[r] for r in needs[number]))
+        if now > possible:
+            push(number, earliest[number])
+            continue
+        start[number], end[number] = now, now + lengths[number]
+        for resource in needs[number]:
+            free[resource] = end[number]
+        order.append(number)
+        for following in followers[number]:
+            earliest[following] = max(earliest[following], end[number])
+            left[following] -= 1
+            if left[following] == 0:
+                push(following, earliest[following])
+    assert len(order) == len(dag.nodes), "verify lets no cycle through"
+    return Schedule(tuple(order), tuple(start), tuple(end))
+
+
+def _needs(dag: Dag, classes: Classes) -> list[tuple[Resource, ...]]:
+    """``resources`` of every node; nodes of one place and kind share the answer."""
+    known: dict[tuple[object, ...], tuple[Resource, ...]] = {}
+    needs = []
+    for node in dag.nodes:
+        sides = (node.op.source, node.op.target) if isinstance(node.op, Transfer) else ()
+        key = (node.devices, node.stream, sides)
+        if key not in known:
+            known[key] = resources(classes, node)
+        needs.append(known[key])
+    return needs
+
+
+def _edges(dag: Dag) -> tuple[list[list[int]], list[int]]:
+    followers: list[list[int]] = [[] for _ in dag.nodes]
+    waiting = [0] * len(dag.nodes)
+    for number in range(len(dag.nodes)):
+        before = set(dag.predecessors(number))
+        waiting[number] = len(before)
+        for b in before:
+            followers[b].append(number)
+    return followers, waiting
+
+
+def _urgency(
+    dag: Dag, followers: Sequence[list[int]], waiting: Sequence[int], lengths: Sequence[float]
+) -> list[tuple[int, float, int]]:
+    """Smaller is more urgent: reductions and updates last, then by the length of what follows,
+    then sends before all else that starts at once."""
+    left = list(waiting)
+    order = [n for n, count in enumerate(left) if count == 0]
+    for number in order:
+        for following in followers[number]:
+            left[following] -= 1
+            if left[following] == 0:
+                order.append(following)
+    tail = [0.0] * len(dag.nodes)
+    for number in reversed(order):
+        after = max((tail[f] for f in followers[number]), default=0.0)
+        tail[number] = after + lengths[number]
+    urgency = []
+    for number, node in enumerate(dag.nodes):
+        reduces = isinstance(node.op, Collective) and node.op.kind in (
+            CollectiveKind.ALL_REDUCE,
+            CollectiveKind.REDUCE_SCATTER,
+        )
+        late = int(reduces or isinstance(node.op, Update))
+        urgency.append((late, -tail[number], 0 if isinstance(node.op, Transfer) else 1))
+    return urgency

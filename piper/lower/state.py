@@ -1,0 +1,170 @@
+"""Parameters in buckets: their gradients summed over all holders, updated, gathered again.
+
+    zero=0   B … B ─▶ all_reduce ─▶ update                       at the end of the step
+    zero=1   B … B ─▶ reduce_scatter ─▶ update ─▶ all_gather
+    zero=2   B ─▶ reduce_scatter, every microbatch … ─▶ update ─▶ all_gather
+    zero=3   the same without the last gather: gathers.py gathers before each use
+
+Every trained parameter is in exactly one bucket, and every gradient of it enters one reduction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from piper.errors import DirectiveError
+from piper.ir.dag import (
+    Bucket,
+    Collective,
+    CollectiveKind,
+    Compute,
+    Dag,
+    Group,
+    StateRule,
+    Update,
+)
+from piper.ir.values import ExtraRole, Role
+from piper.lower.rewriter import Rewriter
+
+DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What parameters must have in common to share a bucket."""
+
+    groups: tuple[Group, ...]
+    rule: StateRule
+    ways: int
+
+
+def add_state(dag: Dag) -> Dag:
+    """``dag`` with its buckets, and the reductions, updates and final gathers of each."""
+    dag = replace(dag, buckets=tuple(_buckets(dag)))
+    out = Rewriter(dag)
+    contributions = _contributions(dag)
+    for index, bucket in enumerate(dag.buckets):
+        gradients = [v for chunk in _users(dag, bucket) for v in contributions[chunk]]
+        if gradients:
+            _update(dag, out, index, bucket, gradients)
+    return out.dag()
+
+
+def _buckets(dag: Dag) -> Iterable[Bucket]:
+    """Consecutive parameters with the same holders and rule, up to the bucket's size."""
+    open_: dict[_Held, list[str]] = {}
+    sizes: dict[_Held, int] = {}
+    for name, held in _holders(dag).items():
+        nbytes = dag.model.parameters[name].nbytes // held.ways
+        if held in open_ and sizes[held] + nbytes > held.rule.bucket_bytes:
+            yield Bucket(tuple(open_.pop(held)), held.groups, held.rule, held.ways)
+            sizes.pop(held)
+        open_.setdefault(held, []).append(name)
+        sizes[held] = sizes.get(held, 0) + nbytes
+    for held, names in open_.items():
+        yield Bucket(tuple(names), held.groups, held.rule, held.ways)
+
+
+def _holders(dag: Dag) -> dict[str, _Held]:
+    """For each parameter, the groups of devices with equal copies, and the rule for its state."""
+    devices: defaultdict[str, dict[int, None]] = defaultdict(dict)
+    places: defaultdict[str, set[Group]] = defaultdict(set)
+    ways: dict[str, int] = {}
+    rules: dict[str, StateRule] = {}
+    for node in dag.nodes:
+        if not isinstance(node.op, Compute):
+            continue
+        chunk = node.op.chunk
+        shard = dag.shards.get(chunk)
+        for name in dag.model.chunks[chunk].parameters:
+            devices[name].update(dict.fromkeys(node.devices))
+            places[name].add(node.devices)
+            ways[name] = shard.ways if shard else 1
+            rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
+    found = {}
+    for name, held in devices.items():
+        members = tuple(held)
+        if rules[name].zero == 3 and len(places[name]) > 1:
+            raise DirectiveError(
+                f"the parameter {name!r} is held by several groups of devices "
+                f"({', '.join(str(list(g)) for g in sorted(places[name]))}) and cannot be divided "
+                "with zero=3: replicate its regions with a lower level"
+            )
+        groups = tuple(members[i :: ways[name]] for i in range(ways[name]))
+        found[name] = _Held(groups, rules[name], ways[name])
+    return found
+
+
+def _contributions(dag: Dag) -> dict[int, list[int]]:
+    """For each chunk, the gradients of its parameters, microbatch by microbatch."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for node in dag.nodes:
+        for value in node.writes:
+            if value < dag.first_extra:
+                template, _ = dag.table.value(value)
+                if template.role is Role.PARAMETER_GRADIENT:
+                    found[template.of].append(value)
+    for values in found.values():
+        values.sort()
+    return found
+
+
+def _users(dag: Dag, bucket: Bucket) -> list[int]:
+    names = {name for name in bucket.parameters if dag.model.parameters[name].trained}
+    return [c.index for c in dag.model.chunks if not names.isdisjoint(c.parameters)]
+
+
+def _update(dag: Dag, out: Rewriter, index: int, bucket: Bucket, gradients: list[int]) -> None:
+    rule = bucket.rule
+    devices = tuple(dict.fromkeys(d for group in bucket.groups for d in group))
+    like = dag.nodes[dag.producers[gradients[0]]]
+    alone = len(bucket.groups[0]) == 1
+    batches = [gradients]
+    if rule.zero >= 2 and not alone:
+        by_microbatch: defaultdict[int, list[int]] = defaultdict(list)
+        for value in gradients:
+            by_microbatch[dag.table.value(value)[1]].append(value)
+        batches = list(by_microbatch.values())
+    kind = CollectiveKind.REDUCE_SCATTER if rule.zero else CollectiveKind.ALL_REDUCE
+    reduced: list[int] = []
+    for values in batches:
+        if alone:
+            reduced.extend(values)
+            continue
+        total = out.value(ExtraRole.REDUCED, index, devices)
+        microbatch = dag.nodes[dag.producers[values[0]]].tags if rule.zero >= 2 else {}
+        out.add(
+            Collective(kind, bucket.groups),
+            like=like,
+            tags=microbatch,
+            devices=devices,
+            stream=rule.reduce_stream,
+            reads=tuple(values),
+            writes=(total,),
+            made_by=rule.made_by,
+        )
+        reduced.append(total)
+    done = out.value(ExtraRole.UPDATED, index, devices)
+    out.add(
+        Update(index),
+        like=like,
+        tags={},
+        devices=devices,
+        stream="compute",
+        reads=tuple(reduced),
+        writes=(done,),
+        made_by=rule.made_by,
+    )
+    if rule.zero in (1, 2) and not alone:
+        out.add(
+            Collective(CollectiveKind.ALL_GATHER, bucket.groups),
+            like=like,
+            tags={},
+            devices=devices,
+            stream=rule.gather_stream,
+            reads=(done,),
+            writes=(out.value(ExtraRole.GATHERED, index, devices),),
+            made_by=rule.made_by,
+        )

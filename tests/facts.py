@@ -1,0 +1,239 @@
+"""Facts of small models, written down by hand: no capture, no tensor, no waiting.
+
+Every function returns the ``piper.ir.Model`` that capture gives for the model of the same name in
+``tests/test_directives.py``; a test there compares the two. Batches are [8, 4] tokens of 16 kinds,
+activations [8, 4, 8], all fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from piper.capture.program import Kind, Pass, Ref
+from piper.capture.saving import Remat
+from piper.ir import ChunkFacts, Model, ParameterFacts, PassFacts, ValueFacts, Variant
+
+BATCH, SEQ, DIM, VOCAB = 8, 4, 8, 16
+TOKENS = BATCH * SEQ
+ROWS = 4 * TOKENS * DIM
+"""Bytes of an activation."""
+MATMUL = 2 * TOKENS * DIM * DIM
+"""Flops of a square matrix product over all tokens."""
+
+
+@dataclass
+class _Writer:
+    """A model in the making: every method adds one chunk and returns the values it makes."""
+
+    chunks: list[ChunkFacts] = field(default_factory=list)
+    values: list[ValueFacts] = field(default_factory=list)
+    parameters: dict[str, ParameterFacts] = field(default_factory=dict)
+
+    def value(self, name: str, *shape: int, width: int = 4) -> int:
+        size = width
+        for n in shape:
+            size *= n
+        self.values.append(ValueFacts(name, shape, size))
+        return len(self.values) - 1
+
+    def weight(self, name: str, *shape: int, trained: bool = True) -> tuple[str, ...]:
+        size = 4
+        for n in shape:
+            size *= n
+        self.parameters[name] = ParameterFacts(shape, size, trained)
+        return (name,)
+
+    def chunk(
+        self,
+        tags: Mapping[str, int],
+        parameters: tuple[str, ...],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        variants: Mapping[Remat, Variant],
+    ) -> None:
+        number = len(self.chunks)
+        self.chunks.append(
+            ChunkFacts(number, tags, parameters, tuple(inputs), tuple(outputs), variants)
+        )
+
+    def model(self, loss: int) -> Model:
+        parameters = dict(self.parameters)
+        return Model(tuple(self.chunks), tuple(self.values), parameters, loss, BATCH, Remat.NONE)
+
+
+def _pass(written: str, flops: int = 0, *, weights: bool = False) -> PassFacts:
+    """``"input0 -> output0 saved0"`` as facts."""
+    reads, writes = written.split("->")
+    return PassFacts(_refs(reads), _refs(writes), flops, weights)
+
+
+def _refs(written: str) -> tuple[Ref, ...]:
+    words = [(word.rstrip("0123456789"), word) for word in written.split()]
+    return tuple(Ref(Kind(kind), int(word[len(kind) :])) for kind, word in words)
+
+
+def _same(passes: Mapping[Pass, PassFacts], handoff: int = 0) -> dict[Remat, Variant]:
+    """A chunk that keeps nothing, whatever the policy."""
+    return dict.fromkeys(Remat, Variant(passes, 0, handoff))
+
+
+def _embed(trained: bool) -> dict[Remat, Variant]:
+    passes = {Pass.F: _pass("input0 -> output0", weights=True)}
+    if trained:  # no BI: tokens have no gradient
+        backward = _pass("input0 output_grad0 -> parameter_grad0")
+        passes |= {Pass.B: backward, Pass.BW: backward}
+    return _same(passes)
+
+
+def _layer(
+    trained: bool, *, extra_input: bool = False, outputs: int = 1, carried: bool = False
+) -> dict[Remat, Variant]:
+    """``x + relu(w x)``: the relu is kept."""
+    reads = "input0 input1" if extra_input else "input0"
+    makes = "output0 output1" if outputs == 2 else "output0"
+    if not trained:
+        return _same({Pass.F: _pass(f"{reads} -> {makes}", MATMUL, weights=True)})
+    grads = "output_grad0 output_grad1" if outputs == 2 else "output_grad0"
+    grads += " input_grad0" if carried else ""
+    gives = "input_grad0 input_grad1" if extra_input else "input_grad0"
+    weight = _pass("handoff0 input0 -> parameter_grad0", MATMUL)
+
+    def variant(saved: str, again: int) -> Variant:
+        first = saved or "input0"
+        kept = f"{saved} input0" if saved else "input0"
+        return Variant(
+            passes={
+                Pass.F: _pass(f"{reads} -> {makes} {saved}", MATMUL, weights=True),
+                Pass.B: _pass(
+                    f"{kept} {grads} -> {gives} parameter_grad0", 2 * MATMUL + again, weights=True
+                ),
+                Pass.BI: _pass(
+                    f"{first} {grads} -> {gives} handoff0", MATMUL + again, weights=True
+                ),
+                Pass.BW: weight,
+            },
+            saved_bytes=ROWS if saved else 0,
+            handoff_bytes=ROWS,
+        )
+
+    keeping = variant("saved0", 0)
+    return {Remat.NONE: keeping, Remat.MIN_CUT: keeping, Remat.ALL: variant("", MATMUL)}
+
+
+def _experts() -> dict[Remat, Variant]:
+    """``relu(bmm(rows, w))``: the output is all that the backward needs."""
+    return _same(
+        {
+            Pass.F: _pass("input0 -> output0", MATMUL, weights=True),
+            Pass.B: _pass(
+                "output0 input0 output_grad0 -> input_grad0 parameter_grad0",
+                2 * MATMUL,
+                weights=True,
+            ),
+            Pass.BI: _pass("output0 output_grad0 -> input_grad0 handoff0", MATMUL, weights=True),
+            Pass.BW: _pass("handoff0 input0 -> parameter_grad0", MATMUL),
+        },
+        handoff=ROWS,
+    )
+
+
+def _combine() -> dict[Remat, Variant]:
+    """``x + rows``: nothing to keep, no weight, no BW."""
+    backward = _pass("output_grad0 -> input_grad0 input_grad1")
+    return _same({Pass.F: _pass("input0 input1 -> output0"), Pass.B: backward, Pass.BI: backward})
+
+
+def _head(trained_below: bool) -> dict[Remat, Variant]:
+    cost = MATMUL * VOCAB // DIM
+    weight = _pass("input0 output_grad0 -> parameter_grad0", cost)
+    forward = _pass("input0 -> output0", cost, weights=True)
+    if not trained_below:
+        return _same({Pass.F: forward, Pass.B: weight, Pass.BW: weight})
+    whole = _pass("input0 output_grad0 -> input_grad0 parameter_grad0", 2 * cost, weights=True)
+    inner = _pass("output_grad0 -> input_grad0", cost, weights=True)
+    return _same({Pass.F: forward, Pass.B: whole, Pass.BI: inner, Pass.BW: weight})
+
+
+def _loss() -> dict[Remat, Variant]:
+    backward = _pass("saved0 input1 output_grad0 -> input_grad0")
+    again = _pass("input0 input1 output_grad0 -> input_grad0")
+    forward = _pass("input0 input1 -> output0 saved0")
+    saved = 4 * (TOKENS * VOCAB + 1)
+    keeping = Variant({Pass.F: forward, Pass.B: backward, Pass.BI: backward}, saved, 0)
+    passes = {Pass.F: _pass("input0 input1 -> output0"), Pass.B: again, Pass.BI: again}
+    return {Remat.NONE: keeping, Remat.MIN_CUT: keeping, Remat.ALL: Variant(passes, 0, 0)}
+
+
+def _start(trained: bool) -> tuple[_Writer, int, int]:
+    """A model with its batch and its embedding: the targets, and the embedded tokens."""
+    writer = _Writer()
+    tokens = writer.value("inputs[0]", BATCH, SEQ, width=8)
+    targets = writer.value("targets[0]", BATCH, SEQ, width=8)
+    weight = writer.weight("embed.weight", VOCAB, DIM, trained=trained)
+    x = writer.value("embedded", BATCH, SEQ, DIM)
+    writer.chunk({"embed": 0}, weight, [tokens], [x], _embed(trained))
+    return writer, targets, x
+
+
+def _end(writer: _Writer, x: int, targets: int, *, below: bool = True, tie: str = "") -> Model:
+    """The model, with its head and loss."""
+    weight = (tie,) if tie else writer.weight("head.weight", VOCAB, DIM)
+    logits = writer.value("logits", BATCH, SEQ, VOCAB)
+    writer.chunk({"head": 0}, weight, [x], [logits], _head(below))
+    loss = writer.value("loss")
+    writer.chunk({"loss": 0}, (), [logits, targets], [loss], _loss())
+    return writer.model(loss)
+
+
+def _dense(
+    writer: _Writer, x: int, layers: int, *, trained: bool = True, skip: int | None = None
+) -> int:
+    for i in range(layers):
+        weight = writer.weight(f"layers.{i}.weight", DIM, DIM, trained=trained)
+        last = skip is not None and i == layers - 1
+        inputs = [x, skip] if last and skip is not None else [x]
+        x = writer.value(f"layer{i}", BATCH, SEQ, DIM)
+        variants = _layer(trained, extra_input=last, carried=skip is not None and i == 0)
+        writer.chunk({"layer": i}, weight, inputs, [x], variants)
+    return x
+
+
+def chain(layers: int, *, trained: bool = True) -> Model:
+    """embed, layers, head, loss. Not ``trained``: all but the head is frozen."""
+    writer, targets, x = _start(trained)
+    x = _dense(writer, x, layers, trained=trained)
+    return _end(writer, x, targets, below=trained)
+
+
+def skip(layers: int) -> Model:
+    """A chain whose last layer adds the embedding again: its gradient is summed by two chunks,
+    the second of which carries on what the first began."""
+    assert layers > 1
+    writer, targets, x = _start(trained=True)
+    x = _dense(writer, x, layers, skip=x)
+    return _end(writer, x, targets)
+
+
+def tied(layers: int) -> Model:
+    """A chain whose head uses the embedding's weight."""
+    writer, targets, x = _start(trained=True)
+    x = _dense(writer, x, layers)
+    return _end(writer, x, targets, tie="embed.weight")
+
+
+def moe(layers: int, experts: int) -> Model:
+    """Each layer is three chunks: dense and dispatch; experts (``EP``); and the combination, which
+    adds the experts' rows to what went around them."""
+    writer, targets, x = _start(trained=True)
+    for i in range(layers):
+        weight = writer.weight(f"dense.{i}.weight", DIM, DIM)
+        around = writer.value(f"around{i}", BATCH, SEQ, DIM)
+        rows = writer.value(f"rows{i}", experts, TOKENS // experts, DIM)
+        writer.chunk({"layer": i}, weight, [x], [around, rows], _layer(True, outputs=2))
+        weight = writer.weight(f"experts.{i}", experts, DIM, DIM)
+        done = writer.value(f"done{i}", experts, TOKENS // experts, DIM)
+        writer.chunk({"layer": i, "EP": i}, weight, [rows], [done], _experts())
+        x = writer.value(f"layer{i}", BATCH, SEQ, DIM)
+        writer.chunk({"layer": i}, (), [done, around], [x], _combine())
+    return _end(writer, x, targets)

@@ -1,0 +1,477 @@
+"""Every refusal of the strategy language, in one table: the mistake and what its message says.
+
+A message names the directive as the user wrote it, the place in the user's own names, and what to
+change.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from piper.directives import (
+    Directive,
+    Place,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
+from piper.errors import DirectiveError
+from piper.ir import Model, build
+from piper.strategy import Strategy
+from tests.facts import chain, moe, tied
+
+STAGES = partition("layer", into="PP", parts=2)
+ALL_ON_0 = place({}, devices=[0])
+TWO_STAGES = [STAGES, split(parts=2), place({"PP": 0}, devices=[0]), place({"PP": 1}, devices=[1])]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A directive that must be refused after some others, and parts of the message."""
+
+    name: str
+    wrong: Directive
+    says: Sequence[str]
+    after: Sequence[Directive] = ()
+    model: Callable[[], Model] = lambda: chain(2)
+
+
+def bare_experts() -> Model:
+    """A model whose EP region also holds a vector, as a bias shared by all experts would be."""
+    model = moe(1, 4)
+    vector = replace(model.parameters["embed.weight"], shape=())
+    return _with(model, {"experts.0": model.parameters["experts.0"], "scale": vector})
+
+
+def mixed_experts() -> Model:
+    """A model whose EP region also holds the router."""
+    model = moe(1, 4)
+    router = replace(model.parameters["embed.weight"], shape=(8, 4))
+    return _with(model, {"experts.0": model.parameters["experts.0"], "router": router})
+
+
+def _with(model: Model, parameters: dict[str, Any]) -> Model:
+    chunks = tuple(
+        replace(c, parameters=tuple(parameters)) if "EP" in c.tags else c for c in model.chunks
+    )
+    return replace(model, chunks=chunks, parameters={**model.parameters, **parameters})
+
+
+def f_and_b(stage: int, passes: str) -> Directive:
+    """``"F0 B0"`` as an order of one stage."""
+    return order(*({"PP": stage, "MB": int(p[-1]), "PASS": p[:-1]} for p in passes.split()))
+
+
+MISTAKES = [
+    # filters
+    Mistake(
+        "unknown tag",
+        place({"PPP": 0}, devices=[0]),
+        ["{'PPP': 0}", "unknown tag 'PPP'", "embed 0; PASS F, B; layer 0, 1; head 0; loss 0"],
+    ),
+    Mistake(
+        "no match",
+        place({"layer": 7}, devices=[0]),
+        ["{'layer': 7} matches nothing", "layer 0..2"],
+        model=lambda: chain(3),
+    ),
+    Mistake("MB before split", place({"MB": 0}, devices=[0]), ["unknown tag 'MB'"]),
+    Mistake("absent tag", place({"PASS": "-"}, devices=[0]), ["matches nothing"]),
+    Mistake("empty list", place({"layer": []}, devices=[0]), ["'layer'", "one of nothing", "[]"]),
+    Mistake(
+        "unknown pass", place({"PASS": "FW"}, devices=[0]), ["PASS is one of F, B, BI, BW", "'FW'"]
+    ),
+    Mistake("pass as a number", stream({"PASS": 0}, "s"), ["PASS is one of F, B, BI, BW", "not 0"]),
+    Mistake(
+        "a string for a number",
+        remat({"layer": "0"}, "all"),
+        ["'layer'", "'0'", "give a number", "'*' (has the tag)", "'-' (does not have it)"],
+    ),
+    Mistake("a truth value", place({"layer": True}, devices=[0]), ["'layer'", "True"]),
+    Mistake("no mapping", Place(["PP"], (0,)), ["a mapping from tag to value", "['PP']"]),  # type: ignore[arg-type]
+    # partition
+    Mistake(
+        "no parts", partition("layer", into="PP", parts=0), ["parts=0", "positive whole number"]
+    ),
+    Mistake(
+        "into exists",
+        partition("layer", into="head", parts=2),
+        ["'head' exists already", "another name"],
+    ),
+    Mistake(
+        "no region",
+        partition("block", into="PP", parts=2),
+        ["no region is tagged 'block'", "embed, head, layer, loss"],
+    ),
+    Mistake(
+        "too many parts",
+        partition("layer", into="PP", parts=3),
+        ["3 parts of 2 regions 'layer'", "at most 2"],
+    ),
+    *(
+        Mistake(
+            f"counts {counts}",
+            partition("layer", into="PP", parts=2, by=counts),
+            [f"by={counts}", "2 positive counts that add up to 3", "'layer'"],
+            model=lambda: chain(3),
+        )
+        for counts in ([1, 1], [3], [3, 0], [1, 1, 1], [1.5, 1.5], ["1", "2"])
+    ),
+    Mistake(
+        "unknown measure",
+        partition("layer", into="PP", parts=2, by="time"),
+        ["by='time' is unknown", "'flops', 'params'", "mapping"],
+    ),
+    Mistake(
+        "cost that is no number",
+        partition("layer", into="PP", parts=2, by={0: "fast", 1: "slow"}),  # type: ignore[dict-item]
+        ["'fast'"],
+    ),
+    Mistake(
+        "cost of a region that is not there",
+        partition("layer", into="PP", parts=2, by={0: 1.0, 7: 1.0}),
+        ["7"],
+    ),
+    # split
+    Mistake("split in no parts", split(parts=0), ["parts=0", "positive whole number"]),
+    Mistake("split in half a part", split(parts=0.5), ["parts=0.5"]),  # type: ignore[arg-type]
+    Mistake("split in true", split(parts=True), ["parts=True"]),
+    Mistake("split twice", split(into="M2", parts=2), ["split already, into 'MB'"], TWO_STAGES),
+    Mistake("split into a region", split(into="layer", parts=2), ["'layer' exists already"]),
+    Mistake(
+        "split after order",
+        split(parts=2),
+        ["ordered already", "split before order"],
+        [ALL_ON_0, order({"layer": 0, "PASS": "F"}, {"layer": 0, "PASS": "B"})],
+    ),
+    Mistake("split a part", split({"layer": 0}, parts=2), ["a part of the model", "where={}"]),
+    Mistake(
+        "uneven batch",
+        split(parts=3),
+        ["a batch of 8 does not divide into 3 parts", "1, 2, 4, 8"],
+    ),
+    # place
+    Mistake("no device", place({}, devices=[]), ["devices=[]", "at least one"]),
+    Mistake("negative device", place({}, devices=[0, -1]), ["devices=[0, -1]", "device numbers"]),
+    Mistake("named device", place({}, devices=["cuda:0"]), ["devices=['cuda:0']"]),  # type: ignore[list-item]
+    Mistake("device twice", place({}, devices=[1, 1]), ["devices=[1, 1] names a device twice"]),
+    Mistake(
+        "placed twice",
+        place({"layer": 1}, devices=[1]),
+        ["F layer[1]", "placed already, on [0] by place({}, devices=[0])", "disjoint"],
+        [ALL_ON_0],
+    ),
+    Mistake(
+        "placed twice around a split",
+        place({"layer": 1}, devices=[1]),
+        ["placed already, on [0] by place({}, devices=[0])"],
+        [ALL_ON_0, split(parts=2)],
+    ),
+    Mistake(
+        "passes apart",
+        place({"PASS": "B"}, devices=[1]),
+        ["B loss[0] is placed on [1]", "other passes", "on [0]", "place all passes"],
+        [place({"PASS": "F"}, devices=[0])],
+    ),
+    # replicate
+    Mistake("level 4", replicate({}, zero=4), ["zero=4", "0, 1, 2 or 3"]),
+    Mistake("level -1", replicate({}, zero=-1), ["zero=-1", "0, 1, 2 or 3"]),
+    Mistake("no bucket", replicate({}, bucket_mb=0), ["bucket_mb=0 must be a positive number"]),
+    Mistake("bucket in words", replicate({}, bucket_mb="25"), ["bucket_mb='25'"]),  # type: ignore[arg-type]
+    Mistake(
+        "ruled twice",
+        replicate({"layer": 0}, zero=1),
+        ["the state of layer[0] is ruled already, by replicate({})", "{'EP': '-'}"],
+        [replicate({})],
+    ),
+    Mistake(
+        "elsewhere",
+        replicate({"PP": 0}, devices=[0, 1]),
+        ["devices=[0, 1]", "placed on [0]"],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "two levels",
+        replicate({"head": 0}, zero=2),
+        ["'embed.weight'", "embed[0] with zero=1", "head[0] with zero=2", "the same level"],
+        [replicate({"embed": 0}, zero=1)],
+        lambda: tied(2),
+    ),
+    # shard
+    Mistake(
+        "shard unplaced",
+        shard({"EP": "*"}),
+        ["F layer[0] EP[0] is not placed yet", "place it before"],
+        model=lambda: moe(1, 4),
+    ),
+    Mistake(
+        "ways",
+        shard({"EP": "*"}, ways=2),
+        ["ways=2 does not divide the 3 devices of F layer[0] EP[0]"],
+        [place({}, devices=[0, 1, 2])],
+        lambda: moe(1, 4),
+    ),
+    *(
+        Mistake(
+            f"{ways} ways",
+            shard({"EP": "*"}, ways=ways),
+            [f"ways={ways}"],
+            [place({}, devices=[0, 1])],
+            lambda: moe(1, 4),
+        )
+        for ways in (0, -1, -2)
+    ),
+    Mistake(
+        "sharded twice",
+        shard({"EP": 0}),
+        ["F layer[0] EP[0] is sharded already, 2 ways by shard({'EP': '*'})"],
+        [place({}, devices=[0, 1]), shard({"EP": "*"})],
+        lambda: moe(1, 4),
+    ),
+    Mistake(
+        "groups of different size",
+        shard({"EP": "*"}),
+        ["[0, 1]", "[2, 3, 4, 5]"],
+        [split(parts=2), place({"MB": 0}, devices=[0, 1]), place({"MB": 1}, devices=[2, 3, 4, 5])],
+        lambda: moe(1, 4),
+    ),
+    Mistake(
+        "no such dimension",
+        shard({"EP": "*"}),
+        ["F layer[0] EP[0] cannot be sharded", "scale has shape []", "no dimension 0"],
+        [place({}, devices=[0, 1])],
+        bare_experts,
+    ),
+    Mistake(
+        "router inside",
+        shard({"EP": "*"}),
+        ["mixes experts", "experts.0 has 4, router has 8", "experts alone"],
+        [place({}, devices=[0, 1])],
+        mixed_experts,
+    ),
+    Mistake(
+        "nothing to shard",
+        shard({"loss": 0}),
+        ["F loss[0] has no parameters to shard"],
+        [place({}, devices=[0, 1])],
+    ),
+    Mistake(
+        "uneven experts",
+        shard({"EP": "*"}),
+        ["4 experts do not divide over 3 devices", "1, 2, 4"],
+        [place({}, devices=[0, 1, 2])],
+        lambda: moe(1, 4),
+    ),
+    Mistake(
+        "not expert-major",
+        shard({"layer": 0}),
+        [
+            "F layer[0] mixes experts",
+            "layer0 has shape [4, 8, 8]",
+            "[8, ...]",
+            "outside the region",
+        ],
+        [place({}, devices=[0, 1])],
+        lambda: _square(chain(1)),
+    ),
+    # order
+    Mistake(
+        "order unplaced",
+        order({"layer": 0, "PASS": "F"}),
+        ["F layer[0] is not placed yet", "before ordering"],
+    ),
+    Mistake(
+        "ordered twice",
+        order({"PP": 0, "PASS": "F"}, {"PP": 0, "MB": 1, "PASS": "F"}),
+        [
+            "F embed[0] PP[0] MB[1] is ordered twice",
+            "{'PP': 0, 'PASS': 'F'}",
+            "{'PP': 0, 'MB': 1, 'PASS': 'F'}",
+        ],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "order of an unknown tag",
+        order({"PPP": 0, "PASS": "F"}),
+        ["unknown tag 'PPP'", "PP 0, 1"],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "order of halves of an unknown tag",
+        order({"PPP": 0, "MB": 0, "PASS": "BI"}),
+        ["unknown tag 'PPP'", "PP 0, 1"],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "order of halves of a microbatch that is not there",
+        order({"PP": 0, "MB": 9, "PASS": "BW"}),
+        ["matches nothing", "MB 0, 1"],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "order of a whole backward that is divided",
+        f_and_b(0, "B0 F1"),
+        ["matches nothing", "PASS F, B, BI, BW"],
+        [*TWO_STAGES, f_and_b(0, "BI0 BW0")],
+    ),
+    Mistake(
+        "order with a bad filter",
+        order({"PP": "x"}),
+        ["order(", "'PP'", "give a number"],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "against the flow of data",
+        f_and_b(0, "B0 F0"),
+        ["B PP[0] MB[0] @0  before, by 5:order", "F PP[0] MB[0] @0  feeds", "change one"],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "BW before its BI",
+        f_and_b(0, "BW0 BI0"),
+        ["BW PP[0] MB[0] @0  before, by 5:order", "BI PP[0] MB[0] @0  feeds"],
+        TWO_STAGES,
+    ),
+    Mistake(
+        "two orders against each other",
+        f_and_b(0, "F1 F0"),
+        ["F PP[0] MB[0] @0  before, by 5:order", "F PP[0] MB[1] @0  before, by 6:order"],
+        [*TWO_STAGES, f_and_b(0, "F0 F1")],
+    ),
+    # stream and remat
+    Mistake("no part of a GPU", stream({}, "s", sms=0), ["sms=0", "positive whole number"]),
+    Mistake("unknown policy", remat({}, "some"), ["policy='some'", "none, min-cut, all"]),
+]
+
+
+def _square(model: Model) -> Model:
+    """The model with a first layer whose weight could be eight experts, were it expert-major."""
+    values = list(model.values)
+    values[3] = replace(values[3], shape=(4, 8, 8))
+    return replace(model, values=tuple(values))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.name.replace(" ", "-"))
+def test_mistakes_are_refused_by_name(mistake: Mistake) -> None:
+    before = Strategy(mistake.after).apply(build(mistake.model()))
+    with pytest.raises(DirectiveError) as caught:
+        mistake.wrong.apply(before)
+    message = str(caught.value)
+    assert message.startswith(f"{mistake.wrong.name}("), message
+    for part in mistake.says:
+        assert part in message, message
+
+
+def test_the_deadlock_of_two_schedules_is_drawn() -> None:
+    """Stage 0 wants B0 back before it sends F1; stage 1 wants F1 before it gives B0 back."""
+    ours, theirs = f_and_b(0, "F0 B0 F1 B1"), f_and_b(1, "F0 F1 B0 B1")
+    with pytest.raises(DirectiveError) as caught:
+        Strategy([*TWO_STAGES, ours, theirs]).apply(build(chain(2)))
+    first = (
+        "order([{'PP': 0, 'MB': 0, 'PASS': 'F'}], [{'PP': 0, 'MB': 0, 'PASS': 'B'}], "
+        "[{'PP': 0, 'MB': 1, 'PASS': 'F'}], [{'PP': 0, 'MB': 1, 'PASS': 'B'}])"
+    )
+    second = (
+        "order([{'PP': 1, 'MB': 0, 'PASS': 'F'}], [{'PP': 1, 'MB': 1, 'PASS': 'F'}], "
+        "[{'PP': 1, 'MB': 0, 'PASS': 'B'}], [{'PP': 1, 'MB': 1, 'PASS': 'B'}])"
+    )
+    drawn = """
+          B PP[0] MB[0] @0  before, by 5:order,
+          F PP[0] MB[1] @0  feeds
+          F PP[1] MB[1] @1  before, by 6:order,
+          B PP[1] MB[0] @1  feeds
+          B PP[0] MB[0] @0
+    """
+    assert str(caught.value) == "\n".join(
+        [
+            f"{second}: the orders contradict each other or the flow of data, so that no device "
+            "could go on:",
+            *textwrap.indent(textwrap.dedent(drawn).strip(), "  ").splitlines(),
+            f"  5:order is {first}",
+            f"  6:order is {second}",
+            "change one of these orders",
+        ]
+    )
+
+
+@pytest.mark.parametrize("between", [stream({"PP": 0}, "s"), remat({"PP": 0}, "all")], ids=str)
+def test_a_deadlock_names_the_orders_and_not_what_came_between(between: Directive) -> None:
+    strategy = [*TWO_STAGES, f_and_b(0, "F0 B0 F1 B1"), between, f_and_b(1, "F0 F1 B0 B1")]
+    with pytest.raises(DirectiveError) as caught:
+        Strategy(strategy).apply(build(chain(2)))
+    assert "before, by 5:order" in str(caught.value)
+    assert f"6:{between.name}" not in str(caught.value)
+
+
+WRONG_CALLS: dict[str, Callable[[], object]] = {
+    "place-where": lambda: place("PP", devices=[0]),  # type: ignore[arg-type]
+    "place-devices": lambda: place({}, devices=0),  # type: ignore[arg-type]
+    "order-group": lambda: order("PP"),  # type: ignore[arg-type]
+    "order-number": lambda: order(0),  # type: ignore[arg-type]
+    "pass-in-a-list-in-a-list": lambda: place({"PASS": [["F"]]}, devices=[0]).apply(
+        build(chain(1))
+    ),
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS.values(), ids=WRONG_CALLS.keys())
+def test_wrong_arguments_are_refused_in_the_family_of_errors(call: Callable[[], object]) -> None:
+    with pytest.raises(DirectiveError):
+        call()
+
+
+WRONG_JSON: dict[str, tuple[Any, list[str]]] = {
+    "not JSON": ("{", ["not JSON", "line 1"]),
+    "no list": ({"op": "place"}, ["a list of objects", "'op'"]),
+    "a string in JSON": ('"place"', ["a list of objects"]),
+    "no object": (["place"], ["directive 0", "'place'", "partition, split, place"]),
+    "no op": ([{"filter": {}}], ["directive 0", "no 'op'"]),
+    "unknown op": ([{"op": "split", "parts": 2}, {"op": "fuse"}], ["directive 1", "'fuse'"]),
+    "op in a list": ([{"op": ["place"]}], ["directive 0"]),
+    "unknown field": (
+        [{"op": "place", "filter": {}, "devices": [0], "rank": 1}],
+        ["directive 0, place", "'rank'"],
+    ),
+    "no filter": ([{"op": "place", "devices": [0]}], ["directive 0, place"]),
+    "no devices": ([{"op": "place", "filter": {}}], ["directive 0, place", "devices"]),
+    "filter as a string": (
+        [{"op": "place", "filter": "PP", "devices": [0]}],
+        ["directive 0, place", "PP"],
+    ),
+    "order without filters": ([{"op": "order"}], ["directive 0, order", "filters"]),
+    "order with more": (
+        [{"op": "order", "filters": [], "stream": "s"}],
+        ["directive 0, order", "unknown fields", "stream"],
+    ),
+    "order of filters, not of groups": (
+        [{"op": "order", "filters": [{"PP": 0}, {"PP": 1}]}],
+        ["directive 0, order"],
+    ),
+    "cost of no region": (
+        [{"op": "partition", "tag": "layer", "into": "PP", "parts": 2, "by": {"x": 1}}],
+        ["directive 0, partition", "x"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), WRONG_JSON.values(), ids=WRONG_JSON.keys())
+def test_wrong_json_is_refused_with_its_place(data: Any, says: list[str]) -> None:
+    with pytest.raises(DirectiveError) as caught:
+        Strategy.from_json(data)
+    for part in says:
+        assert part in str(caught.value)
+
+
+def test_a_strategy_holds_directives_only() -> None:
+    with pytest.raises(DirectiveError, match=r"list of directives; \{\} is a dict"):
+        Strategy([{}])  # type: ignore[list-item]
