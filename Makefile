@@ -31,8 +31,9 @@ lint: $(STAMP) ## check style, formatting and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(STAMP) ## measure compile time
+bench: $(STAMP) ## measure compile time (bench/single_device.py needs a GPU: see docs/performance.md)
 	@$(RUN) bench/compile_time.py
+	@$(RUN) bench/plan_time.py
 
 clean: ## remove the environment, caches and build outputs
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -25,6 +25,7 @@ from piper.directives import (
 )
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
+from piper.ir.verify import verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,17 @@ class Strategy:
         object.__setattr__(self, "directives", given)
 
     def apply(self, dag: Dag) -> Dag:
-        """``dag`` after all directives."""
-        for after in self.steps(dag):
-            dag = after
-        return dag
+        """``dag`` after all directives, checked."""
+        after = dag
+        for directive in self.directives:
+            after = directive.apply(after, check=False)
+        try:
+            verify(after)
+        except DirectiveError:
+            for _ in self.steps(dag):  # again, to name the directive that went wrong
+                pass
+            raise
+        return after
 
     def steps(self, dag: Dag) -> Iterator[Dag]:
         """``dag`` after each directive."""

@@ -1,8 +1,18 @@
 """One thread for torch in every test process: several processes share the cores, and some CPU
-kernels (``index_put`` with ``accumulate``) give the same bits only on one thread."""
+kernels (``index_put`` with ``accumulate``) give the same bits only on one thread.
+
+``pytest tests/test_properties.py --examples 10000 -s`` tries more random strategies.
+"""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--examples", type=int, default=500, help="random strategies to try (test_properties.py)"
+    )

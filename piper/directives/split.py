@@ -50,7 +50,7 @@ class Split(Directive):
         return replace(dag, nodes=nodes, microbatches=(self.into, self.parts))
 
     def _copy(self, dag: Dag, node: Node, microbatch: int, me: int) -> Node:
-        first = microbatch * len(dag.table)
+        first = microbatch * dag.table.size
         return replace(
             node,
             op=replace(node.compute, microbatch=microbatch),

@@ -167,10 +167,10 @@ class Dag:
     """Values that lowering added; their numbers follow those of all microbatches."""
     buckets: tuple[Bucket, ...] = ()
 
-    @property
+    @cached_property
     def first_extra(self) -> int:
         """The number of the first value that lowering added."""
-        return len(self.table) * (self.microbatches[1] if self.microbatches else 1)
+        return self.table.size * (self.microbatches[1] if self.microbatches else 1)
 
     @cached_property
     def producers(self) -> Mapping[int, int]:

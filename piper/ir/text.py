@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from piper.ir.dag import COMPUTE, PASS, Collective, Compute, Dag, Node, Op, Transfer, Update
+from piper.ir.dag import (
+    COMPUTE,
+    PASS,
+    Collective,
+    Compute,
+    Dag,
+    Group,
+    Node,
+    Op,
+    Transfer,
+    Update,
+)
 from piper.ir.values import ExtraRole, Role, Value
 
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.UPDATED, ExtraRole.GATHERED)
@@ -26,6 +37,14 @@ def text(dag: Dag) -> str:
     return "\n".join(lines)
 
 
+def group_text(group: Group) -> str:
+    """A group of devices; a long row of neighbours as its ends."""
+    if len(group) > 4 and group[-1] - group[0] == len(group) - 1 and group[1] == group[0] + 1:
+        return f"{group[0]}..{group[-1]}"
+    shown = [str(device) for device in group[:8]]
+    return ",".join(shown + ["..."] * (len(group) > 8))
+
+
 def name_of(dag: Dag, number: int) -> str:
     """A node in the user's own names: its pass and tags."""
     return _label(dag.nodes[number])
@@ -34,7 +53,7 @@ def name_of(dag: Dag, number: int) -> str:
 def _node(dag: Dag, node: Node) -> str:
     reads = " ".join(_value(dag, v) for v in node.reads)
     writes = " ".join(_value(dag, v) for v in node.writes)
-    where = f" @{','.join(map(str, node.devices))}" if node.devices else ""
+    where = f" @{group_text(node.devices)}" if node.devices else ""
     stream = f" on {node.stream}" if node.stream != COMPUTE else ""
     after = f" after {' '.join(map(str, sorted(node.after)))}" if node.after else ""
     why = dag.label(node.made_by)
@@ -51,9 +70,10 @@ def _verb(op: Op) -> str:
         case Compute(which=which):
             return which.value
         case Transfer(source=source, target=target):
-            return f"send {','.join(map(str, source))}->{','.join(map(str, target))}"
+            return f"send {group_text(source)}->{group_text(target)}"
         case Collective(kind=kind, groups=groups):
-            return f"{kind.value} {'|'.join(','.join(map(str, g)) for g in groups)}"
+            shown = [group_text(group) for group in groups[:4]]
+            return f"{kind.value} {'|'.join(shown + ['...'] * (len(groups) > 4))}"
         case Update(bucket=bucket):
             return f"update bucket{bucket}"
 

@@ -89,20 +89,18 @@ class ValueTable:
             for policy, variant in chunk.variants.items():
                 for which in variant.passes:
                     self._wired[chunk.index, which, policy] = self._wire(chunk, which, policy)
-
-    def __len__(self) -> int:
-        return len(self.values)
+        self.size = len(self.values)
 
     def value(self, number: int) -> tuple[Value, int]:
         """The value with that number, and its microbatch."""
-        microbatch, place = divmod(number, len(self.values))
+        microbatch, place = divmod(number, self.size)
         return self.values[place], microbatch
 
     def wire(
         self, chunk: int, which: Pass, policy: Remat, microbatch: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of what a pass reads and of what it makes."""
-        first = microbatch * len(self.values)
+        first = microbatch * self.size
         reads, writes = self._wired[chunk, which, policy]
         return tuple(first + v for v in reads), tuple(first + v for v in writes)
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 
 from piper.errors import DirectiveError
 from piper.ir.dag import PASS, Compute, Dag, Group
-from piper.ir.text import name_of
+from piper.ir.text import group_text, name_of
 from piper.ir.values import GIVEN
 
 
@@ -33,17 +33,15 @@ def _one_producer(dag: Dag) -> None:
 
 
 def _one_place_a_chunk(dag: Dag) -> None:
-    places: defaultdict[tuple[int, int], set[Group]] = defaultdict(set)
+    places: dict[tuple[int, int], Group] = {}
     for number, node in enumerate(dag.nodes):
         if node.devices and isinstance(node.op, Compute):
-            group = places[node.compute.chunk, node.compute.microbatch]
-            group.add(node.devices)
-            if len(group) > 1:
-                others = [list(g) for g in group if g != node.devices]
+            group = places.setdefault((node.op.chunk, node.op.microbatch), node.devices)
+            if group != node.devices:
                 raise DirectiveError(
                     f"{name_of(dag, number)} is placed on {list(node.devices)}, but other passes "
-                    f"of the same chunk and microbatch on {others[0]}: what a forward saves cannot "
-                    "move; place all passes of a region together"
+                    f"of the same chunk and microbatch on {list(group)}: what a forward saves "
+                    "cannot move; place all passes of a region together"
                 )
 
 
@@ -108,5 +106,5 @@ def _placed(dag: Dag, number: int) -> str:
         return name_of(dag, number)
     kept = {tag for tag in node.tags if tag not in dag.model.chunks[node.op.chunk].tags}
     tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name in kept and name != PASS]
-    devices = ",".join(map(str, node.devices))
-    return f"{node.compute.which.value} {' '.join(tags) or name_of(dag, number)} @{devices}"
+    where = group_text(node.devices)
+    return f"{node.op.which.value} {' '.join(tags) or name_of(dag, number)} @{where}"

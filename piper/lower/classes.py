@@ -26,10 +26,15 @@ class Classes:
 def classes_of(dag: Dag) -> Classes:
     """The coarsest division such that every node takes in a class wholly or not at all."""
     groups: dict[tuple[Group, ...], int] = {}
+    seen: set[tuple[int, ...]] = set()
     for node in dag.nodes:
         sides: tuple[Group, ...] = (node.devices,)
         if isinstance(node.op, Transfer):
             sides = (node.op.source, node.op.target)
+        key = tuple(map(id, sides))
+        if key in seen:
+            continue
+        seen.add(key)
         groups.setdefault(sides, len(groups))
     marks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for sides, number in groups.items():

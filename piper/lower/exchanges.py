@@ -17,26 +17,31 @@ _EXCHANGED = (Role.ACTIVATION, Role.GRADIENT)
 def add_exchanges(dag: Dag) -> Dag:
     """``dag`` with an all_to_all for every value that a sharded chunk reads or makes."""
     out = Rewriter(dag)
-    taken: dict[tuple[int, Group], int] = {}
+    taken: dict[int, int] = {}
+    groups: dict[tuple[int, int], tuple[Group, ...]] = {}
     for number, node in enumerate(dag.nodes):
         rule = dag.shards.get(node.op.chunk) if isinstance(node.op, Compute) else None
         if rule is None or rule.ways == 1:
             continue
+        key = (id(node.devices), rule.ways)
+        if key not in groups:
+            devices, n = node.devices, rule.ways
+            groups[key] = tuple(devices[i : i + n] for i in range(0, len(devices), n))
+        side_by_side = groups[key]
         reads = []
         for value in node.reads:
             if not _moves(dag, value):
                 reads.append(value)
                 continue
-            key = (value, node.devices)
-            if key not in taken:
-                taken[key] = out.value(ExtraRole.EXCHANGED, value, node.devices)
-                _exchange(out, node, rule, (value,), (taken[key],))
-            reads.append(taken[key])
+            if value not in taken:  # a value has one form on each group: received, if elsewhere
+                taken[value] = out.value(ExtraRole.EXCHANGED, value, node.devices)
+                _exchange(out, node, rule, side_by_side, (value,), (taken[value],))
+            reads.append(taken[value])
         writes = []
         for value in node.writes:
             if _moves(dag, value):
                 partial = out.value(ExtraRole.PARTIAL, value, node.devices)
-                _exchange(out, node, rule, (partial,), (value,))
+                _exchange(out, node, rule, side_by_side, (partial,), (value,))
                 writes.append(partial)
             else:
                 writes.append(value)
@@ -51,14 +56,17 @@ def _moves(dag: Dag, number: int) -> bool:
 
 
 def _exchange(
-    out: Rewriter, node: Node, rule: ShardRule, reads: tuple[int, ...], writes: tuple[int, ...]
+    out: Rewriter,
+    node: Node,
+    rule: ShardRule,
+    groups: tuple[Group, ...],
+    reads: tuple[int, ...],
+    writes: tuple[int, ...],
 ) -> None:
-    devices = node.devices
-    groups = tuple(devices[i : i + rule.ways] for i in range(0, len(devices), rule.ways))
     out.add(
         Collective(CollectiveKind.ALL_TO_ALL, groups),
         like=node,
-        devices=devices,
+        devices=node.devices,
         stream=rule.stream,
         reads=reads,
         writes=writes,

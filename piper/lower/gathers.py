@@ -23,11 +23,12 @@ def add_gathers(dag: Dag, order: Schedule) -> Dag:
     if not buckets:
         return dag
     out = Rewriter(dag)
-    rows: defaultdict[Group, list[int]] = defaultdict(list)
+    rows: defaultdict[int, list[int]] = defaultdict(list)
     for number in order.order:
         if isinstance(dag.nodes[number].op, Compute):
-            rows[dag.nodes[number].devices].append(number)
-    for devices, row in rows.items():
+            rows[id(dag.nodes[number].devices)].append(number)
+    for row in rows.values():
+        devices = dag.nodes[row[0]].devices
         held: dict[int, int] = {}
         for place, number in enumerate(row):
             used = _uses(dag, number, buckets)

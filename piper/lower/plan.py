@@ -87,18 +87,37 @@ class Plan:
 def plans_of(dag: Dag, classes: Classes, order: Schedule, sizes: Sizes) -> tuple[Plan, ...]:
     """The plan of each class of devices."""
     rows: list[list[int]] = [[] for _ in classes.members]
-    touched: dict[Group, tuple[int, ...]] = {}
+    touched = _Touched(classes)
     for number in order.order:
-        devices = dag.nodes[number].devices
-        if devices not in touched:
-            touched[devices] = classes.touched(devices)
-        for c in touched[devices]:
-            rows[c].append(number)
+        node = dag.nodes[number]
+        if isinstance(node.op, Transfer):
+            ends = (*touched.by(node.op.source), *touched.by(node.op.target))
+            for c in dict.fromkeys(ends):
+                rows[c].append(number)
+        else:
+            for c in touched.by(node.devices):
+                rows[c].append(number)
     sums = _sums(dag)
     return tuple(
-        _Planner(dag, members, sums, sizes, classes).plan(row)
+        _Planner(dag, members, sums, sizes, touched).plan(row)
         for members, row in zip(classes.members, rows, strict=True)
     )
+
+
+class _Touched:
+    """The classes of a group, looked up by the group's identity: groups are shared objects, and
+    comparing a thousand devices each time would be most of the work."""
+
+    def __init__(self, classes: Classes) -> None:
+        self.classes = classes
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._kept: list[Group] = []
+
+    def by(self, group: Group) -> tuple[int, ...]:
+        if id(group) not in self._known:
+            self._known[id(group)] = self.classes.touched(group)
+            self._kept.append(group)
+        return self._known[id(group)]
 
 
 def _sums(dag: Dag) -> dict[int, int]:
@@ -132,14 +151,15 @@ class _Planner:
     """Gives slots to values as they come and go on one class of devices."""
 
     def __init__(
-        self, dag: Dag, members: Group, sums: dict[int, int], sizes: Sizes, classes: Classes
+        self, dag: Dag, members: Group, sums: dict[int, int], sizes: Sizes, touched: _Touched
     ) -> None:
         self.dag = dag
         self.members = members
         self.sums = sums
         self.sizes = sizes
-        self.me = classes.of[members[0]]
-        self.classes = classes
+        self.me = touched.classes.of[members[0]]
+        self.touched = touched
+        self.first_extra = dag.first_extra
         self.slots: dict[int, int] = {}
         self.slot_bytes: list[int] = []
         self.out: list[Instruction] = []
@@ -162,9 +182,9 @@ class _Planner:
     def _parts(self, node: Node) -> Iterable[tuple[Verb, str, tuple[int, ...], tuple[int, ...]]]:
         match node.op:
             case Transfer(source=source, target=target):
-                if any(self.classes.of[d] == self.me for d in source):
+                if self.me in self.touched.by(source):
                     yield Verb.SEND, f"{node.stream}/send", node.reads, ()
-                if any(self.classes.of[d] == self.me for d in target):
+                if self.me in self.touched.by(target):
                     yield Verb.RECV, f"{node.stream}/recv", (), node.writes
             case Compute():
                 yield Verb.COMPUTE, node.stream, node.reads, node.writes
@@ -186,7 +206,7 @@ class _Planner:
         return self.sums.get(value, value)
 
     def _role(self, value: int) -> Role | None:
-        if value >= self.dag.first_extra:
+        if value >= self.first_extra:
             return None
         return self.dag.table.value(value)[0].role
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Node, Transfer, Update
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group, Node, Transfer, Update
 from piper.lower.classes import Classes
 from piper.lower.sizes import Sizes
 
@@ -100,8 +100,10 @@ def _needs(dag: Dag, classes: Classes) -> list[tuple[Resource, ...]]:
     known: dict[tuple[object, ...], tuple[Resource, ...]] = {}
     needs = []
     for node in dag.nodes:
-        sides = (node.op.source, node.op.target) if isinstance(node.op, Transfer) else ()
-        key = (node.devices, node.stream, sides)
+        sides: tuple[Group, ...] = (node.devices,)
+        if isinstance(node.op, Transfer):
+            sides = (node.op.source, node.op.target)
+        key = (node.stream, len(sides), *map(id, sides))
         if key not in known:
             known[key] = resources(classes, node)
         needs.append(known[key])

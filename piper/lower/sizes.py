@@ -18,8 +18,10 @@ class Sizes:
     dag: Dag
     models: Mapping[int, Model]
     _groups: dict[int, int] = field(default_factory=dict)
+    _first_extra: int = 0
 
     def __post_init__(self) -> None:
+        self._first_extra = self.dag.first_extra
         for node in self.dag.nodes:
             for value in node.writes:
                 self._groups[value] = len(node.devices)
@@ -27,8 +29,8 @@ class Sizes:
     def nbytes(self, number: int) -> int:
         """Bytes of a value on each device that holds it."""
         dag = self.dag
-        if number >= dag.first_extra:
-            extra = dag.extra[number - dag.first_extra]
+        if number >= self._first_extra:
+            extra = dag.extra[number - self._first_extra]
             match extra.role:
                 case ExtraRole.RECEIVED | ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
                     return self._of_model(self._plain(extra.of), len(extra.devices))

@@ -73,11 +73,15 @@ def _holders(dag: Dag) -> dict[str, _Held]:
     places: defaultdict[str, set[Group]] = defaultdict(set)
     ways: dict[str, int] = {}
     rules: dict[str, StateRule] = {}
+    seen: set[tuple[int, int]] = set()
     for node in dag.nodes:
         if not isinstance(node.op, Compute):
             continue
         chunk = node.op.chunk
         shard = dag.shards.get(chunk)
+        if (chunk, id(node.devices)) in seen:
+            continue
+        seen.add((chunk, id(node.devices)))
         for name in dag.model.chunks[chunk].parameters:
             devices[name].update(dict.fromkeys(node.devices))
             places[name].add(node.devices)

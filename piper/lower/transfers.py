@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, Group, Transfer
+from piper.ir.dag import Dag, Transfer
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole
 from piper.lower.rewriter import Rewriter
@@ -22,7 +22,7 @@ def add_transfers(dag: Dag) -> Dag:
                 f"{name_of(dag, number)} is not placed on any device: add a place that matches it"
             )
     out = Rewriter(dag)
-    received: dict[tuple[int, Group], int] = {}
+    received: dict[tuple[int, int], int] = {}  # by value and identity of the group
     for number, node in enumerate(dag.nodes):
         reads = []
         for value in node.reads:
@@ -30,7 +30,7 @@ def add_transfers(dag: Dag) -> Dag:
             if maker is None or dag.nodes[maker].devices == node.devices:
                 reads.append(value)
                 continue
-            key = (value, node.devices)
+            key = (value, id(node.devices))
             if key not in received:
                 received[key] = _send(dag, out, value, maker, number)
             reads.append(received[key])

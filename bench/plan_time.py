@@ -1,0 +1,101 @@
+"""How long it takes from a model's facts to all plans, and how that grows: one core.
+
+64 MoE layers in 16 stages, an order like DualPipeV's steady state with overlapped pairs, on 16 x 1
+and on 16 x 1,024 devices, for growing numbers of microbatches.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from piper.capture import Remat, capture
+from piper.directives import Directive, order, partition, place, replicate, shard, split
+from piper.ir import Model, build, facts_of
+from piper.lower.lower import lower
+from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.strategy import Strategy
+
+
+def model_facts(layers: int, batch: int) -> Model:
+    """The facts of a small MoE transformer of that depth."""
+    shape = {"vocab": 64, "dim": 16, "heads": 2, "mlp_dim": 16, "max_seq": 4}
+    with torch.device("meta"):
+        model = MoETransformer(MoEConfig(**shape, layers=layers, experts=1024, top_k=1))
+        tokens = torch.zeros(batch, 4, dtype=torch.int64)
+    captured = capture(model, inputs=(tokens,), targets=(tokens,), loss=lm_loss, microbatches=batch)
+    return facts_of(captured, Remat.NONE)
+
+
+def steady(stage: int, stages: int, microbatches: int) -> Directive:
+    """Warm-up forwards, then overlapped pairs of a forward and a backward, then the rest."""
+    ahead = min(stages - stage, microbatches)
+    groups = [[_pass(stage, m, "F")] for m in range(ahead)]
+    for m in range(ahead, microbatches):
+        groups.append([_pass(stage, m, "F"), _pass(stage, m - ahead, "B")])
+    groups += [[_pass(stage, m, "B")] for m in range(microbatches - ahead, microbatches)]
+    return order(*groups)
+
+
+def _pass(stage: int, microbatch: int, which: str) -> dict[str, int | str]:
+    return {"PP": stage, "MB": microbatch, "PASS": which}
+
+
+def strategy(stages: int, replicas: int, microbatches: int) -> Strategy:
+    groups = [range(s * replicas, (s + 1) * replicas) for s in range(stages)]
+    return Strategy(
+        [
+            partition("layer", into="PP", parts=stages),
+            *(place({"PP": s}, devices=groups[s]) for s in range(stages)),
+            replicate({"EP": "-"}, zero=1),
+            shard({"EP": "*"}),
+            split(parts=microbatches),
+            *(steady(s, stages, microbatches) for s in range(stages)),
+        ]
+    )
+
+
+def main(
+    microbatches: Annotated[list[int] | None, typer.Option()] = None,
+    replicas: Annotated[list[int] | None, typer.Option()] = None,
+    layers: int = 64,
+    stages: int = 16,
+) -> None:
+    """Print time and memory from facts to plans."""
+    torch.set_num_threads(1)
+    console = Console(width=100)
+    counts = microbatches or [16, 64, 256]
+    with console.status("capturing"):
+        facts = model_facts(layers, max(counts))
+    table = Table(title="from DAG to all distinct plans, one core")
+    for column in ("replicas", "microbatches", "nodes", "plans", "directives s", "lower s", "MiB"):
+        table.add_column(column, justify="right")
+    for n in replicas or [1, 1024]:
+        for count in counts:
+            start = time.perf_counter()
+            placed = strategy(stages, n, count).apply(build(facts))
+            middle = time.perf_counter()
+            lowered = lower(placed, {n: facts})
+            end = time.perf_counter()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            table.add_row(
+                str(n),
+                str(count),
+                f"{len(lowered.dag.nodes):,}",
+                str(len(lowered.plans)),
+                f"{middle - start:.1f}",
+                f"{end - middle:.1f}",
+                f"{peak:.0f}",
+            )
+            del placed, lowered
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
