@@ -277,7 +277,9 @@ class _Checker:
                     there[x.node].append(at)
                     if len(there[x.node]) == parties[x.node]:
                         finish(there[x.node])
-        stuck = [self._why(k, queues[k][heads[k]], done) for k in queues if heads[k] < len(queues[k])]
+        stuck = [
+            self._why(k, queues[k][heads[k]], done) for k in queues if heads[k] < len(queues[k])
+        ]
         if stuck:
             raise PlanError("deadlock:\n" + "\n".join(stuck))
         for c, place in frees:
@@ -577,11 +579,35 @@ class _Checker:
         for (c, bucket), places in self.uses.items():
             update = self.update_at.get((c, bucket))
             for place in places if update is not None else ():
-                if not self.clocks[c].sure(place, update):
+                if not self.clocks[c].sure(place, update) and place not in self._causes(
+                    (c, update)
+                ):
                     raise PlanError(
                         f"{self.say((c, update))} does not wait for {self.say((c, place))}, "
                         "which uses its parameters"
                     )
+
+    def _causes(self, at: At) -> set[int]:
+        """The instructions of the same class without which ``at`` cannot start: what was sent to
+        others may come back as what it needs."""
+        sends: defaultdict[int, list[At]] = defaultdict(list)
+        for c, plan in enumerate(self.plans):
+            for place, x in enumerate(plan.instructions):
+                if x.verb in (Verb.SEND, Verb.COLLECTIVE):
+                    sends[x.node].append((c, place))
+        seen = {at}
+        left = [at]
+        while left:
+            c, place = left.pop()
+            x = self.get((c, place))
+            before = [(c, w) for w in x.waits]
+            if place in self.clocks[c].previous:
+                before.append((c, self.clocks[c].previous[place]))
+            if x.verb in (Verb.RECV, Verb.COLLECTIVE) and (c, place) != at:
+                before += sends[x.node]
+            left += [b for b in before if b not in seen]
+            seen.update(before)
+        return {place for c, place in seen if c == at[0]}
 
     def _holding(self) -> dict[str, _Holding]:
         found: defaultdict[str, _Holding] = defaultdict(_Holding)
