@@ -692,6 +692,18 @@ def test_a_tied_parameter_on_two_devices(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_tied_parameter_beside_one_that_one_device_holds(zero: int) -> None:
+    """The head's gradients enter a reduction, for the tied weight, and an update, for its bias."""
+    judged(
+        biased(tied(1)),
+        split(parts=2),
+        place({"embed": 0}, devices=[0]),
+        place({"embed": "-"}, devices=[1]),
+        replicate({}, zero=zero, bucket_mb=SMALL),
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_stage_on_two_groups(zero: int) -> None:
     judged(
         chain(1),
@@ -724,6 +736,21 @@ def test_a_stream_without_a_name() -> None:
     except DirectiveError:
         return
     check(found.dag, found.plans, found.memory)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: stream({}, ["a"]),  # type: ignore[arg-type]
+        lambda: replicate({}, bucket_mb=float("inf")),
+        lambda: replicate({}, bucket_mb=float("nan")),
+        lambda: replicate({}, reduce_stream=["a"]),  # type: ignore[arg-type]
+    ],
+    ids=["stream", "inf", "nan", "reduce_stream"],
+)
+def test_odd_arguments_are_refused(make: Callable[[], Directive]) -> None:
+    with pytest.raises(DirectiveError):
+        lowered(chain(1), place({}, devices=[0, 1]), make())
 
 
 @pytest.mark.parametrize("zero", range(4))

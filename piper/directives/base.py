@@ -105,6 +105,12 @@ def whole_chunks(dag: Dag, where: Filter, what: str) -> list[int]:
     return select(dag, where)
 
 
+def check_stream(what: str, name: object) -> None:
+    """Refuse what is no name of a stream."""
+    if not isinstance(name, str) or not name:
+        raise DirectiveError(f"{what}={name!r} must be the name of a stream")
+
+
 def positive(what: str, value: object) -> int:
     """``value``, which must be a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

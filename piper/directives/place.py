@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, check_group, device_group, plain_filter
+from piper.directives.base import Directive, check_group, check_stream, device_group, plain_filter
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, SendRule
 from piper.ir.filters import Filter, FilterLike, select
@@ -30,6 +30,7 @@ class Place(Directive):
     def rewrite(self, dag: Dag, me: int) -> Dag:
         group = self.devices
         check_group(group)
+        check_stream("stream", self.stream)
         sends = SendRule(self.stream, me)
         changed = {}
         for number in select(dag, Filter.of(self.where)):

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, check_group, device_group, plain_filter, whole_chunks
+from piper.directives.base import (
+    Directive,
+    check_group,
+    check_stream,
+    device_group,
+    plain_filter,
+    whole_chunks,
+)
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, StateRule
 from piper.ir.filters import Filter, FilterLike
@@ -32,7 +39,10 @@ class Replicate(Directive):
     def rewrite(self, dag: Dag, me: int) -> Dag:
         if isinstance(self.zero, bool) or self.zero not in range(4):
             raise DirectiveError(f"zero={self.zero!r}: must be 0, 1, 2 or 3")
-        if not isinstance(self.bucket_mb, int | float) or self.bucket_mb * 1024 * 1024 < 1:
+        check_stream("reduce_stream", self.reduce_stream)
+        check_stream("gather_stream", self.gather_stream)
+        size = self.bucket_mb
+        if not isinstance(size, int | float) or not 1 <= size * 1024 * 1024 < float("inf"):
             raise DirectiveError(f"bucket_mb={self.bucket_mb!r} must be a positive number")
         numbers = whole_chunks(dag, Filter.of(self.where), "the state")
         self._check_devices(dag, numbers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, plain_filter, positive, whole_chunks
+from piper.directives.base import Directive, check_stream, plain_filter, positive, whole_chunks
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Group, ShardRule
 from piper.ir.facts import ChunkFacts
@@ -32,6 +32,9 @@ class Shard(Directive):
     def rewrite(self, dag: Dag, me: int) -> Dag:
         shards = dict(dag.shards)
         groups: dict[int, Group] = {}
+        check_stream("stream", self.stream)
+        if not isinstance(self.dim, int) or self.dim < 0:
+            raise DirectiveError(f"dim={self.dim!r} must be the number of a dimension, from 0")
         if self.ways is not None:
             positive("ways", self.ways)
         for number in whole_chunks(dag, Filter.of(self.where), "sharding"):

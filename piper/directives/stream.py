@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, plain_filter, positive
+from piper.directives.base import Directive, check_stream, plain_filter, positive
 from piper.ir.dag import Dag, StreamRule
 from piper.ir.filters import Filter, FilterLike, select
 
@@ -24,6 +24,7 @@ class Stream(Directive):
     sms: int | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
+        check_stream("name", self.stream)
         if self.sms is not None:
             positive("sms", self.sms)
         changed = {

@@ -6,6 +6,7 @@ before its first use begins: one bucket ahead, no more.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 
@@ -29,6 +30,8 @@ def add_gathers(dag: Dag, order: Schedule) -> Dag:
             rows[id(dag.nodes[number].devices)].append(number)
     for row in rows.values():
         devices = dag.nodes[row[0]].devices
+        if any(_uses(dag, number, buckets) for number in row):
+            _keep_order(out, row)  # the gathers are right for this order of passes only
         held: dict[int, int] = {}
         for place, number in enumerate(row):
             used = _uses(dag, number, buckets)
@@ -41,6 +44,15 @@ def add_gathers(dag: Dag, order: Schedule) -> Dag:
                 node = out.nodes[number]
                 out.nodes[number] = replace(node, reads=(*node.reads, *held.values()))
     return out.dag()
+
+
+def _keep_order(out: Rewriter, row: list[int]) -> None:
+    for before, number in itertools.pairwise(row):
+        node = out.nodes[number]
+        if before not in node.after:
+            out.nodes[number] = replace(
+                node, after=(*node.after, before), after_by=(*node.after_by, node.made_by)
+            )
 
 
 def _divided(dag: Dag) -> dict[str, int]:

@@ -121,18 +121,28 @@ class _Touched:
 
 
 def _sums(dag: Dag) -> dict[int, int]:
-    """For each value that is added to others in one slot, the first of them."""
-    first: dict[int, int] = {}
+    """For each value that is added to others in one slot, the first of them.
+
+    Gradients of one chunk, and reductions of one bucket, add up over microbatches, unless someone
+    reads those of a single microbatch.
+    """
+    together: dict[object, list[int]] = {}
+    apart: set[object] = set()
     for node in dag.nodes:
-        if isinstance(node.op, Update):  # what an update reads of one kind is one sum
-            leaders: dict[object, int] = {}
-            for value in node.reads:
-                first[value] = leaders.setdefault(_kind(dag, value), value)
-        elif isinstance(node.op, Collective) and _is_bucket_reduction(dag, node):
-            leaders = {}
-            for value in node.reads:
-                first[value] = leaders.setdefault(_kind(dag, value), value)
-    return first
+        if not isinstance(node.op, Update) and not _is_bucket_reduction(dag, node):
+            continue
+        read: defaultdict[object, list[int]] = defaultdict(list)
+        for value in node.reads:
+            read[_kind(dag, value)].append(value)
+        for kind, values in read.items():
+            if together.setdefault(kind, values) != values:
+                apart.add(kind)
+    return {
+        value: values[0]
+        for kind, values in together.items()
+        if kind not in apart
+        for value in values
+    }
 
 
 def _is_bucket_reduction(dag: Dag, node: Node) -> bool:
@@ -189,9 +199,19 @@ class _Planner:
             case Compute():
                 yield Verb.COMPUTE, node.stream, node.reads, node.writes
             case Collective():
-                yield Verb.COLLECTIVE, node.stream, node.reads, node.writes
+                yield Verb.COLLECTIVE, node.stream, self._mine(node.reads), node.writes
             case Update():
-                yield Verb.UPDATE, node.stream, node.reads, node.writes
+                yield Verb.UPDATE, node.stream, self._mine(node.reads), node.writes
+
+    def _mine(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``values`` that this class makes: a holder that computes none of a sum's parts
+        takes part in the sum with nothing."""
+        nodes, producers = self.dag.nodes, self.dag.producers
+        return tuple(
+            v
+            for v in values
+            if v in producers and self.me in self.touched.by(nodes[producers[v]].devices)
+        )
 
     def _readers(self, row: list[int]) -> dict[int, int]:
         """How many instructions of this class read each value, sums counted as one."""
@@ -257,8 +277,8 @@ class _Planner:
         for value in taken:
             self.read_at[value].append(here)
 
-    def _latest(self, before: set[int], stream: str) -> tuple[int, ...]:
-        """Of each other stream, the last instruction to wait for."""
+    def _latest(self, before: set[int], stream: str | None) -> tuple[int, ...]:
+        """Of each stream but ``stream``, the last instruction to wait for."""
         last: dict[str, int] = {}
         for place in before:
             name = self.out[place].stream
@@ -282,7 +302,7 @@ class _Planner:
 
     def _release(self, value: int) -> None:
         slot = self.slots.pop(value)
-        waits = self._latest({*self.made_at.pop(value, []), *self.read_at.pop(value, [])}, "")
+        waits = self._latest({*self.made_at.pop(value, []), *self.read_at.pop(value, [])}, None)
         self.out.append(Instruction(Verb.FREE, -1, "free", "", reads=(slot,), waits=waits))
 
 

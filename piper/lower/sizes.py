@@ -23,6 +23,8 @@ class Sizes:
     def __post_init__(self) -> None:
         self._first_extra = self.dag.first_extra
         for node in self.dag.nodes:
+            for value in (*node.reads, *node.writes):
+                self._groups.setdefault(value, len(node.devices))
             for value in node.writes:
                 self._groups[value] = len(node.devices)
 
@@ -35,7 +37,7 @@ class Sizes:
                 case ExtraRole.RECEIVED | ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
                     return self._of_model(self._plain(extra.of), len(extra.devices))
                 case ExtraRole.REDUCED:
-                    return self.bucket(extra.of) // self._parts(extra.of, 1)
+                    return -(-self.gradients(extra.of) // self._parts(extra.of, 1))
                 case ExtraRole.UPDATED:
                     return 0
                 case ExtraRole.GATHERED:
@@ -55,10 +57,13 @@ class Sizes:
 
     def optimizer(self, index: int, per_byte: float) -> int:
         """Bytes of a bucket's optimizer state on a device, ``per_byte`` of trained parameters."""
+        return int(-(-self.gradients(index) // self._parts(index, 1)) * per_byte)
+
+    def gradients(self, index: int) -> int:
+        """Bytes of a bucket's gradients on a device that has them whole."""
         bucket = self.dag.buckets[index]
         parameters = [self.dag.model.parameters[name] for name in bucket.parameters]
-        trained = sum(p.nbytes for p in parameters if p.trained) // bucket.ways
-        return int(-(-trained // self._parts(index, 1)) * per_byte)
+        return sum(p.nbytes for p in parameters if p.trained) // bucket.ways
 
     def _parts(self, index: int, level: int) -> int:
         bucket = self.dag.buckets[index]

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.dag import (
     Bucket,
@@ -69,7 +70,7 @@ def _buckets(dag: Dag) -> Iterable[Bucket]:
 
 def _holders(dag: Dag) -> dict[str, _Held]:
     """For each parameter, the groups of devices with equal copies, and the rule for its state."""
-    devices: defaultdict[str, dict[int, None]] = defaultdict(dict)
+    devices: dict[str, None] = {}
     places: defaultdict[str, set[Group]] = defaultdict(set)
     ways: dict[str, int] = {}
     rules: dict[str, StateRule] = {}
@@ -83,22 +84,35 @@ def _holders(dag: Dag) -> dict[str, _Held]:
             continue
         seen.add((chunk, id(node.devices)))
         for name in dag.model.chunks[chunk].parameters:
-            devices[name].update(dict.fromkeys(node.devices))
+            devices[name] = None
             places[name].add(node.devices)
             ways[name] = shard.ways if shard else 1
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     found = {}
-    for name, held in devices.items():
-        members = tuple(held)
+    for name in devices:
         if rules[name].zero == 3 and len(places[name]) > 1:
             raise DirectiveError(
                 f"the parameter {name!r} is held by several groups of devices "
                 f"({', '.join(str(list(g)) for g in sorted(places[name]))}) and cannot be divided "
                 "with zero=3: replicate its regions with a lower level"
             )
-        groups = tuple(members[i :: ways[name]] for i in range(ways[name]))
+        groups = _equal_copies(name, sorted(places[name], key=min), ways[name])
         found[name] = _Held(groups, rules[name], ways[name])
     return found
+
+
+def _equal_copies(name: str, places: list[Group], ways: int) -> tuple[Group, ...]:
+    """The devices that hold each part of a parameter that is divided ``ways`` ways."""
+    parts: dict[int, int] = {}
+    for group in places:
+        for rank, device in enumerate(group):
+            if parts.setdefault(device, rank % ways) != rank % ways:
+                raise DirectiveError(
+                    f"device {device} would hold two parts of {name!r}: its groups "
+                    f"({', '.join(str(list(g)) for g in places)}) must agree on who holds which "
+                    "experts; list the devices in the same order in every place"
+                )
+    return tuple(tuple(d for d, p in parts.items() if p == part) for part in range(ways))
 
 
 def _contributions(dag: Dag) -> dict[int, list[int]]:
@@ -151,7 +165,7 @@ def _update(dag: Dag, out: Rewriter, index: int, bucket: Bucket, gradients: list
         )
         reduced.append(total)
     done = out.value(ExtraRole.UPDATED, index, devices)
-    out.add(
+    update = out.add(
         Update(index),
         like=like,
         tags={},
@@ -161,6 +175,9 @@ def _update(dag: Dag, out: Rewriter, index: int, bucket: Bucket, gradients: list
         writes=(done,),
         made_by=rule.made_by,
     )
+    uses = tuple(_last_uses(dag, bucket))
+    by = (rule.made_by,) * len(uses)
+    out.nodes[update] = replace(out.nodes[update], after=uses, after_by=by)
     if rule.zero in (1, 2) and not alone:
         out.add(
             Collective(CollectiveKind.ALL_GATHER, bucket.groups),
@@ -172,3 +189,12 @@ def _update(dag: Dag, out: Rewriter, index: int, bucket: Bucket, gradients: list
             writes=(out.value(ExtraRole.GATHERED, index, devices),),
             made_by=rule.made_by,
         )
+
+
+def _last_uses(dag: Dag, bucket: Bucket) -> Iterable[int]:
+    """The passes that read the bucket's parameters and that no gradient of it waits for."""
+    names = set(bucket.parameters)
+    chunks = {c.index for c in dag.model.chunks if not names.isdisjoint(c.parameters)}
+    for number, node in enumerate(dag.nodes):
+        if isinstance(node.op, Compute) and node.op.chunk in chunks and node.op.which is Pass.BI:
+            yield number

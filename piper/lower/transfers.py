@@ -46,7 +46,8 @@ def _send(dag: Dag, out: Rewriter, value: int, maker: int, reader: int) -> int:
         raise DirectiveError(
             f"{name_of(dag, maker)} on {list(source)} feeds {name_of(dag, reader)} on "
             f"{list(target)}: a group of {len(source)} and one of {len(target)} cannot be matched; "
-            "one size must divide the other"
+            f"one size must divide the other ({dag.history[dag.nodes[maker].sends.made_by]}, "
+            f"{dag.history[dag.nodes[reader].sends.made_by]})"
         )
     arrived = out.value(ExtraRole.RECEIVED, value, target)
     out.add(
