@@ -264,46 +264,46 @@ GOLDEN: dict[str, str] = {
         plan of devices 0,1
            0 [gather] collective all_gather 0,1 embed[0] MB[0]:  -> s4
            1 [compute] compute F embed[0] MB[0]: s0 s4 -> s5 waits 0
-           2 [compute] compute F layer[0] MB[0]: s5 s4 -> s6 s7 waits 0
-           3 [compute] compute F embed[0] MB[1]: s1 s4 -> s8 waits 0
-           4 [compute] compute F layer[1] MB[0]: s6 s4 -> s9 s10 waits 0
-           5 [compute] compute F layer[0] MB[1]: s8 s4 -> s11 s12 waits 0
-           6 [compute] compute F head[0] MB[0]: s9 s4 -> s13 waits 0
-           7 [compute] compute F layer[1] MB[1]: s11 s4 -> s14 s15 waits 0
-           8 [compute] compute F loss[0] MB[0]: s13 s2 -> s16 s17
-           9 free s13
-          10 [compute] compute F head[0] MB[1]: s14 s4 -> s18 waits 0
-          11 free s4
-          12 [compute] compute B loss[0] MB[0]: s17 s2 -> s19
-          13 free s17
-          14 free s2
-          15 [compute] compute F loss[0] MB[1]: s18 s3 -> s20 s21
-          16 free s18
-          17 [gather] collective all_gather 0,1 head[0] MB[0]:  -> s22 waits 12
-          18 [compute] compute B loss[0] MB[1]: s21 s3 -> s23
-          19 free s21
+           2 [compute] compute F embed[0] MB[1]: s1 s4 -> s6 waits 0
+           3 [compute] compute F layer[0] MB[0]: s5 s4 -> s7 s8 waits 0
+           4 [compute] compute F layer[0] MB[1]: s6 s4 -> s9 s10 waits 0
+           5 [compute] compute F layer[1] MB[0]: s7 s4 -> s11 s12 waits 0
+           6 [compute] compute F layer[1] MB[1]: s9 s4 -> s13 s14 waits 0
+           7 [compute] compute F head[0] MB[0]: s11 s4 -> s15 waits 0
+           8 [compute] compute F head[0] MB[1]: s13 s4 -> s16 waits 0
+           9 free s4
+          10 [compute] compute F loss[0] MB[0]: s15 s2 -> s17 s18
+          11 free s15
+          12 [compute] compute F loss[0] MB[1]: s16 s3 -> s19 s20
+          13 free s16
+          14 [compute] compute B loss[0] MB[0]: s18 s2 -> s21
+          15 free s18
+          16 free s2
+          17 [gather] collective all_gather 0,1 head[0] MB[0]:  -> s22 waits 14
+          18 [compute] compute B loss[0] MB[1]: s20 s3 -> s23
+          19 free s20
           20 free s3
-          21 [compute] compute B head[0] MB[0]: s9 s19 s22 -> s24 s25 waits 17
-          22 free s9
-          23 free s19
-          24 [compute] compute B head[0] MB[1]: s14 s23 s22 -> s26 s27 waits 17
-          25 free s14
+          21 [compute] compute B head[0] MB[0]: s11 s21 s22 -> s24 s25 waits 17
+          22 free s11
+          23 free s21
+          24 [compute] compute B head[0] MB[1]: s13 s23 s22 -> s26 s27 waits 17
+          25 free s13
           26 free s23
-          27 [compute] compute B layer[1] MB[0]: s10 s6 s24 s22 -> s28 s29 waits 17
-          28 free s10
-          29 free s6
+          27 [compute] compute B layer[1] MB[0]: s12 s7 s24 s22 -> s28 s29 waits 17
+          28 free s12
+          29 free s7
           30 free s24
-          31 [compute] compute B layer[1] MB[1]: s15 s11 s26 s22 -> s30 s31 waits 17
-          32 free s15
-          33 free s11
+          31 [compute] compute B layer[1] MB[1]: s14 s9 s26 s22 -> s30 s31 waits 17
+          32 free s14
+          33 free s9
           34 free s26
-          35 [compute] compute B layer[0] MB[0]: s7 s5 s28 s22 -> s32 s33 waits 17
-          36 free s7
+          35 [compute] compute B layer[0] MB[0]: s8 s5 s28 s22 -> s32 s33 waits 17
+          36 free s8
           37 free s5
           38 free s28
-          39 [compute] compute B layer[0] MB[1]: s12 s8 s30 s22 -> s34 s35 waits 17
-          40 free s12
-          41 free s8
+          39 [compute] compute B layer[0] MB[1]: s10 s6 s30 s22 -> s34 s35 waits 17
+          40 free s10
+          41 free s6
           42 free s30
           43 free s22
           44 [compute] compute B embed[0] MB[0]: s0 s32 -> s36
@@ -325,8 +325,8 @@ GOLDEN: dict[str, str] = {
           60 [compute] update update bucket0: s38 -> s39 waits 55
           61 free s38
           62 free s39
-          63 free s16
-          64 free s20
+          63 free s17
+          64 free s19
     """,
     "published 0": """
         plan of devices 0,2
