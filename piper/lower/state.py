@@ -46,10 +46,12 @@ def add_state(dag: Dag) -> Dag:
     dag = replace(dag, buckets=tuple(_buckets(dag)))
     out = Rewriter(dag)
     contributions = _contributions(dag)
+    input_passes = _input_passes(dag)
     for index, bucket in enumerate(dag.buckets):
         gradients = [v for chunk in _users(dag, bucket) for v in contributions[chunk]]
         if gradients:
-            _update(dag, out, index, bucket, gradients)
+            uses = [n for chunk in _users(dag, bucket) for n in input_passes.get(chunk, ())]
+            _update(dag, out, index, bucket, gradients, tuple(uses))
     return out.dag()
 
 
@@ -112,7 +114,10 @@ def _equal_copies(name: str, places: list[Group], ways: int) -> tuple[Group, ...
                     f"({', '.join(str(list(g)) for g in places)}) must agree on who holds which "
                     "experts; list the devices in the same order in every place"
                 )
-    return tuple(tuple(d for d, p in parts.items() if p == part) for part in range(ways))
+    holders: list[list[int]] = [[] for _ in range(ways)]
+    for device, part in parts.items():
+        holders[part].append(device)
+    return tuple(map(tuple, holders))
 
 
 def _contributions(dag: Dag) -> dict[int, list[int]]:
@@ -134,7 +139,14 @@ def _users(dag: Dag, bucket: Bucket) -> list[int]:
     return [c.index for c in dag.model.chunks if not names.isdisjoint(c.parameters)]
 
 
-def _update(dag: Dag, out: Rewriter, index: int, bucket: Bucket, gradients: list[int]) -> None:
+def _update(
+    dag: Dag,
+    out: Rewriter,
+    index: int,
+    bucket: Bucket,
+    gradients: list[int],
+    uses: tuple[int, ...],
+) -> None:
     rule = bucket.rule
     devices = tuple(dict.fromkeys(d for group in bucket.groups for d in group))
     like = dag.nodes[dag.producers[gradients[0]]]
@@ -175,7 +187,6 @@ def _update(dag: Dag, out: Rewriter, index: int, bucket: Bucket, gradients: list
         writes=(done,),
         made_by=rule.made_by,
     )
-    uses = tuple(_last_uses(dag, bucket))
     by = (rule.made_by,) * len(uses)
     out.nodes[update] = replace(out.nodes[update], after=uses, after_by=by)
     if rule.zero in (1, 2) and not alone:
@@ -191,10 +202,11 @@ def _update(dag: Dag, out: Rewriter, index: int, bucket: Bucket, gradients: list
         )
 
 
-def _last_uses(dag: Dag, bucket: Bucket) -> Iterable[int]:
-    """The passes that read the bucket's parameters and that no gradient of it waits for."""
-    names = set(bucket.parameters)
-    chunks = {c.index for c in dag.model.chunks if not names.isdisjoint(c.parameters)}
+def _input_passes(dag: Dag) -> dict[int, list[int]]:
+    """For each chunk, its BI passes: they read parameters, and no gradient of these need wait for
+    them."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
     for number, node in enumerate(dag.nodes):
-        if isinstance(node.op, Compute) and node.op.chunk in chunks and node.op.which is Pass.BI:
-            yield number
+        if isinstance(node.op, Compute) and node.op.which is Pass.BI:
+            found[node.op.chunk].append(number)
+    return found
