@@ -36,6 +36,7 @@ from piper.capture.regions import (
 )
 from piper.capture.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.capture.stray import RefuseStray, refuse_autograd_functions, refuse_unsupported
+from piper.capture.tensors import overlaps
 from piper.errors import CaptureError
 
 LOSS_PREFIX = "loss:"
@@ -200,8 +201,7 @@ def export(
 
 def _packed(x: Tensor) -> Tensor:
     """``x``, or, if several of its elements are one number in memory, a copy where none are."""
-    overlaps = any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if overlaps else x
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if overlaps(x) else x
 
 
 def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:

@@ -16,7 +16,7 @@ from piper.capture.graphs import ancestors, base_of, extract, flops, has_tensor,
 from piper.capture.joint import Joint
 from piper.capture.program import Function, Kind, Pass, Program, Ref
 from piper.capture.saving import Remat, choose
-from piper.capture.tensors import TensorSpec
+from piper.capture.tensors import TensorSpec, overlaps
 
 Ends = list[tuple[Ref, fx.Node]]
 
@@ -116,7 +116,7 @@ def _own_gradients(
     for i, (ref, node) in enumerate(zip(results, ends, strict=True)):
         if ref.kind is not Kind.PARAMETER_GRAD:
             continue
-        if bases[i] in taken or bases.count(bases[i]) > 1 or _overlaps(node):
+        if bases[i] in taken or bases.count(bases[i]) > 1 or overlaps(node.meta["val"]):
             with graph.inserting_before(output):
                 ends[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
                 ends[i].update_kwarg("memory_format", torch.contiguous_format)
@@ -124,9 +124,3 @@ def _own_gradients(
             bases[i] = ends[i]
     output.args = (ends,)
     module.recompile()
-
-
-def _overlaps(node: fx.Node) -> bool:
-    """Whether several elements of the tensor are one number in memory."""
-    value = node.meta["val"]
-    return any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))

@@ -152,11 +152,6 @@ def tags_of(meta: Mapping[str, Any]) -> tuple[Region, ...]:
     return tuple((meta.get("custom") or {}).get(_META, ()))
 
 
-def set_tags(meta: dict[str, Any], tags: tuple[Region, ...]) -> None:
-    """Put ``tags`` on a node that a rewrite made or moved."""
-    meta["custom"] = {**(meta.get("custom") or {}), _META: tags}
-
-
 def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
     """Make every module whose path matches a pattern of ``tags`` enter that region when called.
 

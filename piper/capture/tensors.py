@@ -35,3 +35,8 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether several elements of ``x`` are one number in memory."""
+    return any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
