@@ -23,7 +23,9 @@ _DATA_DEPENDENT = (
     DynamicOutputShapeException,
     UserError,
 )
-_OURS = tuple(str(Path(p).resolve().parent) + "/" for p in (torch.__file__, __file__))
+_HOMES = [Path(p).parent for p in (torch.__file__, __file__)]
+# as imported and, where an environment is reached by a link, as it really is
+_OURS = tuple(f"{home}/" for p in _HOMES for home in (p, p.resolve()))
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 
 
