@@ -1,16 +1,25 @@
 """Piper: distributed training of PyTorch models from named regions and a few directives."""
 
 from piper.capture.regions import annotate
+from piper.compiler import compile
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
 from piper.errors import CaptureError, DirectiveError, PiperError
+from piper.launch import Trainer, launch
+from piper.program import Program
 from piper.strategy import Strategy
+from piper.weights import Source
 
 __all__ = [
     "CaptureError",
     "DirectiveError",
     "PiperError",
+    "Program",
+    "Source",
     "Strategy",
+    "Trainer",
     "annotate",
+    "compile",
+    "launch",
     "order",
     "partition",
     "place",

@@ -6,9 +6,8 @@ step follows. Every other way of running a model must give these numbers.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +23,9 @@ from piper.capture.model import Captured
 from piper.capture.program import Function, Kind, Pass, Program, Ref
 from piper.capture.tensors import TensorSpec
 from piper.errors import PiperError
+from piper.optimizer import OptimizerFactory
 from piper.random import fold, seeded
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Init = Callable[[str, Tensor, torch.Generator], None]
+from piper.weights import Init, materialised
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,40 +257,17 @@ class SingleDevice:
         for name, parameter in module.named_parameters():
             if id(parameter) in taken:  # the loss uses a parameter of the model
                 continue
-            data = _materialised(prefix + name, parameter.detach(), device, init, self.seed)
+            data = materialised(prefix + name, parameter.detach(), device, init, self.seed)
             if data is not parameter.detach() and data.data_ptr() != parameter.data_ptr():
                 parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
             self.parameters[prefix + name] = parameter
         for name, buffer in module.named_buffers():
-            self.buffers[prefix + name] = _materialised(
+            self.buffers[prefix + name] = materialised(
                 prefix + name, buffer, device, init, self.seed
             )
 
 
 _GRADIENTS = (Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
-
-
-def _materialised(
-    name: str, tensor: Tensor, device: torch.device, init: Init | None, seed: int
-) -> Tensor:
-    """``tensor`` on ``device``, filled by ``init`` if it has no data. Its generator is seeded by
-    the name, so that weights depend neither on the order of filling nor on the strategy."""
-    if not tensor.is_meta:
-        return tensor.to(device)
-    if init is None:
-        raise PiperError(
-            f"{name} is on the meta device and has no values: give init=, a function "
-            "(name, tensor, generator) that fills it"
-        )
-    data = torch.empty_like(tensor, device=device)
-    init(name, data, generator_for(name, device, seed))
-    return data
-
-
-def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
-    """The generator that fills the parameter of that name."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _held(program: Program, backward: tuple[Pass, ...]) -> frozenset[Ref]:

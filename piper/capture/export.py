@@ -164,12 +164,15 @@ def export(
     parts: int,
     device: torch.device,
     keep_outputs: bool,
+    dtype: torch.dtype | None = None,
 ) -> Exported:
-    """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches."""
+    """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches. ``dtype``, if
+    given, is what floating-point parameters and inputs are taken in."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-    example = [fake_like(_packed(x), mode, device) for x in batch.slices(parts)[0]]
+    slices = batch.slices(parts)[0]
+    example = [fake_like(_packed(x), mode, device, dtype) for x in slices]
     parts_of = _Parts(model, loss)
-    skeleton, names = skeleton_of(parts_of, mode, device, type(model).__name__)
+    skeleton, names = skeleton_of(parts_of, mode, device, type(model).__name__, dtype)
     assert isinstance(skeleton, _Parts)
     tag_modules(skeleton.model, tags)
     step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, keep_outputs)

@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
+from piper.capture.tensors import TensorSpec
+
 
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws random numbers."""
@@ -112,6 +114,30 @@ def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:
         else:
             order[pending.pop()] = None
     return list(order)
+
+
+def workspace(graph: fx.Graph) -> int:
+    """Bytes that a call needs at its worst moment beside its arguments and its results, when each
+    tensor is let go after its last use."""
+    results = {base_of(node) for node in returned(graph)}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            last[base_of(arg)] = node
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for base, node in last.items():
+        dying.setdefault(node, []).append(base)
+    held = peak = kept = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and has_tensor(node) and base_of(node) is node:
+            held += TensorSpec.of(node.meta["val"]).nbytes
+            if node in results:
+                kept += TensorSpec.of(node.meta["val"]).nbytes
+        peak = max(peak, held)
+        for base in dying.get(node, ()):
+            if base.op == "call_function" and has_tensor(base) and base not in results:
+                held -= TensorSpec.of(base.meta["val"]).nbytes
+    return peak - kept
 
 
 def flops(graph: fx.Graph) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ from piper.capture.saving import Remat
 from piper.errors import CaptureError
 
 
+class Precision(Enum):
+    """What a step computes in."""
+
+    FP32 = "fp32"
+    """The model's own precision."""
+    BF16 = "bf16"
+    """bf16, with fp32 weights for the optimizer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A model's step as chunks of pure functions."""
@@ -44,6 +54,10 @@ class Captured:
     microbatches: int
     device: torch.device
     compiler: Compiler
+    remat: Remat
+    """What the programs compute again."""
+    master: torch.dtype | None = None
+    """What trained parameters are kept in, where the programs take copies in another precision."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -75,6 +89,7 @@ def capture(
     compiler: str = "eager",
     remat: str | None = None,
     keep_outputs: bool = False,
+    precision: str = Precision.FP32.value,
 ) -> Captured:
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
 
@@ -82,16 +97,27 @@ def capture(
     whole batch: real, fake or meta tensors, of which only shapes and dtypes are read. ``model``
     may be on any device, meta included, and is left as it is; ``device`` is where the programs
     will run. ``remat`` is "none", "min-cut" or "all"; by default the compiler's own choice.
-    ``keep_outputs`` makes the model's output a result of the step beside the loss.
+    ``keep_outputs`` makes the model's output a result of the step beside the loss. ``precision``
+    "bf16" computes with bf16 parameters and inputs; "fp32" with the model's own.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
     _check(model, loss)
     where = _device(model, device)
+    kind = _precision(precision)
     example = Batch.of(inputs, targets)
     with _tracing_is_process_wide, unset_fake_temporarily():
         return _capture(
-            model, example, loss, tags or {}, microbatches, where, chosen, policy, keep_outputs
+            model,
+            example,
+            loss,
+            tags or {},
+            microbatches,
+            where,
+            chosen,
+            policy,
+            keep_outputs,
+            kind,
         )
 
 
@@ -109,6 +135,7 @@ def _capture(
     chosen: Compiler,
     policy: Remat,
     keep_outputs: bool,
+    precision: Precision,
 ) -> Captured:
     exported = export(
         model,
@@ -118,6 +145,7 @@ def _capture(
         parts=microbatches,
         device=where,
         keep_outputs=keep_outputs,
+        dtype=torch.bfloat16 if precision is Precision.BF16 else None,
     )
     pieces = cut(exported)
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -138,6 +166,8 @@ def _capture(
         microbatches=microbatches,
         device=where,
         compiler=chosen,
+        remat=policy,
+        master=torch.float32 if precision is Precision.BF16 else None,
     )
 
 
@@ -150,6 +180,14 @@ def _check(model: object, loss: object) -> None:
         raise CaptureError(f"loss={loss!r} cannot be called: give a function (output, *targets)")
     if torch.is_inference_mode_enabled():
         raise CaptureError("capture cannot run under torch.inference_mode(): leave it first")
+
+
+def _precision(name: str) -> Precision:
+    try:
+        return Precision(name)
+    except ValueError:
+        names = ", ".join(kind.value for kind in Precision)
+        raise CaptureError(f"precision={name!r} is unknown; choose one of {names}") from None
 
 
 def _policy(name: str) -> Remat:

@@ -12,7 +12,15 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
-from piper.capture.graphs import ancestors, base_of, extract, flops, has_tensor, is_random
+from piper.capture.graphs import (
+    ancestors,
+    base_of,
+    extract,
+    flops,
+    has_tensor,
+    is_random,
+    workspace,
+)
 from piper.capture.joint import Joint
 from piper.capture.program import Function, Kind, Pass, Program, Ref
 from piper.capture.saving import Remat, choose
@@ -98,6 +106,7 @@ def _function(
         arguments=tuple(sources.values()),
         results=tuple(ref for ref, _ in ends),
         flops=flops(module.graph),
+        workspace=workspace(module.graph),
         random=any(is_random(node) for node in module.graph.nodes),
     )
 

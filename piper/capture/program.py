@@ -68,6 +68,8 @@ class Function:
     arguments: tuple[Ref, ...]
     results: tuple[Ref, ...]
     flops: int
+    workspace: int
+    """Bytes it needs for a while beside its arguments and results."""
     random: bool
     """Whether it draws from the device's default generator."""
     consumes: frozenset[Ref] = frozenset()

@@ -13,20 +13,29 @@ from torch.nn.parameter import UninitializedParameter
 from piper.errors import CaptureError
 
 
-def fake_like(x: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    """A fake tensor of the shape, strides and dtype of ``x``, on ``device``."""
+def fake_like(
+    x: Tensor, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None = None
+) -> FakeTensor:
+    """A fake tensor of the shape, strides and dtype of ``x``, on ``device``; floating-point ones
+    of ``dtype``, if given."""
+    kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
     with mode:
-        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=kind, device=device)
     assert isinstance(fake, FakeTensor)
     return fake
 
 
 def skeleton_of(
-    model: nn.Module, mode: FakeTensorMode, device: torch.device, called: str
+    model: nn.Module,
+    mode: FakeTensorMode,
+    device: torch.device,
+    called: str,
+    dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, dict[str, str]]:
     """A copy of ``model`` with fake tensors, and each tensor's path to its first path (ties).
 
-    ``called`` is what errors call the model.
+    ``called`` is what errors call the model; ``dtype``, if given, is that of its floating-point
+    parameters.
     """
     memo: dict[int, Any] = {}
     first: dict[int, str] = {}
@@ -44,7 +53,7 @@ def skeleton_of(
             )
         names[path] = first.setdefault(id(parameter), path)
         fake = nn.Parameter(
-            fake_like(parameter, mode, device), requires_grad=parameter.requires_grad
+            fake_like(parameter, mode, device, dtype), requires_grad=parameter.requires_grad
         )
         memo.setdefault(id(parameter), fake)
     for path, buffer in model.named_buffers(remove_duplicate=False):

@@ -104,10 +104,10 @@ class Shard(Directive):
             )
         for value in (*chunk.inputs, *chunk.outputs):
             facts = dag.model.values[value]
-            if not facts.shape or facts.shape[0] != experts:
+            if len(facts.shape) < 2 or facts.shape[0] != experts:
                 raise DirectiveError(
                     f"{name} mixes experts: its input or output {facts.name} has shape "
-                    f"{list(facts.shape)} and is not expert-major ([{experts}, ...]); do the "
+                    f"{list(facts.shape)} and is not expert-major ([{experts}, rows, ...]); do the "
                     "dispatch and the combination outside the region"
                 )
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
+import torch
+
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.ir.facts import Model
@@ -135,6 +137,12 @@ class Bucket:
     rule: StateRule
     ways: int
     """Over how many devices the parameters are divided as experts."""
+    dim: int
+    """The dimension along which they are divided as experts."""
+    trained: bool
+    dtype: torch.dtype
+    gradient: torch.dtype
+    """What gradients are summed in; if not ``dtype``, the optimizer has a copy in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ model; a test may write them down by hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
@@ -31,6 +33,8 @@ class PassFacts:
     writes: tuple[Ref, ...]
     flops: int
     uses_parameters: bool
+    workspace: int = 0
+    """Bytes it needs for a while beside what it reads and makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class ChunkFacts:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     variants: Mapping[Remat, Variant]
+    changes: tuple[str, ...] = ()
+    """Buffers that its forward gives a new content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,10 @@ class ParameterFacts:
     shape: tuple[int, ...]
     nbytes: int
     trained: bool
+    dtype: torch.dtype = torch.float32
+    gradient: torch.dtype = torch.float32
+    """What its gradients are summed in, and, where it is not ``dtype``, what is updated: the
+    parameter itself is then a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +94,15 @@ class Model:
     """The size of the whole batch."""
     remat: Remat
     """The policy of chunks that no directive speaks of."""
+    count: int | None = None
+    """The value that the sum of losses is divided by, if the loss gives one."""
 
 
-def facts_of(captured: Captured, remat: Remat) -> Model:
-    """The facts of a captured model."""
+def facts_of(captured: Captured, remat: Remat, joints: Sequence[Joint] | None = None) -> Model:
+    """The facts of a captured model; ``joints`` stand for the chunks' own, if given."""
+    joints = captured.joints if joints is None else joints
     variants: dict[int, Mapping[Remat, Variant]] = {}
-    for joint in captured.joints:
+    for joint in joints:
         if id(joint) not in variants:
             variants[id(joint)] = _variants(joint)
     chunks = tuple(
@@ -100,8 +113,9 @@ def facts_of(captured: Captured, remat: Remat) -> Model:
             inputs=chunk.inputs,
             outputs=chunk.outputs,
             variants=variants[id(joint)],
+            changes=chunk.updates,
         )
-        for chunk, joint in zip(captured.chunks, captured.joints, strict=True)
+        for chunk, joint in zip(captured.chunks, joints, strict=True)
     )
     values = tuple(
         ValueFacts(value.name, value.spec.shape, value.spec.nbytes) for value in captured.cut.values
@@ -111,9 +125,11 @@ def facts_of(captured: Captured, remat: Remat) -> Model:
         for i, name in enumerate(chunk.parameters):
             spec = program.specs[Ref(Kind.PARAMETER, i)]
             trained = Ref(Kind.PARAMETER_GRAD, i) in program.specs
-            parameters[name] = ParameterFacts(spec.shape, spec.nbytes, trained)
+            kept = captured.master or spec.dtype
+            parameters[name] = ParameterFacts(spec.shape, spec.nbytes, trained, spec.dtype, kept)
     size = captured.example.size
-    return Model(chunks, values, parameters, captured.cut.loss, size, remat)
+    cut = captured.cut
+    return Model(chunks, values, parameters, cut.loss, size, remat, cut.count)
 
 
 def _variants(joint: Joint) -> Mapping[Remat, Variant]:
@@ -130,14 +146,15 @@ def _variant(program: Program) -> Variant:
 
 def _pass(function: Function) -> PassFacts:
     return PassFacts(
-        reads=_bundled(function.arguments),
-        writes=_bundled(function.results),
+        reads=bundled(function.arguments),
+        writes=bundled(function.results),
         flops=function.flops,
         uses_parameters=any(ref.kind is Kind.PARAMETER for ref in function.arguments),
+        workspace=function.workspace,
     )
 
 
-def _bundled(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-    """``refs`` without state, and with one reference for each bundle."""
+def bundled(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+    """``refs`` without state, and with one reference for each bundle: what slots hold."""
     kept = (Ref(r.kind, 0) if r.kind in _BUNDLED else r for r in refs if r.kind not in _STATE)
     return tuple(dict.fromkeys(kept))

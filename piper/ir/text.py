@@ -81,6 +81,8 @@ def _verb(op: Op) -> str:
 def _value(dag: Dag, number: int) -> str:
     if number >= dag.first_extra:
         extra = dag.extra[number - dag.first_extra]
+        if extra.role in (ExtraRole.TOTAL, ExtraRole.NORM):
+            return extra.role.value
         bucket = extra.role in _OF_BUCKETS
         of = f"bucket{extra.of}" if bucket else _value(dag, extra.of)
         return f"{extra.role.value}({of})"

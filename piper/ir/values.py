@@ -42,9 +42,13 @@ class ExtraRole(Enum):
     REDUCED = "reduced"
     """The summed gradients of a bucket."""
     UPDATED = "updated"
-    """A bucket after its update."""
+    """The squared norm of a bucket's gradients, when the bucket has been updated."""
     GATHERED = "gathered"
     """The whole parameters of a bucket that is kept divided."""
+    TOTAL = "total"
+    """The loss of the whole batch, and what its sum is divided by."""
+    NORM = "norm"
+    """The squared norm of all gradients."""
 
 
 @dataclass(frozen=True, slots=True)

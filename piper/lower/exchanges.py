@@ -65,7 +65,7 @@ def _exchange(
 ) -> None:
     out.add(
         Collective(CollectiveKind.ALL_TO_ALL, groups),
-        like=node,
+        tags=node.tags,
         devices=node.devices,
         stream=rule.stream,
         reads=reads,

@@ -81,7 +81,7 @@ def _gather(
     rule = dag.buckets[bucket].rule
     made = out.add(
         Collective(CollectiveKind.ALL_GATHER, dag.buckets[bucket].groups),
-        like=dag.nodes[number],
+        tags=dag.nodes[number].tags,
         devices=devices,
         stream=rule.gather_stream,
         reads=(),

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from piper.ir.dag import Dag
 from piper.ir.facts import Model
 from piper.ir.verify import verify
+from piper.lower.buffers import keep_buffers
 from piper.lower.classes import Classes, classes_of
 from piper.lower.exchanges import add_exchanges
 from piper.lower.gathers import add_gathers
-from piper.lower.memory import Memory, memory_of
+from piper.lower.memory import Memory, check_limit, memory_of
 from piper.lower.plan import Plan, plans_of
 from piper.lower.schedule import Costs, Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
-from piper.lower.transfers import add_transfers
+from piper.lower.totals import add_totals
+from piper.lower.transfers import add_transfers, refuse_undivided
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +32,37 @@ class Lowered:
     memory: tuple[Memory, ...]
 
 
-def lower(dag: Dag, models: Mapping[int, Model], costs: Costs | None = None) -> Lowered:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What lowering must know besides the DAG."""
+
+    clip: bool = False
+    """Whether updates wait for the norm of all gradients."""
+    optimizer_bytes: float = 2.0
+    """Bytes of the optimizer's state for each byte of trained parameters."""
+    memory_limit: int | None = None
+    """Bytes that a device has."""
+    costs: Costs = Costs()
+
+
+def lower(dag: Dag, models: Mapping[int, Model], settings: Settings | None = None) -> Lowered:
     """Plans for ``dag``, whose nodes are all placed. ``models`` are the model's facts at the
     shapes of each size of group."""
-    costs = costs or Costs()
-    dag = add_state(add_exchanges(add_transfers(dag)))
+    settings = settings or Settings()
+    costs = settings.costs
+    dag = add_transfers(keep_buffers(dag))
+    refuse_undivided(dag, models)
+    dag = add_totals(add_state(add_exchanges(dag)), clip=settings.clip)
     verify(dag)
     if any(bucket.rule.zero == 3 for bucket in dag.buckets):
         dag = add_gathers(dag, _run(dag, models, costs)[1])
         verify(dag)
     classes, order, sizes = _run(dag, models, costs)
     plans = plans_of(dag, classes, order, sizes)
-    memory = tuple(memory_of(dag, plan, sizes) for plan in plans)
+    memory = tuple(memory_of(dag, plan, sizes, settings.optimizer_bytes) for plan in plans)
+    if settings.memory_limit is not None:
+        for plan, found in zip(plans, memory, strict=True):
+            check_limit(found, plan, settings.memory_limit)
     return Lowered(dag, classes, order, plans, memory)
 
 

@@ -1,19 +1,31 @@
 """One plan for each class of devices: small frozen instructions over numbered slots.
 
 A plan is all a worker needs besides the programs and its state: what to run in which order on
-which stream, what to wait for, which slots are read, written, added to and freed. It serializes
-without pickle and prints one instruction a line.
+which stream with whom, what to wait for, which slots are read, written, added to and freed. It
+serializes without pickle and prints one instruction a line.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-from piper.ir.dag import Collective, Compute, Dag, Group, Node, Transfer, Update
+from piper.capture.program import Pass
+from piper.errors import DirectiveError
+from piper.ir.dag import (
+    Collective,
+    CollectiveKind,
+    Compute,
+    Dag,
+    Group,
+    Node,
+    Op,
+    Transfer,
+    Update,
+)
 from piper.ir.text import name_of
 from piper.ir.values import GIVEN, ExtraRole, Role
 from piper.lower.classes import Classes
@@ -30,6 +42,17 @@ class Verb(Enum):
     FREE = "free"
 
 
+class Given(NamedTuple):
+    """A slot that holds a tensor of the batch when the step begins."""
+
+    slot: int
+    value: int
+    """Which of the model's values it is."""
+    microbatch: int
+    group: Group
+    """The devices that share it, each a part of the rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One thing that a device does. ``waits`` are places of instructions on other streams that
@@ -39,6 +62,14 @@ class Instruction:
     node: int
     name: str
     stream: str
+    op: Op | None = None
+    """What is done, with whom; None for a free."""
+    role: ExtraRole | None = None
+    """What a communication makes, or, for PARTIAL, takes."""
+    of: int = 0
+    """The model's value, or the bucket, that a communication is about."""
+    group: Group = ()
+    """The devices among whom the rows of what is computed are divided."""
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     adds: tuple[int, ...] = ()
@@ -52,8 +83,7 @@ class Plan:
 
     devices: Group
     instructions: tuple[Instruction, ...]
-    given: tuple[int, ...]
-    """The slots that hold the batch when the step begins."""
+    given: tuple[Given, ...]
     slot_bytes: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -61,27 +91,108 @@ class Plan:
         return "\n".join([head, *(f"{i:>4} {_line(x)}" for i, x in enumerate(self.instructions))])
 
     def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
-        for instruction in data["instructions"]:
-            instruction["verb"] = instruction["verb"].value
-        return data
+        """The plan as plain data; what instructions have in common is written once."""
+        ops, names, streams, groups = _Table(), _Table(), _Table(), _Table()
+        rows = [
+            [
+                x.verb.value,
+                x.node,
+                names.number(x.name),
+                streams.number(x.stream),
+                ops.number(x.op),
+                x.role and x.role.value,
+                x.of,
+                groups.number(x.group),
+                x.reads,
+                x.writes,
+                x.adds,
+                x.waits,
+            ]
+            for x in self.instructions
+        ]
+        given = [(*item[:3], groups.number(item.group)) for item in self.given]
+        return {
+            "devices": self.devices,
+            "given": given,
+            "groups": groups.items,
+            "slot_bytes": self.slot_bytes,
+            "names": names.items,
+            "streams": streams.items,
+            "ops": [_op_to_json(op) for op in ops.items],
+            "instructions": rows,
+        }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        lists = ("reads", "writes", "adds", "waits")
+        ops = [_op_from_json(op) for op in data["ops"]]
+        groups = [tuple(group) for group in data["groups"]]
         instructions = tuple(
             Instruction(
-                verb=Verb(item["verb"]),
-                node=item["node"],
-                name=item["name"],
-                stream=item["stream"],
-                **{key: tuple(item[key]) for key in lists},
+                verb=Verb(verb),
+                node=node,
+                name=data["names"][name],
+                stream=data["streams"][stream],
+                op=ops[op],
+                role=ExtraRole(role) if role else None,
+                of=of,
+                group=groups[group],
+                reads=tuple(reads),
+                writes=tuple(writes),
+                adds=tuple(adds),
+                waits=tuple(waits),
             )
-            for item in data["instructions"]
+            for (verb, node, name, stream, op, role, of, group, reads, writes, adds, waits) in data[
+                "instructions"
+            ]
         )
         return Plan(
-            tuple(data["devices"]), instructions, tuple(data["given"]), tuple(data["slot_bytes"])
+            tuple(data["devices"]),
+            instructions,
+            tuple(Given(*item[:3], groups[item[3]]) for item in data["given"]),
+            tuple(data["slot_bytes"]),
         )
+
+
+class _Table:
+    """Distinct items, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, item: Any) -> int:
+        if item not in self._numbers:
+            self._numbers[item] = len(self.items)
+            self.items.append(item)
+        return self._numbers[item]
+
+
+def _op_to_json(op: Op | None) -> list[Any] | None:
+    match op:
+        case Compute(chunk=chunk, which=which, microbatch=microbatch):
+            return ["compute", chunk, which.value, microbatch]
+        case Transfer(source=source, target=target):
+            return ["transfer", source, target]
+        case Collective(kind=kind, groups=groups):
+            return ["collective", kind.value, groups]
+        case Update(bucket=bucket):
+            return ["update", bucket]
+        case None:
+            return None
+
+
+def _op_from_json(data: list[Any] | None) -> Op | None:
+    match data:
+        case ["compute", chunk, which, microbatch]:
+            return Compute(chunk, Pass(which), microbatch)
+        case ["transfer", source, target]:
+            return Transfer(tuple(source), tuple(target))
+        case ["collective", kind, groups]:
+            return Collective(CollectiveKind(kind), tuple(map(tuple, groups)))
+        case ["update", bucket]:
+            return Update(bucket)
+        case _:
+            return None
 
 
 def plans_of(dag: Dag, classes: Classes, order: Schedule, sizes: Sizes) -> tuple[Plan, ...]:
@@ -97,9 +208,9 @@ def plans_of(dag: Dag, classes: Classes, order: Schedule, sizes: Sizes) -> tuple
         else:
             for c in touched.by(node.devices):
                 rows[c].append(number)
-    sums = _sums(dag)
+    shared = _Shared(dag, sizes, touched)
     return tuple(
-        _Planner(dag, members, sums, sizes, touched).plan(row)
+        _Planner(shared, members).plan(row)
         for members, row in zip(classes.members, rows, strict=True)
     )
 
@@ -114,10 +225,50 @@ class _Touched:
         self._kept: list[Group] = []
 
     def by(self, group: Group) -> tuple[int, ...]:
-        if id(group) not in self._known:
-            self._known[id(group)] = self.classes.touched(group)
+        found = self._known.get(id(group))
+        if found is None:
+            found = self._known[id(group)] = self.classes.touched(group)
             self._kept.append(group)
-        return self._known[id(group)]
+        return found
+
+
+class _Shared:
+    """What the plans of all classes have in common."""
+
+    def __init__(self, dag: Dag, sizes: Sizes, touched: _Touched) -> None:
+        self.dag = dag
+        self.sizes = sizes
+        self.touched = touched
+        self.sums = _sums(dag)
+        self._names: dict[int, str] = {}
+        self._roles = [value.role for value in dag.table.values]
+        self._first_extra = dag.first_extra
+
+    def name(self, number: int) -> str:
+        found = self._names.get(number)
+        if found is None:
+            found = self._names[number] = name_of(self.dag, number)
+        return found
+
+    def role(self, value: int) -> Role | None:
+        return None if value >= self._first_extra else self._roles[value % len(self._roles)]
+
+    def about(self, node: Node) -> tuple[ExtraRole | None, int]:
+        """The role of what a communication makes, and the value or bucket it is about."""
+        if isinstance(node.op, Compute | Update):
+            return None, 0
+        (written,) = node.writes
+        if written >= self._first_extra:
+            extra = self.dag.extra[written - self._first_extra]
+            if extra.role in (ExtraRole.RECEIVED, ExtraRole.EXCHANGED):
+                return extra.role, self._plain(extra.of)
+            return extra.role, extra.of
+        return ExtraRole.PARTIAL, self._plain(written)
+
+    def _plain(self, value: int) -> int:
+        while value >= self._first_extra:
+            value = self.dag.extra[value - self._first_extra].of
+        return self.dag.table.value(value)[0].of
 
 
 def _sums(dag: Dag) -> dict[int, int]:
@@ -129,11 +280,13 @@ def _sums(dag: Dag) -> dict[int, int]:
     together: dict[object, list[int]] = {}
     apart: set[object] = set()
     for node in dag.nodes:
-        if not isinstance(node.op, Update) and not _is_bucket_reduction(dag, node):
+        if isinstance(node.op, Compute | Transfer):
             continue
         read: defaultdict[object, list[int]] = defaultdict(list)
         for value in node.reads:
-            read[_kind(dag, value)].append(value)
+            kind = _kind(dag, value)
+            if kind is not None:
+                read[kind].append(value)
         for kind, values in read.items():
             if together.setdefault(kind, values) != values:
                 apart.add(kind)
@@ -145,164 +298,174 @@ def _sums(dag: Dag) -> dict[int, int]:
     }
 
 
-def _is_bucket_reduction(dag: Dag, node: Node) -> bool:
-    extra = [dag.extra[v - dag.first_extra] for v in node.writes if v >= dag.first_extra]
-    return bool(extra) and extra[0].role is ExtraRole.REDUCED
-
-
-def _kind(dag: Dag, value: int) -> object:
+def _kind(dag: Dag, value: int) -> object | None:
     """Values of equal kind add up: gradients of one chunk, reductions of one bucket."""
     if value >= dag.first_extra:
-        return dag.extra[value - dag.first_extra]
-    return dag.table.value(value)[0]
+        extra = dag.extra[value - dag.first_extra]
+        return (extra.role, extra.of) if extra.role is ExtraRole.REDUCED else None
+    found = dag.table.value(value)[0]
+    return found if found.role is Role.PARAMETER_GRADIENT else None
 
 
 class _Planner:
     """Gives slots to values as they come and go on one class of devices."""
 
-    def __init__(
-        self, dag: Dag, members: Group, sums: dict[int, int], sizes: Sizes, touched: _Touched
-    ) -> None:
-        self.dag = dag
+    def __init__(self, shared: _Shared, members: Group) -> None:
+        self.shared = shared
+        self.dag = shared.dag
         self.members = members
-        self.sums = sums
-        self.sizes = sizes
-        self.me = touched.classes.of[members[0]]
-        self.touched = touched
-        self.first_extra = dag.first_extra
+        self.me = shared.touched.classes.of[members[0]]
+        self.sums = shared.sums
         self.slots: dict[int, int] = {}
         self.slot_bytes: list[int] = []
         self.out: list[Instruction] = []
-        self.made_at: dict[int, list[int]] = defaultdict(list)
-        self.read_at: dict[int, list[int]] = defaultdict(list)
+        self.made_at: dict[int, list[int]] = {}
+        self.read_at: dict[int, list[int]] = {}
         self.node_at: dict[int, int] = {}
 
     def plan(self, row: list[int]) -> Plan:
-        left = self._readers(row)
-        given = [self._slot(v) for v in left if self._is_given(v) and self._role(v) is Role.BATCH]
-        for number in row:
-            node = self.dag.nodes[number]
-            for verb, stream, reads, writes in self._parts(node):
-                self._emit(verb, number, stream, reads, writes)
-                self._free(reads, writes, left)
-        for value in [v for v in self.slots if v in self.made_at]:
-            self._release(value)  # results that nobody reads: the loss
+        parts = [(number, part) for number in row for part in self._parts(self.dag.nodes[number])]
+        left: defaultdict[int, int] = defaultdict(int)
+        for _, (_, _, reads, _) in parts:
+            for value in reads:
+                left[value] += 1
+        given = [
+            Given(self._slot(value), self.dag.table.value(value)[0].of, microbatch, group)
+            for value, (microbatch, group) in self._batch(row).items()
+        ]
+        for number, (verb, stream, reads, writes) in parts:
+            self._emit(verb, number, stream, reads, writes)
+            self._free(reads, writes, left)
+        assert not self.slots, "every value is read, or freed where it is made"
         return Plan(self.members, tuple(self.out), tuple(given), tuple(self.slot_bytes))
 
-    def _parts(self, node: Node) -> Iterable[tuple[Verb, str, tuple[int, ...], tuple[int, ...]]]:
+    def _parts(self, node: Node) -> Iterable[tuple[Verb, str, Sequence[int], Sequence[int]]]:
+        """What this class does of a node: the verb, the stream, what it reads and makes, where
+        values that are summed in one slot go by the first of them."""
         match node.op:
             case Transfer(source=source, target=target):
-                if self.me in self.touched.by(source):
+                if self.me in self.shared.touched.by(source):
                     yield Verb.SEND, f"{node.stream}/send", node.reads, ()
-                if self.me in self.touched.by(target):
+                if self.me in self.shared.touched.by(target):
                     yield Verb.RECV, f"{node.stream}/recv", (), node.writes
             case Compute():
-                yield Verb.COMPUTE, node.stream, node.reads, node.writes
+                reads = [v for v in node.reads if self.shared.role(v) is not Role.SEED]
+                yield Verb.COMPUTE, node.stream, reads, self._leaders(node.writes)
             case Collective():
-                yield Verb.COLLECTIVE, node.stream, self._mine(node.reads), node.writes
+                yield (
+                    Verb.COLLECTIVE,
+                    node.stream,
+                    self._leaders(self._mine(node.reads)),
+                    self._leaders(node.writes),
+                )
             case Update():
-                yield Verb.UPDATE, node.stream, self._mine(node.reads), node.writes
+                yield Verb.UPDATE, node.stream, self._leaders(self._mine(node.reads)), node.writes
 
-    def _mine(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``values`` that this class makes: a holder that computes none of a sum's parts
-        takes part in the sum with nothing."""
-        nodes, producers = self.dag.nodes, self.dag.producers
-        return tuple(
-            v
-            for v in values
-            if v in producers and self.me in self.touched.by(nodes[producers[v]].devices)
+    def _batch(self, row: list[int]) -> dict[int, tuple[int, Group]]:
+        """The tensors of the batch that are read here: their microbatch, and among whom their rows
+        are divided."""
+        found: dict[int, tuple[int, Group]] = {}
+        for number in row:
+            node = self.dag.nodes[number]
+            for value in node.reads if isinstance(node.op, Compute) else ():
+                if self.shared.role(value) is Role.BATCH:
+                    microbatch = self.dag.table.value(value)[1]
+                    _, group = found.setdefault(value, (microbatch, node.devices))
+                    if group is not node.devices and group != node.devices:
+                        self._refuse_two_parts(value, number, group)
+        return found
+
+    def _refuse_two_parts(self, value: int, number: int, group: Group) -> None:
+        name = self.dag.model.values[self.dag.table.value(value)[0].of].name
+        node = self.dag.nodes[number]
+        raise DirectiveError(
+            f"{self.shared.name(number)} reads {name} on {list(node.devices)}, but another region "
+            f"on device {self.members[0]} reads it as one of {list(group)}: a device can take one "
+            f"part of a microbatch only; place both on the same devices "
+            f"({self.dag.history[node.sends.made_by]})"
         )
 
-    def _readers(self, row: list[int]) -> dict[int, int]:
-        """How many instructions of this class read each value, sums counted as one."""
-        left: defaultdict[int, int] = defaultdict(int)
-        for number in row:
-            for _, _, reads, _ in self._parts(self.dag.nodes[number]):
-                for value in dict.fromkeys(self._leader(v) for v in reads):
-                    left[value] += 1
-        return left
+    def _leaders(self, values: Iterable[int]) -> list[int]:
+        return list(dict.fromkeys(self.sums.get(v, v) for v in values))
 
-    def _leader(self, value: int) -> int:
-        return self.sums.get(value, value)
-
-    def _role(self, value: int) -> Role | None:
-        if value >= self.first_extra:
-            return None
-        return self.dag.table.value(value)[0].role
-
-    def _is_given(self, value: int) -> bool:
-        return self._role(value) in GIVEN
+    def _mine(self, values: tuple[int, ...]) -> list[int]:
+        """Those of ``values`` that this class makes: a holder that computes none of a sum's parts
+        takes part in the sum with nothing."""
+        nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
+        return [v for v in values if v in producers and self.me in by(nodes[producers[v]].devices)]
 
     def _slot(self, value: int) -> int:
-        if value not in self.slots:
-            self.slots[value] = len(self.slot_bytes)
-            self.slot_bytes.append(self.sizes.nbytes(value))
-        return self.slots[value]
+        slot = self.slots.get(value)
+        if slot is None:
+            slot = self.slots[value] = len(self.slot_bytes)
+            self.slot_bytes.append(self.shared.sizes.nbytes(value))
+        return slot
 
     def _emit(
         self,
         verb: Verb,
         number: int,
         stream: str,
-        reads: tuple[int, ...],
-        writes: tuple[int, ...],
+        reads: Sequence[int],
+        writes: Sequence[int],
     ) -> None:
         node = self.dag.nodes[number]
-        taken = [
-            v for v in dict.fromkeys(map(self._leader, reads)) if self._role(v) is not Role.SEED
-        ]
-        made = list(dict.fromkeys(map(self._leader, writes)))
-        added = [v for v in made if v in self.made_at]
-        before: set[int] = set()
-        for value in (*taken, *added):
-            before.update(self.made_at[value])
-        before.update(self.node_at[b] for b in node.after if b in self.node_at)
-        waits = self._latest(before, stream)
+        made_at = self.made_at
+        added = [v for v in writes if v in made_at]
+        before: list[int] = []
+        for value in reads:
+            before += made_at.get(value, ())
+        for value in added:
+            before += made_at[value]
+        before += [self.node_at[b] for b in node.after if b in self.node_at]
         here = len(self.out)
+        role, of = self.shared.about(node)
         self.out.append(
             Instruction(
                 verb=verb,
                 node=number,
-                name=name_of(self.dag, number),
+                name=self.shared.name(number),
                 stream=stream,
-                reads=tuple(self._slot(v) for v in taken),
-                writes=tuple(self._slot(v) for v in made),
-                adds=tuple(self._slot(v) for v in added),
-                waits=waits,
+                op=node.op,
+                role=role,
+                of=of,
+                group=node.devices if verb is Verb.COMPUTE else (),
+                reads=tuple([self._slot(v) for v in reads]),
+                writes=tuple([self._slot(v) for v in writes]),
+                adds=tuple([self._slot(v) for v in added]),
+                waits=self._latest(before, stream) if before else (),
             )
         )
         self.node_at[number] = here
-        for value in made:
-            self.made_at[value].append(here)
-        for value in taken:
-            self.read_at[value].append(here)
+        for value in writes:
+            made_at.setdefault(value, []).append(here)
+        for value in reads:
+            self.read_at.setdefault(value, []).append(here)
 
-    def _latest(self, before: set[int], stream: str | None) -> tuple[int, ...]:
+    def _latest(self, before: Iterable[int], stream: str | None) -> tuple[int, ...]:
         """Of each stream but ``stream``, the last instruction to wait for."""
         last: dict[str, int] = {}
         for place in before:
             name = self.out[place].stream
-            if name != stream:
-                last[name] = max(last.get(name, -1), place)
+            if name != stream and last.get(name, -1) < place:
+                last[name] = place
         return tuple(sorted(last.values()))
 
-    def _free(self, reads: tuple[int, ...], writes: tuple[int, ...], left: dict[int, int]) -> None:
-        for value in dict.fromkeys(map(self._leader, reads)):
+    def _free(
+        self, reads: Sequence[int], writes: Sequence[int], left: defaultdict[int, int]
+    ) -> None:
+        for value in reads:
             left[value] -= 1
-            if left[value] == 0 and self._role(value) is not Role.SEED:
+            if left[value] == 0:
                 self._release(value)
-        for value in dict.fromkeys(map(self._leader, writes)):
-            if left.get(value, 0) == 0 and not self._is_result(value):
+        for value in writes:
+            if left[value] == 0:
                 self._release(value)
-
-    def _is_result(self, value: int) -> bool:
-        return self._role(value) is Role.ACTIVATION and (
-            self.dag.table.value(value)[0].of == self.dag.model.loss
-        )
 
     def _release(self, value: int) -> None:
         slot = self.slots.pop(value)
-        waits = self._latest({*self.made_at.pop(value, []), *self.read_at.pop(value, [])}, None)
+        uses = [*self.made_at.pop(value, ()), *self.read_at.pop(value, ())]
+        waits = self._latest(uses, None)
         self.out.append(Instruction(Verb.FREE, -1, "free", "", reads=(slot,), waits=waits))
 
 

@@ -25,18 +25,17 @@ class Rewriter:
         self,
         op: Op,
         *,
-        like: Node,
         devices: Group,
         stream: str,
         reads: tuple[int, ...],
         writes: tuple[int, ...],
         made_by: int,
-        tags: Tags | None = None,
+        tags: Tags,
     ) -> int:
-        """The number of a new node, which takes its tags from the node it serves."""
+        """The number of a new node; its tags are those of the node it serves."""
         node = Node(
             op=op,
-            tags=like.tags if tags is None else tags,
+            tags=tags,
             reads=reads,
             writes=writes,
             devices=devices,

@@ -29,9 +29,8 @@ class Costs:
 
     def duration(self, dag: Dag, sizes: Sizes, node: Node) -> float:
         if isinstance(node.op, Compute):
-            chunk = dag.model.chunks[node.op.chunk]
-            facts = chunk.variants[dag.policy(chunk.index)].passes[node.op.which]
-            return self.overhead + facts.flops / self.flops_per_second
+            flops = sizes.facts(node.op, len(node.devices)).flops
+            return self.overhead + flops / self.flops_per_second
         if isinstance(node.op, Update):
             return self.overhead
         moved = sum(sizes.nbytes(value) for value in node.reads or node.writes)
@@ -95,6 +94,9 @@ def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> S
     return Schedule(tuple(order), tuple(start), tuple(end))
 
 
+_REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
+
+
 def _needs(dag: Dag, classes: Classes) -> list[tuple[Resource, ...]]:
     """``resources`` of every node; nodes of one place and kind share the answer."""
     known: dict[tuple[object, ...], tuple[Resource, ...]] = {}
@@ -139,10 +141,7 @@ def _urgency(
         tail[number] = after + lengths[number]
     urgency = []
     for number, node in enumerate(dag.nodes):
-        reduces = isinstance(node.op, Collective) and node.op.kind in (
-            CollectiveKind.ALL_REDUCE,
-            CollectiveKind.REDUCE_SCATTER,
-        )
+        reduces = isinstance(node.op, Collective) and node.op.kind in _REDUCING
         late = int(reduces or isinstance(node.op, Update))
         urgency.append((late, -tail[number], 0 if isinstance(node.op, Transfer) else 1))
     return urgency

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from piper.ir.dag import Dag
-from piper.ir.facts import Model
+from piper.capture.saving import Remat
+from piper.ir.dag import Compute, Dag
+from piper.ir.facts import Model, PassFacts
 from piper.ir.values import ExtraRole, Role
+
+_SCALAR = 8
 
 
 @dataclass(slots=True)
@@ -18,18 +22,39 @@ class Sizes:
     dag: Dag
     models: Mapping[int, Model]
     _groups: dict[int, int] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
     _first_extra: int = 0
 
     def __post_init__(self) -> None:
         self._first_extra = self.dag.first_extra
         for node in self.dag.nodes:
-            for value in (*node.reads, *node.writes):
-                self._groups.setdefault(value, len(node.devices))
+            size = len(node.devices)
+            for value in node.reads:
+                self._groups.setdefault(value, size)
             for value in node.writes:
-                self._groups[value] = len(node.devices)
+                self._groups[value] = size
 
     def nbytes(self, number: int) -> int:
-        """Bytes of a value on each device that holds it."""
+        """Bytes of a value on each device that holds it. All microbatches' values are alike."""
+        if number < self._first_extra:
+            key: tuple[object, ...] = (number % self.dag.table.size, self._groups.get(number, 1))
+        else:
+            extra = self.dag.extra[number - self._first_extra]
+            of = extra.of
+            if extra.role in _FORMS:
+                of = self._plain(of) % self.dag.table.size
+            key = (extra.role, of, len(extra.devices))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._nbytes(number)
+        return found
+
+    def facts(self, op: Compute, group: int) -> PassFacts:
+        """What is known of a pass at the shapes of a group of that many devices."""
+        model = self.models.get(group, self.dag.model)
+        return model.chunks[op.chunk].variants[self.dag.policy(op.chunk)].passes[op.which]
+
+    def _nbytes(self, number: int) -> int:
         dag = self.dag
         if number >= self._first_extra:
             extra = dag.extra[number - self._first_extra]
@@ -37,57 +62,73 @@ class Sizes:
                 case ExtraRole.RECEIVED | ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
                     return self._of_model(self._plain(extra.of), len(extra.devices))
                 case ExtraRole.REDUCED:
-                    return -(-self.gradients(extra.of) // self._parts(extra.of, 1))
-                case ExtraRole.UPDATED:
-                    return 0
+                    return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
+                case ExtraRole.UPDATED | ExtraRole.NORM:
+                    return _SCALAR
+                case ExtraRole.TOTAL:
+                    return 2 * _SCALAR
                 case ExtraRole.GATHERED:
-                    whole = dag.buckets[extra.of].rule.zero == 3
-                    return self.bucket(extra.of) if whole else 0
+                    bucket = dag.buckets[extra.of]
+                    whole = bucket.rule.zero == 3
+                    return self.whole(extra.of) * bucket.dtype.itemsize if whole else 0
         return self._of_model(number, self._groups.get(number, 1))
 
-    def bucket(self, index: int) -> int:
-        """Bytes of a bucket's parameters on a device that has them whole."""
-        bucket = self.dag.buckets[index]
-        whole = sum(self.dag.model.parameters[name].nbytes for name in bucket.parameters)
-        return whole // bucket.ways
+    def whole(self, bucket: int) -> int:
+        """Elements of a bucket that a device has whole; a divided one is padded to even parts."""
+        return self.part(bucket, 1) * self.holders(bucket, 1)
 
-    def state(self, index: int) -> int:
+    def part(self, bucket: int, level: int) -> int:
+        """Elements of a device's part of what ZeRO divides from ``level`` on."""
+        found = self.dag.buckets[bucket]
+        parameters = [self.dag.model.parameters[name] for name in found.parameters]
+        elements = sum(math.prod(p.shape) for p in parameters) // found.ways
+        return -(-elements // self.holders(bucket, level))
+
+    def state(self, bucket: int) -> int:
         """Bytes of a bucket's parameters that stay on a device between uses."""
-        return -(-self.bucket(index) // self._parts(index, 3))
+        elements = self.part(bucket, 3) if self._level(bucket) == 3 else self.whole(bucket)
+        return elements * self.dag.buckets[bucket].dtype.itemsize
 
-    def optimizer(self, index: int, per_byte: float) -> int:
-        """Bytes of a bucket's optimizer state on a device, ``per_byte`` of trained parameters."""
-        return int(-(-self.gradients(index) // self._parts(index, 1)) * per_byte)
+    def optimizer(self, bucket: int, per_byte: float) -> int:
+        """Bytes of a bucket's optimizer state on a device, ``per_byte`` of what is updated, and
+        that itself where the parameters are a copy of it."""
+        found = self.dag.buckets[bucket]
+        if not found.trained:
+            return 0
+        updated = self.part(bucket, 1) * found.gradient.itemsize
+        return int(updated * (per_byte + (found.gradient != found.dtype)))
 
-    def gradients(self, index: int) -> int:
-        """Bytes of a bucket's gradients on a device that has them whole."""
-        bucket = self.dag.buckets[index]
-        parameters = [self.dag.model.parameters[name] for name in bucket.parameters]
-        return sum(p.nbytes for p in parameters if p.trained) // bucket.ways
+    def holders(self, bucket: int, level: int) -> int:
+        """Over how many devices that is divided which ZeRO divides from ``level`` on."""
+        return len(self.dag.buckets[bucket].groups[0]) if self._level(bucket) >= level else 1
 
-    def _parts(self, index: int, level: int) -> int:
-        bucket = self.dag.buckets[index]
-        return len(bucket.groups[0]) if bucket.rule.zero >= level else 1
+    def _level(self, bucket: int) -> int:
+        return self.dag.buckets[bucket].rule.zero
 
     def _plain(self, number: int) -> int:
-        while number >= self.dag.first_extra:
-            number = self.dag.extra[number - self.dag.first_extra].of
+        while number >= self._first_extra:
+            number = self.dag.extra[number - self._first_extra].of
         return number
 
     def _of_model(self, number: int, group: int) -> int:
         value, _ = self.dag.table.value(number)
         model = self.models.get(group, self.dag.model)
+        policy: Remat = self.dag.policy(value.of)
         match value.role:
             case Role.SAVED:
-                variant = model.chunks[value.of].variants[self.dag.policy(value.of)]
-                return variant.saved_bytes
+                return model.chunks[value.of].variants[policy].saved_bytes
             case Role.HANDOFF:
-                return model.chunks[value.of].variants[self.dag.policy(value.of)].handoff_bytes
+                return model.chunks[value.of].variants[policy].handoff_bytes
             case Role.PARAMETER_GRADIENT:
                 chunk = model.chunks[value.of]
                 shard = self.dag.shards.get(value.of)
                 parameters = [model.parameters[name] for name in chunk.parameters]
-                trained = sum(p.nbytes for p in parameters if p.trained)
+                trained = sum(
+                    math.prod(p.shape) * p.gradient.itemsize for p in parameters if p.trained
+                )
                 return trained // (shard.ways if shard else 1)
             case _:
                 return model.values[value.of].nbytes
+
+
+_FORMS = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)

@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.dag import (
@@ -39,6 +41,22 @@ class _Held:
     groups: tuple[Group, ...]
     rule: StateRule
     ways: int
+    dim: int
+    trained: bool
+    dtype: torch.dtype
+    gradient: torch.dtype
+
+    def bucket(self, parameters: list[str]) -> Bucket:
+        return Bucket(
+            parameters=tuple(parameters),
+            groups=self.groups,
+            rule=self.rule,
+            ways=self.ways,
+            dim=self.dim,
+            trained=self.trained,
+            dtype=self.dtype,
+            gradient=self.gradient,
+        )
 
 
 def add_state(dag: Dag) -> Dag:
@@ -62,19 +80,19 @@ def _buckets(dag: Dag) -> Iterable[Bucket]:
     for name, held in _holders(dag).items():
         nbytes = dag.model.parameters[name].nbytes // held.ways
         if held in open_ and sizes[held] + nbytes > held.rule.bucket_bytes:
-            yield Bucket(tuple(open_.pop(held)), held.groups, held.rule, held.ways)
+            yield held.bucket(open_.pop(held))
             sizes.pop(held)
         open_.setdefault(held, []).append(name)
         sizes[held] = sizes.get(held, 0) + nbytes
     for held, names in open_.items():
-        yield Bucket(tuple(names), held.groups, held.rule, held.ways)
+        yield held.bucket(names)
 
 
 def _holders(dag: Dag) -> dict[str, _Held]:
     """For each parameter, the groups of devices with equal copies, and the rule for its state."""
     devices: dict[str, None] = {}
     places: defaultdict[str, set[Group]] = defaultdict(set)
-    ways: dict[str, int] = {}
+    ways: dict[str, tuple[int, int]] = {}
     rules: dict[str, StateRule] = {}
     seen: set[tuple[int, int]] = set()
     for node in dag.nodes:
@@ -88,7 +106,7 @@ def _holders(dag: Dag) -> dict[str, _Held]:
         for name in dag.model.chunks[chunk].parameters:
             devices[name] = None
             places[name].add(node.devices)
-            ways[name] = shard.ways if shard else 1
+            ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     found = {}
     for name in devices:
@@ -98,8 +116,12 @@ def _holders(dag: Dag) -> dict[str, _Held]:
                 f"({', '.join(str(list(g)) for g in sorted(places[name]))}) and cannot be divided "
                 "with zero=3: replicate its regions with a lower level"
             )
-        groups = _equal_copies(name, sorted(places[name], key=min), ways[name])
-        found[name] = _Held(groups, rules[name], ways[name])
+        parts, dim = ways[name]
+        groups = _equal_copies(name, sorted(places[name], key=min), parts)
+        facts = dag.model.parameters[name]
+        found[name] = _Held(
+            groups, rules[name], parts, dim, facts.trained, facts.dtype, facts.gradient
+        )
     return found
 
 
@@ -149,7 +171,6 @@ def _update(
 ) -> None:
     rule = bucket.rule
     devices = tuple(dict.fromkeys(d for group in bucket.groups for d in group))
-    like = dag.nodes[dag.producers[gradients[0]]]
     alone = len(bucket.groups[0]) == 1
     batches = [gradients]
     if rule.zero >= 2 and not alone:
@@ -167,7 +188,6 @@ def _update(
         microbatch = dag.nodes[dag.producers[values[0]]].tags if rule.zero >= 2 else {}
         out.add(
             Collective(kind, bucket.groups),
-            like=like,
             tags=microbatch,
             devices=devices,
             stream=rule.reduce_stream,
@@ -179,7 +199,6 @@ def _update(
     done = out.value(ExtraRole.UPDATED, index, devices)
     update = out.add(
         Update(index),
-        like=like,
         tags={},
         devices=devices,
         stream="compute",
@@ -192,7 +211,6 @@ def _update(
     if rule.zero in (1, 2) and not alone:
         out.add(
             Collective(CollectiveKind.ALL_GATHER, bucket.groups),
-            like=like,
             tags={},
             devices=devices,
             stream=rule.gather_stream,

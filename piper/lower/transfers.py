@@ -5,10 +5,12 @@ F PP[0] @0 ──v──▶ F PP[1] @1        F PP[0] @0 ─v─▶ send 0->1 �
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Transfer
+from piper.ir.facts import Model
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole
 from piper.lower.rewriter import Rewriter
@@ -39,6 +41,28 @@ def add_transfers(dag: Dag) -> Dag:
     return out.dag()
 
 
+def refuse_undivided(dag: Dag, models: Mapping[int, Model]) -> None:
+    """A value that goes between groups of different size must have the batch as its rows."""
+    seen: set[tuple[int, int, int]] = set()
+    for number, node in enumerate(dag.nodes):
+        if not isinstance(node.op, Transfer):
+            continue
+        source, target = len(node.op.source), len(node.op.target)
+        value = dag.table.value(node.reads[0])[0].of
+        if source == target or (value, source, target) in seen:
+            continue
+        seen.add((value, source, target))
+        here, there = (models.get(n, dag.model).values[value] for n in (source, target))
+        rows = (here.shape or (0,))[0] * source == (there.shape or (0,))[0] * target
+        if not here.shape or not rows or here.shape[1:] != there.shape[1:]:
+            raise DirectiveError(
+                f"{name_of(dag, number)}: the value {here.name} has shape {list(here.shape)} on "
+                f"each of {source} devices and {list(there.shape)} on each of {target}: it is not "
+                "divided by rows of the batch and cannot go between groups of different size; "
+                f"give both regions groups of one size ({dag.history[node.made_by]})"
+            )
+
+
 def _send(dag: Dag, out: Rewriter, value: int, maker: int, reader: int) -> int:
     source, target = dag.nodes[maker].devices, dag.nodes[reader].devices
     small, large = sorted((len(source), len(target)))
@@ -52,7 +76,7 @@ def _send(dag: Dag, out: Rewriter, value: int, maker: int, reader: int) -> int:
     arrived = out.value(ExtraRole.RECEIVED, value, target)
     out.add(
         Transfer(source, target),
-        like=dag.nodes[maker],
+        tags=dag.nodes[maker].tags,
         devices=tuple(dict.fromkeys((*source, *target))),
         stream=dag.nodes[maker].sends.stream,
         reads=(value,),

@@ -1,0 +1,302 @@
+"""``compile``: a model and a strategy go in; a ``Program``, ready to be launched, comes out.
+
+The model is captured once for each size of group that the strategy places regions on, at the shape
+that one device of such a group sees; the strategy rewrites the DAG; lowering makes the plans.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper.capture.batch import Batch
+from piper.capture.codegen import CompilerName
+from piper.capture.experts import trace_share
+from piper.capture.export import Loss
+from piper.capture.joint import Joint
+from piper.capture.model import Captured, capture
+from piper.capture.owners import consume_inputs
+from piper.capture.passes import split
+from piper.capture.program import Pass
+from piper.capture.program import Program as ChunkProgram
+from piper.capture.saving import Remat
+from piper.directives.place import Place
+from piper.directives.split import Split
+from piper.errors import DirectiveError, PiperError
+from piper.ir.build import build
+from piper.ir.dag import Dag
+from piper.ir.facts import Model, facts_of
+from piper.lower.lower import Lowered, Settings, lower
+from piper.optimizer import OptimizerFactory, SchedulerFactory, check_divisible, state_bytes
+from piper.program import Code, Program, Training
+from piper.strategy import Strategy
+from piper.weights import Init, Source, StateNames
+
+
+def compile(
+    model: nn.Module,
+    strategy: Strategy,
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    targets: Sequence[Any] = (),
+    loss: Loss,
+    optimizer: OptimizerFactory | None = None,
+    scheduler: SchedulerFactory | None = None,
+    tags: Mapping[str, str] | None = None,
+    init: Init | None = None,
+    compiler: str = CompilerName.EAGER.value,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+    remat: str | None = None,
+    clip_norm: float | None = None,
+    memory_limit: int | None = None,
+    seed: int = 0,
+) -> Program:
+    """Compile ``model`` for training under ``strategy``.
+
+    ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
+    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without one nothing
+    is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step. ``init`` fills the parameters of a model on the meta device. ``precision="bf16"``
+    computes in bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all
+    gradients together. ``memory_limit`` is the bytes that a device has: a strategy that needs more
+    is refused. ``seed`` is for ``init`` and for random operations.
+    """
+    if not isinstance(strategy, Strategy):
+        raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
+    training = Training(optimizer, scheduler, clip_norm, precision, seed)
+    training.check()
+    shape = _shape(strategy, Batch.of(inputs, targets).size)
+    how = _Capture(
+        model, inputs, targets, loss, tags, shape.microbatches, device, compiler, remat, precision
+    )
+    with _no_collection():
+        captured = {n: how.at(n) for n in shape.groups}
+        found = _compile(strategy, captured, training, memory_limit)
+        first = next(iter(captured.values()))
+        if _depends_on_mode(first):
+            with _evaluating(model, loss):
+                captured_again = {n: how.at(n) for n in shape.groups}
+            evaluation = _compile(strategy, captured_again, training, None, forward_only=True)
+        else:
+            evaluation = _evaluation_of(found)
+    source = Source(model, loss if isinstance(loss, nn.Module) else None, init)
+    return Program(
+        strategy=strategy,
+        training=training,
+        source=source,
+        names=StateNames.of(source),
+        lowered=found.lowered,
+        evaluation=evaluation.lowered,
+        models=found.models,
+        code=found.code,
+        evaluation_code=evaluation.code,
+        example=first.example,
+        device=first.device,
+        compiler=first.compiler,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a strategy divides the batch."""
+
+    microbatches: int
+    groups: tuple[int, ...]
+    """The sizes of groups that it places regions on."""
+
+
+def _shape(strategy: Strategy, batch: int) -> _Shape:
+    parts = [d.parts for d in strategy.directives if isinstance(d, Split)]
+    groups = [d for d in strategy.directives if isinstance(d, Place) and d.devices]
+    count = parts[0] if parts and isinstance(parts[0], int) and parts[0] > 0 else 1
+    for place in groups:
+        each = count * len(place.devices)
+        if batch % each:
+            fits = [n for n in range(1, batch + 1) if batch % (n * len(place.devices)) == 0]
+            advice = f"numbers of microbatches that work for it: {fits}" if fits else (
+                f"give a batch that is a multiple of {each}"
+            )  # fmt: skip
+            raise DirectiveError(
+                f"{place}: a batch of {batch} in {count} microbatches does not divide over "
+                f"{len(place.devices)} devices; {advice}"
+            )
+    if batch % count:
+        count = 1  # split itself says what is wrong
+    return _Shape(count, tuple(dict.fromkeys(len(p.devices) for p in groups)) or (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """Everything that a capture needs but the size of the group."""
+
+    model: nn.Module
+    inputs: Sequence[Any] | Mapping[str, Any]
+    targets: Sequence[Any]
+    loss: Loss
+    tags: Mapping[str, str] | None
+    microbatches: int
+    device: torch.device | str | None
+    compiler: str
+    remat: str | None
+    precision: str
+
+    def at(self, group: int) -> Captured:
+        """The model as one of ``group`` devices sees it for one microbatch."""
+        return capture(
+            self.model,
+            inputs=self.inputs,
+            targets=self.targets,
+            loss=self.loss,
+            tags=self.tags,
+            microbatches=self.microbatches * group,
+            device=self.device,
+            compiler=self.compiler,
+            remat=self.remat,
+            precision=self.precision,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    lowered: Lowered
+    code: Code
+    placed: Dag
+    models: Mapping[int, Model]
+
+
+def _compile(
+    strategy: Strategy,
+    captured: Mapping[int, Captured],
+    training: Training,
+    memory_limit: int | None,
+    *,
+    forward_only: bool = False,
+) -> _Compiled:
+    """Apply and lower the strategy."""
+    first = next(iter(captured.values()))
+    facts = {n: facts_of(c, c.remat) for n, c in captured.items()}
+    _refuse_different(facts)
+    placed = strategy.apply(build(facts[next(iter(captured))]))
+    joints = {n: _joints(c, placed) for n, c in captured.items()}
+    models = {n: facts_of(c, c.remat, joints[n]) for n, c in captured.items()}
+    settings = Settings(
+        clip=training.clip_norm is not None,
+        optimizer_bytes=state_bytes(training.optimizer),
+        memory_limit=memory_limit,
+    )
+    programs = {n: _programs(c, joints[n], placed) for n, c in captured.items()}
+    code = Code.of(captured, programs)
+    if forward_only:
+        return _Compiled(lower(_forward_only(placed), models, settings), code, placed, models)
+    lowered = lower(placed, models, settings)
+    if training.optimizer is not None:
+        check_divisible(training.optimizer, lowered.dag, first.device)
+    return _Compiled(lowered, code, placed, models)
+
+
+def _evaluation_of(found: _Compiled) -> _Compiled:
+    """The forwards of a compiled step alone, where evaluation computes the same as training."""
+    lowered = lower(_forward_only(found.placed), found.models)
+    return replace(found, lowered=lowered)
+
+
+def _forward_only(dag: Dag) -> Dag:
+    """``dag`` without its backwards."""
+    kept = [i for i, node in enumerate(dag.nodes) if node.compute.which is Pass.F]
+    moved = {old: new for new, old in enumerate(kept)}
+    nodes = []
+    for i in kept:
+        node = dag.nodes[i]
+        pairs = zip(node.after, node.after_by, strict=True)
+        after = [(moved[b], by) for b, by in pairs if b in moved]
+        nodes.append(
+            replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
+        )
+    return replace(dag, nodes=tuple(nodes))
+
+
+def _joints(captured: Captured, dag: Dag) -> tuple[Joint, ...]:
+    """The joint graph of each chunk; of a sharded one, that of a device's share."""
+    shares: dict[tuple[int, int, int], Joint] = {}
+    found = []
+    for chunk, joint in zip(captured.chunks, captured.joints, strict=True):
+        rule = dag.shards.get(chunk.index)
+        if rule is not None and rule.ways > 1:
+            key = (id(joint), rule.ways, rule.dim)
+            if key not in shares:
+                shares[key] = trace_share(chunk, joint, rule.ways, rule.dim, captured.compiler)
+            joint = shares[key]
+        found.append(joint)
+    return tuple(found)
+
+
+def _programs(captured: Captured, joints: Sequence[Joint], dag: Dag) -> tuple[ChunkProgram, ...]:
+    """The program of each chunk under the policy that the strategy gives it."""
+    made: dict[tuple[int, Remat], ChunkProgram] = {}
+    found = []
+    for index, joint in enumerate(joints):
+        key = (id(joint), dag.policy(index))
+        if key not in made:
+            made[key] = split(joint, dag.policy(index))
+        found.append(made[key])
+    return consume_inputs(captured.cut, found)
+
+
+def _refuse_different(models: Mapping[int, Model]) -> None:
+    """The model must have the same chunks at every size of group."""
+    (size, first), *others = models.items()
+    for n, other in others:
+        if [_wiring(c) for c in other.chunks] != [_wiring(c) for c in first.chunks]:
+            raise PiperError(
+                f"the model computes differently on a share of the batch for groups of {n} devices "
+                f"than for groups of {size}: its operations depend on the number of rows; give all "
+                "regions groups of one size"
+            )
+
+
+def _wiring(chunk: Any) -> object:
+    passes = {
+        policy: {which: (f.reads, f.writes) for which, f in variant.passes.items()}
+        for policy, variant in chunk.variants.items()
+    }
+    return dict(chunk.tags), chunk.parameters, chunk.inputs, chunk.outputs, passes
+
+
+def _depends_on_mode(captured: Captured) -> bool:
+    """Whether the forward draws random numbers or changes buffers, which evaluation must not."""
+    return any(chunk.updates for chunk in captured.chunks) or any(
+        program.functions[Pass.F].random for program in captured.programs
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+    """The model in evaluation mode inside; as it was outside."""
+    roots = [model] + ([loss] if isinstance(loss, nn.Module) else [])
+    modules = [m for root in roots for m in root.modules()]
+    before = [m.training for m in modules]
+    try:
+        for root in roots:
+            root.eval()
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Compiling makes millions of small objects and no cycles worth collecting meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,91 @@
+"""The state of training as whole tensors under original names, in memory and in one file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.errors import PiperError
+from piper.launch.crew import Restored
+from piper.launch.fetching import fetcher
+from piper.program import Program
+from piper.runtime.portable import Portions, assemble
+
+_FORMAT = "piper training state 1"
+
+
+def whole_state(program: Program, portions: list[Portions]) -> Restored:
+    """All devices' portions put together."""
+    parameters = assemble(program, [p for found in portions for p in found.parameters])
+    buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
+    known = {**buffers, **parameters}
+    first = fetcher(program)
+    tensors = program.names.named(lambda name: known[name] if name in known else first(name).cpu())
+    kinds = dict.fromkeys(kind for found in portions for kind in found.optimizer)
+    return Restored(
+        tensors=tensors,
+        optimizer={
+            kind: assemble(program, [p for f in portions for p in f.optimizer.get(kind, ())])
+            for kind in kinds
+        },
+        numbers={key: item for found in portions for key, item in found.numbers.items()},
+        steps=portions[0].steps,
+        scheduler=next((f.scheduler for f in portions if f.scheduler is not None), None),
+        groups=next((f.groups for f in portions if f.groups), []),
+    )
+
+
+def write(path: str | Path, program: Program, portions: list[Portions]) -> None:
+    """Write the state to ``path``: a new file takes the old one's place only when it is whole."""
+    state = whole_state(program, portions)
+    content = {
+        "format": _FORMAT,
+        "tensors": dict(state.tensors),
+        "optimizer": {k: dict(v) for k, v in (state.optimizer or {}).items()},
+        "numbers": [(name, kind, item) for (name, kind), item in (state.numbers or {}).items()],
+        "steps": state.steps,
+        "scheduler": state.scheduler,
+        "groups": list(state.groups),
+    }
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise PiperError(f"the state cannot be saved to {target}: {error}") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except (OSError, RuntimeError) as error:
+        Path(name).unlink(missing_ok=True)
+        raise PiperError(
+            f"the state cannot be saved to {target}: {error}; what was there before is untouched"
+        ) from error
+
+
+def read(path: str | Path, program: Program) -> Restored:
+    """The state in a file."""
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise PiperError(f"there is no state at {path}") from error
+    except Exception as error:
+        raise PiperError(f"{path} cannot be read as a state of training: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise PiperError(f"{path} is no state of training that Piper saved")
+    tensors: dict[str, Tensor] = content["tensors"]
+    return Restored(
+        tensors=program.names.checked(tensors),
+        optimizer=content["optimizer"],
+        numbers={(name, kind): item for name, kind, item in content["numbers"]},
+        steps=content["steps"],
+        scheduler=content["scheduler"],
+        groups=content["groups"],
+    )

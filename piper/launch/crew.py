@@ -1,0 +1,59 @@
+"""What a trainer needs of the devices, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from piper.runtime.portable import Portions
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The scalars of one step, as every device knows them."""
+
+    total: Tensor
+    """The sum of the losses, and of what they are divided by."""
+    norm: Tensor | None
+    """The squared norm of all gradients."""
+    memory: int
+    """The most bytes that one device has held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A state to go on from, as whole tensors."""
+
+    tensors: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, Tensor]] | None = None
+    numbers: Mapping[tuple[str, str], Any] | None = None
+    steps: int | None = None
+    scheduler: Mapping[str, Any] | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+
+
+class Crew(Protocol):
+    """All devices of a program."""
+
+    def step(self, batch: Sequence[Tensor]) -> Report:
+        """Train on one batch."""
+        ...
+
+    def evaluate(self, batch: Sequence[Tensor]) -> Report:
+        """The loss of one batch; nothing changes."""
+        ...
+
+    def export(self, *, optimizer: bool) -> list[Portions]:
+        """The state of all devices."""
+        ...
+
+    def restore(self, state: Restored) -> None:
+        """Go on from another state."""
+        ...
+
+    def close(self) -> None:
+        """End all devices."""
+        ...

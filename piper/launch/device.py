@@ -1,0 +1,73 @@
+"""One device with its plans loaded, ready to be driven."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from piper.launch.crew import Report, Restored
+from piper.program import Program
+from piper.runtime.comm import Comm
+from piper.runtime.executor import Executor, Pending
+from piper.runtime.portable import Portions, export, restore
+from piper.runtime.state import DeviceState, Fetch
+from piper.runtime.streams import streams_for
+
+
+class Device:
+    """An executor with the plans of training and of evaluation."""
+
+    def __init__(
+        self, program: Program, number: int, where: torch.device, comm: Comm, fetch: Fetch
+    ) -> None:
+        self.number = number
+        self.state = DeviceState(program, number, where, fetch)
+        streams = streams_for(where, program.dag.streams)
+        self.executor = Executor(self.state, comm, streams)
+        self._training = self.executor.load(program.plan_of(number), program.code)
+        plan = next(p for p in program.evaluation.plans if number in p.devices)
+        self._evaluation = self.executor.load(plan, program.evaluation_code)
+
+    def step(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
+        """One step of training."""
+        totals = yield from self.executor.run(self._training, given)
+        self.state.advance()
+        assert totals.loss is not None
+        return Report(totals.loss, totals.norm, memory_of(self.state.where))
+
+    def evaluate(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
+        """The forwards alone."""
+        totals = yield from self.executor.run(self._evaluation, given)
+        assert totals.loss is not None
+        return Report(totals.loss, None, memory_of(self.state.where))
+
+    def abandon(self) -> None:
+        """Forget a step that failed."""
+        self._training.abandon()
+        self._evaluation.abandon()
+
+    def export(self, *, optimizer: bool) -> Portions:
+        return export(self.state, optimizer=optimizer)
+
+    def restore(self, restored: Restored) -> None:
+        state = self.state
+        restore(state, restored.tensors, restored.optimizer, restored.numbers)
+        if restored.steps is not None:
+            state.steps = restored.steps
+        if state.optimizer is not None:
+            for mine, other in zip(state.optimizer.param_groups, restored.groups, strict=False):
+                mine.update(other)
+        if restored.scheduler is not None and state.scheduler is not None:
+            state.scheduler.load_state_dict(dict(restored.scheduler))
+
+
+def memory_of(where: torch.device) -> int:
+    """The most bytes that this process has held: on the GPU, or resident."""
+    if where.type == "cuda":
+        return torch.cuda.max_memory_allocated(where)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

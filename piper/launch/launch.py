@@ -1,0 +1,53 @@
+"""``launch``: a compiled program goes in, a trainer comes out."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from piper.errors import PiperError
+from piper.launch.crew import Crew
+from piper.launch.fetching import fetcher
+from piper.launch.trainer import Trainer
+from piper.program import Program
+
+
+class Where(Enum):
+    """The names by which ``on=`` is given."""
+
+    VIRTUAL = "virtual"
+    """All devices in this process."""
+    PROCESSES = "processes"
+    """One process a device, on this machine."""
+    TORCHRUN = "torchrun"
+    """This process is one device; ``torchrun`` started the others."""
+
+
+def launch(program: Program, on: str = Where.VIRTUAL.value, **options: Any) -> Trainer:
+    """Start the devices of ``program`` and give a trainer, to be used in a ``with`` block.
+
+    ``on`` is "virtual", "processes" or "torchrun". ``options`` are the launcher's own: for
+    "processes" and "torchrun" ``timeout`` (seconds that anything may take).
+    """
+    if not isinstance(program, Program):
+        raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
+    return Trainer(program, _crew(program, on, options))
+
+
+def _crew(program: Program, on: str, options: dict[str, Any]) -> Crew:
+    match on:
+        case Where.VIRTUAL.value:
+            from piper.launch.virtual import VirtualCrew
+
+            return VirtualCrew(program, fetcher(program), **options)
+        case Where.PROCESSES.value:
+            from piper.launch.processes import ProcessCrew
+
+            return ProcessCrew(program, **options)
+        case Where.TORCHRUN.value:
+            from piper.launch.torchrun import TorchrunCrew
+
+            return TorchrunCrew(program, fetcher(program), **options)
+        case _:
+            names = ", ".join(where.value for where in Where)
+            raise PiperError(f"on={on!r} is unknown: one of {names}")

@@ -1,0 +1,176 @@
+"""The trainer: what a user holds while training, whatever runs behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from piper.errors import PiperError
+from piper.launch.checkpoint import read, whole_state, write
+from piper.launch.crew import Crew, Report, Restored
+from piper.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step reports, the same for every caller."""
+
+    loss: Tensor
+    """The loss over the whole batch."""
+    grad_norm: Tensor | None
+    """The norm of all gradients before clipping; None after an evaluation."""
+    seconds: float
+    tokens: int
+    """Elements of the first input: tokens, for a language model."""
+    memory: int
+    """The most bytes that a device's process has held so far: GPU memory, or resident."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def __float__(self) -> float:
+        return float(self.loss)
+
+
+class Trainer:
+    """Trains a compiled program. Use it in a ``with`` block: that ends its devices."""
+
+    def __init__(self, program: Program, crew: Crew) -> None:
+        self.program = program
+        self.steps = 0
+        self._crew: Crew | None = crew
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all devices."""
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+    def step(self, *batch: Any, pad: Sequence[float | int] | None = None) -> StepResult:
+        """Train on one global batch: the inputs, then the targets.
+
+        A smaller batch is refused, or, if ``pad`` gives one value for each tensor, filled up with
+        rows of these values; they must not count, so the loss must return (sum, count).
+        """
+        result = self._run(self._devices.step, batch, pad)
+        self.steps += 1
+        return result
+
+    def evaluate(self, *batch: Any, pad: Sequence[float | int] | None = None) -> StepResult:
+        """The loss of one batch in evaluation mode; nothing is changed."""
+        return self._run(self._devices.evaluate, batch, pad)
+
+    def fit(
+        self, batches: Iterable[Sequence[Any]], *, steps: int | None = None, progress: bool = True
+    ) -> Iterator[StepResult]:
+        """Train on batches, each ``(*inputs, *targets)``, with a progress display; yields the
+        result of each step."""
+        console = Console(stderr=True)
+        columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}")
+        texts = [TextColumn(c) if isinstance(c, str) else c for c in columns]
+        with Progress(
+            *texts,
+            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (progress and console.is_terminal),
+        ) as bar:
+            task = bar.add_task("training", total=steps, loss=float("nan"), rate=0.0)
+            for number, batch in enumerate(batches):
+                if steps is not None and number >= steps:
+                    return
+                result = self.step(*batch)
+                rate = result.tokens_per_second
+                bar.update(task, advance=1, loss=float(result.loss), rate=rate)
+                yield result
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers, whole, under their own names."""
+        return whole_state(self.program, self._devices.export(optimizer=False)).tensors
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from other parameters and buffers; the optimizer's state stays as it is."""
+        self._devices.restore(Restored(self.program.names.checked(state)))
+
+    def save(self, path: Any) -> None:
+        """Write the state of training to one file, whole or not at all."""
+        write(path, self.program, self._devices.export(optimizer=True))
+
+    def load(self, path: Any) -> None:
+        """Go on from a file that ``save`` wrote, under this or another strategy."""
+        restored = read(path, self.program)
+        self._devices.restore(restored)
+        self.steps = restored.steps or 0
+
+    @property
+    def _devices(self) -> Crew:
+        if self._crew is None:
+            raise PiperError("the trainer is closed: launch the program again")
+        return self._crew
+
+    def _run(self, act: Any, batch: Sequence[Any], pad: Sequence[float | int] | None) -> StepResult:
+        start = time.perf_counter()
+        tensors = self._tensors(batch, pad)
+        report: Report = act(tensors)
+        loss, norm = self._scalars(report)
+        seconds = time.perf_counter() - start
+        return StepResult(loss, norm, seconds, tensors[0].numel(), report.memory)
+
+    def _tensors(self, batch: Sequence[Any], pad: Sequence[float | int] | None) -> list[Tensor]:
+        example = self.program.example
+        if pad is not None:
+            batch = self._padded(batch, pad)
+        return list(example.like(*batch).tensors)
+
+    def _padded(self, batch: Sequence[Any], pad: Sequence[float | int]) -> list[Any]:
+        if self.program.code.count is None:
+            raise PiperError(
+                "a padded batch needs a loss that returns (sum, count), so that the rows that fill "
+                "it up do not count; this loss returns a mean"
+            )
+        if len(pad) != len(batch) or not all(isinstance(x, Tensor) for x in batch):
+            raise PiperError(
+                f"pad={list(pad)!r} must give one value for each of the {len(batch)} tensors of "
+                "the batch"
+            )
+        size = self.program.example.size
+        found = []
+        for x, value in zip(batch, pad, strict=True):
+            if x.dim() and x.shape[0] < size:
+                rows = torch.full((size - x.shape[0], *x.shape[1:]), value, dtype=x.dtype)
+                x = torch.cat([x, rows.to(x.device)])
+            found.append(x)
+        return found
+
+    def _scalars(self, report: Report) -> tuple[Tensor, Tensor | None]:
+        """The loss and the norm from their sums."""
+        code, program = self.program.code, self.program
+        total = report.total.to(program.loss_dtype)
+        if code.count is None:
+            loss = total[0] / program.loss_parts
+            scale = 1.0
+        else:
+            loss = total[0] / report.total[1].to(program.loss_dtype)
+            scale = float(report.total[1])
+        norm = None if report.norm is None else (report.norm.sqrt() / scale).float()
+        return loss, norm

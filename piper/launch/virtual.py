@@ -1,0 +1,99 @@
+"""All devices in this process, on one CPU or one GPU, one after another: nothing is left to chance.
+
+The devices' generators run in turn, each until it must wait; if none can go on, the error says who
+waits for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from torch import Tensor
+
+from piper.errors import PiperError
+from piper.launch.crew import Report, Restored
+from piper.launch.device import Device
+from piper.program import Code, Program
+from piper.lower.plan import Plan
+from piper.runtime.executor import Pending
+from piper.runtime.feeding import cut
+from piper.runtime.loopback import Hub, Loopback
+from piper.runtime.portable import Portions
+from piper.runtime.state import Fetch
+
+
+class VirtualCrew:
+    """Every device of a program as an object of this process."""
+
+    def __init__(self, program: Program, fetch: Fetch) -> None:
+        self._program = program
+        self._hub = Hub(program.device.type == "cuda")
+        self._devices = [
+            Device(program, number, program.device, Loopback(self._hub, number), fetch)
+            for number in program.devices
+        ]
+
+    def step(self, batch: Sequence[Tensor]) -> Report:
+        parts = self._cut(self._program.plans, self._program.code, batch)
+        return self._drive([d.step(p) for d, p in zip(self._devices, parts, strict=True)])
+
+    def evaluate(self, batch: Sequence[Tensor]) -> Report:
+        program = self._program
+        parts = self._cut(program.evaluation.plans, program.evaluation_code, batch)
+        return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
+
+    def export(self, *, optimizer: bool) -> list[Portions]:
+        return [device.export(optimizer=optimizer) for device in self._devices]
+
+    def restore(self, state: Restored) -> None:
+        for device in self._devices:
+            device.restore(state)
+
+    def close(self) -> None:
+        self._devices.clear()
+
+    def _cut(
+        self, plans: Sequence[Plan], code: Code, batch: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        of = {device: plan for plan in plans for device in plan.devices}
+        return [cut(of[d.number], code, d.number, batch) for d in self._devices]
+
+    def _drive(self, runs: list[Generator[Pending, None, Report]]) -> Report:
+        """Run all generators to their end, in turn."""
+        try:
+            return self._turns(runs)
+        except BaseException:
+            for run in runs:
+                run.close()
+            for device in self._devices:
+                device.abandon()
+            self._hub.clear()
+            raise
+
+    def _turns(self, runs: list[Generator[Pending, None, Report]]) -> Report:
+        waiting: dict[int, Pending | None] = dict.fromkeys(range(len(runs)))
+        reports: list[Report] = []
+        while waiting:
+            moved = False
+            for i, pending in list(waiting.items()):
+                if pending is not None and not pending.done():
+                    continue
+                moved = True
+                try:
+                    waiting[i] = next(runs[i])
+                except StopIteration as end:
+                    del waiting[i]
+                    reports.append(end.value)
+            if not moved:
+                raise PiperError(self._stuck(waiting))
+        return reports[0]
+
+    def _stuck(self, waiting: dict[int, Pending | None]) -> str:
+        lines = ["no device can go on:"]
+        for i, pending in waiting.items():
+            device = self._devices[i]
+            assert pending is not None
+            at = device.executor.at
+            lines.append(f"  device {device.number} at {at} waits for {pending.name}")
+        lines += [f"  {line}" for line in self._hub.waiting()]
+        return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""The scalars of a step reach every device: the loss, what it is divided by, the gradients' norm.
+
+F loss MB[0] ─▶ ┌ all_reduce ┐ ─total─▶ ...         update ─▶ ┌ all_reduce ┐ ─norm─▶
+F loss MB[1] ─▶ └            ┘                      update ─▶ └            ┘
+
+An update waits for the total if it must divide by it, and for the norm if gradients are clipped;
+then the norm is taken before the updates and not after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from piper.ir.dag import Collective, CollectiveKind, Dag, Group, Update
+from piper.ir.values import ExtraRole, Role
+from piper.lower.rewriter import Rewriter
+
+STREAM = "scalars"
+
+
+def add_totals(dag: Dag, *, clip: bool) -> Dag:
+    """``dag`` with the sums of its scalars over all devices."""
+    out = Rewriter(dag)
+    groups = {id(node.devices): node.devices for node in dag.nodes}
+    everyone = tuple(sorted({device for group in groups.values() for device in group}))
+    total = _all_reduce(out, ExtraRole.TOTAL, everyone, _losses(dag))
+    updates = [i for i, node in enumerate(dag.nodes) if isinstance(node.op, Update)]
+    needed = [total] if dag.model.count is not None else []
+    if clip and updates:
+        gradients = [value for i in updates for value in dag.nodes[i].reads]
+        norm = _all_reduce(out, ExtraRole.NORM, everyone, list(dict.fromkeys(gradients)))
+        needed.append(norm)
+    for i in updates:
+        node = dag.nodes[i]
+        out.nodes[i] = replace(node, reads=(*node.reads, *needed))
+    if not clip and updates:
+        done = [value for i in updates for value in dag.nodes[i].writes]
+        _all_reduce(out, ExtraRole.NORM, everyone, done)
+    return out.dag()
+
+
+def _losses(dag: Dag) -> list[int]:
+    """The losses of all microbatches, then what each is divided by."""
+    wanted = [dag.model.loss] + ([] if dag.model.count is None else [dag.model.count])
+    found: dict[int, list[int]] = {value: [] for value in wanted}
+    for number in sorted(dag.producers):
+        if number < dag.first_extra:
+            value, _ = dag.table.value(number)
+            if value.role is Role.ACTIVATION and value.of in found:
+                found[value.of].append(number)
+    return [number for value in wanted for number in found[value]]
+
+
+def _all_reduce(out: Rewriter, role: ExtraRole, everyone: Group, reads: list[int]) -> int:
+    made = out.value(role, 0, everyone)
+    out.add(
+        Collective(CollectiveKind.ALL_REDUCE, (everyone,)),
+        tags={},
+        devices=everyone,
+        stream=STREAM,
+        reads=tuple(reads),
+        writes=(made,),
+        made_by=0,
+    )
+    return made

@@ -1,0 +1,85 @@
+"""What the compiler must know of an optimizer: how much it keeps, and whether it may see parts.
+
+Both are found by trying it on a small parameter: no list of known optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from piper.errors import DirectiveError, PiperError
+from piper.ir.dag import Dag
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+_ROWS, _COLUMNS = 16, 16
+
+
+def make(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that ``factory`` makes, which must be one of ``torch.optim``'s kind."""
+    found = factory(parameters)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise PiperError(
+            "optimizer= must be a function from a list of parameters to a torch.optim optimizer, "
+            f"such as lambda params: torch.optim.AdamW(params, lr=3e-4); it returned a "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
+def state_bytes(factory: OptimizerFactory | None) -> float:
+    """Bytes of state for each byte of parameters."""
+    if factory is None:
+        return 0.0
+    parameter = nn.Parameter(_sample(0))
+    optimizer = make(factory, [parameter])
+    _step(optimizer, [parameter], [_sample(1)])
+    state = optimizer.state.get(parameter, {}).values()
+    kept = sum(x.nbytes for x in state if isinstance(x, Tensor) and x.numel() > 1)
+    return kept / parameter.nbytes
+
+
+def check_divisible(factory: OptimizerFactory, dag: Dag, device: torch.device) -> None:
+    """Refuse to divide state of an optimizer that looks at a parameter as a whole."""
+    divided = [b for b in dag.buckets if b.trained and b.rule.zero and len(b.groups[0]) > 1]
+    if not divided or _works_on_parts(factory):
+        return
+    rule = divided[0].rule
+    name = type(make(factory, [nn.Parameter(_sample(0))])).__name__
+    raise DirectiveError(
+        f"{dag.history[rule.made_by]}: the optimizer {name} does not treat each element of a "
+        f"parameter by itself, so its state cannot be divided with zero={rule.zero}; use zero=0 "
+        "for these regions, or an elementwise optimizer such as AdamW"
+    )
+
+
+def _works_on_parts(factory: OptimizerFactory) -> bool:
+    """Whether two steps on a matrix equal two steps on its halves, each a flat row."""
+    whole = nn.Parameter(_sample(0))
+    halves = [nn.Parameter(part.clone()) for part in _sample(0).flatten().chunk(2)]
+    try:
+        first, second = make(factory, [whole]), make(factory, halves)
+        for seed in (1, 2):
+            gradient = _sample(seed)
+            _step(first, [whole], [gradient])
+            _step(second, halves, list(gradient.flatten().chunk(2)))
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return torch.allclose(whole.detach().flatten(), torch.cat([h.detach() for h in halves]))
+
+
+def _sample(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(_ROWS, _COLUMNS, generator=generator)
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], gradients: list[Tensor]
+) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer.step()

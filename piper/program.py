@@ -1,0 +1,226 @@
+"""A compiled program: what every device does in a step, and everything that says why.
+
+``dag``, ``plans``, ``memory`` and ``text()`` can be read and printed; ``save`` and ``load`` keep
+all of it but Python's own objects (the model's weights, the optimizer, ``init``) in a folder of
+JSON files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from piper.capture.batch import Batch
+from piper.capture.codegen import Compiler
+from piper.capture.model import Captured, Precision
+from piper.capture.program import Kind, Pass, Ref
+from piper.capture.program import Program as ChunkProgram
+from piper.capture.tensors import TensorSpec
+from piper.errors import PiperError
+from piper.ir.dag import Bucket, Compute, Dag
+from piper.ir.facts import Model
+from piper.ir.text import text
+from piper.lower.lower import Lowered
+from piper.lower.memory import Memory
+from piper.lower.plan import Plan
+from piper.lower.schedule import Schedule
+from piper.optimizer import OptimizerFactory, SchedulerFactory
+from piper.strategy import Strategy
+from piper.weights import Source, StateNames
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a step ends: what is done with the gradients."""
+
+    optimizer: OptimizerFactory | None
+    scheduler: SchedulerFactory | None
+    clip_norm: float | None
+    precision: str
+    seed: int
+
+    def check(self) -> None:
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise PiperError(
+                f"optimizer={self.optimizer!r} must be a function from a list of parameters to an "
+                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)"
+            )
+        if self.scheduler is not None and not callable(self.scheduler):
+            raise PiperError(
+                f"scheduler={self.scheduler!r} must be a function from an optimizer to a learning-"
+                "rate scheduler"
+            )
+        clip = self.clip_norm
+        if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+            raise PiperError(f"clip_norm={clip!r} must be a positive number, or None")
+
+    @property
+    def master(self) -> torch.dtype | None:
+        """What weights are kept in, where the step computes with copies."""
+        return torch.float32 if self.precision == Precision.BF16.value else None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The names of a chunk's ends, as its programs number them."""
+
+    name: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    updates: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What chunks do, at the shapes of each size of group."""
+
+    pieces: tuple[Piece, ...]
+    programs: Mapping[int, tuple[ChunkProgram, ...]]
+    """By size of group, one for each chunk; equal chunks share one object."""
+    values: Mapping[int, tuple[TensorSpec, ...]]
+    """By size of group, the values between chunks; the batch's tensors come first."""
+    loss: int
+    count: int | None
+    constants: Mapping[str, Tensor]
+    parameters: Mapping[str, TensorSpec]
+    """The whole parameters, by name, as the programs take them."""
+
+    @staticmethod
+    def of(
+        captured: Mapping[int, Captured], programs: Mapping[int, tuple[ChunkProgram, ...]]
+    ) -> Code:
+        first = next(iter(captured.values()))
+        return Code(
+            pieces=tuple(
+                Piece(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs)
+                for c in first.chunks
+            ),
+            programs=programs,
+            values={n: tuple(v.spec for v in c.cut.values) for n, c in captured.items()},
+            loss=first.cut.loss,
+            count=first.cut.count,
+            constants=first.constants,
+            parameters={
+                name: program.specs[Ref(Kind.PARAMETER, i)]
+                for chunk, program in zip(first.chunks, first.programs, strict=True)
+                for i, name in enumerate(chunk.parameters)
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model compiled under a strategy."""
+
+    strategy: Strategy
+    training: Training
+    source: Source | None
+    """Where the weights come from; a program that was loaded has none until it is given."""
+    lowered: Lowered
+    evaluation: Lowered
+    """The forwards alone, in evaluation mode."""
+    models: Mapping[int, Model] = field(repr=False)
+    code: Code = field(repr=False)
+    evaluation_code: Code = field(repr=False)
+    example: Batch = field(repr=False)
+    names: StateNames = field(repr=False)
+    device: torch.device
+    compiler: Compiler
+
+    @property
+    def dag(self) -> Dag:
+        """The whole step over all devices, as lowered."""
+        return self.lowered.dag
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One plan for each class of devices; ``plan.devices`` says whose it is."""
+        return self.lowered.plans
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """The memory of each class of devices, in the order of ``plans``."""
+        return self.lowered.memory
+
+    @property
+    def schedule(self) -> Schedule:
+        """When each node starts and ends in the simulated execution that ordered the plans."""
+        return self.lowered.schedule
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Parameters that are reduced, updated and gathered together."""
+        return self.lowered.dag.buckets
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Every device that the program runs on."""
+        return tuple(sorted(d for plan in self.plans for d in plan.devices))
+
+    @property
+    def microbatches(self) -> int:
+        """The number of parts that the batch is split into."""
+        return self.dag.microbatches[1] if self.dag.microbatches else 1
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """What the loss is computed in."""
+        return next(iter(self.code.values.values()))[self.code.loss].dtype
+
+    @cached_property
+    def loss_parts(self) -> int:
+        """Over how many losses, of microbatches and of devices, the loss is a mean."""
+        losses = [
+            x
+            for plan in self.plans
+            for x in plan.instructions
+            if isinstance(x.op, Compute)
+            and x.op.which is Pass.F
+            and self.code.loss in self.code.pieces[x.op.chunk].outputs
+        ]
+        return sum({x.op: len(x.group) for x in losses}.values())
+
+    def plan_of(self, device: int) -> Plan:
+        """What one device does."""
+        for plan in self.plans:
+            if device in plan.devices:
+                return plan
+        raise PiperError(f"the program has no device {device}; it runs on {list(self.devices)}")
+
+    def text(self) -> str:
+        """The strategy, the DAG, the plans and their memory, to be read."""
+        parts = [str(self.strategy), text(self.dag), *map(str, self.plans), *map(str, self.memory)]
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        nodes, plans = len(self.dag.nodes), len(self.plans)
+        head = (
+            f"program for {len(self.devices)} devices: {nodes} nodes, {plans} distinct plans, "
+            f"{self.microbatches} microbatches"
+        )
+        return "\n".join([head, *(f"  {memory}" for memory in self.memory)])
+
+    def save(self, path: str | Path) -> None:
+        """Write the program into the folder ``path``; weights and callables are not part of it."""
+        from piper.storage import save
+
+        save(self, Path(path))
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        *,
+        source: Source | None = None,
+        optimizer: OptimizerFactory | None = None,
+    ) -> Program:
+        """The program in the folder ``path``; ``source`` and ``optimizer`` as at compile time."""
+        from piper.storage import load
+
+        return load(Path(path), source, optimizer)

@@ -1,0 +1,1 @@
+"""Runs plans: one executor a device, over any way to communicate. It knows no strategy."""

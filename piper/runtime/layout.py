@@ -1,0 +1,129 @@
+"""How a bucket of parameters lies in one flat buffer, and which part of it a device has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from piper.capture.tensors import TensorSpec
+from piper.ir.dag import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The part of a parameter that lies in a range of the flat buffer."""
+
+    name: str
+    start: int
+    """Where it begins in the buffer's range."""
+    stop: int
+    offset: int
+    """Where it begins in the parameter, counted in elements as they lie in memory."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One device's view of a bucket."""
+
+    bucket: Bucket
+    specs: Mapping[str, TensorSpec]
+    """The whole parameters."""
+    group: tuple[int, ...]
+    """The devices that hold the same values as this one."""
+    rank: int
+    """This device's place among them."""
+    part: int
+    """Which share of the experts it has."""
+
+    @staticmethod
+    def of(bucket: Bucket, specs: Mapping[str, TensorSpec], device: int) -> Layout | None:
+        """The layout for ``device``, or None if it holds nothing of the bucket."""
+        for part, group in enumerate(bucket.groups):
+            if device in group:
+                mine = {name: specs[name] for name in bucket.parameters}
+                return Layout(bucket, mine, group, group.index(device), part)
+        return None
+
+    @property
+    def holders(self) -> int:
+        return len(self.group)
+
+    @property
+    def divided(self) -> bool:
+        """Whether each holder updates a part of its own."""
+        return self.bucket.rule.zero > 0 and self.holders > 1
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the parameters themselves are kept in parts."""
+        return self.bucket.rule.zero == 3 and self.holders > 1
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each parameter on this device."""
+        ways, dim = self.bucket.ways, self.bucket.dim
+        return {
+            name: tuple(n // ways if i == dim else n for i, n in enumerate(spec.shape))
+            for name, spec in self.specs.items()
+        }
+
+    @cached_property
+    def offsets(self) -> Mapping[str, int]:
+        """Where each parameter begins in the whole buffer."""
+        found, at = {}, 0
+        for name in self.bucket.parameters:
+            found[name] = at
+            at += math.prod(self.shapes[name])
+        return found
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @cached_property
+    def share(self) -> int:
+        """Elements of one holder's part."""
+        return -(-self.elements // self.holders) if self.divided else self.elements
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffer, filled up to even parts."""
+        return self.share * self.holders if self.divided else self.elements
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        """The range of the whole buffer that this device updates."""
+        start = self.rank * self.share if self.divided else 0
+        return start, start + self.share
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """A parameter in the whole buffer, with the strides that its model has if it is whole."""
+        shape, start = self.shapes[name], self.offsets[name]
+        piece = flat[start : start + math.prod(shape)]
+        spec = self.specs[name]
+        if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
+            return piece.as_strided(shape, spec.stride)
+        return piece.view(shape)
+
+    def expert_part(self, whole: Tensor) -> Tensor:
+        """The part of a whole parameter whose experts this device has."""
+        if self.bucket.ways == 1:
+            return whole
+        return whole.chunk(self.bucket.ways, self.bucket.dim)[self.part]
+
+    @cached_property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """What this device updates, parameter by parameter, within its range."""
+        low, high = self.mine
+        found = []
+        for name in self.bucket.parameters:
+            start = self.offsets[name]
+            stop = start + math.prod(self.shapes[name])
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                found.append(Fragment(name, first - low, last - low, first - start))
+        return tuple(found)

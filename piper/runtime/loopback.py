@@ -1,0 +1,167 @@
+"""Communication between devices that live in one process: whoever comes last does it for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from piper.runtime.comm import Group
+
+Party = str
+"""A device's end of a communication, as errors call it."""
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class Meeting:
+    """A communication some of whose parties may not be there yet."""
+
+    name: str
+    parties: Sequence[Party]
+    arrived: dict[Party, Tensors] = field(default_factory=dict)
+    ready: list[torch.Event] = field(default_factory=list)
+    """On an accelerator: when what the parties brought was there."""
+    over: torch.Event | bool = False
+    """Whether it is over; on an accelerator, when."""
+
+    def done(self) -> bool:
+        return self.over is not False
+
+    def wait(self) -> None:
+        assert self.over, f"{self.name} is waited for by the process that must do it"
+        if isinstance(self.over, torch.Event):
+            self.over.wait()
+
+    def __str__(self) -> str:
+        missing = [party for party in self.parties if party not in self.arrived]
+        return f"{self.name}: {', '.join(self.arrived)} waits for {', '.join(missing)}"
+
+
+class Hub:
+    """Where the devices of one process meet."""
+
+    def __init__(self, accelerator: bool) -> None:
+        self._accelerator = accelerator
+        self._open: dict[tuple[int, Group], Meeting] = {}
+
+    def meet(
+        self,
+        key: tuple[int, Group],
+        name: str,
+        parties: Sequence[Party],
+        me: Party,
+        tensors: Tensors,
+        act: Callable[[list[Tensors]], None],
+    ) -> Meeting:
+        """Take part in the communication ``key``; the last party lets ``act`` do it."""
+        meeting = self._open.get(key)
+        if meeting is None:
+            meeting = self._open[key] = Meeting(name, parties)
+        meeting.arrived[me] = tensors
+        if self._accelerator:
+            meeting.ready.append(_event())
+        if len(meeting.arrived) == len(parties):
+            for event in meeting.ready:
+                event.wait()
+            act([meeting.arrived[party] for party in parties])
+            meeting.over = _event() if self._accelerator else True
+            del self._open[key]
+        return meeting
+
+    def waiting(self) -> list[str]:
+        """Who waits for whom."""
+        return [str(meeting) for meeting in self._open.values()]
+
+    def clear(self) -> None:
+        """Forget communications that will never be completed."""
+        self._open.clear()
+
+
+def _event() -> torch.Event:
+    event = torch.Event()
+    event.record()
+    return event
+
+
+class Loopback:
+    """One virtual device's end of a hub."""
+
+    def __init__(self, hub: Hub, device: int) -> None:
+        self._hub = hub
+        self._device = device
+
+    def send(self, node: int, stream: str, to: int, data: Tensor) -> Meeting:
+        return self._message(node, self._device, to, "sender", data)
+
+    def receive(self, node: int, stream: str, source: int, out: Tensor) -> Meeting:
+        return self._message(node, source, self._device, "receiver", out)
+
+    def _message(self, node: int, source: int, to: int, me: Party, data: Tensor) -> Meeting:
+        name = f"transfer from device {source} to device {to} (node {node})"
+
+        def act(tensors: list[Tensors]) -> None:
+            (sent,), (out,) = tensors
+            out.copy_(sent)
+
+        return self._hub.meet((node, (source, to)), name, ("sender", "receiver"), me, (data,), act)
+
+    def all_reduce(self, node: int, stream: str, group: Group, data: Tensor) -> Meeting:
+        def act(tensors: list[Tensors]) -> None:
+            total = _sum([x for (x,) in tensors])
+            for (x,) in tensors:
+                x.copy_(total)
+
+        return self._together("all_reduce", node, group, (data,), act)
+
+    def reduce_scatter(
+        self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
+    ) -> Meeting:
+        def act(tensors: list[Tensors]) -> None:
+            parts = [x.chunk(len(group)) for x, _ in tensors]
+            for rank, (_, result) in enumerate(tensors):
+                result.copy_(_sum([part[rank] for part in parts]))
+
+        return self._together("reduce_scatter", node, group, (data, out), act)
+
+    def all_gather(
+        self, node: int, stream: str, group: Group, part: Tensor, out: Tensor
+    ) -> Meeting:
+        def act(tensors: list[Tensors]) -> None:
+            whole = torch.cat([x for x, _ in tensors])
+            for _, result in tensors:
+                result.copy_(whole)
+
+        return self._together("all_gather", node, group, (part, out), act)
+
+    def all_to_all(
+        self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
+    ) -> Meeting:
+        def act(tensors: list[Tensors]) -> None:
+            parts = [x.chunk(len(group)) for x, _ in tensors]
+            for rank, (_, result) in enumerate(tensors):
+                torch.cat([part[rank] for part in parts], out=result)
+
+        return self._together("all_to_all", node, group, (data, out), act)
+
+    def _together(
+        self,
+        kind: str,
+        node: int,
+        group: Group,
+        tensors: Tensors,
+        act: Callable[[list[Tensors]], None],
+    ) -> Meeting:
+        parties = [f"device {device}" for device in group]
+        name = f"{kind} (node {node})"
+        return self._hub.meet((node, group), name, parties, f"device {self._device}", tensors, act)
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    """The sum in the order given: every way of communicating must add in the same order."""
+    total = tensors[0].clone()
+    for x in tensors[1:]:
+        total += x
+    return total

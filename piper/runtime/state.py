@@ -1,0 +1,125 @@
+"""What a device keeps between steps: parameters in flat buffers, buffers, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from piper.ir.dag import Bucket, Compute
+from piper.optimizer import make
+from piper.program import Program
+from piper.runtime.layout import Layout
+
+Fetch = Callable[[str], Tensor]
+
+
+@dataclass(slots=True)
+class Held:
+    """One bucket on one device."""
+
+    layout: Layout
+    flat: Tensor
+    """The parameters the programs read: whole, or this device's part if they are scattered."""
+    updated: Tensor
+    """What the optimizer updates: this device's range of ``flat``, or a copy in more precision."""
+    trained: tuple[nn.Parameter, ...]
+    """The optimizer's parameters, one for each fragment."""
+
+    @property
+    def is_copy(self) -> bool:
+        return self.layout.bucket.gradient != self.layout.bucket.dtype
+
+    def publish(self) -> None:
+        """Bring what was updated into this device's part of ``flat``."""
+        if self.is_copy:
+            low, high = (0, self.layout.share) if self.layout.scattered else self.layout.mine
+            self.flat[low:high].copy_(self.updated)
+
+
+class DeviceState:
+    """Everything that one device holds."""
+
+    def __init__(self, program: Program, device: int, where: torch.device, fetch: Fetch) -> None:
+        """``fetch`` gives a whole parameter or buffer by name."""
+        self.device = device
+        self.where = where
+        self.program = program
+        self.steps = 0
+        specs = program.code.parameters
+        self.held: dict[int, Held] = {}
+        for index, bucket in enumerate(program.buckets):
+            layout = Layout.of(bucket, specs, device)
+            if layout is not None:
+                self.held[index] = self._hold(layout, bucket, fetch)
+        self.views: dict[str, Tensor] = {}
+        for held in self.held.values():
+            if not held.layout.scattered:
+                for name in held.layout.bucket.parameters:
+                    self.views[name] = held.layout.view(held.flat, name)
+        self.bucket_of = {n: i for i, h in self.held.items() for n in h.layout.bucket.parameters}
+        self.buffers: dict[str, Tensor] = {}
+        for name in self._buffer_names():
+            self.buffers[name] = fetch(name).to(where, copy=True)
+        self.optimizer = self._optimizer()
+        factory = program.training.scheduler
+        self.scheduler = factory(self.optimizer) if factory and self.optimizer else None
+
+    def update(self, held: Held, gradients: list[Tensor]) -> None:
+        """Let the optimizer update one bucket."""
+        if self.optimizer is None:
+            return
+        for parameter, gradient in zip(held.trained, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in held.trained:
+            parameter.grad = None
+        held.publish()
+
+    def advance(self) -> None:
+        """A step is over."""
+        self.steps += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _hold(self, layout: Layout, bucket: Bucket, fetch: Fetch) -> Held:
+        flat = torch.zeros(layout.padded, dtype=bucket.gradient, device=self.where)
+        for name in bucket.parameters:
+            layout.view(flat, name).copy_(layout.expert_part(fetch(name)))
+        low, high = layout.mine
+        updated = flat[low:high]
+        if bucket.dtype != bucket.gradient or layout.scattered:
+            updated = updated.clone()
+        whole = updated if layout.scattered else flat
+        flat = whole.to(bucket.dtype) if bucket.dtype != bucket.gradient else whole
+        trained: tuple[nn.Parameter, ...] = ()
+        if bucket.trained:
+            whole_shapes = not layout.divided
+            trained = tuple(
+                nn.Parameter(
+                    layout.view(updated, f.name) if whole_shapes else updated[f.start : f.stop]
+                )
+                for f in layout.fragments
+            )
+        return Held(layout, flat, updated, trained)
+
+    def _buffer_names(self) -> Iterable[str]:
+        """The buffers of the chunks that this device runs, in training or evaluation."""
+        program = self.program
+        for plans, code in (
+            (program.plans, program.code),
+            (program.evaluation.plans, program.evaluation_code),
+        ):
+            plan = next(p for p in plans if self.device in p.devices)
+            chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
+            for chunk in sorted(chunks):
+                for name in code.pieces[chunk].buffers:
+                    if name not in code.constants:
+                        yield name
+
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        trained = [p for held in self.held.values() for p in held.trained]
+        factory = self.program.training.optimizer
+        return make(factory, trained) if factory is not None and trained else None

@@ -1,0 +1,121 @@
+"""Where a model's first weights come from: its own tensors, or ``init`` for those without data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.export import LOSS_PREFIX
+from piper.errors import PiperError
+
+Init = Callable[[str, Tensor, torch.Generator], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model, its loss if that has parameters, and ``init`` for tensors on the meta device."""
+
+    model: nn.Module
+    loss: nn.Module | None = None
+    init: Init | None = None
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, by its first name."""
+        seen: set[int] = set()
+        for prefix, module in self.roots():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield prefix + name, parameter
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer once, by its first name."""
+        for prefix, module in self.roots():
+            for name, buffer in module.named_buffers():
+                yield prefix + name, buffer
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """The modules that have state, and what their names begin with."""
+        roots = [("", self.model)]
+        return roots + ([(LOSS_PREFIX, self.loss)] if self.loss is not None else [])
+
+
+def materialised(
+    name: str, tensor: Tensor, device: torch.device, init: Init | None, seed: int
+) -> Tensor:
+    """``tensor`` on ``device``, filled by ``init`` if it has no data. Its generator is seeded by
+    the name, so that weights depend neither on the order of filling nor on the strategy."""
+    if not tensor.is_meta:
+        return tensor.detach().to(device)
+    if init is None:
+        raise PiperError(
+            f"{name} is on the meta device and has no values: give init=, a function "
+            "(name, tensor, generator) that fills it"
+        )
+    data = torch.empty_like(tensor, device=device, requires_grad=False)
+    init(name, data, generator_for(name, device, seed))
+    return data
+
+
+def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
+    """The generator that fills the parameter of that name."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """The keys of the model's state dict, and which tensor each stands for."""
+
+    keys: Mapping[str, str]
+    """For each key, the tensor's first name: tied parameters have several keys."""
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(source: Source) -> StateNames:
+        firsts: dict[int, str] = {}
+        for name, tensor in (*source.parameters(), *source.buffers()):
+            firsts.setdefault(id(tensor), name)
+        keys: dict[str, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for prefix, module in source.roots():
+            for key, tensor in module.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor) and id(tensor) in firsts:
+                    keys[prefix + key] = firsts[id(tensor)]
+                    shapes[prefix + key] = tuple(tensor.shape)
+        return StateNames(keys, shapes)
+
+    def checked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a state dict by their first names; another model's are refused."""
+        missing = sorted(self.keys.keys() - state.keys())
+        unknown = sorted(state.keys() - self.keys.keys())
+        if missing or unknown:
+            raise PiperError(
+                "the state dict is not this model's: "
+                + "; ".join(
+                    f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+                    for what, names in (("it lacks", missing), ("it also has", unknown))
+                    if names
+                )
+            )
+        for key, shape in self.shapes.items():
+            if tuple(state[key].shape) != shape:
+                raise PiperError(
+                    f"{key} has shape {list(state[key].shape)} in the state dict, but {list(shape)} "
+                    "in the model"
+                )
+        return {self.keys[key]: state[key] for key in self.keys}
+
+    def named(self, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """A state dict, from a function that gives a tensor by its first name."""
+        known: dict[str, Tensor] = {}
+        found = {}
+        for key, name in self.keys.items():
+            if name not in known:
+                known[name] = tensor_of(name)
+            found[key] = known[name]
+        return found
