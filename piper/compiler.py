@@ -86,20 +86,27 @@ def compile(
         else:
             evaluation = _evaluation_of(found)
     source = Source(model, loss if isinstance(loss, nn.Module) else None, init)
-    return Program(
+    program = Program(
         strategy=strategy,
         training=training,
         source=source,
         names=StateNames.of(source),
-        lowered=found.lowered,
-        evaluation=evaluation.lowered,
+        settings=found.settings,
         models=found.models,
+        plans=found.lowered.plans,
+        evaluation_plans=evaluation.lowered.plans,
+        memory=found.lowered.memory,
+        buckets=found.lowered.dag.buckets,
+        streams=found.lowered.dag.streams,
+        microbatches=shape.microbatches,
         code=found.code,
         evaluation_code=evaluation.code,
         example=first.example,
         device=first.device,
         compiler=first.compiler,
     )
+    vars(program)["lowered"] = found.lowered  # a cached property: it need not be made again
+    return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,7 @@ class _Compiled:
     code: Code
     placed: Dag
     models: Mapping[int, Model]
+    settings: Settings
 
 
 def _compile(
@@ -193,16 +201,18 @@ def _compile(
     programs = {n: _programs(c, joints[n], placed) for n, c in captured.items()}
     code = Code.of(captured, programs)
     if forward_only:
-        return _Compiled(lower(_forward_only(placed), models, settings), code, placed, models)
+        lowered = lower(_forward_only(placed), models, settings)
+        return _Compiled(lowered, code, placed, models, settings)
     lowered = lower(placed, models, settings)
     if training.optimizer is not None:
         check_divisible(training.optimizer, lowered.dag, first.device)
-    return _Compiled(lowered, code, placed, models)
+    return _Compiled(lowered, code, placed, models, settings)
 
 
 def _evaluation_of(found: _Compiled) -> _Compiled:
     """The forwards of a compiled step alone, where evaluation computes the same as training."""
-    lowered = lower(_forward_only(found.placed), found.models)
+    settings = replace(found.settings, memory_limit=None)
+    lowered = lower(_forward_only(found.placed), found.models, settings)
     return replace(found, lowered=lowered)
 
 

@@ -22,10 +22,11 @@ from piper.capture.program import Kind, Pass, Ref
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.tensors import TensorSpec
 from piper.errors import PiperError
-from piper.ir.dag import Bucket, Compute, Dag
+from piper.ir.build import build
+from piper.ir.dag import Bucket, Compute, Dag, StreamRule
 from piper.ir.facts import Model
 from piper.ir.text import text
-from piper.lower.lower import Lowered
+from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
 from piper.lower.schedule import Schedule
@@ -123,10 +124,20 @@ class Program:
     training: Training
     source: Source | None
     """Where the weights come from; a program that was loaded has none until it is given."""
-    lowered: Lowered
-    evaluation: Lowered
-    """The forwards alone, in evaluation mode."""
+    settings: Settings
     models: Mapping[int, Model] = field(repr=False)
+    """What is known of the model at the shapes of each size of group."""
+    plans: tuple[Plan, ...] = field(repr=False)
+    """One plan for each class of devices; ``plan.devices`` says whose it is."""
+    evaluation_plans: tuple[Plan, ...] = field(repr=False)
+    """The forwards alone, in evaluation mode."""
+    memory: tuple[Memory, ...] = field(repr=False)
+    """The memory of each class of devices, in the order of ``plans``."""
+    buckets: tuple[Bucket, ...] = field(repr=False)
+    """Parameters that are reduced, updated and gathered together."""
+    streams: Mapping[str, StreamRule]
+    microbatches: int
+    """The number of parts that the batch is split into."""
     code: Code = field(repr=False)
     evaluation_code: Code = field(repr=False)
     example: Batch = field(repr=False)
@@ -134,20 +145,16 @@ class Program:
     device: torch.device
     compiler: Compiler
 
+    @cached_property
+    def lowered(self) -> Lowered:
+        """Everything that lowering found out; made again if the program was loaded."""
+        placed = self.strategy.apply(build(next(iter(self.models.values()))))
+        return lower(placed, self.models, self.settings)
+
     @property
     def dag(self) -> Dag:
         """The whole step over all devices, as lowered."""
         return self.lowered.dag
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """One plan for each class of devices; ``plan.devices`` says whose it is."""
-        return self.lowered.plans
-
-    @property
-    def memory(self) -> tuple[Memory, ...]:
-        """The memory of each class of devices, in the order of ``plans``."""
-        return self.lowered.memory
 
     @property
     def schedule(self) -> Schedule:
@@ -155,19 +162,9 @@ class Program:
         return self.lowered.schedule
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Parameters that are reduced, updated and gathered together."""
-        return self.lowered.dag.buckets
-
-    @property
     def devices(self) -> tuple[int, ...]:
         """Every device that the program runs on."""
         return tuple(sorted(d for plan in self.plans for d in plan.devices))
-
-    @property
-    def microbatches(self) -> int:
-        """The number of parts that the batch is split into."""
-        return self.dag.microbatches[1] if self.dag.microbatches else 1
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -200,9 +197,8 @@ class Program:
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
-        nodes, plans = len(self.dag.nodes), len(self.plans)
         head = (
-            f"program for {len(self.devices)} devices: {nodes} nodes, {plans} distinct plans, "
+            f"program for {len(self.devices)} devices: {len(self.plans)} distinct plans, "
             f"{self.microbatches} microbatches"
         )
         return "\n".join([head, *(f"  {memory}" for memory in self.memory)])
@@ -219,8 +215,9 @@ class Program:
         *,
         source: Source | None = None,
         optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
     ) -> Program:
-        """The program in the folder ``path``; ``source`` and ``optimizer`` as at compile time."""
+        """The program in the folder ``path``; weights and callables are given again."""
         from piper.storage import load
 
-        return load(Path(path), source, optimizer)
+        return load(Path(path), source, optimizer, scheduler)

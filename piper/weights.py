@@ -105,8 +105,8 @@ class StateNames:
         for key, shape in self.shapes.items():
             if tuple(state[key].shape) != shape:
                 raise PiperError(
-                    f"{key} has shape {list(state[key].shape)} in the state dict, but {list(shape)} "
-                    "in the model"
+                    f"{key} has shape {list(state[key].shape)} in the state dict, but "
+                    f"{list(shape)} in the model"
                 )
         return {self.keys[key]: state[key] for key in self.keys}
 

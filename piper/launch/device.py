@@ -12,7 +12,7 @@ from torch import Tensor
 from piper.launch.crew import Report, Restored
 from piper.program import Program
 from piper.runtime.comm import Comm
-from piper.runtime.executor import Executor, Pending
+from piper.runtime.executor import Executor, Pending, Place
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.state import DeviceState, Fetch
 from piper.runtime.streams import streams_for
@@ -26,11 +26,15 @@ class Device:
     ) -> None:
         self.number = number
         self.state = DeviceState(program, number, where, fetch)
-        streams = streams_for(where, program.dag.streams)
+        streams = streams_for(where, program.streams)
         self.executor = Executor(self.state, comm, streams)
         self._training = self.executor.load(program.plan_of(number), program.code)
-        plan = next(p for p in program.evaluation.plans if number in p.devices)
+        plan = next(p for p in program.evaluation_plans if number in p.devices)
         self._evaluation = self.executor.load(plan, program.evaluation_code)
+
+    def show_progress_in(self, at: Place) -> None:
+        """Keep the place in the plan in ``at``, which others may read."""
+        self.executor.at = at
 
     def step(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
         """One step of training."""

@@ -106,7 +106,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, whole, under their own names."""
-        return whole_state(self.program, self._devices.export(optimizer=False)).tensors
+        portions = self._devices.export(optimizer=False)
+        return dict(whole_state(self.program, portions).tensors)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from other parameters and buffers; the optimizer's state stays as it is."""

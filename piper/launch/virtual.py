@@ -13,8 +13,8 @@ from torch import Tensor
 from piper.errors import PiperError
 from piper.launch.crew import Report, Restored
 from piper.launch.device import Device
-from piper.program import Code, Program
 from piper.lower.plan import Plan
+from piper.program import Code, Program
 from piper.runtime.executor import Pending
 from piper.runtime.feeding import cut
 from piper.runtime.loopback import Hub, Loopback
@@ -39,7 +39,7 @@ class VirtualCrew:
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program
-        parts = self._cut(program.evaluation.plans, program.evaluation_code, batch)
+        parts = self._cut(program.evaluation_plans, program.evaluation_code, batch)
         return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
 
     def export(self, *, optimizer: bool) -> list[Portions]:
@@ -93,7 +93,7 @@ class VirtualCrew:
         for i, pending in waiting.items():
             device = self._devices[i]
             assert pending is not None
-            at = device.executor.at
-            lines.append(f"  device {device.number} at {at} waits for {pending.name}")
+            at = device.executor.at[0]
+            lines.append(f"  device {device.number} at instruction {at} waits for {pending.name}")
         lines += [f"  {line}" for line in self._hub.waiting()]
         return "\n".join(lines)

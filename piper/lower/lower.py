@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from piper.ir.dag import Dag
 from piper.ir.facts import Model
@@ -42,7 +42,7 @@ class Settings:
     """Bytes of the optimizer's state for each byte of trained parameters."""
     memory_limit: int | None = None
     """Bytes that a device has."""
-    costs: Costs = Costs()
+    costs: Costs = field(default_factory=Costs)
 
 
 def lower(dag: Dag, models: Mapping[int, Model], settings: Settings | None = None) -> Lowered:

@@ -27,7 +27,7 @@ from piper.ir.dag import (
     Update,
 )
 from piper.ir.text import name_of
-from piper.ir.values import GIVEN, ExtraRole, Role
+from piper.ir.values import ExtraRole, Role
 from piper.lower.classes import Classes
 from piper.lower.schedule import Schedule
 from piper.lower.sizes import Sizes
@@ -148,7 +148,7 @@ class Plan:
         return Plan(
             tuple(data["devices"]),
             instructions,
-            tuple(Given(*item[:3], groups[item[3]]) for item in data["given"]),
+            tuple(Given(s, v, m, groups[g]) for s, v, m, g in data["given"]),
             tuple(data["slot_bytes"]),
         )
 

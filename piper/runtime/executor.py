@@ -22,14 +22,16 @@ from piper.ir.facts import bundled
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction, Plan, Verb
 from piper.program import Code
+from piper.random import fold, seeded
 from piper.runtime.comm import Comm, Handle
 from piper.runtime.messages import exchange_back, exchange_out, rows_received, rows_sent
 from piper.runtime.state import DeviceState, Held
 from piper.runtime.streams import Streams
-from piper.random import fold, seeded
 
 Act = Callable[[], "Pending | None"]
 Slots = list[Any]
+Place = list[int] | memoryview[int]
+"""One number: a place in a plan."""
 BUNDLES = (Kind.SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
 
 
@@ -48,10 +50,14 @@ class Pending:
     def done(self) -> bool:
         return all(handle.done() for handle in self._handles)
 
-    def complete(self) -> None:
-        """Wait for it, and take in what it brings."""
+    def wait(self) -> None:
+        """Return when it is over."""
         for handle in self._handles:
             handle.wait()
+
+    def complete(self) -> None:
+        """Wait for it, and take in what it brings."""
+        self.wait()
         if self._finish is not None:
             self._finish()
 
@@ -92,8 +98,8 @@ class Executor:
         self.streams = streams
         self.device = state.device
         self.where = state.where
-        self.at = "nothing"
-        """The instruction that is being done, for those who ask from outside."""
+        self.at: Place = [0]
+        """The place in the plan, for those who ask from outside; may be shared memory."""
         self._runners: dict[int, dict[Pass, Runner]] = {}
 
     def load(self, plan: Plan, code: Code) -> Loaded:
@@ -113,11 +119,12 @@ class Executor:
         marks: dict[int, Callable[[], None]] = {}
         streams = self.streams
         streams.begin()
+        at = self.at
         for place, op in enumerate(loaded.ops):
+            at[0] = place
             for other in op.waits:
                 if other in pending:
                     while not pending[other].done():
-                        self.at = op.name
                         yield pending[other]
                     self._complete(loaded, other, pending, marks)
             try:
@@ -134,7 +141,6 @@ class Executor:
                 raise self._failed(place, op, error) from error
         for place in list(pending):
             while not pending[place].done():
-                self.at = f"the end of {pending[place].name}"
                 yield pending[place]
             self._complete(loaded, place, pending, marks)
         streams.finish()
@@ -408,7 +414,7 @@ class Loaded:
         return act
 
     def _receive(self, x: Instruction, op: Transfer) -> Act:
-        slots, comm, where = self.slots, self._comm, self._where
+        comm, where = self._comm, self._where
         store = self._store
         (slot,) = x.writes
         spec = self._code.values[len(op.target)][x.of]
@@ -512,7 +518,7 @@ class Loaded:
         ]
 
     def _gather(self, x: Instruction) -> Act:
-        slots, comm, where = self.slots, self._comm, self._where
+        comm, where = self._comm, self._where
         store = self._store
         held = self._state.held[x.of]
         layout = held.layout

@@ -110,7 +110,7 @@ class DeviceState:
         program = self.program
         for plans, code in (
             (program.plans, program.code),
-            (program.evaluation.plans, program.evaluation_code),
+            (program.evaluation_plans, program.evaluation_code),
         ):
             plan = next(p for p in plans if self.device in p.devices)
             chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}

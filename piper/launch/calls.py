@@ -1,0 +1,48 @@
+"""What a worker and the process that started it say to each other. Tensors travel by value."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is to be."""
+
+    device: int
+    folder: Path
+    """Where the program, the weights and the callables are."""
+    port: int
+    threads: int
+    timeout: float
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a worker is asked to do."""
+
+    method: str
+    argument: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a worker says when something went wrong."""
+
+    summary: str
+    trace: str
+    cause: bytes | None
+    """The error itself, if it can travel."""
+
+
+def send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())

@@ -1,0 +1,314 @@
+"""One process a device, on this machine: compiled once, shipped as plans.
+
+The workers get the saved program, the weights in one file that they map, and the optimizer by
+value. Whatever goes wrong in one of them ends all of them, and the caller is told which device,
+which instruction and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.errors import PiperError
+from piper.launch.calls import Call, Failure, Task, receive, send
+from piper.launch.crew import Report, Restored
+from piper.program import Program
+from piper.runtime.feeding import cut
+from piper.runtime.portable import Portions
+
+_GRACE = 2.0
+"""Seconds that workers get to end by themselves."""
+
+
+class WorkerError(PiperError):
+    """A worker failed; the cause, if it could travel, is the error that it raised."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    device: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class ProcessCrew:
+    """A process for each device of a program."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        timeout: float = 600.0,
+        start_timeout: float = 120.0,
+        threads: int | None = None,
+    ) -> None:
+        """``timeout`` is the seconds that one step may take, ``start_timeout`` those until all
+        workers must be there; ``threads`` is the CPU threads of each worker, by default their even
+        share."""
+        self._program = program
+        self._timeout = timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="piper-")
+        self._workers: list[_Worker] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
+        try:
+            self._start(start_timeout, threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, batch: Sequence[Tensor]) -> Report:
+        return self._run("step", batch)
+
+    def evaluate(self, batch: Sequence[Tensor]) -> Report:
+        return self._run("evaluate", batch)
+
+    def export(self, *, optimizer: bool) -> list[Portions]:
+        self._send([Call("export", optimizer)] * len(self._workers))
+        return self._answers(self._timeout)
+
+    def restore(self, state: Restored) -> None:
+        self._send([Call("restore", state)] * len(self._workers))
+        self._answers(self._timeout)
+
+    def close(self) -> None:
+        """End all workers: those that wait for a call by themselves, others by force."""
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                send(worker.connection, Call("stop"))
+        self._end_workers(_GRACE)
+
+    def _end_workers(self, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.connection.close()
+        self._workers.clear()
+        self._finalizer()
+
+    # starting
+
+    def _start(self, timeout: float, threads: int | None) -> None:
+        folder = Path(self._folder.name)
+        program = self._program
+        self._write(folder)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        key = secrets.token_bytes(32)
+        address = str(folder / "socket")
+        share = max(1, (os.cpu_count() or 1) // len(program.devices))
+        with Listener(address, "AF_UNIX", backlog=len(program.devices), authkey=key) as listener:
+            for device in program.devices:
+                (folder / f"at.{device}").write_bytes(bytes(8))
+                self._spawn(address, key)
+            for device in program.devices:
+                connection = self._accept(listener, timeout)
+                task = Task(
+                    device,
+                    folder,
+                    self._store.port,
+                    threads or share,
+                    self._timeout,
+                    tuple(sys.path),
+                )
+                send(connection, task)
+                pid = receive(connection)
+                process = next(p for p in self._processes if p.pid == pid)
+                self._workers.append(_Worker(device, process, connection))
+        self._answers(timeout)
+
+    def _write(self, folder: Path) -> None:
+        try:
+            import cloudpickle
+        except ImportError as error:
+            raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
+        program = self._program
+        program.save(folder / "program")
+        if program.source is None:
+            raise PiperError(
+                "this program was loaded without weights: give source= to Program.load, for "
+                "instance piper.Source(model)"
+            )
+        source = program.source
+        weights = {**dict(source.parameters()), **dict(source.buffers())}
+        torch.save({n: x.detach() for n, x in weights.items()}, folder / "weights.pt")
+        training = program.training
+        try:
+            callables = cloudpickle.dumps((training.optimizer, training.scheduler, source.init))
+        except Exception as error:
+            raise PiperError(
+                f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
+            ) from error
+        (folder / "callables").write_bytes(callables)
+
+    def _spawn(self, address: str, key: bytes) -> None:
+        environment = {**os.environ, "PIPER_WORKER_KEY": key.hex()}
+        if sys.platform == "linux":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
+        root = str(Path(__file__).resolve().parents[2])
+        paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        self._processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "piper.launch.worker", address],
+                stdin=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is the caller's to handle
+            )
+        )
+
+    def _accept(self, listener: Listener, timeout: float) -> Connection:
+        socket: Any = listener._listener._socket  # type: ignore[attr-defined]
+        deadline = time.monotonic() + timeout
+        while True:
+            socket.settimeout(0.2)
+            try:
+                return listener.accept()
+            except TimeoutError:
+                pass
+            dead = [p for p in self._processes if p.poll() is not None]
+            if dead:
+                raise WorkerError(f"a worker ended before it was ready ({_how(dead[0])})")
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"only {len(self._workers)} of {len(self._processes)} workers came up within "
+                    f"{timeout:g} s"
+                )
+
+    # running
+
+    def _run(self, method: str, batch: Sequence[Tensor]) -> Report:
+        program = self._program
+        plans, code = program.plans, program.code
+        if method == "evaluate":
+            plans, code = program.evaluation_plans, program.evaluation_code
+        of = {device: plan for plan in plans for device in plan.devices}
+        calls = [
+            Call(method, [x.cpu().clone() for x in cut(of[w.device], code, w.device, batch)])
+            for w in self._workers
+        ]
+        self._send(calls)
+        reports: list[Report] = self._answers(self._timeout)
+        return Report(reports[0].total, reports[0].norm, max(r.memory for r in reports))
+
+    def _send(self, calls: Sequence[Call]) -> None:
+        if not self._workers:
+            raise WorkerError("the workers have ended after an error: launch the program again")
+        for worker, call in zip(self._workers, calls, strict=True):
+            try:
+                send(worker.connection, call)
+            except OSError:
+                self._fail_with_death()
+
+    def _answers(self, timeout: float) -> list[Any]:
+        """What every worker answers; the first that fails or dies ends all."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while len(answers) < len(self._workers):
+                waiting = [w for w in self._workers if w.device not in answers]
+                left = deadline - time.monotonic()
+                ready = wait([w.connection for w in waiting], timeout=min(0.1, max(0.0, left)))
+                for worker in waiting:
+                    if worker.connection in ready:
+                        answers[worker.device] = self._answer(worker)
+                    elif worker.process.poll() is not None and not worker.connection.poll():
+                        self._fail_with_death()
+                if left <= 0:
+                    self._fail(f"no answer within {timeout:g} s", waiting)
+        except KeyboardInterrupt:
+            self._end_workers(0.0)
+            raise
+        return [answers[worker.device] for worker in self._workers]
+
+    def _answer(self, worker: _Worker) -> Any:
+        try:
+            answer = receive(worker.connection)
+        except (EOFError, OSError):
+            self._fail_with_death()
+        if isinstance(answer, Failure):
+            self._fail_with(worker, answer)
+        return answer
+
+    def _fail_with(self, worker: _Worker, failure: Failure) -> None:
+        """Another's death is the cause of failed communication: look for that first."""
+        deadline = time.monotonic() + _GRACE / 4
+        while time.monotonic() < deadline:
+            if any(w.process.poll() not in (None, 0) for w in self._workers):
+                self._fail_with_death()
+            time.sleep(0.02)
+        cause: BaseException | None = None
+        if failure.cause is not None:
+            import cloudpickle
+
+            with contextlib.suppress(Exception):
+                cause = cloudpickle.loads(failure.cause)
+        at = self._at(worker)
+        self._end_workers(0.0)
+        text = (
+            f"the worker of device {worker.device} failed{at}: {failure.summary}\n{failure.trace}"
+        )
+        raise WorkerError(text) from cause
+
+    def _fail_with_death(self) -> None:
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline:
+            for worker in self._workers:
+                if worker.process.poll() not in (None, 0):
+                    at = self._at(worker)
+                    text = f"the worker of device {worker.device} died{at}: {_how(worker.process)}"
+                    self._end_workers(0.0)
+                    raise WorkerError(text)
+            time.sleep(0.02)
+        self._fail("a worker closed its connection", self._workers)
+
+    def _fail(self, what: str, workers: Sequence[_Worker]) -> None:
+        lines = [what, *(f"  device {w.device}{self._at(w)}" for w in workers)]
+        self._end_workers(0.0)
+        raise WorkerError("\n".join(lines))
+
+    def _at(self, worker: _Worker) -> str:
+        """Where a worker is, or was last."""
+        data = (Path(self._folder.name) / f"at.{worker.device}").read_bytes()
+        place = int.from_bytes(data, sys.byteorder)
+        plan = self._program.plan_of(worker.device)
+        return f" at instruction {place} ({plan.instructions[place].name})"
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _end(
+    processes: list[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str]
+) -> None:
+    """End every process that is left, and remove what they shared."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+    processes.clear()
+    folder.cleanup()

@@ -1,0 +1,101 @@
+"""This process is one device of many that ``torchrun`` started, on one machine or several.
+
+Every process runs the same script, compiles the same program and gives the same global batch; each
+computes its own part, and every one of them gets the same loss.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.errors import PiperError
+from piper.launch.crew import Report, Restored
+from piper.launch.device import Device
+from piper.program import Program
+from piper.runtime.distributed import Distributed
+from piper.runtime.executor import Pending
+from piper.runtime.feeding import cut
+from piper.runtime.portable import Portions
+from piper.runtime.state import Fetch
+
+
+class TorchrunCrew:
+    """This process's device, and what it knows of the others."""
+
+    def __init__(self, program: Program, fetch: Fetch, *, timeout: float = 600.0) -> None:
+        limit = timedelta(seconds=timeout)
+        where = _where(program)
+        self._began = not dist.is_initialized()
+        if self._began:
+            _refuse_alone()
+            dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=limit)
+        devices = program.devices
+        if dist.get_world_size() != len(devices):
+            raise PiperError(
+                f"the program runs on {len(devices)} devices, but torchrun started "
+                f"{dist.get_world_size()} processes: use --nproc-per-node and --nnodes so that "
+                "they are as many"
+            )
+        self._program = program
+        self._number = devices[dist.get_rank()]
+        plans = (*program.plans, *program.evaluation_plans)
+        self._comm = Distributed(self._number, devices, plans, limit)
+        self._device = Device(program, self._number, where, self._comm, fetch)
+        self._objects = dist.new_group(backend="gloo", timeout=limit)
+
+    def step(self, batch: Sequence[Tensor]) -> Report:
+        program = self._program
+        plan = program.plan_of(self._number)
+        return _finished(self._device.step(cut(plan, program.code, self._number, batch)))
+
+    def evaluate(self, batch: Sequence[Tensor]) -> Report:
+        program = self._program
+        plan = next(p for p in program.evaluation_plans if self._number in p.devices)
+        given = cut(plan, program.evaluation_code, self._number, batch)
+        return _finished(self._device.evaluate(given))
+
+    def export(self, *, optimizer: bool) -> list[Portions]:
+        mine = self._device.export(optimizer=optimizer)
+        everyone: list[Portions | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._objects)
+        return [portions for portions in everyone if portions is not None]
+
+    def restore(self, state: Restored) -> None:
+        self._device.restore(state)
+
+    def close(self) -> None:
+        self._comm.close()
+        if self._began and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _refuse_alone() -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise PiperError(
+            f"on='torchrun' needs {', '.join(missing)} in the environment: start the script with "
+            "torchrun --nproc-per-node N script.py"
+        )
+
+
+def _where(program: Program) -> torch.device:
+    if program.device.type != "cuda":
+        return program.device
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _finished(run: Generator[Pending, None, Report]) -> Report:
+    while True:
+        try:
+            next(run).wait()
+        except StopIteration as end:
+            report: Report = end.value
+            return report

@@ -1,0 +1,159 @@
+"""A worker process: one device, driven over a connection by the process that started it.
+
+    python -m piper.launch.worker ADDRESS
+
+Its standard input is a pipe that its parent holds open: when that ends, so does the worker.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Generator
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.launch.calls import Call, Failure, Task, receive, send
+from piper.launch.crew import Report, Restored
+from piper.launch.device import Device
+from piper.program import Program
+from piper.runtime.distributed import Distributed
+from piper.runtime.executor import InstructionError, Pending
+from piper.runtime.state import Fetch
+from piper.weights import materialised
+
+
+def main(address: str) -> None:
+    """Serve until told to stop."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    key = bytes.fromhex(os.environ.pop("PIPER_WORKER_KEY"))
+    with Client(address, authkey=key) as connection:
+        try:
+            task: Task = receive(connection)
+            send(connection, os.getpid())
+            device, comm = _start(task)
+            send(connection, None)
+            _serve(connection, device)
+        except EOFError:
+            return
+        except Exception as error:
+            send(connection, _failure(error))
+            return
+        comm.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the communicators' threads need not be waited for
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _start(task: Task) -> tuple[Device, Distributed]:
+    import cloudpickle
+
+    sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
+    torch.set_num_threads(task.threads)
+    optimizer, scheduler, init = cloudpickle.loads((task.folder / "callables").read_bytes())
+    program = Program.load(task.folder / "program", optimizer=optimizer, scheduler=scheduler)
+    devices = program.devices
+    where = _where(program, task.device)
+    timeout = timedelta(seconds=task.timeout)
+    store = dist.TCPStore("127.0.0.1", task.port, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if where.type == "cuda" else "gloo",
+        store=store,
+        rank=devices.index(task.device),
+        world_size=len(devices),
+        timeout=timeout,
+    )
+    plans = (*program.plans, *program.evaluation_plans)
+    comm = Distributed(task.device, devices, plans, timeout)
+    device = Device(program, task.device, where, comm, _fetcher(task.folder, program, init))
+    device.show_progress_in(_shared_place(task.folder / f"at.{task.device}"))
+    return device, comm
+
+
+def _where(program: Program, device: int) -> torch.device:
+    if program.device.type != "cuda":
+        return program.device
+    index = program.devices.index(device) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _fetcher(folder: Path, program: Program, init: Any) -> Fetch:
+    known: dict[str, Tensor] = torch.load(
+        folder / "weights.pt", mmap=True, weights_only=True, map_location=None
+    )
+    seed = program.training.seed
+
+    def fetch(name: str) -> Tensor:
+        tensor = known[name]
+        return materialised(name, tensor, torch.device("cpu"), init, seed)
+
+    return fetch
+
+
+def _shared_place(path: Path) -> memoryview[int]:
+    """One number in a file that the parent can read."""
+    with path.open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
+
+
+def _serve(connection: Connection, device: Device) -> None:
+    while True:
+        call: Call = receive(connection)
+        match call:
+            case Call("step", given):
+                send(connection, _finished(device.step(given)))
+            case Call("evaluate", given):
+                send(connection, _finished(device.evaluate(given)))
+            case Call("export", optimizer):
+                send(connection, device.export(optimizer=optimizer))
+            case Call("restore", Restored() as state):
+                device.restore(state)
+                send(connection, None)
+            case Call("stop"):
+                return
+            case _:
+                raise AssertionError(f"a worker cannot {call.method}")
+
+
+def _finished(run: Generator[Pending, None, Report]) -> Report:
+    """Drive a step to its end, waiting where it must."""
+    while True:
+        try:
+            next(run).wait()
+        except StopIteration as end:
+            report: Report = end.value
+            return Report(
+                report.total.cpu(),
+                None if report.norm is None else report.norm.cpu(),
+                report.memory,
+            )
+
+
+def _failure(error: Exception) -> Failure:
+    import cloudpickle
+
+    cause = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
+    try:
+        travels: bytes | None = cloudpickle.dumps(cause)
+    except Exception:  # noqa: BLE001 - an error of the user's that cannot be pickled is told as text
+        travels = None
+    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), travels)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,221 @@
+"""Communication over ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
+
+Every logical stream and group has a communicator of its own, and each direction of a stream of
+messages too, so that streams never wait for each other. Messages carry the number of their node as
+tag. Sums on gloo are added in the order of the group, as on virtual devices: parts are exchanged
+and added here, on one thread for each stream; gloo's own sums depend on its algorithm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.ir.dag import Collective, Transfer
+from piper.lower.plan import Plan
+from piper.runtime.comm import Group, Handle
+
+_IN_FLIGHT = 8
+"""Messages of one stream that may be under way: more would only hold memory."""
+_SMALL = 4096
+"""Elements up to which a sum is cheaper by sending everything to everybody."""
+
+
+class _Sent:
+    """A message under way."""
+
+    __slots__ = ("_over", "_work")
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._over = False
+
+    def done(self) -> bool:
+        return self._over or self._work.is_completed()
+
+    def wait(self) -> None:
+        if not self._over:
+            self._work.wait()
+            self._over = True
+            self._work = None
+
+
+class _Begun:
+    """Something that a stream's thread does."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class _Done:
+    """Nothing to wait for."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class Distributed:
+    """One process's end of all communication."""
+
+    def __init__(
+        self, device: int, devices: Sequence[int], plans: Iterable[Plan], timeout: timedelta
+    ) -> None:
+        """Every process must call this at the same time with the same ``plans``."""
+        self._device = device
+        self._rank = {number: rank for rank, number in enumerate(devices)}
+        self._groups: dict[tuple[str, Group], Any] = {}
+        for stream, group in _communicators(plans):
+            ranks = [self._rank[number] for number in group]
+            self._groups[stream, group] = dist.new_group(ranks, timeout=timeout)
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._sent: dict[str, deque[_Sent]] = {}
+        self._to_self: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        """End the streams' threads."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def send(self, node: int, stream: str, to: int, data: Tensor) -> Handle:
+        if to == self._device:
+            self._to_self[node] = data
+            return _Done()
+        group = self._groups[_pair(stream, self._device, to)]
+        work = _Sent(dist.isend(data, self._rank[to], group=group, tag=node))
+        sent = self._sent.setdefault(stream, deque())
+        sent.append(work)
+        if len(sent) > _IN_FLIGHT:
+            sent.popleft().wait()
+        return work
+
+    def receive(self, node: int, stream: str, source: int, out: Tensor) -> Handle:
+        if source == self._device:
+            out.copy_(self._to_self.pop(node))
+            return _Done()
+        group = self._groups[_pair(stream, source, self._device)]
+        return _Sent(dist.irecv(out, self._rank[source], group=group, tag=node))
+
+    def all_reduce(self, node: int, stream: str, group: Group, data: Tensor) -> Handle:
+        if len(group) == 1:
+            return _Done()
+        communicator = self._groups[stream, group]
+        if data.is_cuda:
+            return _Sent(dist.all_reduce(data, group=communicator, async_op=True))
+        return self._begin(stream, lambda: _sum_everywhere(data, communicator, len(group)))
+
+    def reduce_scatter(
+        self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
+    ) -> Handle:
+        communicator = self._groups[stream, group]
+        if data.is_cuda:
+            return _Sent(_reduce_scatter(out, data, group=communicator, async_op=True))
+        return self._begin(stream, lambda: _sum_of_parts(data, out, communicator, len(group)))
+
+    def all_gather(self, node: int, stream: str, group: Group, part: Tensor, out: Tensor) -> Handle:
+        communicator = self._groups[stream, group]
+        if part.is_cuda:
+            return _Sent(_all_gather(out, part, group=communicator, async_op=True))
+        return self._begin(stream, lambda: _all_gather(out, part, group=communicator))
+
+    def all_to_all(self, node: int, stream: str, group: Group, data: Tensor, out: Tensor) -> Handle:
+        communicator = self._groups[stream, group]
+        if data.is_cuda:
+            return _Sent(dist.all_to_all_single(out, data, group=communicator, async_op=True))
+        return self._begin(stream, lambda: dist.all_to_all_single(out, data, group=communicator))
+
+    def _begin(self, stream: str, act: Callable[[], Any]) -> Handle:
+        if stream not in self._threads:
+            self._threads[stream] = ThreadPoolExecutor(1, thread_name_prefix=f"piper {stream}")
+        return _Begun(self._threads[stream].submit(act))
+
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+def _sum_everywhere(data: Tensor, communicator: Any, members: int) -> None:
+    """``data`` summed over all members, in their order, for each of them."""
+    flat = data.view(-1)
+    if flat.numel() <= _SMALL:
+        every = flat.new_empty(members * flat.numel())
+        _all_gather(every, flat, group=communicator)
+        flat.copy_(_sum_of_rows(every.view(members, -1)))
+        return
+    share = -(-flat.numel() // members)
+    padded = flat
+    if share * members != flat.numel():
+        padded = flat.new_zeros(share * members)
+        padded[: flat.numel()] = flat
+    part = flat.new_empty(share)
+    _sum_of_parts(padded, part, communicator, members)
+    if padded is flat:
+        _all_gather(flat, part, group=communicator)
+    else:
+        _all_gather(padded, part, group=communicator)
+        flat.copy_(padded[: flat.numel()])
+
+
+def _sum_of_parts(data: Tensor, out: Tensor, communicator: Any, members: int) -> None:
+    """This member's part of the sum of ``data``, added in the order of the members."""
+    parts = torch.empty_like(data)
+    dist.all_to_all_single(parts, data, group=communicator)
+    out.copy_(_sum_of_rows(parts.view(members, -1)))
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _pair(stream: str, source: int, to: int) -> tuple[str, Group]:
+    """The communicator of messages from one device to another."""
+    return f"{stream.removesuffix('/send').removesuffix('/recv')} {source}>{to}", _ends(source, to)
+
+
+def _ends(source: int, to: int) -> Group:
+    return (min(source, to), max(source, to))
+
+
+def _communicators(plans: Iterable[Plan]) -> list[tuple[str, Group]]:
+    """All streams and groups that communicate, in an order that all processes find."""
+    found: set[tuple[str, Group]] = set()
+    for plan in plans:
+        for x in plan.instructions:
+            match x.op:
+                case Transfer(source=source, target=target):
+                    found |= set(_pairs(x.stream, source, target))
+                case Collective(groups=groups):
+                    found |= {(x.stream, group) for group in groups if len(group) > 1}
+                case _:
+                    pass
+    return sorted(found)
+
+
+def _pairs(stream: str, source: Group, target: Group) -> Iterable[tuple[str, Group]]:
+    n = max(len(source), len(target))
+    for i in range(n):
+        a, b = source[i * len(source) // n], target[i * len(target) // n]
+        if a != b:
+            yield _pair(stream, a, b)
