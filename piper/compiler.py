@@ -62,10 +62,11 @@ def compile(
 
     ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
     ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without one nothing
-    is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step. ``init`` fills the parameters of a model on the meta device. ``precision="bf16"``
-    computes in bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all
-    gradients together. ``memory_limit`` is the bytes that a device has: a strategy that needs more
-    is refused. ``seed`` is for ``init`` and for random operations.
+    is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step.
+    ``init`` fills the parameters of a model on the meta device. ``precision="bf16"`` computes in
+    bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all gradients.
+    ``memory_limit`` is the bytes that a device has: a strategy that needs more is refused. ``seed``
+    is for ``init`` and for random operations.
     """
     if not isinstance(strategy, Strategy):
         raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")

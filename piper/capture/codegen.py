@@ -139,6 +139,22 @@ def compile_program(program: Program, compiler: Compiler) -> dict[Pass, Runner]:
     return {which: compiler.compile(f, which) for which, f in program.functions.items()}
 
 
+class Runners:
+    """Callables for programs' passes, each compiled once, when it is first asked for."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._made: dict[tuple[int, Pass], Runner] = {}
+        self._kept: list[Program] = []
+
+    def get(self, program: Program, which: Pass) -> Runner:
+        key = (id(program), which)
+        if key not in self._made:
+            self._made[key] = self._compiler.compile(program.functions[which], which)
+            self._kept.append(program)
+        return self._made[key]
+
+
 class _Boxed(CodeGen):
     """Generates ``def forward(self, args)``, which takes its arguments out of a list."""
 

@@ -27,6 +27,8 @@ class Pass(Enum):
     BW = "BW"
     """backward for the weights: the rest, at any later time"""
 
+    __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
+
 
 class Kind(Enum):
     """What a tensor is to its chunk."""
@@ -46,7 +48,7 @@ class Kind(Enum):
     """As a result: the gradient of an input. As an argument: the sum that later chunks began."""
     PARAMETER_GRAD = "parameter_grad"
 
-    __hash__ = object.__hash__  # an executor looks tensors up by kind: Enum's own hash is slow
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)

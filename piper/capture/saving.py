@@ -30,6 +30,8 @@ class Remat(Enum):
     ALL = "all"
     """Everything: keep the chunk's inputs alone."""
 
+    __hash__ = object.__hash__  # Enum's own is slow
+
 
 def choose(joint: Joint, policy: Remat) -> tuple[Joint, tuple[fx.Node, ...]]:
     """The joint graph (perhaps simplified) and the ops of its forward to keep for the backward."""

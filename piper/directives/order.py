@@ -39,7 +39,7 @@ class Order(Directive):
             raise DirectiveError("an order is a list of groups, each with at least one filter")
         filters = [[Filter.of(where) for where in group] for group in self.groups]
         dag = _divide(dag, [f for group in filters for f in group], me)
-        finder = _Finder(dag)
+        finder = _Finder(dag, [f for group in filters for f in group])
         after: defaultdict[int, set[int]] = defaultdict(set)
         last: dict[Lane, list[int]] = {}
         seen: dict[int, Filter] = {}
@@ -82,10 +82,11 @@ class Order(Directive):
 class _Finder:
     """Finds the nodes of many filters on the same tags without looking at all nodes each time."""
 
-    def __init__(self, dag: Dag) -> None:
+    def __init__(self, dag: Dag, filters: Sequence[Filter]) -> None:
         self._dag = dag
         self._indices: dict[tuple[str, ...], dict[tuple[object, ...], list[int]]] = {}
-        groups = {node.devices for node in dag.nodes}
+        self._wanted = _wanted(dag, filters)
+        groups = set({id(node.devices): node.devices for node in dag.nodes}.values())
         count = Counter(device for group in groups for device in group)
         self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
 
@@ -127,8 +128,9 @@ class _Finder:
     def _index(self, names: tuple[str, ...]) -> dict[tuple[object, ...], list[int]]:
         if names not in self._indices:
             index: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-            for number, node in enumerate(self._dag.nodes):
-                index[tuple(node.tags.get(name) for name in names)].append(number)
+            for number in self._wanted:
+                tags = self._dag.nodes[number].tags
+                index[tuple([tags.get(name) for name in names])].append(number)
             self._indices[names] = index
         return self._indices[names]
 
@@ -138,6 +140,19 @@ class _Finder:
         if not _wants_halves(where):
             return False
         return any(_without_pass(where).accepts(node.tags) for node in self._dag.nodes)
+
+
+def _wanted(dag: Dag, filters: Sequence[Filter]) -> Sequence[int]:
+    """The nodes that some of ``filters`` may match, judged by one tag that all ask for: an order
+    mostly speaks of one stage."""
+    asked = [{t.name: t.values for t in where.terms if t.values is not None} for where in filters]
+    common = [n for n in asked[0] if n != PASS and all(n in terms for terms in asked)]
+    if not common:
+        return range(len(dag.nodes))
+    values = {name: frozenset().union(*(terms[name] for terms in asked)) for name in common}
+    name = min(common, key=lambda name: len(values[name]))
+    wanted = values[name]
+    return [i for i, node in enumerate(dag.nodes) if node.tags.get(name) in wanted]
 
 
 def _wants_halves(where: Filter) -> bool:

@@ -29,6 +29,8 @@ class Role(Enum):
     """The gradient of an activation, as far as the chunks from its maker on have summed it."""
     PARAMETER_GRADIENT = "parameter gradient"
 
+    __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
+
 
 class ExtraRole(Enum):
     """What a value is that lowering added."""
@@ -49,6 +51,8 @@ class ExtraRole(Enum):
     """The loss of the whole batch, and what its sum is divided by."""
     NORM = "norm"
     """The squared norm of all gradients."""
+
+    __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
 
 
 @dataclass(frozen=True, slots=True)

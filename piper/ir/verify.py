@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from piper.errors import DirectiveError
-from piper.ir.dag import PASS, Compute, Dag, Group
+from piper.ir.dag import PASS, Compute, Dag, Group, same_group
 from piper.ir.text import group_text, name_of
 from piper.ir.values import GIVEN
 
@@ -37,7 +37,7 @@ def _one_place_a_chunk(dag: Dag) -> None:
     for number, node in enumerate(dag.nodes):
         if node.devices and isinstance(node.op, Compute):
             group = places.setdefault((node.op.chunk, node.op.microbatch), node.devices)
-            if group != node.devices:
+            if not same_group(group, node.devices):
                 raise DirectiveError(
                     f"{name_of(dag, number)} is placed on {list(node.devices)}, but other passes "
                     f"of the same chunk and microbatch on {list(group)}: what a forward saves "

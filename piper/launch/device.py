@@ -9,10 +9,12 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
+from piper.capture.codegen import Runners
 from piper.launch.crew import Report, Restored
 from piper.program import Program
 from piper.runtime.comm import Comm
-from piper.runtime.executor import Executor, Pending, Place
+from piper.runtime.executor import Executor, Place
+from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.state import DeviceState, Fetch
 from piper.runtime.streams import streams_for
@@ -22,12 +24,18 @@ class Device:
     """An executor with the plans of training and of evaluation."""
 
     def __init__(
-        self, program: Program, number: int, where: torch.device, comm: Comm, fetch: Fetch
+        self,
+        program: Program,
+        number: int,
+        where: torch.device,
+        comm: Comm,
+        fetch: Fetch,
+        runners: Runners,
     ) -> None:
         self.number = number
         self.state = DeviceState(program, number, where, fetch)
         streams = streams_for(where, program.streams)
-        self.executor = Executor(self.state, comm, streams)
+        self.executor = Executor(self.state, comm, streams, runners)
         self._training = self.executor.load(program.plan_of(number), program.code)
         plan = next(p for p in program.evaluation_plans if number in p.devices)
         self._evaluation = self.executor.load(plan, program.evaluation_code)
@@ -51,8 +59,8 @@ class Device:
 
     def abandon(self) -> None:
         """Forget a step that failed."""
-        self._training.abandon()
-        self._evaluation.abandon()
+        self._training.board.abandon()
+        self._evaluation.board.abandon()
 
     def export(self, *, optimizer: bool) -> Portions:
         return export(self.state, optimizer=optimizer)

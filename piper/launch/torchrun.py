@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.crew import Report, Restored
 from piper.launch.device import Device
 from piper.program import Program
 from piper.runtime.distributed import Distributed
-from piper.runtime.executor import Pending
 from piper.runtime.feeding import cut
+from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.state import Fetch
 
@@ -46,7 +47,9 @@ class TorchrunCrew:
         self._number = devices[dist.get_rank()]
         plans = (*program.plans, *program.evaluation_plans)
         self._comm = Distributed(self._number, devices, plans, limit)
-        self._device = Device(program, self._number, where, self._comm, fetch)
+        self._device = Device(
+            program, self._number, where, self._comm, fetch, Runners(program.compiler)
+        )
         self._objects = dist.new_group(backend="gloo", timeout=limit)
 
     def step(self, batch: Sequence[Tensor]) -> Report:

@@ -10,14 +10,15 @@ from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
+from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.crew import Report, Restored
 from piper.launch.device import Device
 from piper.lower.plan import Plan
 from piper.program import Code, Program
-from piper.runtime.executor import Pending
 from piper.runtime.feeding import cut
 from piper.runtime.loopback import Hub, Loopback
+from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.state import Fetch
 
@@ -28,8 +29,9 @@ class VirtualCrew:
     def __init__(self, program: Program, fetch: Fetch) -> None:
         self._program = program
         self._hub = Hub(program.device.type == "cuda")
+        runners = Runners(program.compiler)
         self._devices = [
-            Device(program, number, program.device, Loopback(self._hub, number), fetch)
+            Device(program, number, program.device, Loopback(self._hub, number), fetch, runners)
             for number in program.devices
         ]
 

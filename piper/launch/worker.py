@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from piper.capture.codegen import Runners
 from piper.launch.calls import Call, Failure, Task, receive, send
 from piper.launch.crew import Report, Restored
 from piper.launch.device import Device
 from piper.program import Program
 from piper.runtime.distributed import Distributed
-from piper.runtime.executor import InstructionError, Pending
+from piper.runtime.executor import InstructionError
+from piper.runtime.pending import Pending
 from piper.runtime.state import Fetch
 from piper.weights import materialised
 
@@ -45,7 +47,7 @@ def main(address: str) -> None:
             _serve(connection, device)
         except EOFError:
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
             send(connection, _failure(error))
             return
         comm.close()
@@ -79,7 +81,8 @@ def _start(task: Task) -> tuple[Device, Distributed]:
     )
     plans = (*program.plans, *program.evaluation_plans)
     comm = Distributed(task.device, devices, plans, timeout)
-    device = Device(program, task.device, where, comm, _fetcher(task.folder, program, init))
+    fetch = _fetcher(task.folder, program, init)
+    device = Device(program, task.device, where, comm, fetch, Runners(program.compiler))
     device.show_progress_in(_shared_place(task.folder / f"at.{task.device}"))
     return device, comm
 
@@ -105,7 +108,7 @@ def _fetcher(folder: Path, program: Program, init: Any) -> Fetch:
     return fetch
 
 
-def _shared_place(path: Path) -> memoryview[int]:
+def _shared_place(path: Path) -> memoryview:
     """One number in a file that the parent can read."""
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")

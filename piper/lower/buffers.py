@@ -13,7 +13,7 @@ from piper.ir.text import name_of
 
 
 def keep_buffers(dag: Dag) -> Dag:
-    """``dag`` with the forwards of every region that changes a buffer in the microbatches' order."""
+    """``dag`` with the forwards of regions that change a buffer in the order of microbatches."""
     rows: defaultdict[int, list[int]] = defaultdict(list)
     for number, node in enumerate(dag.nodes):
         op = node.op

@@ -3,7 +3,6 @@ are freed, and what an instruction needs only while it runs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +31,8 @@ class Holder(Enum):
     """What was received, exchanged or gathered."""
     WORKSPACE = "workspace"
     """What one instruction needs while it runs."""
+
+    __hash__ = object.__hash__  # Enum's own is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer_bytes: float) -> Mem
     optimizer = sum(sizes.optimizer(i, optimizer_bytes) for i in buckets)
     holders = _holders(dag, plan)
     size = plan.slot_bytes
-    live: Counter[Holder] = Counter()
+    live = dict.fromkeys(Holder, 0)
     for given in plan.given:
         live[Holder.BATCH] += size[given.slot]
     held = parameters + optimizer + live[Holder.BATCH]
@@ -92,7 +93,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer_bytes: float) -> Mem
                 breakdown = {**live, Holder.WORKSPACE: extra}
         over_time.append(held)
     state = {Holder.PARAMETERS: parameters, Holder.OPTIMIZER: optimizer}
-    found = {holder: {**state, **breakdown}.get(holder, 0) for holder in Holder}
+    found = {holder: {**breakdown, **state}.get(holder, 0) for holder in Holder}
     return Memory(plan.devices, parameters, optimizer, peak, at, found, tuple(over_time))
 
 

@@ -25,6 +25,7 @@ from piper.ir.dag import (
     Op,
     Transfer,
     Update,
+    same_group,
 )
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
@@ -371,7 +372,7 @@ class _Planner:
                 if self.shared.role(value) is Role.BATCH:
                     microbatch = self.dag.table.value(value)[1]
                     _, group = found.setdefault(value, (microbatch, node.devices))
-                    if group is not node.devices and group != node.devices:
+                    if not same_group(group, node.devices):
                         self._refuse_two_parts(value, number, group)
         return found
 

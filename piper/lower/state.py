@@ -109,6 +109,7 @@ def _holders(dag: Dag) -> dict[str, _Held]:
             ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     found = {}
+    copies: dict[tuple[object, ...], tuple[Group, ...]] = {}
     for name in devices:
         if rules[name].zero == 3 and len(places[name]) > 1:
             raise DirectiveError(
@@ -117,7 +118,10 @@ def _holders(dag: Dag) -> dict[str, _Held]:
                 "with zero=3: replicate its regions with a lower level"
             )
         parts, dim = ways[name]
-        groups = _equal_copies(name, sorted(places[name], key=min), parts)
+        key = (parts, *sorted(map(id, places[name])))  # groups are shared objects
+        if key not in copies:
+            copies[key] = _equal_copies(name, sorted(places[name], key=min), parts)
+        groups = copies[key]
         facts = dag.model.parameters[name]
         found[name] = _Held(
             groups, rules[name], parts, dim, facts.trained, facts.dtype, facts.gradient

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, Transfer
+from piper.ir.dag import Dag, Transfer, same_group
 from piper.ir.facts import Model
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole
@@ -29,7 +29,7 @@ def add_transfers(dag: Dag) -> Dag:
         reads = []
         for value in node.reads:
             maker = dag.producers.get(value)
-            if maker is None or dag.nodes[maker].devices == node.devices:
+            if maker is None or same_group(dag.nodes[maker].devices, node.devices):
                 reads.append(value)
                 continue
             key = (value, id(node.devices))

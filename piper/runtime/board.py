@@ -1,0 +1,129 @@
+"""One device's slots while a plan runs, and what is known of each before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from piper.capture.batch import strided_like
+from piper.capture.codegen import Runners
+from piper.capture.program import Kind, Ref
+from piper.ir.dag import Compute
+from piper.ir.facts import bundled
+from piper.ir.values import ExtraRole
+from piper.lower.plan import Instruction, Plan, Verb
+from piper.program import Code
+from piper.runtime.comm import Comm
+from piper.runtime.state import DeviceState
+
+BUNDLES = (Kind.SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
+"""What a slot holds several tensors of."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """The scalars of a step."""
+
+    loss: Tensor | None = None
+    """The sum of the losses and of what they are divided by."""
+    norm: Tensor | None = None
+    """The squared norm of all gradients."""
+
+
+class Board:
+    """What the instructions of one plan work on."""
+
+    def __init__(
+        self, state: DeviceState, comm: Comm, runners: Runners, plan: Plan, code: Code
+    ) -> None:
+        self.state = state
+        self.device = state.device
+        self.where = state.where
+        self.comm = comm
+        self.plan = plan
+        self.code = code
+        self.parts = state.program.microbatches
+        self.slots: list[Any] = [None] * len(plan.slot_bytes)
+        self.totals = Totals()
+        self.wanted = self._strides()
+        self.readable = {
+            s for x in plan.instructions if x.verb is not Verb.FREE for s in (*x.reads, *x.adds)
+        }
+        self.buckets = self._slot_buckets()
+        self.grads = self._slot_gradients()
+        self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
+        self.runners = runners
+
+    def begin(self, given: Sequence[Tensor]) -> None:
+        """Put this device's part of the batch where the plan expects it."""
+        self.totals = Totals()
+        for (slot, value, _, group), rows in zip(self.plan.given, given, strict=True):
+            spec = self.code.values[len(group)][value]
+            self.slots[slot] = strided_like(rows.to(spec.dtype), spec.stride, self.where)
+
+    def end(self) -> None:
+        """Everything that the plan made must have been let go by it."""
+        assert all(content is None for content in self.slots)
+
+    def abandon(self) -> None:
+        """Let go of everything after a step that failed."""
+        self.slots[:] = [None] * len(self.slots)
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer of the model, or a constant of its code."""
+        return self.constants[name] if name in self.constants else self.state.buffers[name]
+
+    def arrange(self, slot: int, x: Tensor) -> Tensor:
+        """``x``, which is contiguous, with the strides that the slot's readers expect."""
+        stride = self.wanted.get(slot)
+        return x if stride is None else strided_like(x, stride, self.where)
+
+    def _strides(self) -> dict[int, tuple[int, ...]]:
+        """For each slot that programs read a tensor from, the strides that they expect."""
+        found: dict[int, tuple[int, ...]] = {}
+        for x in self.plan.instructions:
+            if isinstance(x.op, Compute):
+                program = self.code.programs[len(x.group)][x.op.chunk]
+                for ref, slot in self.read(x).items():
+                    if ref.kind not in BUNDLES:
+                        found.setdefault(slot, program.specs[ref].stride)
+        return found
+
+    def read(self, x: Instruction) -> dict[Ref, int]:
+        """What the slots that a computation reads are to its program."""
+        assert isinstance(x.op, Compute)
+        program = self.code.programs[len(x.group)][x.op.chunk]
+        refs = bundled(program.functions[x.op.which].arguments)
+        given = [ref for ref in refs if not self.is_seed(x.op.chunk, ref)]
+        return dict(zip(given, x.reads, strict=False))
+
+    def is_seed(self, chunk: int, ref: Ref) -> bool:
+        outputs = self.code.pieces[chunk].outputs
+        return ref.kind is Kind.OUTPUT_GRAD and outputs[ref.index] == self.code.loss
+
+    def _slot_buckets(self) -> dict[int, int]:
+        """For each slot with something of a bucket, the bucket."""
+        of_bucket = (ExtraRole.REDUCED, ExtraRole.GATHERED)
+        return {s: x.of for x in self.plan.instructions if x.role in of_bucket for s in x.writes}
+
+    def _slot_gradients(self) -> dict[int, tuple[str, ...]]:
+        """For each slot with a bundle of gradients, the parameters they are of."""
+        found: dict[int, tuple[str, ...]] = {}
+        for x in self.plan.instructions:
+            if isinstance(x.op, Compute):
+                program = self.code.programs[len(x.group)][x.op.chunk]
+                names = self.code.pieces[x.op.chunk].parameters
+                results = program.functions[x.op.which].results
+                grads = tuple(names[r.index] for r in results if r.kind is Kind.PARAMETER_GRAD)
+                for ref, slot in zip(bundled(results), x.writes, strict=True):
+                    if ref.kind is Kind.PARAMETER_GRAD:
+                        found[slot] = grads
+        return found
+
+    def store(self, slot: int, content: Any) -> None:
+        """Keep what a communication brought, unless nobody reads it: then it is freed already."""
+        if slot in self.readable:
+            self.slots[slot] = content

@@ -1,0 +1,211 @@
+"""Gradients summed over devices, scalars, updates and gathers, as functions of no arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from piper.ir.dag import Update
+from piper.lower.plan import Instruction
+from piper.runtime.board import Board
+from piper.runtime.pending import Act, Pending
+from piper.runtime.state import Held
+
+
+def reduce(board: Board, x: Instruction) -> Act:
+    slots, comm, where = board.slots, board.comm, board.where
+    store = board.store
+    held = board.state.held[x.of]
+    layout = held.layout
+    kind = layout.bucket.gradient
+    (target,) = x.writes
+    sources = _sources(board, held, x.reads)
+    adds = target in x.adds
+
+    def act() -> Pending:
+        flat = torch.zeros(layout.padded, dtype=kind, device=where)
+        for name, places in sources:
+            view = layout.view(flat, name)
+            for slot, i in places:
+                view.add_(slots[slot][i])
+        if layout.divided:
+            out = torch.empty(layout.share, dtype=kind, device=where)
+            handle = comm.reduce_scatter(x.node, x.stream, layout.group, flat, out)
+        else:
+            out = flat
+            handle = comm.all_reduce(x.node, x.stream, layout.group, flat)
+
+        def finish() -> None:
+            store(target, slots[target].add_(out) if adds else out)
+
+        return Pending(x.name, [handle], finish)
+
+    return act
+
+
+def _sources(
+    board: Board, held: Held, reads: tuple[int, ...]
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """For each parameter of a bucket, the slots with its gradients and their places there."""
+    bundles = [(slot, board.grads[slot]) for slot in reads if slot in board.grads]
+    return [
+        (name, [(slot, names.index(name)) for slot, names in bundles if name in names])
+        for name in held.layout.bucket.parameters
+    ]
+
+
+def gather(board: Board, x: Instruction) -> Act:
+    comm, where = board.comm, board.where
+    store = board.store
+    held = board.state.held[x.of]
+    layout = held.layout
+    (target,) = x.writes
+
+    def whole() -> Pending:
+        low, high = layout.mine
+        part = held.flat[low:high].clone()
+        handle = comm.all_gather(x.node, x.stream, layout.group, part, held.flat)
+
+        def finish() -> None:
+            store(target, ())
+
+        return Pending(x.name, [handle], finish)
+
+    def parts() -> Pending:
+        out = torch.empty(layout.padded, dtype=held.flat.dtype, device=where)
+        handle = comm.all_gather(x.node, x.stream, layout.group, held.flat, out)
+
+        def finish() -> None:
+            store(target, {n: layout.view(out, n) for n in layout.bucket.parameters})
+
+        return Pending(x.name, [handle], finish)
+
+    return parts if layout.scattered else whole
+
+
+def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
+    slots, comm, where = board.slots, board.comm, board.where
+    store = board.store
+    (target,) = x.writes
+    counted = board.code.count is not None
+    half = len(x.reads) // 2 if counted else len(x.reads)
+
+    def act() -> Pending:
+        data = torch.zeros(2, dtype=torch.float64, device=where)
+        for i, part in enumerate((x.reads[:half], x.reads[half:])):
+            if part:
+                data[i] = torch.stack([slots[slot].reshape(()) for slot in part]).sum()
+        handle = comm.all_reduce(x.node, x.stream, group, data)
+
+        def finish() -> None:
+            board.totals.loss = data
+            store(target, data)
+
+        return Pending(x.name, [handle], finish)
+
+    return act
+
+
+def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
+    slots, comm, where = board.slots, board.comm, board.where
+    store = board.store
+    (target,) = x.writes
+    before = board.state.program.training.clip_norm is not None
+    takers = [u for u in board.plan.instructions if isinstance(u.op, Update)] if before else []
+    collect = [
+        (board.state.held[u.op.bucket], _gradients(board, u)) for u in takers
+        if isinstance(u.op, Update)
+    ]  # fmt: skip
+
+    def act() -> Pending:
+        data = torch.zeros((), dtype=torch.float64, device=where)
+        for held, gradients in collect:
+            if _counts(held):
+                data += _squares(gradients())
+        for slot in () if before else x.reads:
+            data += slots[slot]
+        handle = comm.all_reduce(x.node, x.stream, group, data)
+
+        def finish() -> None:
+            board.totals.norm = data
+            store(target, data)
+
+        return Pending(x.name, [handle], finish)
+
+    return act
+
+
+def _gradients(board: Board, x: Instruction) -> Callable[[], list[Tensor]]:
+    """Gives the summed gradient of each fragment that an update is about."""
+    assert isinstance(x.op, Update)
+    held = board.state.held[x.op.bucket]
+    layout, slots = held.layout, board.slots
+    reduced = [slot for slot in x.reads if board.buckets.get(slot) == x.op.bucket]
+    if reduced:
+        (slot,) = reduced
+        if layout.divided:
+            return lambda: [slots[slot][f.start : f.stop] for f in layout.fragments]
+        return lambda: [layout.view(slots[slot], f.name) for f in layout.fragments]
+    sources = _sources(board, held, x.reads)
+
+    def summed() -> list[Tensor]:
+        found = []
+        for _, places in sources:
+            first, *others = [slots[slot][i] for slot, i in places]
+            for other in others:
+                first = first + other
+            found.append(first)
+        return found
+
+    return summed
+
+
+def update(board: Board, x: Instruction, op: Update) -> Act:
+    slots, state = board.slots, board.state
+    held = state.held[op.bucket]
+    training = state.program.training
+    collect = _gradients(board, x)
+    counted, clip = board.code.count is not None, training.clip_norm
+    (target,) = x.writes
+    counts = _counts(held)
+
+    def act() -> None:
+        gradients = collect()
+        if counted:
+            assert board.totals.loss is not None
+            for gradient in gradients:
+                gradient.div_(board.totals.loss[1].to(gradient.dtype))
+        if clip is not None:
+            coefficient = _clip(board, clip, counted)
+            for gradient in gradients:
+                gradient.mul_(coefficient.to(gradient.dtype))
+        elif counts:
+            slots[target] = _squares(gradients)
+        if slots[target] is None:
+            slots[target] = torch.zeros((), dtype=torch.float64, device=board.where)
+        state.update(held, gradients)
+
+    return act
+
+
+def _clip(board: Board, limit: float, counted: bool) -> Tensor:
+    """What all gradients are multiplied with so that their norm stays within ``limit``."""
+    assert board.totals.norm is not None
+    norm = board.totals.norm.sqrt()
+    if counted:
+        assert board.totals.loss is not None
+        norm = norm / board.totals.loss[1]
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _counts(held: Held) -> bool:
+    """Whether this device's gradients of a bucket enter the norm: equal ones do once."""
+    return held.layout.divided or held.layout.rank == 0
+
+
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    """The squared norm of all gradients together."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
