@@ -64,9 +64,12 @@ class Hub:
         if self._accelerator:
             meeting.ready.append(_event())
         if len(meeting.arrived) == len(parties):
+            everything = [meeting.arrived[party] for party in parties]
             for event in meeting.ready:
                 event.wait()
-            act([meeting.arrived[party] for party in parties])
+            act(everything)
+            if self._accelerator:
+                _keep(everything)
             meeting.over = _event() if self._accelerator else True
             del self._open[key]
         return meeting
@@ -78,6 +81,14 @@ class Hub:
     def clear(self) -> None:
         """Forget communications that will never be completed."""
         self._open.clear()
+
+
+def _keep(everything: list[Tensors]) -> None:
+    """The memory of what others brought is not to be reused before this stream is done with it."""
+    stream = torch.cuda.current_stream()
+    for tensors in everything:
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
 
 def _event() -> torch.Event:

@@ -45,6 +45,7 @@ class CudaStreams(Streams):
         self._device = device
         self._rules = rules
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._shares: list[Any] = []
 
     def on(self, name: str) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream(name))
@@ -55,7 +56,8 @@ class CudaStreams(Streams):
         return event.wait
 
     def keep(self, tensor: Tensor, name: str) -> None:
-        tensor.record_stream(self._stream(name))
+        if tensor.is_cuda:  # attention keeps the state of its generator on the host
+            tensor.record_stream(self._stream(name))
 
     def begin(self) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -70,16 +72,19 @@ class CudaStreams(Streams):
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
             rule = self._rules.get(name, StreamRule())
-            stream = _limited(self._device, rule.sms) if rule.sms else None
-            if stream is None:
+            if rule.sms:
+                share = _share(self._device, rule.sms)
+                self._shares.append(share)  # its streams end with it
+                stream = share.Stream()
+            else:
                 stream = torch.cuda.Stream(self._device, priority=rule.priority)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             self._streams[name] = stream
         return self._streams[name]
 
 
-def _limited(device: torch.device, sms: int) -> torch.cuda.Stream:
-    """A stream on at most ``sms`` multiprocessors, through a green context."""
+def _share(device: torch.device, sms: int) -> Any:
+    """A green context: a share of the GPU's multiprocessors."""
     green: Any = getattr(torch.cuda, "GreenContext", None)
     if green is None:
         raise PiperError(
@@ -87,7 +92,7 @@ def _limited(device: torch.device, sms: int) -> torch.cuda.Stream:
             "contexts; leave sms out, or use a newer one"
         )
     try:
-        return green.create(num_sms=sms, device_id=device.index or 0).Stream()
+        return green.create(num_sms=sms, device_id=device.index or 0)
     except RuntimeError as error:
         raise PiperError(f"stream(..., sms={sms}): {error}") from None
 
