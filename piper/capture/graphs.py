@@ -127,17 +127,34 @@ def workspace(graph: fx.Graph) -> int:
     dying: dict[fx.Node, list[fx.Node]] = {}
     for base, node in last.items():
         dying.setdefault(node, []).append(base)
+    size: dict[fx.Node, int] = {}
     held = peak = kept = 0
     for node in graph.nodes:
-        if node.op == "call_function" and has_tensor(node) and base_of(node) is node:
-            held += TensorSpec.of(node.meta["val"]).nbytes
-            if node in results:
-                kept += TensorSpec.of(node.meta["val"]).nbytes
-        peak = max(peak, held)
+        made, unused = _made(node)
+        size.update(made)
+        held += sum(made.values())
+        kept += sum(n for result, n in made.items() if result in results)
+        peak = max(peak, held + unused)
         for base in dying.get(node, ()):
-            if base.op == "call_function" and has_tensor(base) and base not in results:
-                held -= TensorSpec.of(base.meta["val"]).nbytes
+            if base not in results:
+                held -= size.get(base, 0)
     return peak - kept
+
+
+def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
+    """The bytes of new memory that an op fills, by the node that stands for each tensor, and those
+    of tensors that nobody takes."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or node.target is operator.getitem or base_of(node) is not node:
+        return {}, 0
+    if isinstance(value, Tensor):
+        return {node: TensorSpec.of(value).nbytes}, 0
+    if not isinstance(value, list | tuple) or _is_view(node):
+        return {}, 0
+    takers = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    sizes = {i: TensorSpec.of(x).nbytes for i, x in enumerate(value) if isinstance(x, Tensor)}
+    unused = sum(n for i, n in sizes.items() if i not in takers)
+    return {takers[i]: n for i, n in sizes.items() if i in takers}, unused
 
 
 def flops(graph: fx.Graph) -> int:

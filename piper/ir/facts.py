@@ -58,6 +58,8 @@ class ChunkFacts:
     variants: Mapping[Remat, Variant]
     changes: tuple[str, ...] = ()
     """Buffers that its forward gives a new content."""
+    buffers: tuple[str, ...] = ()
+    """Buffers that its forward reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ def facts_of(captured: Captured, remat: Remat, joints: Sequence[Joint] | None = 
             outputs=chunk.outputs,
             variants=variants[id(joint)],
             changes=chunk.updates,
+            buffers=chunk.buffers,
         )
         for chunk, joint in zip(captured.chunks, joints, strict=True)
     )

@@ -47,7 +47,7 @@ def group_text(group: Group) -> str:
 
 def name_of(dag: Dag, number: int) -> str:
     """A node in the user's own names: its pass and tags."""
-    return _label(dag.nodes[number])
+    return _label(dag, dag.nodes[number])
 
 
 def _node(dag: Dag, node: Node) -> str:
@@ -57,12 +57,20 @@ def _node(dag: Dag, node: Node) -> str:
     stream = f" on {node.stream}" if node.stream != COMPUTE else ""
     after = f" after {' '.join(map(str, sorted(node.after)))}" if node.after else ""
     why = dag.label(node.made_by)
-    return f"{_label(node)}{where}{stream}: {reads} -> {writes}{after}  # {why}"
+    return f"{_label(dag, node)}{where}{stream}: {reads} -> {writes}{after}  # {why}"
 
 
-def _label(node: Node) -> str:
+def _label(dag: Dag, node: Node) -> str:
     tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name != PASS]
-    return " ".join([_verb(node.op), *tags])
+    return " ".join([_verb(node.op), *tags, *_scalar(dag, node)])
+
+
+def _scalar(dag: Dag, node: Node) -> list[str]:
+    """What a sum over all devices is of."""
+    if not isinstance(node.op, Collective) or node.writes[0] < dag.first_extra:
+        return []
+    role = dag.extra[node.writes[0] - dag.first_extra].role
+    return [role.value] if role in (ExtraRole.TOTAL, ExtraRole.NORM) else []
 
 
 def _verb(op: Op) -> str:

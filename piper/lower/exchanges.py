@@ -18,6 +18,7 @@ def add_exchanges(dag: Dag) -> Dag:
     """``dag`` with an all_to_all for every value that a sharded chunk reads or makes."""
     out = Rewriter(dag)
     taken: dict[int, int] = {}
+    made: dict[tuple[int, int], int] = {}  # by value and the chunk that makes it
     groups: dict[tuple[int, int], tuple[Group, ...]] = {}
     for number, node in enumerate(dag.nodes):
         rule = dag.shards.get(node.op.chunk) if isinstance(node.op, Compute) else None
@@ -33,6 +34,10 @@ def add_exchanges(dag: Dag) -> Dag:
             if not _moves(dag, value):
                 reads.append(value)
                 continue
+            own = (value, node.compute.chunk)
+            if own in made:  # its own output, which its backward reads as it was made
+                reads.append(made[own])
+                continue
             if value not in taken:  # a value has one form on each group: received, if elsewhere
                 taken[value] = out.value(ExtraRole.EXCHANGED, value, node.devices)
                 _exchange(out, node, rule, side_by_side, (value,), (taken[value],))
@@ -40,7 +45,9 @@ def add_exchanges(dag: Dag) -> Dag:
         writes = []
         for value in node.writes:
             if _moves(dag, value):
-                partial = out.value(ExtraRole.PARTIAL, value, node.devices)
+                partial = made[value, node.compute.chunk] = out.value(
+                    ExtraRole.PARTIAL, value, node.devices
+                )
                 _exchange(out, node, rule, side_by_side, (partial,), (value,))
                 writes.append(partial)
             else:

@@ -145,9 +145,9 @@ def check_limit(memory: Memory, plan: Plan, limit: int) -> None:
     largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{holder.value} {_mib(n)}" for holder, n in largest[:4] if n)
     raise DirectiveError(
-        f"memory_limit={_mib(limit)} is not enough: devices {group_text(memory.devices)} need "
-        f"{_mib(memory.peak)} at instruction {memory.peak_at} ({when}); the largest holders: "
-        f"{shown}. {_advice(largest[0][0])}"
+        f"memory_limit={limit:,} is not enough: devices {group_text(memory.devices)} need "
+        f"{memory.peak:,} bytes ({_mib(memory.peak)}) at instruction {memory.peak_at} ({when}); "
+        f"the largest holders: {shown}. {_advice(largest[0][0])}"
     )
 
 

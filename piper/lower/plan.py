@@ -331,7 +331,7 @@ class _Planner:
             for value in reads:
                 left[value] += 1
         given = [
-            Given(self._slot(value), self.dag.table.value(value)[0].of, microbatch, group)
+            Given(self._given(value, group), self.dag.table.value(value)[0].of, microbatch, group)
             for value, (microbatch, group) in self._batch(row).items()
         ]
         for number, (verb, stream, reads, writes) in parts:
@@ -400,6 +400,11 @@ class _Planner:
         if slot is None:
             slot = self.slots[value] = len(self.slot_bytes)
             self.slot_bytes.append(self.shared.sizes.nbytes(value))
+        return slot
+
+    def _given(self, value: int, group: Group) -> int:
+        slot = self.slots[value] = len(self.slot_bytes)
+        self.slot_bytes.append(self.shared.sizes.given(value, len(group)))
         return slot
 
     def _emit(

@@ -49,6 +49,10 @@ class Sizes:
             found = self._known[key] = self._nbytes(number)
         return found
 
+    def given(self, number: int, group: int) -> int:
+        """Bytes of a tensor of the batch on each of ``group`` devices that share its rows."""
+        return self._of_model(number, group)
+
     def facts(self, op: Compute, group: int) -> PassFacts:
         """What is known of a pass at the shapes of a group of that many devices."""
         model = self.models.get(group, self.dag.model)
@@ -100,7 +104,9 @@ class Sizes:
 
     def holders(self, bucket: int, level: int) -> int:
         """Over how many devices that is divided which ZeRO divides from ``level`` on."""
-        return len(self.dag.buckets[bucket].groups[0]) if self._level(bucket) >= level else 1
+        found = self.dag.buckets[bucket]
+        needed = level if found.trained else 3  # what is never updated is divided as a whole only
+        return len(found.groups[0]) if found.rule.zero >= needed else 1
 
     def _level(self, bucket: int) -> int:
         return self.dag.buckets[bucket].rule.zero

@@ -143,6 +143,12 @@ def _equal_copies(name: str, places: list[Group], ways: int) -> tuple[Group, ...
     holders: list[list[int]] = [[] for _ in range(ways)]
     for device, part in parts.items():
         holders[part].append(device)
+    if len({len(group) for group in holders}) > 1:
+        raise DirectiveError(
+            f"the parts of {name!r} would be held by different numbers of devices "
+            f"({', '.join(str(group) for group in holders)}): place its regions so that every part "
+            "has as many holders (place, shard)"
+        )
     return tuple(map(tuple, holders))
 
 

@@ -55,7 +55,8 @@ class Layout:
     @property
     def divided(self) -> bool:
         """Whether each holder updates a part of its own."""
-        return self.bucket.rule.zero > 0 and self.holders > 1
+        level = 1 if self.bucket.trained else 3
+        return self.bucket.rule.zero >= level and self.holders > 1
 
     @property
     def scattered(self) -> bool:

@@ -1,0 +1,181 @@
+"""What the executor costs beside its kernels, for each instruction, next to torch's pipelining.
+
+Both run the same stages on one device in one process, with the same microbatches and kernels too
+small to matter: two stages, one after the other, no communication. The kernels' own time is
+measured inside the same steps (ours) or by running the same modules without a schedule (theirs),
+and taken off. The two alternate, so that a noisy machine hits both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+import piper
+from piper.capture.codegen import Runner, Runners
+from piper.lower.plan import Verb
+
+WIDTH, ROWS = 8, 2
+
+
+class Stage(nn.Module):
+    """A few small layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Stage(layers) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            with piper.annotate("PP"):
+                x = stage(x)
+        return x
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+class Timed(Runners):
+    """Runners that add up how long their kernels take."""
+
+    seconds = 0.0
+
+    def get(self, program: object, which: object) -> Runner:
+        run = super().get(program, which)  # type: ignore[arg-type]
+
+        def timed(arguments: list[Tensor]) -> object:
+            start = time.perf_counter()
+            results = run(arguments)
+            self.seconds += time.perf_counter() - start
+            return results
+
+        return timed  # type: ignore[return-value]
+
+
+def order(microbatches: int) -> piper.Strategy:
+    """All forwards, then all backwards, microbatch by microbatch, both stages on device 0."""
+    rows = []
+    for m in range(microbatches):
+        rows += [[{"PP": s, "MB": m, "PASS": "F"}] for s in (0, 1)]
+        rows += [[{"PP": s, "MB": m, "PASS": "B"}] for s in (1, 0)]
+    return piper.Strategy(
+        [piper.split(parts=microbatches), piper.place({}, devices=[0]), piper.order(*rows)]
+    )
+
+
+def main(
+    microbatches: Annotated[int, typer.Option(min=2)] = 16,
+    layers: Annotated[int, typer.Option(min=1, help="Small layers in each stage.")] = 2,
+    rounds: Annotated[int, typer.Option(min=3)] = 40,
+) -> None:
+    """Print microseconds for each instruction."""
+    torch.set_num_threads(1)
+    batch = microbatches * ROWS
+    x, y = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
+    model = Model(layers)
+    ours = Ours(model, microbatches, x, y)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    theirs = Theirs(model, microbatches, x, y)
+    for runner in (ours, theirs):
+        for _ in range(3):
+            runner.step()
+    samples: dict[str, list[float]] = {"piper": [], "pipelining": []}
+    for _ in range(rounds):
+        samples["piper"].append(ours.overhead())
+        samples["pipelining"].append(theirs.overhead())
+    dist.destroy_process_group()
+    table = Table(title="time beside the kernels, one device, one thread")
+    for column in ("runtime", "things done a step", "µs each, median", "spread (10-90%)"):
+        table.add_column(column, justify="right")
+    for name, count in (("piper", ours.count), ("pipelining", theirs.count)):
+        values = sorted(1e6 * v / count for v in samples[name])
+        low, high = values[len(values) // 10], values[-len(values) // 10 - 1]
+        table.add_row(
+            name, str(count), f"{statistics.median(values):.1f}", f"{low:.1f} to {high:.1f}"
+        )
+    total = {name: statistics.median(values) for name, values in samples.items()}
+    Console(width=100).print(table)
+    print(f"all of a step, ours / theirs: {total['piper'] / total['pipelining']:.2f}")
+
+
+class Ours:
+    """A step of Piper's executor."""
+
+    def __init__(self, model: Model, microbatches: int, x: Tensor, y: Tensor) -> None:
+        from piper.launch.device import Device
+        from piper.launch.fetching import fetcher
+        from piper.runtime.feeding import cut
+        from piper.runtime.loopback import Hub, Loopback
+
+        program = piper.compile(
+            model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn
+        )
+        self.runners = Timed(program.compiler)
+        comm = Loopback(Hub(accelerator=False), 0)
+        self.device = Device(program, 0, program.device, comm, fetcher(program), self.runners)
+        plan = program.plan_of(0)
+        self.given = cut(plan, program.code, 0, [x, y])
+        self.count = sum(x.verb is not Verb.FREE for x in plan.instructions)
+
+    def step(self) -> None:
+        for _ in self.device.step(self.given):
+            pass
+
+    def overhead(self) -> float:
+        self.runners.seconds = 0.0
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start - self.runners.seconds
+
+
+class Theirs:
+    """A step of torch.distributed.pipelining, and the same modules without it."""
+
+    def __init__(self, model: Model, microbatches: int, x: Tensor, y: Tensor) -> None:
+        device = torch.device("cpu")
+        stages = [PipelineStage(stage, i, 2, device) for i, stage in enumerate(model.stages)]
+        self.schedule = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=loss_fn)
+        self.model, self.x, self.y, self.parts = model, x, y, microbatches
+        self.count = 4 * microbatches
+
+    def step(self) -> None:
+        self.schedule.step(self.x, target=self.y)
+        self.model.zero_grad()
+
+    def overhead(self) -> float:
+        start = time.perf_counter()
+        self.schedule.step(self.x, target=self.y)
+        whole = time.perf_counter() - start
+        self.model.zero_grad()
+        start = time.perf_counter()
+        for part, target in zip(self.x.chunk(self.parts), self.y.chunk(self.parts), strict=True):
+            loss_fn(self.model(part), target).backward()
+        bare = time.perf_counter() - start
+        self.model.zero_grad()
+        return whole - bare
+
+
+if __name__ == "__main__":
+    typer.run(main)
