@@ -129,9 +129,7 @@ class Ours:
         from piper.runtime.feeding import cut
         from piper.runtime.loopback import Hub, Loopback
 
-        program = piper.compile(
-            model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn
-        )
+        program = piper.compile(model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn)
         self.runners = Timed(program.compiler)
         comm = Loopback(Hub(accelerator=False), 0)
         self.device = Device(program, 0, program.device, comm, fetcher(program), self.runners)

@@ -63,7 +63,7 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
         if r.kind is Kind.UPDATE
     ]
     master = board.state.program.training.master
-    gradients = {slot for ref, slot in made.items() if ref.kind is Kind.PARAMETER_GRAD}
+    gradients = {s for r, s in made.items() if r.kind is Kind.PARAMETER_GRAD and master}
 
     def act() -> None:
         arguments = fixed.copy()
@@ -76,11 +76,10 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
             slots[slot] = results[i]
         for slot, places in bundles:
             slots[slot] = [results[i] for i in places]
-            if master is not None and slot in gradients:
+            if slot in gradients:
                 slots[slot] = [g.to(master) for g in slots[slot]]
         for slot, places in adds:
-            for total, i in zip(slots[slot], places, strict=True):
-                total.add_(results[i])
+            torch._foreach_add_(slots[slot], [results[i] for i in places])
         for buffer, i in updates:
             buffer.copy_(results[i])
 

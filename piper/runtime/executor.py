@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ from piper.runtime.state import DeviceState
 from piper.runtime.streams import Streams
 from piper.runtime.updating import gather, norm, reduce, total, update
 
+_COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+
 
 class Place(Protocol):
     """One number that others may read: the place in a plan."""
@@ -40,17 +42,14 @@ class InstructionError(PiperError):
     """An instruction failed; the cause is the error that it raised."""
 
 
-@dataclass(slots=True)
-class Op:
-    """One loaded instruction."""
+class Op(NamedTuple):
+    """One loaded instruction, and the slots that are freed after it."""
 
-    act: Act
+    place: int
     waits: tuple[int, ...]
-    """Places of what must be done before."""
-    stream: str
-    awaited: bool
-    """Whether something waits for it."""
-    name: str
+    """Communications that must be complete before."""
+    act: Act
+    frees: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,8 @@ class Loaded:
     """A plan whose instructions are functions over one board."""
 
     board: Board
-    ops: list[Op]
+    ops: tuple[Op, ...]
+    free: Callable[[int], None] | None
 
 
 class Executor:
@@ -76,90 +76,63 @@ class Executor:
         """``plan`` ready to be run."""
         board = Board(self.state, self.comm, self.runners, plan, code)
         writers: dict[int, int] = {}
-        awaited = {w for x in plan.instructions for w in x.waits}
-        users = _users(plan)
+        begun: set[int] = set()
         ops: list[Op] = []
         for place, x in enumerate(plan.instructions):
-            if x.verb is Verb.FREE:
-                free = self._free(board, x.reads[0], users)
-                ops.append(Op(free, (), "compute", False, "free"))
+            if x.verb is Verb.FREE:  # what is being communicated is kept by who communicates it
+                ops[-1] = ops[-1]._replace(frees=(*ops[-1].frees, *x.reads))
                 continue
             # what a communication brings is there when it is complete, on its own stream too
             implied = {writers[s] for s in (*x.reads, *x.adds) if s in writers}
             waits = tuple(sorted({*x.waits, *implied}))
-            name = x.name if x.verb.value in x.name else f"{x.verb.value} {x.name}"
-            ops.append(Op(_load(board, x), waits, x.stream, place in awaited, name))
-            if x.verb in (Verb.RECV, Verb.COLLECTIVE):
+            act = self.streams.wrapped(_load(board, x), place, x, waits)
+            ops.append(Op(place, tuple(w for w in waits if w in begun), act, ()))
+            if x.verb in _COMMUNICATING:
+                begun.add(place)
                 writers |= dict.fromkeys(x.writes, place)
-        return Loaded(board, ops)
-
-    def _free(self, board: Board, slot: int, users: dict[int, set[str]]) -> Act:
-        slots, keep = board.slots, self.streams.keep
-        streams = sorted(users.get(slot, ())) if board.where.type == "cuda" else []
-
-        def act() -> None:
-            for tensor in _tensors(slots[slot]) if streams else ():
-                for stream in streams:
-                    keep(tensor, stream)
-            slots[slot] = None
-
-        return act
+        return Loaded(board, tuple(ops), self.streams.freeing(board.slots, plan))
 
     def run(self, loaded: Loaded, given: Sequence[Tensor]) -> Generator[Pending, None, Totals]:
         """One step on this device's part of the batch, in the order of the plan's ``given``."""
-        loaded.board.begin(given)
+        board, at = loaded.board, self.at
+        slots, free = board.slots, loaded.free
         pending: dict[int, Pending] = {}
-        marks: dict[int, Callable[[], None]] = {}
-        streams = self.streams
-        streams.begin()
-        at = self.at
-        for place, op in enumerate(loaded.ops):
-            at[0] = place
-            for other in op.waits:
-                if other in pending:
-                    while not pending[other].done():
-                        yield pending[other]
-                    self._complete(loaded, other, pending, marks)
-            try:
-                with streams.on(op.stream):
-                    for other in op.waits:
-                        if other in marks:
-                            marks[other]()
-                    begun = op.act()
-                    if begun is not None:
-                        pending[place] = begun
-                    elif op.awaited:
-                        marks[place] = streams.mark()
-            except Exception as error:
-                raise self._failed(place, op, error) from error
-        for place in list(pending):
-            while not pending[place].done():
-                yield pending[place]
-            self._complete(loaded, place, pending, marks)
-        streams.finish()
-        loaded.board.end()
-        return loaded.board.totals
-
-    def _complete(
-        self,
-        loaded: Loaded,
-        place: int,
-        pending: dict[int, Pending],
-        marks: dict[int, Callable[[], None]],
-    ) -> None:
-        op = loaded.ops[place]
+        place = 0
         try:
-            with self.streams.on(op.stream):
-                pending.pop(place).complete()
-                marks[place] = self.streams.mark()
+            board.begin(given)
+            self.streams.begin()
+            for place, waits, act, frees in loaded.ops:
+                at[0] = place
+                for other in waits:
+                    if other in pending:
+                        while not pending[other].done():
+                            yield pending[other]
+                        self._complete(board, pending, other)
+                begun = act()
+                if begun is not None:
+                    pending[place] = begun
+                for slot in frees:
+                    if free is None:
+                        slots[slot] = None
+                    else:
+                        free(slot)
+            for other in list(pending):
+                while not pending[other].done():
+                    yield pending[other]
+                self._complete(board, pending, other)
         except Exception as error:
-            raise self._failed(place, op, error) from error
+            name = board.plan.instructions[place].name
+            raise InstructionError(
+                f"device {self.state.device}, instruction {place} ({name}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.streams.finish()
+        board.end()
+        return board.totals
 
-    def _failed(self, place: int, op: Op, error: Exception) -> InstructionError:
-        return InstructionError(
-            f"device {self.state.device}, instruction {place} ({op.name}): "
-            f"{type(error).__name__}: {error}"
-        )
+    def _complete(self, board: Board, pending: dict[int, Pending], place: int) -> None:
+        stream = board.plan.instructions[place].stream
+        self.streams.complete(pending.pop(place), place, stream)
 
 
 def _load(board: Board, x: Instruction) -> Act:
@@ -191,20 +164,3 @@ def _collective(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
             return norm(board, x, group)
         case _:
             raise AssertionError(f"a collective cannot make {x.role}")
-
-
-def _users(plan: Plan) -> dict[int, set[str]]:
-    """The streams that use each slot."""
-    found: dict[int, set[str]] = {}
-    for x in plan.instructions:
-        if x.verb is not Verb.FREE:
-            for slot in (*x.reads, *x.writes):
-                found.setdefault(slot, set()).add(x.stream)
-    return found
-
-
-def _tensors(content: Any) -> list[Tensor]:
-    if isinstance(content, Tensor):
-        return [content]
-    items = content.values() if isinstance(content, dict) else content
-    return [x for x in items or () if isinstance(x, Tensor)]

@@ -1,9 +1,12 @@
-"""Logical streams: CUDA streams and events on a GPU; on a CPU the order of calls is enough."""
+"""Logical streams: CUDA streams and events on a GPU; on a CPU the order of calls is enough.
+
+When a plan is loaded, ``Streams`` wraps each instruction so that it runs on its stream after what
+it waits for; on a CPU nothing is wrapped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,21 +14,12 @@ from torch import Tensor
 
 from piper.errors import PiperError
 from piper.ir.dag import StreamRule
+from piper.lower.plan import Instruction, Plan, Verb
+from piper.runtime.pending import Act, Pending
 
 
 class Streams:
     """The logical streams of one device. This is the CPU's: everything runs in order."""
-
-    def on(self, name: str) -> AbstractContextManager[Any]:
-        """Work inside goes to the stream ``name``."""
-        return nullcontext()
-
-    def mark(self) -> Callable[[], None]:
-        """What makes another stream wait for all work so far on the present one."""
-        return _nothing
-
-    def keep(self, tensor: Tensor, name: str) -> None:
-        """Do not reuse the memory of ``tensor`` before the stream ``name`` is done with it."""
 
     def begin(self) -> None:
         """All streams start after what the caller has done."""
@@ -33,9 +27,17 @@ class Streams:
     def finish(self) -> None:
         """The caller goes on after all streams."""
 
+    def wrapped(self, act: Act, place: int, x: Instruction, waits: Sequence[int]) -> Act:
+        """``act`` on the stream of ``x``, after the instructions in the places ``waits``."""
+        return act
 
-def _nothing() -> None:
-    return
+    def complete(self, pending: Pending, place: int, stream: str) -> None:
+        """Take in what a communication brought."""
+        pending.complete()
+
+    def freeing(self, slots: list[Any], plan: Plan) -> Callable[[int], None] | None:
+        """What lets go of a slot, if there is more to it than dropping its content."""
+        return None
 
 
 class CudaStreams(Streams):
@@ -46,20 +48,10 @@ class CudaStreams(Streams):
         self._rules = rules
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._shares: list[Any] = []
-
-    def on(self, name: str) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream(name))
-
-    def mark(self) -> Callable[[], None]:
-        event = torch.cuda.Event()
-        event.record()
-        return event.wait
-
-    def keep(self, tensor: Tensor, name: str) -> None:
-        if tensor.is_cuda:  # attention keeps the state of its generator on the host
-            tensor.record_stream(self._stream(name))
+        self._marks: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
+        self._marks.clear()
         current = torch.cuda.current_stream(self._device)
         for stream in self._streams.values():
             stream.wait_stream(current)
@@ -68,6 +60,44 @@ class CudaStreams(Streams):
         current = torch.cuda.current_stream(self._device)
         for stream in self._streams.values():
             current.wait_stream(stream)
+
+    def wrapped(self, act: Act, place: int, x: Instruction, waits: Sequence[int]) -> Act:
+        stream, marks = self._stream(x.stream), self._marks
+
+        def on_stream() -> Pending | None:
+            with torch.cuda.stream(stream):
+                for other in waits:
+                    if other in marks:
+                        marks[other].wait()
+                begun = act()
+                if begun is None:
+                    marks[place] = _mark()
+                return begun
+
+        return on_stream
+
+    def complete(self, pending: Pending, place: int, stream: str) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            pending.complete()
+            self._marks[place] = _mark()
+
+    def freeing(self, slots: list[Any], plan: Plan) -> Callable[[int], None]:
+        users: dict[int, dict[str, None]] = {}
+        for x in plan.instructions:
+            if x.verb is not Verb.FREE:
+                for slot in (*x.reads, *x.writes):
+                    users.setdefault(slot, {})[x.stream] = None
+        streams = {slot: [self._stream(n) for n in names] for slot, names in users.items()}
+
+        def free(slot: int) -> None:
+            """Its memory is not to be reused before all streams are done with it."""
+            for tensor in _tensors(slots[slot]):
+                if tensor.is_cuda:  # attention keeps the state of its generator on the host
+                    for stream in streams.get(slot, ()):
+                        tensor.record_stream(stream)
+            slots[slot] = None
+
+        return free
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
@@ -78,9 +108,14 @@ class CudaStreams(Streams):
                 stream = share.Stream()
             else:
                 stream = torch.cuda.Stream(self._device, priority=rule.priority)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
             self._streams[name] = stream
         return self._streams[name]
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _share(device: torch.device, sms: int) -> Any:
@@ -95,6 +130,13 @@ def _share(device: torch.device, sms: int) -> Any:
         return green.create(num_sms=sms, device_id=device.index or 0)
     except RuntimeError as error:
         raise PiperError(f"stream(..., sms={sms}): {error}") from None
+
+
+def _tensors(content: Any) -> list[Tensor]:
+    if isinstance(content, Tensor):
+        return [content]
+    items = content.values() if isinstance(content, dict) else content
+    return [x for x in items or () if isinstance(x, Tensor)]
 
 
 def streams_for(device: torch.device, rules: Mapping[str, StreamRule]) -> Streams:
