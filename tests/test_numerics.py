@@ -812,3 +812,26 @@ def test_capture_leaves_the_model_as_it_was() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     _, gradients, _ = SingleDevice(captured, model).differentiate(x, y)
     assert gradients.keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_recurrent_layer() -> None:
+    """PyTorch itself runs it by oneDNN on a CPU: equal but for rounding."""
+    torch.manual_seed(0)
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.LSTM(4, 8, num_layers=2, batch_first=True)
+            self.out = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.recurrent(x)[0])
+
+    model, x = Reader(), torch.randn(4, 5, 4)
+    captured = capture(model, inputs=(x,), loss=lambda out: out.square().mean(), microbatches=2)
+    loss, gradients, _ = SingleDevice(captured, model).differentiate(x)
+    expected = model(x).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)

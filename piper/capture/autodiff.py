@@ -8,7 +8,7 @@ uses the autograd engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -210,8 +210,21 @@ def _position(ref: Ref, first_input: int) -> int:
 def _tracing(body: Body) -> Iterator[FakeTensorMode]:
     values = (node.meta.get("val") for node in body.module.graph.nodes)
     mode = next(x.fake_mode for x in values if isinstance(x, FakeTensor))
-    with torch.enable_grad(), traceback.preserve_node_meta():
+    # oneDNN's recurrent layer hands its backward a workspace that no graph can hold
+    recurrent = any(node.target is torch.ops.aten.lstm.input for node in body.module.graph.nodes)
+    plain = _without_onednn() if recurrent else nullcontext()
+    with torch.enable_grad(), traceback.preserve_node_meta(), plain:
         yield mode
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _strided(like: Tensor, stride: Strides) -> Tensor:

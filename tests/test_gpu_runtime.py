@@ -1,0 +1,168 @@
+"""Plans on CUDA streams against one device, and memory as foretold. Run by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import piper
+from piper.capture import capture
+from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
+from piper.single import SingleDevice
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DENSE = DenseConfig(vocab=257, dim=64, layers=4, heads=4, mlp_dim=96)
+MOE = MoEConfig(vocab=257, dim=64, layers=4, heads=4, mlp_dim=96, experts=4)
+LARGE = DenseConfig(vocab=8192, dim=512, layers=4, heads=8, mlp_dim=1536, max_seq=512)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Embedding and index gradients use atomics on CUDA unless told otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def made(config: DenseConfig) -> nn.Module:
+    torch.manual_seed(0)
+    return (MoETransformer if isinstance(config, MoEConfig) else DenseTransformer)(config)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def one_forward_one_backward(stages: int, microbatches: int, split: bool) -> list[object]:
+    """1F1B, with the backward's halves one after the other if ``split``."""
+    directives = []
+    for stage in range(stages):
+        ahead = min(stages - stage, microbatches)
+        rows = [("F", m) for m in range(ahead)]
+        for m in range(microbatches):
+            rows += [("BI", m), ("BW", m)] if split else [("B", m)]
+            if m + ahead < microbatches:
+                rows.append(("F", m + ahead))
+        filters = [[{"PP": stage, "MB": m, "PASS": which}] for which, m in rows]
+        directives.append(piper.order(*filters))
+    return directives
+
+
+def pipeline(stages: int, microbatches: int, *, split: bool = False) -> piper.Strategy:
+    return piper.Strategy(
+        [
+            piper.partition("layer", into="PP", parts=stages),
+            piper.split(parts=microbatches),
+            *(piper.place({"PP": s}, devices=[s]) for s in range(stages)),
+            *one_forward_one_backward(stages, microbatches, split),
+        ]
+    )
+
+
+def composed(zero: int, *, limited: bool = False) -> piper.Strategy:
+    """Two stages of two devices, experts divided, each kind of work on a stream of its own."""
+    return piper.Strategy(
+        [
+            piper.partition("layer", into="PP", parts=2),
+            piper.split(parts=2),
+            piper.place({"PP": 0}, devices=[0, 2], stream="pp"),
+            piper.place({"PP": 1}, devices=[1, 3], stream="pp"),
+            piper.replicate({"EP": "-"}, zero=zero, bucket_mb=0.05, reduce_stream="dp"),
+            piper.shard({"EP": "*"}, stream="ep"),
+            *([piper.stream({"EP": "*"}, "experts", sms=32)] if limited else []),
+        ]
+    )
+
+
+def compare(config: DenseConfig, strategy: piper.Strategy, parts: int, **options: object) -> float:
+    """The largest difference of a parameter after five steps, relative to its largest entry."""
+    model = made(config)
+    x = torch.randint(257, (8, 33))
+    program = piper.compile(
+        model,
+        strategy,
+        inputs=(x,),
+        targets=(x,),
+        loss=lm_loss,
+        optimizer=sgd,
+        device="cuda",
+        **options,
+    )
+    captured = capture(
+        model, inputs=(x,), targets=(x,), loss=lm_loss, microbatches=parts, device="cuda"
+    )
+    single = SingleDevice(captured, copy.deepcopy(model).cuda(), sgd)
+    with piper.launch(program) as trainer:
+        for _ in range(5):
+            batch = torch.randint(257, (8, 33))
+            ours, theirs = trainer.step(batch, batch), single.step(batch, batch)
+        torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-6, atol=0)
+        state = trainer.state_dict()
+    differences = [
+        (state[n].cuda() - p.detach()).abs().max() / p.detach().abs().max()
+        for n, p in single.parameters.items()
+    ]
+    return float(torch.stack(differences).max())
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (2, 4), (4, 8)])
+def test_pipelines_are_bitwise_equal(stages: int, microbatches: int, split: bool) -> None:
+    assert compare(DENSE, pipeline(stages, microbatches, split=split), microbatches) == 0.0
+
+
+def test_a_dropping_pipeline_is_bitwise_equal() -> None:
+    assert compare(replace(DENSE, dropout=0.2), pipeline(2, 4), 4) == 0.0
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_composed_strategies_are_equal(zero: int) -> None:
+    assert compare(MOE, composed(zero), 4) < 1e-6
+
+
+def test_a_stream_with_a_share_of_the_gpu() -> None:
+    assert compare(MOE, composed(1, limited=True), 4) < 1e-6
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("remat", ["none", "min-cut", "all"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_memory_is_as_foretold(microbatches: int, remat: str, compiler: str) -> None:
+    model = made(LARGE)
+    x = torch.randint(8192, (8, 512))
+    program = piper.compile(
+        model,
+        pipeline(1, microbatches),
+        inputs=(x,),
+        targets=(x,),
+        loss=lm_loss,
+        optimizer=sgd,
+        device="cuda",
+        remat=remat,
+        compiler=compiler,
+    )
+    (memory,) = program.memory
+    with piper.launch(program) as trainer:
+        for _ in range(2):
+            trainer.step(x, x)
+        torch.cuda.synchronize()
+        # what libraries keep for themselves is there before the step and is not the program's
+        other = torch.cuda.memory_allocated() - memory.parameters - memory.optimizer
+        torch.cuda.reset_peak_memory_stats()
+        trainer.step(x, x)
+        torch.cuda.synchronize()
+        measured = torch.cuda.max_memory_allocated() - other
+    ratio = measured / memory.peak
+    print(f"\n{compiler} {remat} x{microbatches}: {measured:,} of {memory.peak:,}: {ratio:.3f}")
+    assert ratio < 1.05
+    if compiler == "eager":
+        assert ratio > 0.95
