@@ -26,6 +26,7 @@ _SHORT = {
     Role.HANDOFF: "handoff",
     Role.GRADIENT: "g",
     Role.PARAMETER_GRADIENT: "dw",
+    Role.TIED_GRADIENT: "dt",
 }
 
 

@@ -7,6 +7,7 @@ plus the length of that table times the microbatch.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +29,9 @@ class Role(Enum):
     GRADIENT = "gradient"
     """The gradient of an activation, as far as the chunks from its maker on have summed it."""
     PARAMETER_GRADIENT = "parameter gradient"
+    """The gradients of a chunk's parameters."""
+    TIED_GRADIENT = "tied gradient"
+    """The gradients of those of a chunk's parameters that other chunks use too."""
 
     __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
 
@@ -92,6 +96,9 @@ class ValueTable:
         self._numbers: dict[Value, int] = {}
         self._makers = {v: chunk.index for chunk in model.chunks for v in chunk.outputs}
         self._summing = _summing(model)
+        self.ties = tied_chunks(model)
+        """For each chunk with tied parameters, a number that it shares with the chunks that use
+        the same ones."""
         self._wired: dict[tuple[int, Pass, Remat], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         for chunk in model.chunks:
             for policy, variant in chunk.variants.items():
@@ -117,7 +124,7 @@ class ValueTable:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         facts = chunk.variants[policy].passes[which]
         reads = [self._number(self._read(chunk, ref)) for ref in facts.reads]
-        writes = [self._number(self._written(chunk, ref)) for ref in facts.writes]
+        writes = [self._number(v) for ref in facts.writes for v in self._written(chunk, ref)]
         return tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
 
     def _number(self, value: Value) -> int:
@@ -139,14 +146,20 @@ class ValueTable:
             case _:
                 return Value(_BUNDLES[ref.kind], chunk.index, chunk.index)
 
-    def _written(self, chunk: ChunkFacts, ref: Ref) -> Value:
+    def _written(self, chunk: ChunkFacts, ref: Ref) -> Iterable[Value]:
         match ref.kind:
             case Kind.OUTPUT:
-                return self._activation(chunk.outputs[ref.index])
+                yield self._activation(chunk.outputs[ref.index])
             case Kind.INPUT_GRAD:
-                return Value(Role.GRADIENT, chunk.inputs[ref.index], chunk.index)
+                yield Value(Role.GRADIENT, chunk.inputs[ref.index], chunk.index)
+            case Kind.PARAMETER_GRAD if chunk.index in self.ties:
+                own, tied = parameters_of(self._model, chunk, self.ties)
+                if own:
+                    yield Value(Role.PARAMETER_GRADIENT, chunk.index, chunk.index)
+                if tied:
+                    yield Value(Role.TIED_GRADIENT, chunk.index, chunk.index)
             case _:
-                return Value(_BUNDLES[ref.kind], chunk.index, chunk.index)
+                yield Value(_BUNDLES[ref.kind], chunk.index, chunk.index)
 
     def _activation(self, value: int) -> Value:
         maker = self._makers.get(value, -1)
@@ -158,6 +171,41 @@ class ValueTable:
             return Value(Role.SEED, value, -1)
         later = [chunk for chunk in self._summing[value] if chunk > reader]
         return Value(Role.GRADIENT, value, later[0])
+
+
+def tied_chunks(model: Model) -> dict[int, int]:
+    """The chunks whose tied parameters have all the same users, each with the number of its set of
+    users; other ties are left to the reduction."""
+    users: defaultdict[str, set[int]] = defaultdict(set)
+    for chunk in model.chunks:
+        for name in chunk.parameters:
+            if model.parameters[name].trained:
+                users[name].add(chunk.index)
+    tied = {name: frozenset(chunks) for name, chunks in users.items() if len(chunks) > 1}
+    numbers = {chunks: i for i, chunks in enumerate(dict.fromkeys(tied.values()))}
+    found: dict[int, int] = {}
+    for chunks, number in numbers.items():
+        sets = {tied[n] for i in chunks for n in model.chunks[i].parameters if n in tied}
+        if sets == {chunks}:
+            found |= dict.fromkeys(chunks, number)
+    return found
+
+
+def parameters_of(
+    model: Model, chunk: ChunkFacts, ties: Mapping[int, int]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The trained parameters of a chunk: its own, and those that are tied."""
+    trained = [name for name in chunk.parameters if model.parameters[name].trained]
+    if chunk.index not in ties:
+        return tuple(trained), ()
+    others = {
+        name
+        for index, number in ties.items()
+        if number == ties[chunk.index] and index != chunk.index
+        for name in model.chunks[index].parameters
+    }
+    own = tuple(name for name in trained if name not in others)
+    return own, tuple(name for name in trained if name in others)
 
 
 def _summing(model: Model) -> dict[int, list[int]]:

@@ -17,6 +17,7 @@ from piper.lower.plan import Plan, plans_of
 from piper.lower.schedule import Costs, Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
+from piper.lower.ties import tie_gradients
 from piper.lower.totals import add_totals
 from piper.lower.transfers import add_transfers, refuse_undivided
 
@@ -52,7 +53,8 @@ def lower(dag: Dag, models: Mapping[int, Model], settings: Settings | None = Non
     costs = settings.costs
     dag = add_transfers(keep_buffers(dag))
     refuse_undivided(dag, models)
-    dag = add_totals(add_state(add_exchanges(dag)), clip=settings.clip)
+    dag = tie_gradients(add_exchanges(dag))
+    dag = add_totals(add_state(dag), clip=settings.clip)
     verify(dag)
     if any(bucket.rule.zero == 3 for bucket in dag.buckets):
         dag = add_gathers(dag, _run(dag, models, costs)[1])

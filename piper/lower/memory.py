@@ -52,12 +52,16 @@ class Memory:
     """Bytes held after each instruction, state included."""
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{h.value} {_mib(n)}" for h, n in self.at_peak.items() if n)
-        return f"devices {group_text(self.devices)}: peak {_mib(self.peak)} ({parts})"
+        parts = ", ".join(f"{h.value} {_size(n)}" for h, n in self.at_peak.items() if n)
+        return f"devices {group_text(self.devices)}: peak {_size(self.peak)} ({parts})"
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
+def _size(nbytes: int) -> str:
+    """Bytes in a unit that fits."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:,.1f} {unit}"
+    return f"{nbytes} B"
 
 
 def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer_bytes: float) -> Memory:
@@ -117,6 +121,7 @@ _BY_ROLE = {
     Role.SAVED: Holder.SAVED,
     Role.HANDOFF: Holder.SAVED,
     Role.PARAMETER_GRADIENT: Holder.GRADIENTS,
+    Role.TIED_GRADIENT: Holder.GRADIENTS,
 }
 
 
@@ -143,10 +148,10 @@ def check_limit(memory: Memory, plan: Plan, limit: int) -> None:
         return
     when = plan.instructions[memory.peak_at].name if memory.peak_at >= 0 else "the start"
     largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{holder.value} {_mib(n)}" for holder, n in largest[:4] if n)
+    shown = ", ".join(f"{holder.value} {_size(n)}" for holder, n in largest[:4] if n)
     raise DirectiveError(
         f"memory_limit={limit:,} is not enough: devices {group_text(memory.devices)} need "
-        f"{memory.peak:,} bytes ({_mib(memory.peak)}) at instruction {memory.peak_at} ({when}); "
+        f"{memory.peak:,} bytes ({_size(memory.peak)}) at instruction {memory.peak_at} ({when}); "
         f"the largest holders: {shown}. {_advice(largest[0][0])}"
     )
 

@@ -282,7 +282,7 @@ def _sums(dag: Dag) -> dict[int, int]:
     apart: set[object] = set()
     for node in dag.nodes:
         if isinstance(node.op, Compute | Transfer):
-            continue
+            continue  # a gradient that a pass reads goes into its own and is in no list here
         read: defaultdict[object, list[int]] = defaultdict(list)
         for value in node.reads:
             kind = _kind(dag, value)
@@ -305,7 +305,8 @@ def _kind(dag: Dag, value: int) -> object | None:
         extra = dag.extra[value - dag.first_extra]
         return (extra.role, extra.of) if extra.role is ExtraRole.REDUCED else None
     found = dag.table.value(value)[0]
-    return found if found.role is Role.PARAMETER_GRADIENT else None
+    gradients = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
+    return found if found.role in gradients else None
 
 
 class _Planner:

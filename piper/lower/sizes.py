@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from piper.capture.saving import Remat
 from piper.ir.dag import Compute, Dag
 from piper.ir.facts import Model, PassFacts
-from piper.ir.values import ExtraRole, Role
+from piper.ir.values import ExtraRole, Role, parameters_of
 
 _SCALAR = 8
 
@@ -125,14 +125,14 @@ class Sizes:
                 return model.chunks[value.of].variants[policy].saved_bytes
             case Role.HANDOFF:
                 return model.chunks[value.of].variants[policy].handoff_bytes
-            case Role.PARAMETER_GRADIENT:
+            case Role.PARAMETER_GRADIENT | Role.TIED_GRADIENT:
                 chunk = model.chunks[value.of]
                 shard = self.dag.shards.get(value.of)
-                parameters = [model.parameters[name] for name in chunk.parameters]
-                trained = sum(
-                    math.prod(p.shape) * p.gradient.itemsize for p in parameters if p.trained
-                )
-                return trained // (shard.ways if shard else 1)
+                own, tied = parameters_of(model, chunk, self.dag.table.ties)
+                names = tied if value.role is Role.TIED_GRADIENT else own
+                parameters = [model.parameters[name] for name in names]
+                nbytes = sum(math.prod(p.shape) * p.gradient.itemsize for p in parameters)
+                return nbytes // (shard.ways if shard else 1)
             case _:
                 return model.values[value.of].nbytes
 

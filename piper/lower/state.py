@@ -28,7 +28,7 @@ from piper.ir.dag import (
     StateRule,
     Update,
 )
-from piper.ir.values import ExtraRole, Role
+from piper.ir.values import ExtraRole, Role, Value, parameters_of
 from piper.lower.rewriter import Rewriter
 
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
@@ -66,9 +66,10 @@ def add_state(dag: Dag) -> Dag:
     contributions = _contributions(dag)
     input_passes = _input_passes(dag)
     for index, bucket in enumerate(dag.buckets):
-        gradients = [v for chunk in _users(dag, bucket) for v in contributions[chunk]]
+        users = _users(dag, bucket)
+        gradients = [v for value in _gradients(dag, bucket, users) for v in contributions[value]]
         if gradients:
-            uses = [n for chunk in _users(dag, bucket) for n in input_passes.get(chunk, ())]
+            uses = [n for chunk in users for n in input_passes.get(chunk, ())]
             _update(dag, out, index, bucket, gradients, tuple(uses))
     return out.dag()
 
@@ -152,18 +153,30 @@ def _equal_copies(name: str, places: list[Group], ways: int) -> tuple[Group, ...
     return tuple(map(tuple, holders))
 
 
-def _contributions(dag: Dag) -> dict[int, list[int]]:
-    """For each chunk, the gradients of its parameters, microbatch by microbatch."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
+def _contributions(dag: Dag) -> dict[Value, list[int]]:
+    """The gradients of each chunk's parameters, microbatch by microbatch; those that another pass
+    takes into its own are not among them."""
+    found: defaultdict[Value, list[int]] = defaultdict(list)
+    taken = {v for node in dag.nodes if isinstance(node.op, Compute) for v in node.reads}
     for node in dag.nodes:
         for value in node.writes:
-            if value < dag.first_extra:
+            if value < dag.first_extra and value not in taken:
                 template, _ = dag.table.value(value)
-                if template.role is Role.PARAMETER_GRADIENT:
-                    found[template.of].append(value)
+                if template.role in (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT):
+                    found[template].append(value)
     for values in found.values():
         values.sort()
     return found
+
+
+def _gradients(dag: Dag, bucket: Bucket, users: list[int]) -> Iterable[Value]:
+    """The values that hold gradients of a bucket's parameters."""
+    for index in users:
+        own, tied = parameters_of(dag.model, dag.model.chunks[index], dag.table.ties)
+        if not set(bucket.parameters).isdisjoint(own):
+            yield Value(Role.PARAMETER_GRADIENT, index, index)
+        if not set(bucket.parameters).isdisjoint(tied):
+            yield Value(Role.TIED_GRADIENT, index, index)
 
 
 def _users(dag: Dag, bucket: Bucket) -> list[int]:

@@ -13,7 +13,7 @@ from piper.capture.codegen import Runners
 from piper.capture.program import Kind, Ref
 from piper.ir.dag import Compute
 from piper.ir.facts import bundled
-from piper.ir.values import ExtraRole
+from piper.ir.values import ExtraRole, parameters_of, tied_chunks
 from piper.lower.plan import Instruction, Plan, Verb
 from piper.program import Code
 from piper.runtime.comm import Comm
@@ -31,6 +31,19 @@ class Totals:
     """The sum of the losses and of what they are divided by."""
     norm: Tensor | None = None
     """The squared norm of all gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a computation puts into one slot."""
+
+    slot: int
+    places: tuple[int, ...]
+    """Which of the program's results."""
+    bundle: bool
+    """Whether the slot holds a list of them, and not one tensor."""
+    names: tuple[str, ...] = ()
+    """Of gradients, the parameters that they are of."""
 
 
 class Board:
@@ -114,14 +127,32 @@ class Board:
         found: dict[int, tuple[str, ...]] = {}
         for x in self.plan.instructions:
             if isinstance(x.op, Compute):
-                program = self.code.programs[len(x.group)][x.op.chunk]
-                names = self.code.pieces[x.op.chunk].parameters
-                results = program.functions[x.op.which].results
-                grads = tuple(names[r.index] for r in results if r.kind is Kind.PARAMETER_GRAD)
-                for ref, slot in zip(bundled(results), x.writes, strict=True):
-                    if ref.kind is Kind.PARAMETER_GRAD:
-                        found[slot] = grads
+                found |= {m.slot: m.names for m in self.written(x, x.op) if m.names}
         return found
+
+    def written(self, x: Instruction, op: Compute) -> list[Made]:
+        """What a computation puts into each slot that it writes."""
+        results = self.code.programs[len(x.group)][op.chunk].functions[op.which].results
+        names = self.code.pieces[op.chunk].parameters
+        slots = iter(x.writes)
+        found: list[Made] = []
+        for ref in bundled(results):
+            if ref.kind is Kind.PARAMETER_GRAD:
+                place = {names[r.index]: i for i, r in enumerate(results) if r.kind is ref.kind}
+                for grads in filter(None, self._trained(op.chunk)):
+                    found.append(Made(next(slots), tuple(place[n] for n in grads), True, grads))
+            elif ref.kind in BUNDLES:
+                places = tuple(i for i, r in enumerate(results) if r.kind is ref.kind)
+                found.append(Made(next(slots), places, True))
+            else:
+                found.append(Made(next(slots), (results.index(ref),), False))
+        assert next(slots, None) is None
+        return found
+
+    def _trained(self, chunk: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """A chunk's own trained parameters, and those that it shares with other chunks."""
+        model = next(iter(self.state.program.models.values()))
+        return parameters_of(model, model.chunks[chunk], tied_chunks(model))
 
     def store(self, slot: int, content: Any) -> None:
         """Keep what a communication brought, unless nobody reads it: then it is freed already."""

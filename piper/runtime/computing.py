@@ -9,10 +9,9 @@ from torch import Tensor
 
 from piper.capture.program import Kind, Ref
 from piper.ir.dag import Compute
-from piper.ir.facts import bundled
 from piper.lower.plan import Instruction
 from piper.random import fold, seeded
-from piper.runtime.board import BUNDLES, Board
+from piper.runtime.board import BUNDLES, Board, Made
 from piper.runtime.pending import Act
 
 
@@ -23,7 +22,8 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
     piece = board.code.pieces[op.chunk]
     run = board.runners.get(program, op.which)
     slots, read = board.slots, board.read(x)
-    gathered = {board.buckets[slot]: slot for slot in x.reads[len(read) :]}
+    extra = x.reads[len(read) :]
+    gathered = {board.buckets[slot]: slot for slot in extra if slot in board.buckets}
     fixed: list[Any] = []
     direct: list[tuple[int, int]] = []
     nested: list[tuple[int, int, Any]] = []
@@ -43,27 +43,17 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
             nested.append((position, read[Ref(ref.kind, 0)], ref.index))
         else:
             direct.append((position, read[ref]))
-    made = dict(zip(bundled(function.results), x.writes, strict=True))
-    single = [
-        (made[r], i) for i, r in enumerate(function.results) if r in made and r.kind not in BUNDLES
-    ]
-    bundles = [
-        (slot, [i for i, r in enumerate(function.results) if r.kind is ref.kind])
-        for ref, slot in made.items()
-        if ref.kind in BUNDLES and slot not in x.adds
-    ]
-    adds = [
-        (slot, [i for i, r in enumerate(function.results) if r.kind is ref.kind])
-        for ref, slot in made.items()
-        if slot in x.adds
-    ]
+    written = board.written(x, op)
+    single = [(made.slot, made.places[0]) for made in written if not made.bundle]
+    bundles = [m for m in written if m.bundle and m.slot not in x.adds]
+    adds = [m for m in written if m.slot in x.adds]
+    ties = _ties(board, [slot for slot in extra if slot in board.grads], written)
     updates = [
         (board.buffer(piece.updates[r.index]), i)
         for i, r in enumerate(function.results)
         if r.kind is Kind.UPDATE
     ]
     master = board.state.program.training.master
-    gradients = {s for r, s in made.items() if r.kind is Kind.PARAMETER_GRAD and master}
 
     def act() -> None:
         arguments = fixed.copy()
@@ -72,14 +62,19 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
         for position, slot, key in nested:
             arguments[position] = slots[slot][key]
         results = run(arguments)
+        if ties:
+            results = list(results)
+            for slot, key, i in ties:
+                results[i] = slots[slot][key].add_(results[i])
         for slot, i in single:
             slots[slot] = results[i]
-        for slot, places in bundles:
-            slots[slot] = [results[i] for i in places]
-            if slot in gradients:
-                slots[slot] = [g.to(master) for g in slots[slot]]
-        for slot, places in adds:
-            torch._foreach_add_(slots[slot], [results[i] for i in places])
+        for made in bundles:
+            content = [results[i] for i in made.places]
+            if master is not None and made.names:
+                content = [gradient.to(master) for gradient in content]
+            slots[made.slot] = content
+        for made in adds:
+            torch._foreach_add_(slots[made.slot], [results[i] for i in made.places])
         for buffer, i in updates:
             buffer.copy_(results[i])
 
@@ -94,6 +89,18 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
             act()
 
     return drawing
+
+
+def _ties(board: Board, later: list[int], written: list[Made]) -> list[tuple[int, int, int]]:
+    """The gradients of tied parameters that later chunks made: slot, place there, and the place
+    among the results of what is added to it."""
+    mine = {name: i for made in written for name, i in zip(made.names, made.places, strict=False)}
+    return [
+        (slot, key, mine[name])
+        for slot in later
+        for key, name in enumerate(board.grads[slot])
+        if name in mine
+    ]
 
 
 def _seed(board: Board, spec: Any, group: int) -> Tensor:
