@@ -46,7 +46,7 @@ class TorchrunCrew:
         self._program = program
         self._number = devices[dist.get_rank()]
         plans = (*program.plans, *program.evaluation_plans)
-        self._comm = Distributed(self._number, devices, plans, limit)
+        self._comm = Distributed(self._number, devices, plans, limit, program.streams)
         self._device = Device(
             program, self._number, where, self._comm, fetch, Runners(program.compiler)
         )

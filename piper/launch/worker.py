@@ -80,7 +80,7 @@ def _start(task: Task) -> tuple[Device, Distributed]:
         timeout=timeout,
     )
     plans = (*program.plans, *program.evaluation_plans)
-    comm = Distributed(task.device, devices, plans, timeout)
+    comm = Distributed(task.device, devices, plans, timeout, program.streams)
     fetch = _fetcher(task.folder, program, init)
     device = Device(program, task.device, where, comm, fetch, Runners(program.compiler))
     device.show_progress_in(_shared_place(task.folder / f"at.{task.device}"))

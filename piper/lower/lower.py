@@ -20,6 +20,7 @@ from piper.lower.state import add_state
 from piper.lower.ties import tie_gradients
 from piper.lower.totals import add_totals
 from piper.lower.transfers import add_transfers, refuse_undivided
+from piper.lower.verify import verify_plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def lower(dag: Dag, models: Mapping[int, Model], settings: Settings | None = Non
         verify(dag)
     classes, order, sizes = _run(dag, models, costs)
     plans = plans_of(dag, classes, order, sizes)
+    verify_plans(dag, classes, plans)
     memory = tuple(memory_of(dag, plan, sizes, settings.optimizer_bytes) for plan in plans)
     if settings.memory_limit is not None:
         for plan, found in zip(plans, memory, strict=True):

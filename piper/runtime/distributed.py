@@ -9,7 +9,7 @@ and added here, on one thread for each stream; gloo's own sums depend on its alg
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.ir.dag import Collective, Transfer
+from piper.ir.dag import Collective, StreamRule, Transfer
 from piper.lower.plan import Plan
 from piper.runtime.comm import Group, Handle
 
@@ -76,15 +76,22 @@ class Distributed:
     """One process's end of all communication."""
 
     def __init__(
-        self, device: int, devices: Sequence[int], plans: Iterable[Plan], timeout: timedelta
+        self,
+        device: int,
+        devices: Sequence[int],
+        plans: Iterable[Plan],
+        timeout: timedelta,
+        rules: Mapping[str, StreamRule] | None = None,
     ) -> None:
-        """Every process must call this at the same time with the same ``plans``."""
+        """Every process must call this at the same time with the same ``plans``; ``rules`` say
+        what is asked of streams, where the backend can do it."""
         self._device = device
         self._rank = {number: rank for rank, number in enumerate(devices)}
         self._groups: dict[tuple[str, Group], Any] = {}
         for stream, group in _communicators(plans):
             ranks = [self._rank[number] for number in group]
-            self._groups[stream, group] = dist.new_group(ranks, timeout=timeout)
+            options = _options((rules or {}).get(stream.split(" ")[0]))
+            self._groups[stream, group] = dist.new_group(ranks, timeout=timeout, pg_options=options)
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._sent: dict[str, deque[_Sent]] = {}
         self._to_self: dict[int, Tensor] = {}
@@ -151,6 +158,16 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
+
+
+def _options(rule: StreamRule | None) -> Any:
+    """NCCL's form of a stream's rule: a limit on its thread blocks, and high priority."""
+    if rule is None or rule == StreamRule() or dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=rule.priority < 0)
+    if rule.sms is not None:
+        options.config.max_ctas = rule.sms
+    return options
 
 
 def _sum_everywhere(data: Tensor, communicator: Any, members: int) -> None:

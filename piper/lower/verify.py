@@ -1,0 +1,131 @@
+"""What must hold of plans, checked at the end of every compilation, in one pass over them.
+
+Every slot is written before it is read and freed once, after everything else; all parties of a
+communication take part in it, on one stream in one order; every gradient of a trained parameter
+goes into one sum, over all devices that hold the parameter. A violation is a fault of the compiler:
+users' mistakes are refused long before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from piper.errors import PiperError
+from piper.ir.dag import Collective, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.values import ExtraRole, Role, parameters_of
+from piper.lower.classes import Classes
+from piper.lower.plan import Plan, Verb
+
+_COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+
+
+def verify_plans(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
+    """Raise a ``PiperError`` if the plans together do not do one step of ``dag``."""
+    for plan in plans:
+        _slots(plan)
+    _meetings(dag, classes, plans)
+    _gradients(dag)
+
+
+def _fault(what: str) -> PiperError:
+    return PiperError(f"the compiler made a plan that cannot be right: {what}; please report this")
+
+
+def _slots(plan: Plan) -> None:
+    live = {given.slot for given in plan.given}
+    for place, x in enumerate(plan.instructions):
+        if x.verb is Verb.FREE:
+            if x.reads[0] not in live:
+                raise _fault(f"devices {plan.devices[:4]} free slot {x.reads[0]} twice at {place}")
+            live.discard(x.reads[0])
+            continue
+        if not live.issuperset(x.reads) or not live.issuperset(x.adds):
+            raise _fault(f"devices {plan.devices[:4]} read at {place} what nothing has written")
+        live.update(x.writes)
+        for other in x.waits:
+            if other >= place:
+                raise _fault(f"devices {plan.devices[:4]} wait at {place} for what comes later")
+    if live:
+        raise _fault(f"devices {plan.devices[:4]} never free slots {sorted(live)[:4]}")
+
+
+def _meetings(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
+    """All parties are there, and those who meet on a stream meet in one order."""
+    parties: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # the classes of each side
+    there: Counter[int] = Counter()
+    sequences: defaultdict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(dict)
+    for c, plan in enumerate(plans):
+        for x in plan.instructions:
+            if x.verb not in _COMMUNICATING:
+                continue
+            there[x.node] += 1
+            node = dag.nodes[x.node]
+            key = tuple(map(id, _sides(node)))
+            if key not in parties:
+                parties[key] = [classes.touched(side) for side in _sides(node)]
+            if x.verb is not Verb.RECV or c not in parties[key][0]:  # who sends to itself, once
+                sequences[node.stream, key].setdefault(c, []).append(x.node)
+    for number, node in enumerate(dag.nodes):
+        if isinstance(node.op, Transfer | Collective):
+            sides = parties.get(tuple(map(id, _sides(node))), [])
+            if there[number] != sum(map(len, sides)) or not sides:
+                raise _fault(f"node {number} lacks some of its parties")
+    for (stream, _), rows in sequences.items():
+        if len({tuple(row) for row in rows.values()}) > 1:
+            raise _fault(f"the communications on stream {stream!r} are entered in several orders")
+
+
+def _sides(node: Node) -> tuple[Group, ...]:
+    if isinstance(node.op, Transfer):
+        return (node.op.source, node.op.target)
+    return (node.devices,)
+
+
+def _gradients(dag: Dag) -> None:
+    """Every gradient of a trained parameter is in one sum over all holders of the parameter."""
+    holders: defaultdict[str, set[Group]] = defaultdict(set)
+    made: defaultdict[str, set[int]] = defaultdict(set)
+    carried: set[int] = set()
+    seen: set[tuple[int, int]] = set()
+    for node in dag.nodes:
+        if not isinstance(node.op, Compute):
+            continue
+        chunk = dag.model.chunks[node.op.chunk]
+        if (chunk.index, id(node.devices)) not in seen:
+            seen.add((chunk.index, id(node.devices)))
+            for name in chunk.parameters:
+                holders[name].add(node.devices)
+        own, tied = parameters_of(dag.model, chunk, dag.table.ties)
+        for value in node.writes:
+            role = _role(dag, value)
+            for name in own if role is Role.PARAMETER_GRADIENT else ():
+                made[name].add(value)
+            for name in tied if role is Role.TIED_GRADIENT else ():
+                made[name].add(value)
+        carried.update(v for v in node.reads if _role(dag, v) is Role.TIED_GRADIENT)
+    summed: dict[int, list[int]] = {}
+    for node in dag.nodes:
+        if isinstance(node.op, Update):
+            summed[node.op.bucket] = [v for value in node.reads for v in _parts(dag, value)]
+    for index, bucket in enumerate(dag.buckets):
+        everyone = {device for group in bucket.groups for device in group}
+        found = Counter(summed.get(index, ()))
+        for name in bucket.parameters if bucket.trained else ():
+            if everyone != {device for group in holders[name] for device in group}:
+                raise _fault(f"the gradient of {name} is not summed over all its holders")
+            if any(found[value] != (value not in carried) for value in made[name]):
+                raise _fault(f"a gradient of {name} is not summed once")
+
+
+def _role(dag: Dag, value: int) -> Role | None:
+    return None if value >= dag.first_extra else dag.table.value(value)[0].role
+
+
+def _parts(dag: Dag, value: int) -> tuple[int, ...]:
+    """The gradients that a value is a sum of."""
+    if value < dag.first_extra:
+        return (value,)
+    if dag.extra[value - dag.first_extra].role is ExtraRole.REDUCED:
+        return dag.nodes[dag.producers[value]].reads
+    return ()
