@@ -7,6 +7,7 @@ that one device of such a group sees; the strategy rewrites the DAG; lowering ma
 from __future__ import annotations
 
 import gc
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from piper.directives.split import Split
 from piper.errors import DirectiveError, PiperError
 from piper.ir.build import build
 from piper.ir.dag import Dag
-from piper.ir.facts import Model, facts_of
+from piper.ir.facts import Model, Variants, facts_of
 from piper.lower.lower import Lowered, Settings, lower
 from piper.optimizer import OptimizerFactory, SchedulerFactory, check_divisible, state_bytes
 from piper.program import Code, Program, Training
@@ -72,6 +73,7 @@ def compile(
         raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
     training = Training(optimizer, scheduler, clip_norm, precision, seed)
     training.check()
+    _check(init, memory_limit)
     shape = _shape(strategy, Batch.of(inputs, targets).size)
     how = _Capture(
         model, inputs, targets, loss, tags, shape.microbatches, device, compiler, remat, precision
@@ -80,10 +82,10 @@ def compile(
         captured = {n: how.at(n) for n in shape.groups}
         found = _compile(strategy, captured, training, memory_limit)
         first = next(iter(captured.values()))
-        if _depends_on_mode(first):
+        if _depends_on_mode(first, model, loss):
             with _evaluating(model, loss):
-                captured_again = {n: how.at(n) for n in shape.groups}
-            evaluation = _compile(strategy, captured_again, training, None, forward_only=True)
+                again = {n: how.at(n) for n in shape.groups}
+            evaluation = _evaluation(strategy, again, found)
         else:
             evaluation = _evaluation_of(found)
     source = Source(model, loss if isinstance(loss, nn.Module) else None, init)
@@ -97,7 +99,7 @@ def compile(
         plans=found.lowered.plans,
         evaluation_plans=evaluation.lowered.plans,
         memory=found.lowered.memory,
-        buckets=found.lowered.dag.buckets,
+        buckets=evaluation.lowered.dag.buckets,  # training's, and what only evaluation uses
         streams=found.lowered.dag.streams,
         microbatches=shape.microbatches,
         code=found.code,
@@ -108,6 +110,14 @@ def compile(
     )
     vars(program)["lowered"] = found.lowered  # a cached property: it need not be made again
     return program
+
+
+def _check(init: object, memory_limit: object) -> None:
+    if init is not None and not callable(init):
+        raise PiperError(f"init={init!r} must be a function (name, tensor, generator)")
+    limit = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
+    if memory_limit is not None and not (limit and memory_limit > 0):  # type: ignore[operator]
+        raise PiperError(f"memory_limit={memory_limit!r} must be a number of bytes, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,37 +194,56 @@ def _compile(
     captured: Mapping[int, Captured],
     training: Training,
     memory_limit: int | None,
-    *,
-    forward_only: bool = False,
 ) -> _Compiled:
     """Apply and lower the strategy."""
-    first = next(iter(captured.values()))
-    facts = {n: facts_of(c, c.remat) for n, c in captured.items()}
-    _refuse_different(facts)
-    placed = strategy.apply(build(facts[next(iter(captured))]))
-    joints = {n: _joints(c, placed) for n, c in captured.items()}
-    models = {n: facts_of(c, c.remat, joints[n]) for n, c in captured.items()}
+    placed, models, code = _placed(strategy, captured)
     settings = Settings(
         clip=training.clip_norm is not None,
         optimizer_bytes=state_bytes(training.optimizer),
         memory_limit=memory_limit,
     )
-    programs = {n: _programs(c, joints[n], placed) for n, c in captured.items()}
-    code = Code.of(captured, programs)
-    if forward_only:
-        lowered = lower(_forward_only(placed), models, settings)
-        return _Compiled(lowered, code, placed, models, settings)
     lowered = lower(placed, models, settings)
     if training.optimizer is not None:
-        check_divisible(training.optimizer, lowered.dag, first.device)
+        check_divisible(training.optimizer, lowered.dag)
     return _Compiled(lowered, code, placed, models, settings)
+
+
+def _placed(
+    strategy: Strategy, captured: Mapping[int, Captured]
+) -> tuple[Dag, Mapping[int, Model], Code]:
+    known: Variants = {}
+    facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
+    _refuse_different(facts)
+    placed = strategy.apply(build(facts[next(iter(captured))]))
+    joints = {n: _joints(c, placed) for n, c in captured.items()}
+    models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
+    programs = {n: _programs(c, joints[n], placed) for n, c in captured.items()}
+    return placed, models, Code.of(captured, programs)
+
+
+def _evaluation(
+    strategy: Strategy, captured: Mapping[int, Captured], found: _Compiled
+) -> _Compiled:
+    """The forwards alone of a model that computes otherwise in evaluation mode."""
+    try:
+        placed, models, code = _placed(strategy, captured)
+    except DirectiveError as error:
+        raise DirectiveError(
+            f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
+            "training mode: a strategy must fit both"
+        ) from None
+    return _forwards(found, placed, models, code)
 
 
 def _evaluation_of(found: _Compiled) -> _Compiled:
     """The forwards of a compiled step alone, where evaluation computes the same as training."""
+    return _forwards(found, found.placed, found.models, found.code)
+
+
+def _forwards(found: _Compiled, placed: Dag, models: Mapping[int, Model], code: Code) -> _Compiled:
     settings = replace(found.settings, memory_limit=None)
-    lowered = lower(_forward_only(found.placed), found.models, settings)
-    return replace(found, lowered=lowered)
+    lowered = lower(_forward_only(placed), models, settings, found.lowered.dag.buckets)
+    return _Compiled(lowered, code, placed, models, settings)
 
 
 def _forward_only(dag: Dag) -> Dag:
@@ -279,11 +308,25 @@ def _wiring(chunk: Any) -> object:
     return dict(chunk.tags), chunk.parameters, chunk.inputs, chunk.outputs, passes
 
 
-def _depends_on_mode(captured: Captured) -> bool:
-    """Whether the forward draws random numbers or changes buffers, which evaluation must not."""
-    return any(chunk.updates for chunk in captured.chunks) or any(
+def _depends_on_mode(captured: Captured, *parts: object) -> bool:
+    """Whether evaluation may compute otherwise: the forward draws random numbers or changes
+    buffers, or a module of the user's looks at its mode."""
+    if any(chunk.updates for chunk in captured.chunks) or any(
         program.functions[Pass.F].random for program in captured.programs
-    )
+    ):
+        return True
+    modules = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
+    kinds = {kind for m in modules for kind in type(m).__mro__}
+    own = [k for k in kinds if not k.__module__.startswith(("torch.nn.", "builtins"))]
+    functions = [f for part in (*own, *modules) for f in vars(part).values()]
+    plain = [getattr(f, "__func__", f) for f in functions]
+    return any(_mentions_mode(f.__code__) for f in plain if isinstance(f, types.FunctionType))
+
+
+def _mentions_mode(code: types.CodeType) -> bool:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    named = "training" in code.co_names or "training" in code.co_consts
+    return named or any(map(_mentions_mode, inner))
 
 
 @contextmanager

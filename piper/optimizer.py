@@ -5,6 +5,7 @@ Both are found by trying it on a small parameter: no list of known optimizers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,37 @@ def make(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.opt
             f"such as lambda params: torch.optim.AdamW(params, lr=3e-4); it returned a "
             f"{type(found).__name__}"
         )
+    if inspect.signature(found.step).parameters.get("closure") is not None:
+        closure = inspect.signature(found.step).parameters["closure"]
+        if closure.default is inspect.Parameter.empty:
+            raise PiperError(
+                f"the optimizer {type(found).__name__} evaluates the loss again within a step, "
+                "which a compiled step cannot: use one whose step needs no closure"
+            )
+    return found
+
+
+def make_scheduler(
+    factory: SchedulerFactory, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The scheduler that ``factory`` makes, which must advance without being told anything."""
+    found = factory(optimizer)
+    step = getattr(found, "step", None)
+    if not callable(step):
+        raise PiperError(
+            "scheduler= must be a function from an optimizer to a learning-rate scheduler; it "
+            f"returned a {type(found).__name__}"
+        )
+    needed = [
+        name
+        for name, p in inspect.signature(step).parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise PiperError(
+            f"the scheduler {type(found).__name__} must be told {', '.join(needed)} at each step; "
+            "use one that depends on the number of steps alone"
+        )
     return found
 
 
@@ -43,7 +75,7 @@ def state_bytes(factory: OptimizerFactory | None) -> float:
     return kept / parameter.nbytes
 
 
-def check_divisible(factory: OptimizerFactory, dag: Dag, device: torch.device) -> None:
+def check_divisible(factory: OptimizerFactory, dag: Dag) -> None:
     """Refuse to divide state of an optimizer that looks at a parameter as a whole."""
     divided = [b for b in dag.buckets if b.trained and b.rule.zero and len(b.groups[0]) > 1]
     if not divided or _works_on_parts(factory):
@@ -51,9 +83,10 @@ def check_divisible(factory: OptimizerFactory, dag: Dag, device: torch.device) -
     rule = divided[0].rule
     name = type(make(factory, [nn.Parameter(_sample(0))])).__name__
     raise DirectiveError(
-        f"{dag.history[rule.made_by]}: the optimizer {name} does not treat each element of a "
-        f"parameter by itself, so its state cannot be divided with zero={rule.zero}; use zero=0 "
-        "for these regions, or an elementwise optimizer such as AdamW"
+        f"{dag.history[rule.made_by]}: the optimizer {name}, as given, does not treat each element "
+        "of a parameter by itself (or looks at its shape, for instance for weight decay), so its "
+        f"state cannot be divided with zero={rule.zero}: use zero=0 for these regions, or an "
+        "elementwise optimizer that treats all parameters alike"
     )
 
 

@@ -57,8 +57,11 @@ class Training:
                 "rate scheduler"
             )
         clip = self.clip_norm
-        if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        number = isinstance(clip, int | float) and not isinstance(clip, bool)
+        if clip is not None and not (number and clip > 0):
             raise PiperError(f"clip_norm={clip!r} must be a positive number, or None")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise PiperError(f"seed={self.seed!r} must be a whole number")
 
     @property
     def master(self) -> torch.dtype | None:
@@ -168,8 +171,9 @@ class Program:
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """What the loss is computed in."""
-        return next(iter(self.code.values.values()))[self.code.loss].dtype
+        """What the loss is reported in: its own precision, at least fp32."""
+        own = next(iter(self.code.values.values()))[self.code.loss].dtype
+        return torch.promote_types(own, torch.float32)
 
     @cached_property
     def loss_parts(self) -> int:
@@ -183,6 +187,18 @@ class Program:
             and self.code.loss in self.code.pieces[x.op.chunk].outputs
         ]
         return sum({x.op: len(x.group) for x in losses}.values())
+
+    @cached_property
+    def parameters(self) -> Mapping[str, TensorSpec]:
+        """The whole parameters that training or evaluation uses, as the programs take them."""
+        return {**self.evaluation_code.parameters, **self.code.parameters}
+
+    @cached_property
+    def held_names(self) -> frozenset[str]:
+        """The parameters and buffers that some device holds."""
+        codes = (self.code, self.evaluation_code)
+        pieces = [piece for code in codes for piece in code.pieces]
+        return frozenset(n for p in pieces for n in (*p.parameters, *p.buffers))
 
     def plan_of(self, device: int) -> Plan:
         """What one device does."""

@@ -160,6 +160,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Directive]] = {
     "replicate": _replicate,
     "shard": _shard,
     "order": _order,
-    "stream": lambda fields: stream(fields.pop("where"), fields.pop("stream"), **fields),
+    "stream": lambda fields: stream(fields.pop("where", None), fields.pop("stream"), **fields),
     "remat": lambda fields: remat(fields.pop("where"), **fields),
 }

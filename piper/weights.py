@@ -102,6 +102,9 @@ class StateNames:
                     if names
                 )
             )
+        for key in self.keys:
+            if not isinstance(state[key], Tensor):
+                raise PiperError(f"{key} is a {type(state[key]).__name__}, not a tensor")
         for key, shape in self.shapes.items():
             if tuple(state[key].shape) != shape:
                 raise PiperError(

@@ -66,6 +66,8 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 # torch's own checkpointing marks its inputs with this one; it computes nothing
 _HARMLESS = ("_NoopSaveInputs",)
+_REGISTERED = "GeneratedBackwardFor_"
+"""What torch calls the backward of an op that was given one by ``register_autograd``."""
 _CONTROL_FLOW = "torch._higher_order_ops"  # is refused for what it is, below
 
 
@@ -75,7 +77,11 @@ def refuse_autograd_functions() -> Iterator[None]:
     its backward."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__ in _HARMLESS or cls.__module__.startswith(_CONTROL_FLOW):
+        if (
+            cls.__name__ in _HARMLESS
+            or cls.__name__.startswith(_REGISTERED)
+            or cls.__module__.startswith(_CONTROL_FLOW)
+        ):
             return super(base, cls).apply(*args, **kwargs)
         raise CaptureError(
             f"the autograd function {cls.__name__} is used at {_user_line()}: its backward would "

@@ -60,6 +60,11 @@ class Shard(Directive):
                     f"{name_of(dag, number)} is sharded already, {earlier.ways} ways by "
                     f"{dag.history[earlier.made_by]}"
                 )
+            if chunk.random and ways > 1:
+                raise DirectiveError(
+                    f"{name_of(dag, number)} draws random numbers (dropout): a share of its rows "
+                    "would draw others than the whole; do that outside the region"
+                )
             shards[chunk.index] = rule
             groups[chunk.index] = node.devices
             self._check(dag, chunk, ways, name_of(dag, number))

@@ -18,7 +18,7 @@ class Stream(Directive):
     name: ClassVar[str] = "stream"
     positional: ClassVar[tuple[str, ...]] = ("where", "stream")
 
-    where: FilterLike
+    where: FilterLike | None
     stream: str
     priority: int | None = None
     sms: int | None = None
@@ -27,10 +27,8 @@ class Stream(Directive):
         check_stream("name", self.stream)
         if self.sms is not None:
             positive("sms", self.sms)
-        changed = {
-            number: replace(dag.nodes[number], stream=self.stream, made_by=me)
-            for number in select(dag, Filter.of(self.where))
-        }
+        matched = [] if self.where is None else select(dag, Filter.of(self.where))
+        changed = {i: replace(dag.nodes[i], stream=self.stream, made_by=me) for i in matched}
         old = dag.streams.get(self.stream, StreamRule())
         rule = StreamRule(
             old.priority if self.priority is None else self.priority,
@@ -40,7 +38,11 @@ class Stream(Directive):
 
 
 def stream(
-    where: FilterLike, name: str, *, priority: int | None = None, sms: int | None = None
+    where: FilterLike | None, name: str, *, priority: int | None = None, sms: int | None = None
 ) -> Stream:
-    """Run the matched nodes on the logical stream ``name``; ``sms`` bounds its share of a GPU."""
-    return Stream(plain_filter(where), name, priority, sms)
+    """Run the matched nodes on the logical stream ``name``; ``sms`` bounds its share of a GPU.
+
+    With None for a filter no node is moved: it says what is asked of a stream that another
+    directive sends, reduces or exchanges on.
+    """
+    return Stream(None if where is None else plain_filter(where), name, priority, sms)

@@ -142,6 +142,8 @@ class Bucket:
     groups: tuple[Group, ...]
     """Each group holds equal copies; several groups hold different experts."""
     rule: StateRule
+    elements: int
+    """Numbers in one of the equal copies."""
     ways: int
     """Over how many devices the parameters are divided as experts."""
     dim: int

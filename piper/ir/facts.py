@@ -60,6 +60,10 @@ class ChunkFacts:
     """Buffers that its forward gives a new content."""
     buffers: tuple[str, ...] = ()
     """Buffers that its forward reads."""
+    random: bool = False
+    """Whether its forward draws random numbers."""
+    detached: tuple[str, ...] = ()
+    """Parameters that it reads but makes no gradient of, though other chunks may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +104,20 @@ class Model:
     """The value that the sum of losses is divided by, if the loss gives one."""
 
 
-def facts_of(captured: Captured, remat: Remat, joints: Sequence[Joint] | None = None) -> Model:
-    """The facts of a captured model; ``joints`` stand for the chunks' own, if given."""
+Variants = dict[int, Mapping[Remat, Variant]]
+"""By the identity of a chunk's joint graph."""
+
+
+def facts_of(
+    captured: Captured,
+    remat: Remat,
+    joints: Sequence[Joint] | None = None,
+    known: Variants | None = None,
+) -> Model:
+    """The facts of a captured model; ``joints`` stand for the chunks' own, if given; ``known``
+    keeps what was found out for the next call."""
     joints = captured.joints if joints is None else joints
-    variants: dict[int, Mapping[Remat, Variant]] = {}
+    variants: Variants = {} if known is None else known
     for joint in joints:
         if id(joint) not in variants:
             variants[id(joint)] = _variants(joint)
@@ -117,8 +131,14 @@ def facts_of(captured: Captured, remat: Remat, joints: Sequence[Joint] | None = 
             variants=variants[id(joint)],
             changes=chunk.updates,
             buffers=chunk.buffers,
+            random=program.functions[Pass.F].random,
+            detached=tuple(
+                name
+                for i, name in enumerate(chunk.parameters)
+                if Ref(Kind.PARAMETER_GRAD, i) not in program.specs
+            ),
         )
-        for chunk, joint in zip(captured.chunks, joints, strict=True)
+        for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)
     )
     values = tuple(
         ValueFacts(value.name, value.spec.shape, value.spec.nbytes) for value in captured.cut.values
@@ -128,6 +148,7 @@ def facts_of(captured: Captured, remat: Remat, joints: Sequence[Joint] | None = 
         for i, name in enumerate(chunk.parameters):
             spec = program.specs[Ref(Kind.PARAMETER, i)]
             trained = Ref(Kind.PARAMETER_GRAD, i) in program.specs
+            trained |= name in parameters and parameters[name].trained
             kept = captured.master or spec.dtype
             parameters[name] = ParameterFacts(spec.shape, spec.nbytes, trained, spec.dtype, kept)
     size = captured.example.size

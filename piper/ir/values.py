@@ -179,13 +179,18 @@ def tied_chunks(model: Model) -> dict[int, int]:
     users: defaultdict[str, set[int]] = defaultdict(set)
     for chunk in model.chunks:
         for name in chunk.parameters:
-            if model.parameters[name].trained:
+            if model.parameters[name].trained and name not in chunk.detached:
                 users[name].add(chunk.index)
     tied = {name: frozenset(chunks) for name, chunks in users.items() if len(chunks) > 1}
     numbers = {chunks: i for i, chunks in enumerate(dict.fromkeys(tied.values()))}
     found: dict[int, int] = {}
     for chunks, number in numbers.items():
-        sets = {tied[n] for i in chunks for n in model.chunks[i].parameters if n in tied}
+        sets = {
+            tied[name]
+            for i in chunks
+            for name in model.chunks[i].parameters
+            if name in tied and name not in model.chunks[i].detached
+        }
         if sets == {chunks}:
             found |= dict.fromkeys(chunks, number)
     return found
@@ -195,7 +200,11 @@ def parameters_of(
     model: Model, chunk: ChunkFacts, ties: Mapping[int, int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The trained parameters of a chunk: its own, and those that are tied."""
-    trained = [name for name in chunk.parameters if model.parameters[name].trained]
+    trained = [
+        name
+        for name in chunk.parameters
+        if model.parameters[name].trained and name not in chunk.detached
+    ]
     if chunk.index not in ties:
         return tuple(trained), ()
     others = {
@@ -203,6 +212,7 @@ def parameters_of(
         for index, number in ties.items()
         if number == ties[chunk.index] and index != chunk.index
         for name in model.chunks[index].parameters
+        if name not in model.chunks[index].detached
     }
     own = tuple(name for name in trained if name not in others)
     return own, tuple(name for name in trained if name in others)

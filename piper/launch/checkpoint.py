@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from piper.errors import PiperError
 from piper.launch.crew import Restored
 from piper.launch.fetching import fetcher
+from piper.optimizer import make
 from piper.program import Program
 from piper.runtime.portable import Portions, assemble
 
 _FORMAT = "piper training state 1"
 
 
-def whole_state(program: Program, portions: list[Portions]) -> Restored:
-    """All devices' portions put together."""
+def whole_state(program: Program, portions: list[Portions], rest: Mapping[str, Tensor]) -> Restored:
+    """All devices' portions put together, and what no device holds: from ``rest``, or as it was
+    at first."""
     parameters = assemble(program, [p for found in portions for p in found.parameters])
     buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
-    known = {**buffers, **parameters}
+    known = {**rest, **buffers, **parameters}
     first = fetcher(program)
-    tensors = program.names.named(lambda name: known[name] if name in known else first(name).cpu())
+    tensors = program.names.named(
+        lambda name: known[name].clone() if name in known else first(name).cpu().clone()
+    )
     kinds = dict.fromkeys(kind for found in portions for kind in found.optimizer)
     return Restored(
         tensors=tensors,
@@ -37,12 +42,12 @@ def whole_state(program: Program, portions: list[Portions]) -> Restored:
         steps=portions[0].steps,
         scheduler=next((f.scheduler for f in portions if f.scheduler is not None), None),
         groups=next((f.groups for f in portions if f.groups), []),
+        kind=next((f.kind for f in portions if f.kind), ""),
     )
 
 
-def write(path: str | Path, program: Program, portions: list[Portions]) -> None:
+def write(path: str | Path, program: Program, state: Restored) -> None:
     """Write the state to ``path``: a new file takes the old one's place only when it is whole."""
-    state = whole_state(program, portions)
     content = {
         "format": _FORMAT,
         "tensors": dict(state.tensors),
@@ -51,6 +56,7 @@ def write(path: str | Path, program: Program, portions: list[Portions]) -> None:
         "steps": state.steps,
         "scheduler": state.scheduler,
         "groups": list(state.groups),
+        "kind": state.kind,
     }
     target = Path(path)
     try:
@@ -63,8 +69,10 @@ def write(path: str | Path, program: Program, portions: list[Portions]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, target)
-    except (OSError, RuntimeError) as error:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if not isinstance(error, Exception):
+            raise
         raise PiperError(
             f"the state cannot be saved to {target}: {error}; what was there before is untouched"
         ) from error
@@ -80,7 +88,11 @@ def read(path: str | Path, program: Program) -> Restored:
         raise PiperError(f"{path} cannot be read as a state of training: {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise PiperError(f"{path} is no state of training that Piper saved")
+    missing = _FIELDS - content.keys()
+    if missing:
+        raise PiperError(f"{path} is incomplete: it lacks {', '.join(sorted(missing))}")
     tensors: dict[str, Tensor] = content["tensors"]
+    _refuse_other_optimizer(path, program, content["kind"])
     return Restored(
         tensors=program.names.checked(tensors),
         optimizer=content["optimizer"],
@@ -88,4 +100,21 @@ def read(path: str | Path, program: Program) -> Restored:
         steps=content["steps"],
         scheduler=content["scheduler"],
         groups=content["groups"],
+        kind=content["kind"],
     )
+
+
+_FIELDS = {"tensors", "optimizer", "numbers", "steps", "scheduler", "groups", "kind"}
+
+
+def _refuse_other_optimizer(path: str | Path, program: Program, kind: str) -> None:
+    """An optimizer cannot go on from another kind's state."""
+    factory = program.training.optimizer
+    if factory is None or not kind:
+        return
+    mine = type(make(factory, [nn.Parameter(torch.zeros(1))])).__name__
+    if mine != kind:
+        raise PiperError(
+            f"{path} was saved with the optimizer {kind}, but this program trains with {mine}: use "
+            "load_state_dict to take over the weights alone"
+        )

@@ -33,10 +33,19 @@ class Restored:
     steps: int | None = None
     scheduler: Mapping[str, Any] | None = None
     groups: Sequence[Mapping[str, Any]] = ()
+    kind: str = ""
+    """The name of the optimizer's class."""
 
 
 class Crew(Protocol):
     """All devices of a program."""
+
+    leads: bool
+    """Whether this process is the one that writes files for all."""
+
+    def meet(self) -> None:
+        """Return when all processes that have a trainer are here."""
+        ...
 
     def step(self, batch: Sequence[Tensor]) -> Report:
         """Train on one batch."""

@@ -31,7 +31,12 @@ def launch(program: Program, on: str = Where.VIRTUAL.value, **options: Any) -> T
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
-    return Trainer(program, _crew(program, on, options))
+    try:
+        return Trainer(program, _crew(program, on, options))
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise PiperError(f"on={on!r} takes no such option: {error}") from None
 
 
 def _crew(program: Program, on: str, options: dict[str, Any]) -> Crew:

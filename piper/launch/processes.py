@@ -51,6 +51,11 @@ class _Worker:
 class ProcessCrew:
     """A process for each device of a program."""
 
+    leads = True
+
+    def meet(self) -> None:
+        return
+
     def __init__(
         self,
         program: Program,

@@ -51,6 +51,10 @@ class TorchrunCrew:
             program, self._number, where, self._comm, fetch, Runners(program.compiler)
         )
         self._objects = dist.new_group(backend="gloo", timeout=limit)
+        self.leads = dist.get_rank() == 0
+
+    def meet(self) -> None:
+        dist.barrier(group=self._objects)
 
     def step(self, batch: Sequence[Tensor]) -> Report:
         program = self._program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Trainer:
         self.program = program
         self.steps = 0
         self._crew: Crew | None = crew
+        self._rest: dict[str, Tensor] = {}
+        """Tensors of the model that no device holds, if they are not the first ones any more."""
 
     def __enter__(self) -> Trainer:
         return self
@@ -96,9 +99,7 @@ class Trainer:
             disable=not (progress and console.is_terminal),
         ) as bar:
             task = bar.add_task("training", total=steps, loss=float("nan"), rate=0.0)
-            for number, batch in enumerate(batches):
-                if steps is not None and number >= steps:
-                    return
+            for batch in itertools.islice(batches, steps):
                 result = self.step(*batch)
                 rate = result.tokens_per_second
                 bar.update(task, advance=1, loss=float(result.loss), rate=rate)
@@ -107,21 +108,31 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, whole, under their own names."""
         portions = self._devices.export(optimizer=False)
-        return dict(whole_state(self.program, portions).tensors)
+        return dict(whole_state(self.program, portions, self._rest).tensors)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from other parameters and buffers; the optimizer's state stays as it is."""
-        self._devices.restore(Restored(self.program.names.checked(state)))
+        self._restore(Restored(self.program.names.checked(state)))
 
     def save(self, path: Any) -> None:
         """Write the state of training to one file, whole or not at all."""
-        write(path, self.program, self._devices.export(optimizer=True))
+        portions = self._devices.export(optimizer=True)
+        if self._devices.leads:
+            write(path, self.program, whole_state(self.program, portions, self._rest))
+        self._devices.meet()
 
     def load(self, path: Any) -> None:
         """Go on from a file that ``save`` wrote, under this or another strategy."""
+        if self._crew is None:
+            raise PiperError("the trainer is closed: launch the program again")
         restored = read(path, self.program)
-        self._devices.restore(restored)
+        self._restore(restored)
         self.steps = restored.steps or 0
+
+    def _restore(self, state: Restored) -> None:
+        self._devices.restore(state)
+        held = self.program.held_names
+        self._rest = {n: x.clone() for n, x in state.tensors.items() if n not in held}
 
     @property
     def _devices(self) -> Crew:
@@ -135,13 +146,29 @@ class Trainer:
         report: Report = act(tensors)
         loss, norm = self._scalars(report)
         seconds = time.perf_counter() - start
-        return StepResult(loss, norm, seconds, tensors[0].numel(), report.memory)
+        given = batch[0] if isinstance(batch[0], Tensor) and pad is not None else tensors[0]
+        return StepResult(loss, norm, seconds, given.numel(), report.memory)
 
     def _tensors(self, batch: Sequence[Any], pad: Sequence[float | int] | None) -> list[Tensor]:
         example = self.program.example
         if pad is not None:
             batch = self._padded(batch, pad)
-        return list(example.like(*batch).tensors)
+        try:
+            return list(example.like(*batch).tensors)
+        except PiperError as error:
+            raise self._smaller(batch, error) from None
+
+    def _smaller(self, batch: Sequence[Any], error: PiperError) -> PiperError:
+        """``error``, with advice if the batch has only too few rows."""
+        rows = {x.shape[0] for x in batch if isinstance(x, Tensor) and x.dim()}
+        size = self.program.example.size
+        if len(rows) != 1 or min(rows) >= size:
+            return error
+        return PiperError(
+            f"{error}. A batch has {size} rows here, and this one {min(rows)}: leave the last, "
+            "smaller batch out (drop_last=True), or fill it up with pad= and a loss that returns "
+            "(sum, count)"
+        )
 
     def _padded(self, batch: Sequence[Any], pad: Sequence[float | int]) -> list[Any]:
         if self.program.code.count is None:
@@ -149,9 +176,10 @@ class Trainer:
                 "a padded batch needs a loss that returns (sum, count), so that the rows that fill "
                 "it up do not count; this loss returns a mean"
             )
-        if len(pad) != len(batch) or not all(isinstance(x, Tensor) for x in batch):
+        values = isinstance(pad, Sequence) and all(isinstance(v, int | float) for v in pad)
+        if not values or len(pad) != len(batch) or not all(isinstance(x, Tensor) for x in batch):
             raise PiperError(
-                f"pad={list(pad)!r} must give one value for each of the {len(batch)} tensors of "
+                f"pad={pad!r} must give one number for each of the {len(batch)} tensors of "
                 "the batch"
             )
         size = self.program.example.size

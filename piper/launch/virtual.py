@@ -26,6 +26,11 @@ from piper.runtime.state import Fetch
 class VirtualCrew:
     """Every device of a program as an object of this process."""
 
+    leads = True
+
+    def meet(self) -> None:
+        return
+
     def __init__(self, program: Program, fetch: Fetch) -> None:
         self._program = program
         self._hub = Hub(program.device.type == "cuda")

@@ -1,7 +1,7 @@
 """ZeRO-3: the whole parameters of a bucket are gathered before they are used, and let go after.
 
 Uses that follow one another on a device share one gather. A gather may begin when the pass two
-before its first use begins: one bucket ahead, no more.
+before its first use is done: one bucket ahead, no more.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from piper.ir.dag import Dag
+from piper.ir.dag import Bucket, Dag
 from piper.ir.facts import Model
 from piper.ir.verify import verify
 from piper.lower.buffers import keep_buffers
@@ -47,15 +47,20 @@ class Settings:
     costs: Costs = field(default_factory=Costs)
 
 
-def lower(dag: Dag, models: Mapping[int, Model], settings: Settings | None = None) -> Lowered:
+def lower(
+    dag: Dag,
+    models: Mapping[int, Model],
+    settings: Settings | None = None,
+    buckets: tuple[Bucket, ...] = (),
+) -> Lowered:
     """Plans for ``dag``, whose nodes are all placed. ``models`` are the model's facts at the
-    shapes of each size of group."""
+    shapes of each size of group; ``buckets`` are those of another step on the same state."""
     settings = settings or Settings()
     costs = settings.costs
     dag = add_transfers(keep_buffers(dag))
     refuse_undivided(dag, models)
     dag = tie_gradients(add_exchanges(dag))
-    dag = add_totals(add_state(dag), clip=settings.clip)
+    dag = add_totals(add_state(dag, buckets), clip=settings.clip)
     verify(dag)
     if any(bucket.rule.zero == 3 for bucket in dag.buckets):
         dag = add_gathers(dag, _run(dag, models, costs)[1])

@@ -83,10 +83,7 @@ class Sizes:
 
     def part(self, bucket: int, level: int) -> int:
         """Elements of a device's part of what ZeRO divides from ``level`` on."""
-        found = self.dag.buckets[bucket]
-        parameters = [self.dag.model.parameters[name] for name in found.parameters]
-        elements = sum(math.prod(p.shape) for p in parameters) // found.ways
-        return -(-elements // self.holders(bucket, level))
+        return -(-self.dag.buckets[bucket].elements // self.holders(bucket, level))
 
     def state(self, bucket: int) -> int:
         """Bytes of a bucket's parameters that stay on a device between uses."""
@@ -97,10 +94,8 @@ class Sizes:
         """Bytes of a bucket's optimizer state on a device, ``per_byte`` of what is updated, and
         that itself where the parameters are a copy of it."""
         found = self.dag.buckets[bucket]
-        if not found.trained:
-            return 0
         updated = self.part(bucket, 1) * found.gradient.itemsize
-        return int(updated * (per_byte + (found.gradient != found.dtype)))
+        return int(updated * (per_byte * found.trained + (found.gradient != found.dtype)))
 
     def holders(self, bucket: int, level: int) -> int:
         """Over how many devices that is divided which ZeRO divides from ``level`` on."""

@@ -10,6 +10,7 @@ Every trained parameter is in exactly one bucket, and every gradient of it enter
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from piper.ir.dag import (
     StateRule,
     Update,
 )
+from piper.ir.facts import Model
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
 from piper.lower.rewriter import Rewriter
 
@@ -46,10 +48,12 @@ class _Held:
     dtype: torch.dtype
     gradient: torch.dtype
 
-    def bucket(self, parameters: list[str]) -> Bucket:
+    def bucket(self, parameters: list[str], model: Model) -> Bucket:
+        sizes = [math.prod(model.parameters[name].shape) for name in parameters]
         return Bucket(
             parameters=tuple(parameters),
             groups=self.groups,
+            elements=sum(sizes) // self.ways,
             rule=self.rule,
             ways=self.ways,
             dim=self.dim,
@@ -59,9 +63,10 @@ class _Held:
         )
 
 
-def add_state(dag: Dag) -> Dag:
-    """``dag`` with its buckets, and the reductions, updates and final gathers of each."""
-    dag = replace(dag, buckets=tuple(_buckets(dag)))
+def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
+    """``dag`` with its buckets, and the reductions, updates and final gathers of each. ``known``
+    buckets come first, as they are."""
+    dag = replace(dag, buckets=(*known, *_buckets(dag, known)))
     out = Rewriter(dag)
     contributions = _contributions(dag)
     input_passes = _input_passes(dag)
@@ -74,19 +79,24 @@ def add_state(dag: Dag) -> Dag:
     return out.dag()
 
 
-def _buckets(dag: Dag) -> Iterable[Bucket]:
+def _buckets(dag: Dag, known: tuple[Bucket, ...]) -> Iterable[Bucket]:
     """Consecutive parameters with the same holders and rule, up to the bucket's size."""
+    done = {name for bucket in known for name in bucket.parameters}
     open_: dict[_Held, list[str]] = {}
     sizes: dict[_Held, int] = {}
     for name, held in _holders(dag).items():
+        if name in done:
+            continue
+        if known:  # the step that is known trains none of these
+            held = replace(held, trained=False)
         nbytes = dag.model.parameters[name].nbytes // held.ways
         if held in open_ and sizes[held] + nbytes > held.rule.bucket_bytes:
-            yield held.bucket(open_.pop(held))
+            yield held.bucket(open_.pop(held), dag.model)
             sizes.pop(held)
         open_.setdefault(held, []).append(name)
         sizes[held] = sizes.get(held, 0) + nbytes
     for held, names in open_.items():
-        yield held.bucket(names)
+        yield held.bucket(names, dag.model)
 
 
 def _holders(dag: Dag) -> dict[str, _Held]:
@@ -180,7 +190,7 @@ def _gradients(dag: Dag, bucket: Bucket, users: list[int]) -> Iterable[Value]:
 
 
 def _users(dag: Dag, bucket: Bucket) -> list[int]:
-    names = {name for name in bucket.parameters if dag.model.parameters[name].trained}
+    names = set(bucket.parameters) if bucket.trained else set()
     return [c.index for c in dag.model.chunks if not names.isdisjoint(c.parameters)]
 
 

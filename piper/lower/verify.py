@@ -111,7 +111,7 @@ def _gradients(dag: Dag) -> None:
     for index, bucket in enumerate(dag.buckets):
         everyone = {device for group in bucket.groups for device in group}
         found = Counter(summed.get(index, ()))
-        for name in bucket.parameters if bucket.trained else ():
+        for name in bucket.parameters if index in summed else ():
             if everyone != {device for group in holders[name] for device in group}:
                 raise _fault(f"the gradient of {name} is not summed over all its holders")
             if any(found[value] != (value not in carried) for value in made[name]):

@@ -42,6 +42,8 @@ class Portions:
     scheduler: dict[str, Any] | None
     groups: list[dict[str, Any]]
     """The optimizer's settings, without its parameters."""
+    kind: str
+    """The name of the optimizer's class."""
 
 
 def export(state: DeviceState, *, optimizer: bool) -> Portions:
@@ -53,24 +55,26 @@ def export(state: DeviceState, *, optimizer: bool) -> Portions:
         layout = held.layout
         if not layout.divided and layout.rank > 0:
             continue
-        source = held.updated if layout.bucket.trained else _own_range(held)
+        source = held.updated if layout.bucket.trained or held.is_copy else _own_range(held)
         for place, fragment in enumerate(layout.fragments):
             data = source[fragment.start : fragment.stop]
             parameters.append(Portion(fragment.name, layout.part, fragment.offset, data.cpu()))
             if optimizer and state.optimizer is not None and held.trained:
                 kept = state.optimizer.state.get(held.trained[place], {})
                 for kind, item in kept.items():
-                    if isinstance(item, Tensor) and item.numel() == data.numel() and item.dim():
+                    mine = held.trained[place].shape
+                    if isinstance(item, Tensor) and item.shape == mine and kind != "step":
                         flat = _in_memory_order(layout, fragment, item)
                         portion = Portion(fragment.name, layout.part, fragment.offset, flat.cpu())
                         kinds.setdefault(kind, []).append(portion)
                     else:
                         numbers[fragment.name, kind] = item
-    buffers = {name: x.cpu() for name, x in state.buffers.items()}
+    buffers = {name: x.cpu().clone() for name, x in state.buffers.items()}
     groups = state.optimizer.param_groups if optimizer and state.optimizer else []
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
-    return Portions(parameters, buffers, kinds, numbers, state.steps, scheduler, settings)
+    kind = type(state.optimizer).__name__ if state.optimizer is not None else ""
+    return Portions(parameters, buffers, kinds, numbers, state.steps, scheduler, settings, kind)
 
 
 def _own_range(held: Held) -> Tensor:
@@ -90,7 +94,7 @@ def _in_memory_order(layout: Layout, fragment: Fragment, item: Tensor) -> Tensor
 
 def assemble(program: Program, portions: Iterable[Portion]) -> dict[str, Tensor]:
     """Whole tensors from portions, in the shapes of the parameters they belong to."""
-    specs = program.code.parameters
+    specs = program.parameters
     layouts = {name: b for b in program.buckets for name in b.parameters}
     rows: dict[tuple[str, int], Tensor] = {}
     for portion in portions:
@@ -131,6 +135,8 @@ def restore(
         if names:
             _restore_bucket(held, {n: tensors[n] for n in names}, state.where)
         if optimizer is not None and state.optimizer is not None:
+            for parameter in held.trained:
+                state.optimizer.state.pop(parameter, None)
             for fragment, parameter in zip(layout.fragments, held.trained, strict=False):
                 kept = state.optimizer.state[parameter]
                 for kind, whole in optimizer.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.ir.dag import Bucket, Compute
-from piper.optimizer import make
+from piper.optimizer import make, make_scheduler
 from piper.program import Program
 from piper.runtime.layout import Layout
 
@@ -48,7 +48,7 @@ class DeviceState:
         self.where = where
         self.program = program
         self.steps = 0
-        specs = program.code.parameters
+        specs = program.parameters
         self.held: dict[int, Held] = {}
         for index, bucket in enumerate(program.buckets):
             layout = Layout.of(bucket, specs, device)
@@ -65,7 +65,9 @@ class DeviceState:
             self.buffers[name] = fetch(name).to(where, copy=True)
         self.optimizer = self._optimizer()
         factory = program.training.scheduler
-        self.scheduler = factory(self.optimizer) if factory and self.optimizer else None
+        self.scheduler = None
+        if factory is not None and self.optimizer is not None:
+            self.scheduler = make_scheduler(factory, self.optimizer)
 
     def update(self, held: Held, gradients: list[Tensor]) -> None:
         """Let the optimizer update one bucket."""

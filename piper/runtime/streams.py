@@ -101,7 +101,7 @@ class CudaStreams(Streams):
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
-            rule = self._rules.get(name, StreamRule())
+            rule = self._rules.get(_plain(name), StreamRule())
             if rule.sms:
                 share = _share(self._device, rule.sms)
                 self._shares.append(share)  # its streams end with it
@@ -110,6 +110,11 @@ class CudaStreams(Streams):
                 stream = torch.cuda.Stream(self._device, priority=rule.priority)
             self._streams[name] = stream
         return self._streams[name]
+
+
+def _plain(name: str) -> str:
+    """A stream as directives call it: sending and receiving are two of the runtime's."""
+    return name.removesuffix("/send").removesuffix("/recv")
 
 
 def _mark() -> torch.cuda.Event:

@@ -96,7 +96,9 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
         data = torch.zeros(2, dtype=torch.float64, device=where)
         for i, part in enumerate((x.reads[:half], x.reads[half:])):
             if part:
-                data[i] = torch.stack([slots[slot].reshape(()) for slot in part]).sum()
+                scalars = torch.stack([slots[slot].reshape(()) for slot in part])
+                narrow = scalars.dtype in (torch.bfloat16, torch.float16)
+                data[i] = (scalars.float() if narrow else scalars).sum()
         handle = comm.all_reduce(x.node, x.stream, group, data)
 
         def finish() -> None:
@@ -173,6 +175,8 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
 
     def act() -> None:
         gradients = collect()
+        if clip is None and counts:
+            slots[target] = _squares(gradients)  # of sums: the count is divided off at the end
         if counted:
             assert board.totals.loss is not None
             for gradient in gradients:
@@ -181,8 +185,6 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
             coefficient = _clip(board, clip, counted)
             for gradient in gradients:
                 gradient.mul_(coefficient.to(gradient.dtype))
-        elif counts:
-            slots[target] = _squares(gradients)
         if slots[target] is None:
             slots[target] = torch.zeros((), dtype=torch.float64, device=board.where)
         state.update(held, gradients)
@@ -207,5 +209,6 @@ def _counts(held: Held) -> bool:
 
 def _squares(gradients: Sequence[Tensor]) -> Tensor:
     """The squared norm of all gradients together."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in real]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
