@@ -178,6 +178,12 @@ def _check(model: object, loss: object) -> None:
         raise CaptureError(f"the model must be an nn.Module, not {kind} {name}")
     if not callable(loss):
         raise CaptureError(f"loss={loss!r} cannot be called: give a function (output, *targets)")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(
+                f"{name or type(module).__name__} is an embedding with sparse=True: its gradient "
+                "cannot be summed over devices; leave sparse out"
+            )
     if torch.is_inference_mode_enabled():
         raise CaptureError("capture cannot run under torch.inference_mode(): leave it first")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from piper.errors import CaptureError
@@ -40,6 +41,13 @@ def skeleton_of(
     memo: dict[int, Any] = {}
     first: dict[int, str] = {}
     names: dict[str, str] = {}
+    # a normalization with running statistics computes with them in their own precision
+    precise = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for p in module.parameters(recurse=False)
+    }
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
             raise CaptureError(
@@ -53,7 +61,8 @@ def skeleton_of(
             )
         names[path] = first.setdefault(id(parameter), path)
         fake = nn.Parameter(
-            fake_like(parameter, mode, device, dtype), requires_grad=parameter.requires_grad
+            fake_like(parameter, mode, device, None if id(parameter) in precise else dtype),
+            requires_grad=parameter.requires_grad,
         )
         memo.setdefault(id(parameter), fake)
     for path, buffer in model.named_buffers(remove_duplicate=False):

@@ -19,7 +19,10 @@ class Task:
     port: int
     threads: int
     timeout: float
+    start_timeout: float
     paths: tuple[str, ...]
+    imports: tuple[str, ...]
+    """Modules that define the model's own operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Failure:
     trace: str
     cause: bytes | None
     """The error itself, if it can travel."""
+    consequence: bool
+    """Whether it is a failed communication, most likely because another worker failed before."""
 
 
 def send(connection: Connection, message: Any) -> None:

@@ -17,6 +17,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, receive, send
@@ -63,18 +65,23 @@ class ProcessCrew:
         timeout: float = 600.0,
         start_timeout: float = 120.0,
         threads: int | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         """``timeout`` is the seconds that one step may take, ``start_timeout`` those until all
         workers must be there; ``threads`` is the CPU threads of each worker, by default their even
-        share."""
+        share; ``imports`` are modules that workers import first, because they define operations
+        that the model uses (those made with ``torch.library.custom_op`` are found)."""
         self._program = program
         self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="piper-")
         self._workers: list[_Worker] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._senders = ThreadPoolExecutor(len(program.devices))
+        self._running = program.plans
+        self._store: dist.TCPStore | None = None
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         try:
-            self._start(start_timeout, threads)
+            self._start(start_timeout, threads, (*imports, *_modules_of_ops(program)))
         except BaseException:
             self.close()
             raise
@@ -96,8 +103,7 @@ class ProcessCrew:
     def close(self) -> None:
         """End all workers: those that wait for a call by themselves, others by force."""
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                send(worker.connection, Call("stop"))
+            self._senders.submit(_send_quietly, worker.connection, Call("stop"))
         self._end_workers(_GRACE)
 
     def _end_workers(self, grace: float) -> None:
@@ -105,39 +111,53 @@ class ProcessCrew:
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self._finalizer()  # ends by force what is left, and with it whatever waits for it
+        self._senders.shutdown(wait=False)
+        for worker in self._workers:
             worker.connection.close()
         self._workers.clear()
-        self._finalizer()
+        self._store = None
 
     # starting
 
-    def _start(self, timeout: float, threads: int | None) -> None:
+    def _start(self, timeout: float, threads: int | None, imports: tuple[str, ...]) -> None:
         folder = Path(self._folder.name)
         program = self._program
         self._write(folder)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         key = secrets.token_bytes(32)
-        address = str(folder / "socket")
         share = max(1, (os.cpu_count() or 1) // len(program.devices))
-        with Listener(address, "AF_UNIX", backlog=len(program.devices), authkey=key) as listener:
+        with Listener(("127.0.0.1", 0), backlog=len(program.devices), authkey=key) as listener:
+            host, port = listener.address
             for device in program.devices:
                 (folder / f"at.{device}").write_bytes(bytes(8))
-                self._spawn(address, key)
+                self._spawn(f"{host}:{port}", key)
             for device in program.devices:
                 connection = self._accept(listener, timeout)
                 task = Task(
-                    device,
-                    folder,
-                    self._store.port,
-                    threads or share,
-                    self._timeout,
-                    tuple(sys.path),
+                    device=device,
+                    folder=folder,
+                    port=self._store.port,
+                    threads=threads or share,
+                    timeout=self._timeout,
+                    start_timeout=timeout,
+                    paths=tuple(sys.path),
+                    imports=imports,
                 )
-                send(connection, task)
-                pid = receive(connection)
-                process = next(p for p in self._processes if p.pid == pid)
+                process = self._greet(connection, task, timeout)
                 self._workers.append(_Worker(device, process, connection))
         self._answers(timeout)
+
+    def _greet(self, connection: Connection, task: Task, timeout: float) -> subprocess.Popen[bytes]:
+        """Tell a worker what it is to be; it says who it is."""
+        try:
+            send(connection, task)
+            if not connection.poll(timeout):
+                raise WorkerError(f"a worker did not answer within {timeout:g} s")
+            pid = receive(connection)
+        except (EOFError, OSError) as error:
+            raise WorkerError("a worker ended before it was ready") from error
+        return next(p for p in self._processes if p.pid == pid)
 
     def _write(self, folder: Path) -> None:
         try:
@@ -204,6 +224,7 @@ class ProcessCrew:
         plans, code = program.plans, program.code
         if method == "evaluate":
             plans, code = program.evaluation_plans, program.evaluation_code
+        self._running = plans
         of = {device: plan for plan in plans for device in plan.devices}
         calls = [
             Call(method, [x.cpu().clone() for x in cut(of[w.device], code, w.device, batch)])
@@ -217,10 +238,8 @@ class ProcessCrew:
         if not self._workers:
             raise WorkerError("the workers have ended after an error: launch the program again")
         for worker, call in zip(self._workers, calls, strict=True):
-            try:
-                send(worker.connection, call)
-            except OSError:
-                self._fail_with_death()
+            # in a thread: a worker that does not read must not stop the caller
+            self._senders.submit(_send_quietly, worker.connection, call)
 
     def _answers(self, timeout: float) -> list[Any]:
         """What every worker answers; the first that fails or dies ends all."""
@@ -253,11 +272,15 @@ class ProcessCrew:
         return answer
 
     def _fail_with(self, worker: _Worker, failure: Failure) -> None:
-        """Another's death is the cause of failed communication: look for that first."""
-        deadline = time.monotonic() + _GRACE / 4
-        while time.monotonic() < deadline:
+        """A failed communication is most likely a consequence: look for what caused it first."""
+        deadline = time.monotonic() + _GRACE / 2
+        while failure.consequence and time.monotonic() < deadline:
             if any(w.process.poll() not in (None, 0) for w in self._workers):
                 self._fail_with_death()
+            for other in self._workers:
+                found = _said(other.connection)
+                if isinstance(found, Failure) and not found.consequence:
+                    worker, failure = other, found
             time.sleep(0.02)
         cause: BaseException | None = None
         if failure.cause is not None:
@@ -293,8 +316,38 @@ class ProcessCrew:
         """Where a worker is, or was last."""
         data = (Path(self._folder.name) / f"at.{worker.device}").read_bytes()
         place = int.from_bytes(data, sys.byteorder)
-        plan = self._program.plan_of(worker.device)
+        plan = next(plan for plan in self._running if worker.device in plan.devices)
         return f" at instruction {place} ({plan.instructions[place].name})"
+
+
+def _send_quietly(connection: Connection, call: Call) -> None:
+    """A worker that is gone is noticed where its answer is waited for."""
+    with contextlib.suppress(OSError):
+        send(connection, call)
+
+
+def _said(connection: Connection) -> Any:
+    """What a worker has said, if anything."""
+    with contextlib.suppress(EOFError, OSError):
+        if connection.poll():
+            return receive(connection)
+    return None
+
+
+def _modules_of_ops(program: Program) -> tuple[str, ...]:
+    """The modules that define operations of the user's which the programs call."""
+    made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
+    names = {
+        node.target._schema.name
+        for code in (program.code, program.evaluation_code)
+        for row in code.programs.values()
+        for chunk in row
+        for function in chunk.functions.values()
+        for node in function.module.graph.nodes
+        if isinstance(node.target, OpOverload)
+    }
+    modules = {made[name]._init_fn.__module__ for name in names if name in made}
+    return tuple(sorted(modules - {"__main__"}))
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:

@@ -7,8 +7,10 @@ Its standard input is a pipe that its parent holds open: when that ends, so does
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
+import shutil
 import sys
 import threading
 import traceback
@@ -28,7 +30,7 @@ from piper.launch.crew import Report, Restored
 from piper.launch.device import Device
 from piper.program import Program
 from piper.runtime.distributed import Distributed
-from piper.runtime.executor import InstructionError
+from piper.runtime.executor import CommunicationError, InstructionError
 from piper.runtime.pending import Pending
 from piper.runtime.state import Fetch
 from piper.weights import materialised
@@ -36,16 +38,20 @@ from piper.weights import materialised
 
 def main(address: str) -> None:
     """Serve until told to stop."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    shared: list[Path] = []
+    threading.Thread(target=_end_with_parent, args=(shared,), daemon=True).start()
     key = bytes.fromhex(os.environ.pop("PIPER_WORKER_KEY"))
-    with Client(address, authkey=key) as connection:
+    host, port = address.split(":")
+    with Client((host, int(port)), authkey=key) as connection:
         try:
             task: Task = receive(connection)
+            shared.append(task.folder)
             send(connection, os.getpid())
             device, comm = _start(task)
             send(connection, None)
             _serve(connection, device)
-        except EOFError:
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            threading.Event().wait(10)  # the parent is gone, or about to end this process
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
             send(connection, _failure(error))
@@ -56,8 +62,12 @@ def main(address: str) -> None:
     os._exit(0)  # the communicators' threads need not be waited for
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(shared: list[Path]) -> None:
+    """Wait until the parent is gone; nobody else will clean up then."""
     os.read(0, 1)
+    for folder in shared:
+        while folder.exists():  # the other workers do the same
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -65,20 +75,23 @@ def _start(task: Task) -> tuple[Device, Distributed]:
     import cloudpickle
 
     sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
+    for module in task.imports:
+        importlib.import_module(module)
     torch.set_num_threads(task.threads)
     optimizer, scheduler, init = cloudpickle.loads((task.folder / "callables").read_bytes())
     program = Program.load(task.folder / "program", optimizer=optimizer, scheduler=scheduler)
     devices = program.devices
     where = _where(program, task.device)
-    timeout = timedelta(seconds=task.timeout)
-    store = dist.TCPStore("127.0.0.1", task.port, timeout=timeout)
+    timeout, start = timedelta(seconds=task.timeout), timedelta(seconds=task.start_timeout)
+    store = dist.TCPStore("127.0.0.1", task.port, timeout=start)
     dist.init_process_group(
         "nccl" if where.type == "cuda" else "gloo",
         store=store,
         rank=devices.index(task.device),
         world_size=len(devices),
-        timeout=timeout,
+        timeout=start,
     )
+    dist.barrier()  # all are there: from here on they are given the time of a step
     plans = (*program.plans, *program.evaluation_plans)
     comm = Distributed(task.device, devices, plans, timeout, program.streams)
     fetch = _fetcher(task.folder, program, init)
@@ -137,7 +150,7 @@ def _finished(run: Generator[Pending, None, Report]) -> Report:
     """Drive a step to its end, waiting where it must."""
     while True:
         try:
-            next(run).wait()
+            pending = next(run)
         except StopIteration as end:
             report: Report = end.value
             return Report(
@@ -145,6 +158,11 @@ def _finished(run: Generator[Pending, None, Report]) -> Report:
                 None if report.norm is None else report.norm.cpu(),
                 report.memory,
             )
+        try:
+            pending.wait()
+        except Exception as error:
+            run.close()
+            raise CommunicationError(f"{pending.name}: {type(error).__name__}: {error}") from error
 
 
 def _failure(error: Exception) -> Failure:
@@ -155,7 +173,8 @@ def _failure(error: Exception) -> Failure:
         travels: bytes | None = cloudpickle.dumps(cause)
     except Exception:  # noqa: BLE001 - an error of the user's that cannot be pickled is told as text
         travels = None
-    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), travels)
+    consequence = isinstance(error, CommunicationError)
+    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), travels, consequence)
 
 
 if __name__ == "__main__":

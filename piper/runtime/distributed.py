@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from piper.errors import PiperError
 from piper.ir.dag import Collective, StreamRule, Transfer
 from piper.lower.plan import Plan
 from piper.runtime.comm import Group, Handle
@@ -88,7 +90,13 @@ class Distributed:
         self._device = device
         self._rank = {number: rank for rank, number in enumerate(devices)}
         self._groups: dict[tuple[str, Group], Any] = {}
+        self._orders: dict[Group, list[int]] = {}
+        """For groups that are not listed in the order of ranks, as torch keeps them: which member
+        each rank of the communicator is."""
         for stream, group in _communicators(plans):
+            order = sorted(range(len(group)), key=lambda i: self._rank[group[i]])
+            if order != list(range(len(group))):
+                self._orders[group] = order
             ranks = [self._rank[number] for number in group]
             options = _options((rules or {}).get(stream.split(" ")[0]))
             self._groups[stream, group] = dist.new_group(ranks, timeout=timeout, pg_options=options)
@@ -123,30 +131,39 @@ class Distributed:
     def all_reduce(self, node: int, stream: str, group: Group, data: Tensor) -> Handle:
         if len(group) == 1:
             return _Done()
-        communicator = self._groups[stream, group]
+        members = self._members(stream, group, data)
         if data.is_cuda:
-            return _Sent(dist.all_reduce(data, group=communicator, async_op=True))
-        return self._begin(stream, lambda: _sum_everywhere(data, communicator, len(group)))
+            return _Sent(dist.all_reduce(data, group=members.communicator, async_op=True))
+        return self._begin(stream, lambda: _sum_everywhere(data, members))
 
     def reduce_scatter(
         self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
     ) -> Handle:
-        communicator = self._groups[stream, group]
+        members = self._members(stream, group, data)
         if data.is_cuda:
-            return _Sent(_reduce_scatter(out, data, group=communicator, async_op=True))
-        return self._begin(stream, lambda: _sum_of_parts(data, out, communicator, len(group)))
+            return _Sent(_reduce_scatter(out, data, group=members.communicator, async_op=True))
+        return self._begin(stream, lambda: _sum_of_parts(data, out, members))
 
     def all_gather(self, node: int, stream: str, group: Group, part: Tensor, out: Tensor) -> Handle:
-        communicator = self._groups[stream, group]
+        members = self._members(stream, group, part)
         if part.is_cuda:
-            return _Sent(_all_gather(out, part, group=communicator, async_op=True))
-        return self._begin(stream, lambda: _all_gather(out, part, group=communicator))
+            return _Sent(_all_gather(out, part, group=members.communicator, async_op=True))
+        return self._begin(stream, lambda: members.all_gather(out, part))
 
     def all_to_all(self, node: int, stream: str, group: Group, data: Tensor, out: Tensor) -> Handle:
-        communicator = self._groups[stream, group]
+        members = self._members(stream, group, data)
         if data.is_cuda:
-            return _Sent(dist.all_to_all_single(out, data, group=communicator, async_op=True))
-        return self._begin(stream, lambda: dist.all_to_all_single(out, data, group=communicator))
+            call = dist.all_to_all_single
+            return _Sent(call(out, data, group=members.communicator, async_op=True))
+        return self._begin(stream, lambda: members.all_to_all(out, data))
+
+    def _members(self, stream: str, group: Group, data: Tensor) -> _Members:
+        order = self._orders.get(group)
+        if order is not None and data.is_cuda:
+            raise PiperError(
+                f"devices {list(group)} must be listed in ascending order for NCCL: change place"
+            )
+        return _Members(self._groups[stream, group], len(group), order)
 
     def _begin(self, stream: str, act: Callable[[], Any]) -> Handle:
         if stream not in self._threads:
@@ -170,33 +187,59 @@ def _options(rule: StreamRule | None) -> Any:
     return options
 
 
-def _sum_everywhere(data: Tensor, communicator: Any, members: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """A group's communicator, and which member each of its ranks is, if that is another order."""
+
+    communicator: Any
+    count: int
+    order: list[int] | None
+
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        """``out`` becomes the members' parts in the group's order."""
+        if self.order is None:
+            _all_gather(out, part, group=self.communicator)
+            return
+        found = torch.empty_like(out)
+        _all_gather(found, part, group=self.communicator)
+        out.view(self.count, -1)[self.order] = found.view(self.count, -1)
+
+    def all_to_all(self, out: Tensor, data: Tensor) -> None:
+        """Part i goes to member i and comes from member i."""
+        if self.order is None:
+            dist.all_to_all_single(out, data, group=self.communicator)
+            return
+        sent = data.view(self.count, -1)[self.order].contiguous()
+        found = torch.empty_like(sent)
+        dist.all_to_all_single(found, sent, group=self.communicator)
+        out.view(self.count, -1)[self.order] = found
+
+
+def _sum_everywhere(data: Tensor, members: _Members) -> None:
     """``data`` summed over all members, in their order, for each of them."""
-    flat = data.view(-1)
+    flat, count = data.view(-1), members.count
     if flat.numel() <= _SMALL:
-        every = flat.new_empty(members * flat.numel())
-        _all_gather(every, flat, group=communicator)
-        flat.copy_(_sum_of_rows(every.view(members, -1)))
+        every = flat.new_empty(count * flat.numel())
+        members.all_gather(every, flat)
+        flat.copy_(_sum_of_rows(every.view(count, -1)))
         return
-    share = -(-flat.numel() // members)
+    share = -(-flat.numel() // count)
     padded = flat
-    if share * members != flat.numel():
-        padded = flat.new_zeros(share * members)
+    if share * count != flat.numel():
+        padded = flat.new_zeros(share * count)
         padded[: flat.numel()] = flat
     part = flat.new_empty(share)
-    _sum_of_parts(padded, part, communicator, members)
-    if padded is flat:
-        _all_gather(flat, part, group=communicator)
-    else:
-        _all_gather(padded, part, group=communicator)
+    _sum_of_parts(padded, part, members)
+    members.all_gather(padded, part)
+    if padded is not flat:
         flat.copy_(padded[: flat.numel()])
 
 
-def _sum_of_parts(data: Tensor, out: Tensor, communicator: Any, members: int) -> None:
+def _sum_of_parts(data: Tensor, out: Tensor, members: _Members) -> None:
     """This member's part of the sum of ``data``, added in the order of the members."""
     parts = torch.empty_like(data)
-    dist.all_to_all_single(parts, data, group=communicator)
-    out.copy_(_sum_of_rows(parts.view(members, -1)))
+    members.all_to_all(parts, data)
+    out.copy_(_sum_of_rows(parts.view(members.count, -1)))
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:

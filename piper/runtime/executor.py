@@ -42,6 +42,10 @@ class InstructionError(PiperError):
     """An instruction failed; the cause is the error that it raised."""
 
 
+class CommunicationError(InstructionError):
+    """A communication failed: most likely because another device did before."""
+
+
 class Op(NamedTuple):
     """One loaded instruction, and the slots that are freed after it."""
 
@@ -120,19 +124,30 @@ class Executor:
                 while not pending[other].done():
                     yield pending[other]
                 self._complete(board, pending, other)
+        except InstructionError:
+            raise
         except Exception as error:
-            name = board.plan.instructions[place].name
-            raise InstructionError(
-                f"device {self.state.device}, instruction {place} ({name}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            x = board.plan.instructions[place]
+            kind = CommunicationError if x.verb in _COMMUNICATING else InstructionError
+            raise self._failed(board, place, kind, error) from error
         self.streams.finish()
         board.end()
         return board.totals
 
     def _complete(self, board: Board, pending: dict[int, Pending], place: int) -> None:
         stream = board.plan.instructions[place].stream
-        self.streams.complete(pending.pop(place), place, stream)
+        try:
+            self.streams.complete(pending.pop(place), place, stream)
+        except Exception as error:
+            raise self._failed(board, place, CommunicationError, error) from error
+
+    def _failed(
+        self, board: Board, place: int, kind: type[InstructionError], error: Exception
+    ) -> InstructionError:
+        return kind(
+            f"device {self.state.device}, instruction {place} "
+            f"({board.plan.instructions[place].name}): {type(error).__name__}: {error}"
+        )
 
 
 def _load(board: Board, x: Instruction) -> Act:
