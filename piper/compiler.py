@@ -34,7 +34,13 @@ from piper.ir.build import build
 from piper.ir.dag import Dag
 from piper.ir.facts import Model, Variants, facts_of
 from piper.lower.lower import Lowered, Settings, lower
-from piper.optimizer import OptimizerFactory, SchedulerFactory, check_divisible, state_bytes
+from piper.optimizer import (
+    OptimizerFactory,
+    SchedulerFactory,
+    check_divisible,
+    state_bytes,
+    try_scheduler,
+)
 from piper.program import Code, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Init, Source, StateNames
@@ -74,6 +80,7 @@ def compile(
     training = Training(optimizer, scheduler, clip_norm, precision, seed)
     training.check()
     _check(init, memory_limit)
+    try_scheduler(optimizer, scheduler)
     shape = _shape(strategy, Batch.of(inputs, targets).size)
     how = _Capture(
         model, inputs, targets, loss, tags, shape.microbatches, device, compiler, remat, precision

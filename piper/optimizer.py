@@ -63,13 +63,25 @@ def make_scheduler(
     return found
 
 
+def try_scheduler(factory: OptimizerFactory | None, scheduler: SchedulerFactory | None) -> None:
+    """Refuse a scheduler that cannot work, before anything is compiled."""
+    if factory is not None and scheduler is not None:
+        make_scheduler(scheduler, make(factory, [nn.Parameter(_sample(0))]))
+
+
 def state_bytes(factory: OptimizerFactory | None) -> float:
     """Bytes of state for each byte of parameters."""
     if factory is None:
         return 0.0
     parameter = nn.Parameter(_sample(0))
     optimizer = make(factory, [parameter])
-    _step(optimizer, [parameter], [_sample(1)])
+    try:
+        _step(optimizer, [parameter], [_sample(1)])
+    except RuntimeError as error:
+        name = type(optimizer).__name__
+        raise PiperError(
+            f"the optimizer {name} cannot update a plain parameter: {error}"
+        ) from error
     state = optimizer.state.get(parameter, {}).values()
     kept = sum(x.nbytes for x in state if isinstance(x, Tensor) and x.numel() > 1)
     return kept / parameter.nbytes

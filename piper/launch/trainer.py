@@ -112,6 +112,7 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from other parameters and buffers; the optimizer's state stays as it is."""
+        self._refuse_closed()
         self._restore(Restored(self.program.names.checked(state)))
 
     def save(self, path: Any) -> None:
@@ -123,8 +124,7 @@ class Trainer:
 
     def load(self, path: Any) -> None:
         """Go on from a file that ``save`` wrote, under this or another strategy."""
-        if self._crew is None:
-            raise PiperError("the trainer is closed: launch the program again")
+        self._refuse_closed()
         restored = read(path, self.program)
         self._restore(restored)
         self.steps = restored.steps or 0
@@ -134,10 +134,14 @@ class Trainer:
         held = self.program.held_names
         self._rest = {n: x.clone() for n, x in state.tensors.items() if n not in held}
 
-    @property
-    def _devices(self) -> Crew:
+    def _refuse_closed(self) -> None:
         if self._crew is None:
             raise PiperError("the trainer is closed: launch the program again")
+
+    @property
+    def _devices(self) -> Crew:
+        self._refuse_closed()
+        assert self._crew is not None
         return self._crew
 
     def _run(self, act: Any, batch: Sequence[Any], pad: Sequence[float | int] | None) -> StepResult:
