@@ -643,7 +643,7 @@ def test_batches_that_are_refused(trainer: piper.Trainer, name: str) -> None:
 @pytest.mark.parametrize(
     ("pad", "words"),
     [
-        ((0,), "pad=[0] must give one number for each of the 2 tensors of the batch"),
+        ((0,), "pad=(0,) must give one number for each of the 2 tensors of the batch"),
         ((0, 0, 0), "one number for each of the 2 tensors"),
         (0, "pad=0"),
         ((0, "x"), "pad"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from piper.ir.dag import Bucket, Dag
+from piper.ir.dag import Bucket, Dag, Group
 from piper.ir.facts import Model
 from piper.ir.verify import verify
 from piper.lower.buffers import keep_buffers
@@ -57,7 +57,7 @@ def lower(
     shapes of each size of group; ``buckets`` are those of another step on the same state."""
     settings = settings or Settings()
     costs = settings.costs
-    dag = add_transfers(keep_buffers(dag))
+    dag = add_transfers(keep_buffers(_shared_groups(dag)))
     refuse_undivided(dag, models)
     dag = tie_gradients(add_exchanges(dag))
     dag = add_totals(add_state(dag, buckets), clip=settings.clip)
@@ -73,6 +73,20 @@ def lower(
         for plan, found in zip(plans, memory, strict=True):
             check_limit(found, plan, settings.memory_limit)
     return Lowered(dag, classes, order, plans, memory)
+
+
+def _shared_groups(dag: Dag) -> Dag:
+    """``dag`` where equal groups are one object: passes tell them apart by identity, for speed."""
+    first: dict[Group, Group] = {}
+    known: dict[int, Group] = {}
+    changed = {}
+    for number, node in enumerate(dag.nodes):
+        group = known.get(id(node.devices))
+        if group is None:
+            group = known[id(node.devices)] = first.setdefault(node.devices, node.devices)
+        if group is not node.devices:
+            changed[number] = replace(node, devices=group)
+    return dag.with_nodes(changed) if changed else dag
 
 
 def _run(dag: Dag, models: Mapping[int, Model], costs: Costs) -> tuple[Classes, Schedule, Sizes]:

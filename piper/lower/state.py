@@ -75,6 +75,7 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
         gradients = [v for value in _gradients(dag, bucket, users) for v in contributions[value]]
         if gradients:
             uses = [n for chunk in users for n in input_passes.get(chunk, ())]
+            uses += [n for n in _detached_uses(dag, bucket) if n not in uses]
             _update(dag, out, index, bucket, gradients, tuple(uses))
     return out.dag()
 
@@ -251,6 +252,23 @@ def _update(
             writes=(out.value(ExtraRole.GATHERED, index, devices),),
             made_by=rule.made_by,
         )
+
+
+def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
+    """The backwards of chunks that read a parameter of the bucket and make no gradient of it."""
+    chunks = {
+        chunk.index
+        for chunk in dag.model.chunks
+        if not set(bucket.parameters).isdisjoint(chunk.detached)
+    }
+    return [
+        number
+        for number, node in enumerate(dag.nodes)
+        if chunks
+        and isinstance(node.op, Compute)
+        and node.op.chunk in chunks
+        and node.op.which is not Pass.F
+    ]
 
 
 def _input_passes(dag: Dag) -> dict[int, list[int]]:
