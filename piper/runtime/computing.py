@@ -45,15 +45,16 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
             direct.append((position, read[ref]))
     written = board.written(x, op)
     single = [(made.slot, made.places[0]) for made in written if not made.bundle]
-    bundles = [m for m in written if m.bundle and m.slot not in x.adds]
-    adds = [m for m in written if m.slot in x.adds]
+    bundles = [(m.slot, m.places) for m in written if m.bundle and m.slot not in x.adds]
+    adds = [(m.slot, m.places) for m in written if m.slot in x.adds]
+    master = board.state.program.training.master
+    widened = [m.slot for m in written if m.names and m.slot not in x.adds and master]
     ties = _ties(board, [slot for slot in extra if slot in board.grads], written)
     updates = [
         (board.buffer(piece.updates[r.index]), i)
         for i, r in enumerate(function.results)
         if r.kind is Kind.UPDATE
     ]
-    master = board.state.program.training.master
 
     def act() -> None:
         arguments = fixed.copy()
@@ -68,13 +69,12 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
                 results[i] = slots[slot][key].add_(results[i])
         for slot, i in single:
             slots[slot] = results[i]
-        for made in bundles:
-            content = [results[i] for i in made.places]
-            if master is not None and made.names:
-                content = [gradient.to(master) for gradient in content]
-            slots[made.slot] = content
-        for made in adds:
-            torch._foreach_add_(slots[made.slot], [results[i] for i in made.places])
+        for slot, places in bundles:
+            slots[slot] = [results[i] for i in places]
+        for slot in widened:
+            slots[slot] = [gradient.to(master) for gradient in slots[slot]]
+        for slot, places in adds:
+            torch._foreach_add_(slots[slot], [results[i] for i in places])
         for buffer, i in updates:
             buffer.copy_(results[i])
 

@@ -209,6 +209,7 @@ def _counts(held: Held) -> bool:
 
 def _squares(gradients: Sequence[Tensor]) -> Tensor:
     """The squared norm of all gradients together."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in real]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(real, 2, dtype=torch.float64)).square().sum()
