@@ -2,13 +2,17 @@
 
 Every function returns the ``piper.ir.Model`` that capture gives for the model of the same name in
 ``tests/test_directives.py``; a test there compares the two. Batches are [8, 4] tokens of 16 kinds,
-activations [8, 4, 8], all fp32.
+activations [8, 4, 8], all fp32. ``changing``, ``reading``, ``tying`` and ``mixed`` change a model
+further.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from piper.capture.program import Kind, Pass, Ref
 from piper.capture.saving import Remat
@@ -52,20 +56,27 @@ class _Writer:
         outputs: Sequence[int],
         variants: Mapping[Remat, Variant],
     ) -> None:
-        number = len(self.chunks)
         self.chunks.append(
-            ChunkFacts(number, tags, parameters, tuple(inputs), tuple(outputs), variants)
+            ChunkFacts(
+                index=len(self.chunks),
+                tags=tags,
+                parameters=parameters,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                variants=variants,
+                detached=tuple(p for p in parameters if not self.parameters[p].trained),
+            )
         )
 
-    def model(self, loss: int) -> Model:
-        parameters = dict(self.parameters)
-        return Model(tuple(self.chunks), tuple(self.values), parameters, loss, BATCH, Remat.NONE)
+    def model(self, loss: int, count: int | None = None) -> Model:
+        chunks, values, parameters = tuple(self.chunks), tuple(self.values), dict(self.parameters)
+        return Model(chunks, values, parameters, loss, BATCH, Remat.NONE, count)
 
 
-def _pass(written: str, flops: int = 0, *, weights: bool = False) -> PassFacts:
+def _pass(written: str, flops: int = 0, *, weights: bool = False, workspace: int = 0) -> PassFacts:
     """``"input0 -> output0 saved0"`` as facts."""
     reads, writes = written.split("->")
-    return PassFacts(_refs(reads), _refs(writes), flops, weights)
+    return PassFacts(_refs(reads), _refs(writes), flops, weights, workspace)
 
 
 def _refs(written: str) -> tuple[Ref, ...]:
@@ -87,29 +98,42 @@ def _embed(trained: bool) -> dict[Remat, Variant]:
 
 
 def _layer(
-    trained: bool, *, extra_input: bool = False, outputs: int = 1, carried: bool = False
+    trained: bool,
+    *,
+    extra_input: bool = False,
+    outputs: int = 1,
+    carried: bool = False,
+    masked: bool = False,
 ) -> dict[Remat, Variant]:
     """``x + relu(w x)``: the relu is kept."""
-    reads = "input0 input1" if extra_input else "input0"
+    reads = "input0 input1" if extra_input or masked else "input0"
     makes = "output0 output1" if outputs == 2 else "output0"
     if not trained:
-        return _same({Pass.F: _pass(f"{reads} -> {makes}", MATMUL, weights=True)})
+        return _same({Pass.F: _pass(f"{reads} -> {makes}", MATMUL, weights=True, workspace=ROWS)})
+    mask = " input1" if masked else ""
     grads = "output_grad0 output_grad1" if outputs == 2 else "output_grad0"
     grads += " input_grad0" if carried else ""
     gives = "input_grad0 input_grad1" if extra_input else "input_grad0"
     weight = _pass("handoff0 input0 -> parameter_grad0", MATMUL)
+    behind = ROWS * (2 if carried or outputs == 2 else 1)
 
-    def variant(saved: str, again: int) -> Variant:
-        first = saved or "input0"
-        kept = f"{saved} input0" if saved else "input0"
+    def variant(saved: str, again: int, ahead: int, at_once: int = 0) -> Variant:
+        first = (saved or "input0") + mask
+        kept = (f"{saved} input0" if saved else "input0") + mask
         return Variant(
             passes={
-                Pass.F: _pass(f"{reads} -> {makes} {saved}", MATMUL, weights=True),
+                Pass.F: _pass(f"{reads} -> {makes} {saved}", MATMUL, weights=True, workspace=ahead),
                 Pass.B: _pass(
-                    f"{kept} {grads} -> {gives} parameter_grad0", 2 * MATMUL + again, weights=True
+                    f"{kept} {grads} -> {gives} parameter_grad0",
+                    2 * MATMUL + again,
+                    weights=True,
+                    workspace=at_once or behind,
                 ),
                 Pass.BI: _pass(
-                    f"{first} {grads} -> {gives} handoff0", MATMUL + again, weights=True
+                    f"{first} {grads} -> {gives} handoff0",
+                    MATMUL + again,
+                    weights=True,
+                    workspace=behind,
                 ),
                 Pass.BW: weight,
             },
@@ -117,19 +141,26 @@ def _layer(
             handoff_bytes=ROWS,
         )
 
-    keeping = variant("saved0", 0)
-    return {Remat.NONE: keeping, Remat.MIN_CUT: keeping, Remat.ALL: variant("", MATMUL)}
+    # MIN_CUT keeps what the relu takes; then a mask is multiplied before the weight's gradient is
+    # made, which takes its place
+    at_once = 2 * ROWS - 4 * DIM * DIM if masked else 0
+    return {
+        Remat.NONE: variant("saved0", 0, ROWS if extra_input or masked else 0),
+        Remat.MIN_CUT: variant("saved0", 0, ROWS, at_once),
+        Remat.ALL: variant("", MATMUL, ROWS, at_once),
+    }
 
 
 def _experts() -> dict[Remat, Variant]:
     """``relu(bmm(rows, w))``: the output is all that the backward needs."""
     return _same(
         {
-            Pass.F: _pass("input0 -> output0", MATMUL, weights=True),
+            Pass.F: _pass("input0 -> output0", MATMUL, weights=True, workspace=ROWS),
             Pass.B: _pass(
                 "output0 input0 output_grad0 -> input_grad0 parameter_grad0",
                 2 * MATMUL,
                 weights=True,
+                workspace=ROWS,
             ),
             Pass.BI: _pass("output0 output_grad0 -> input_grad0 handoff0", MATMUL, weights=True),
             Pass.BW: _pass("handoff0 input0 -> parameter_grad0", MATMUL),
@@ -155,20 +186,26 @@ def _head(trained_below: bool) -> dict[Remat, Variant]:
     return _same({Pass.F: forward, Pass.B: whole, Pass.BI: inner, Pass.BW: weight})
 
 
-def _loss() -> dict[Remat, Variant]:
-    backward = _pass("saved0 input1 output_grad0 -> input_grad0")
-    again = _pass("input0 input1 output_grad0 -> input_grad0")
-    forward = _pass("input0 input1 -> output0 saved0")
-    saved = 4 * (TOKENS * VOCAB + 1)
-    keeping = Variant({Pass.F: forward, Pass.B: backward, Pass.BI: backward}, saved, 0)
-    passes = {Pass.F: _pass("input0 input1 -> output0"), Pass.B: again, Pass.BI: again}
+def _loss(counted: bool) -> dict[Remat, Variant]:
+    """Cross entropy: the mean, or, ``counted``, the sum and the number of targets."""
+    scores = 4 * TOKENS * VOCAB
+    makes, counting = ("output0 output1", TOKENS) if counted else ("output0", 0)
+    backward = _pass("saved0 input1 output_grad0 -> input_grad0", workspace=scores)
+    again = _pass("input0 input1 output_grad0 -> input_grad0", workspace=2 * scores)
+    forward = _pass(f"input0 input1 -> {makes} saved0", workspace=counting)
+    keeping = Variant({Pass.F: forward, Pass.B: backward, Pass.BI: backward}, scores + 4, 0)
+    # beside the scores are made the loss and a weight that nobody takes; the count comes later
+    lean = _pass(f"input0 input1 -> {makes}", workspace=scores + 4 - (8 if counted else 0))
+    passes = {Pass.F: lean, Pass.B: again, Pass.BI: again}
     return {Remat.NONE: keeping, Remat.MIN_CUT: keeping, Remat.ALL: Variant(passes, 0, 0)}
 
 
-def _start(trained: bool) -> tuple[_Writer, int, int]:
+def _start(trained: bool, *, masked: bool = False) -> tuple[_Writer, int, int]:
     """A model with its batch and its embedding: the targets, and the embedded tokens."""
     writer = _Writer()
     tokens = writer.value("inputs[0]", BATCH, SEQ, width=8)
+    if masked:
+        writer.value("inputs[1]", BATCH, SEQ, 1)
     targets = writer.value("targets[0]", BATCH, SEQ, width=8)
     weight = writer.weight("embed.weight", VOCAB, DIM, trained=trained)
     x = writer.value("embedded", BATCH, SEQ, DIM)
@@ -176,14 +213,24 @@ def _start(trained: bool) -> tuple[_Writer, int, int]:
     return writer, targets, x
 
 
-def _end(writer: _Writer, x: int, targets: int, *, below: bool = True, tie: str = "") -> Model:
+def _end(
+    writer: _Writer,
+    x: int,
+    targets: int,
+    *,
+    below: bool = True,
+    tie: str = "",
+    counted: bool = False,
+) -> Model:
     """The model, with its head and loss."""
     weight = (tie,) if tie else writer.weight("head.weight", VOCAB, DIM)
     logits = writer.value("logits", BATCH, SEQ, VOCAB)
     writer.chunk({"head": 0}, weight, [x], [logits], _head(below))
     loss = writer.value("loss")
-    writer.chunk({"loss": 0}, (), [logits, targets], [loss], _loss())
-    return writer.model(loss)
+    count = writer.value("count", width=8) if counted else None
+    outputs = [loss] if count is None else [loss, count]
+    writer.chunk({"loss": 0}, (), [logits, targets], outputs, _loss(counted))
+    return writer.model(loss, count)
 
 
 def _dense(
@@ -199,30 +246,41 @@ def _dense(
     return x
 
 
-def chain(layers: int, *, trained: bool = True) -> Model:
+def chain(layers: int, *, trained: bool = True, counted: bool = False) -> Model:
     """embed, layers, head, loss. Not ``trained``: all but the head is frozen."""
     writer, targets, x = _start(trained)
     x = _dense(writer, x, layers, trained=trained)
-    return _end(writer, x, targets, below=trained)
+    return _end(writer, x, targets, below=trained, counted=counted)
 
 
-def skip(layers: int) -> Model:
+def skip(layers: int, *, counted: bool = False) -> Model:
     """A chain whose last layer adds the embedding again: its gradient is summed by two chunks,
     the second of which carries on what the first began."""
     assert layers > 1
     writer, targets, x = _start(trained=True)
     x = _dense(writer, x, layers, skip=x)
-    return _end(writer, x, targets)
+    return _end(writer, x, targets, counted=counted)
 
 
-def tied(layers: int) -> Model:
+def tied(layers: int, *, counted: bool = False) -> Model:
     """A chain whose head uses the embedding's weight."""
     writer, targets, x = _start(trained=True)
     x = _dense(writer, x, layers)
-    return _end(writer, x, targets, tie="embed.weight")
+    return _end(writer, x, targets, tie="embed.weight", counted=counted)
 
 
-def moe(layers: int, experts: int) -> Model:
+def masked(layers: int, *, counted: bool = False) -> Model:
+    """A chain every layer of which reads a tensor of the batch, value 1."""
+    writer, targets, x = _start(trained=True, masked=True)
+    for i in range(layers):
+        weight = writer.weight(f"layers.{i}.weight", DIM, DIM)
+        y = writer.value(f"layer{i}", BATCH, SEQ, DIM)
+        writer.chunk({"layer": i}, weight, [x, 1], [y], _layer(True, masked=True))
+        x = y
+    return _end(writer, x, targets, counted=counted)
+
+
+def moe(layers: int, experts: int, *, counted: bool = False) -> Model:
     """Each layer is three chunks: dense and dispatch; experts (``EP``); and the combination, which
     adds the experts' rows to what went around them."""
     writer, targets, x = _start(trained=True)
@@ -236,4 +294,74 @@ def moe(layers: int, experts: int) -> Model:
         writer.chunk({"layer": i, "EP": i}, weight, [rows], [done], _experts())
         x = writer.value(f"layer{i}", BATCH, SEQ, DIM)
         writer.chunk({"layer": i}, (), [done, around], [x], _combine())
-    return _end(writer, x, targets)
+    return _end(writer, x, targets, counted=counted)
+
+
+def changing(model: Model, name: str = "seen", **where: int) -> Model:
+    """``model`` with a buffer that the regions with these tags read and change."""
+    return _with_buffer(reading(model, name, **where), name, "changes", where)
+
+
+def reading(model: Model, name: str = "seen", **where: int) -> Model:
+    """``model`` with a buffer that the regions with these tags read."""
+    return _with_buffer(model, name, "buffers", where)
+
+
+def _with_buffer(model: Model, name: str, how: str, where: Mapping[str, int]) -> Model:
+    found = [
+        replace(c, **{how: (*getattr(c, how), name)}) if where.items() <= c.tags.items() else c
+        for c in model.chunks
+    ]
+    return replace(model, chunks=tuple(found))
+
+
+def tying(model: Model, kept: str, *others: str) -> Model:
+    """``model`` whose users of ``others`` use ``kept`` in their place."""
+    chunks = [
+        replace(c, parameters=tuple(kept if p in others else p for p in c.parameters))
+        for c in model.chunks
+    ]
+    parameters = {name: p for name, p in model.parameters.items() if name not in others}
+    return replace(model, chunks=tuple(chunks), parameters=parameters)
+
+
+def mixed(model: Model, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]) -> Model:
+    """``model`` with parameters of other dtypes: what computes, and what is updated."""
+    parameters = dict(model.parameters)
+    for name, (dtype, gradient) in dtypes.items():
+        nbytes = math.prod(parameters[name].shape) * dtype.itemsize
+        parameters[name] = replace(parameters[name], dtype=dtype, gradient=gradient, nbytes=nbytes)
+    return replace(model, parameters=parameters)
+
+
+def at(model: Model, group: int, whole: int = 1) -> Model:
+    """``model`` as one of ``group`` devices sees it: with ``whole / group`` times the rows."""
+
+    def part(n: int) -> int:
+        return n * whole // group
+
+    values = []
+    for value in model.values:
+        rows = 0 if value.shape[:1] == (BATCH,) else 1  # or expert-major
+        if len(value.shape) > rows:
+            shape = list(value.shape)
+            shape[rows] = part(shape[rows])
+            value = replace(value, shape=tuple(shape), nbytes=part(value.nbytes))
+        values.append(value)
+    known: dict[int, Mapping[Remat, Variant]] = {}
+    chunks = []
+    for chunk in model.chunks:
+        if id(chunk.variants) not in known:
+            known[id(chunk.variants)] = {
+                policy: Variant(
+                    passes={
+                        which: replace(p, flops=part(p.flops), workspace=part(p.workspace))
+                        for which, p in variant.passes.items()
+                    },
+                    saved_bytes=part(variant.saved_bytes),
+                    handoff_bytes=part(variant.handoff_bytes),
+                )
+                for policy, variant in chunk.variants.items()
+            }
+        chunks.append(replace(chunk, variants=known[id(chunk.variants)]))
+    return replace(model, chunks=tuple(chunks), values=tuple(values))

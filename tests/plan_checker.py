@@ -10,15 +10,17 @@ hold it back.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from piper.capture.program import Pass
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group, Transfer, Update
-from piper.ir.values import Role
-from piper.lower.memory import Memory
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.facts import Model
+from piper.ir.values import ExtraRole, Role
+from piper.lower.memory import Holder, Memory
 from piper.lower.plan import Instruction, Plan, Verb
 
 Clock = dict[str, int]
@@ -28,28 +30,40 @@ At = tuple[int, int]
 
 MEETING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 HALVES = (Pass.BI, Pass.BW)
+OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
+SCALAR = 8
+"""Bytes of a sum over all devices, or of one bucket's squared norm."""
 
 
 class PlanError(AssertionError):
     """A plan that must not be run."""
 
 
-def check(dag: Dag, plans: Sequence[Plan], memory: Sequence[Memory] = ()) -> None:
-    """Raise a ``PlanError`` unless the plans together do one step of ``dag``, and right."""
-    checker = _Checker(dag, plans)
+def check(
+    dag: Dag,
+    plans: Sequence[Plan],
+    memory: Sequence[Memory] = (),
+    *,
+    clip: bool = False,
+    models: Mapping[int, Model] | None = None,
+    optimizer_bytes: float = 2.0,
+) -> None:
+    """Raise a ``PlanError`` unless the plans together do one step of ``dag``, and right.
+
+    ``clip``, ``models`` and ``optimizer_bytes`` are what lowering was told."""
+    checker = _Checker(dag, plans, clip, models or {})
     checker.check_shape()
     checker.check_passes()
+    checker.check_buckets()
+    checker.check_meetings()
     order = checker.run()
     checker.check_slots(order)
     checker.check_contents(order)
     checker.check_order()
+    checker.check_buffers()
     checker.check_state()
-    for plan, found in zip(plans, memory, strict=bool(memory)):
-        peak, state = _peak(plan), found.parameters + found.optimizer
-        if peak != found.peak - state:
-            raise PlanError(
-                f"plan of {plan.devices}: {peak} bytes at the peak, not {found.peak} - {state}"
-            )
+    for c, found in zip(range(len(plans)), memory, strict=bool(memory)):
+        checker.check_memory(c, found, optimizer_bytes)
 
 
 def implied_waits(plan: Plan) -> set[tuple[int, int]]:
@@ -63,23 +77,6 @@ def implied_waits(plan: Plan) -> set[tuple[int, int]]:
                 found.add((place, w))
         clocks.finish(place)
     return found
-
-
-def _peak(plan: Plan) -> int:
-    """The most bytes in slots, instruction by instruction in the order of issue."""
-    live = set(plan.given)
-    peak = held = sum(plan.slot_bytes[s] for s in live)
-    for x in plan.instructions:
-        if x.verb is Verb.FREE:
-            (slot,) = x.reads
-            live.remove(slot)
-            held -= plan.slot_bytes[slot]
-        for slot in x.writes:
-            if slot not in live:
-                live.add(slot)
-                held += plan.slot_bytes[slot]
-        peak = max(peak, held)
-    return peak
 
 
 class _Clocks:
@@ -122,6 +119,15 @@ class _Clocks:
 
 
 @dataclass(frozen=True)
+class _Batch:
+    """A tensor of the batch, as the model numbers it, and who shares its rows."""
+
+    value: int
+    microbatch: int
+    group: Group
+
+
+@dataclass(frozen=True)
 class _Tensor:
     """A value of the model: on which group, and how it lies there."""
 
@@ -135,18 +141,33 @@ class _Gradients:
     """A sum of gradients. For each device: whose gradient of what, how many times."""
 
     parts: dict[int, Counter[tuple[int, int]]]
+    nbytes: int
+    bucket: int | None = None
+    """The bucket they are reduced for; None as long as they are one device's own."""
     scattered: bool = False
 
     def plus(self, other: _Gradients) -> _Gradients:
         parts = {d: self.parts[d] + other.parts[d] for d in self.parts}
-        return _Gradients(parts, self.scattered or other.scattered)
+        return _Gradients(parts, self.nbytes, self.bucket, self.scattered)
+
+    def like(self, other: _Gradients) -> bool:
+        """Whether the two may be added."""
+        mine = (self.nbytes, self.bucket, self.scattered, set(self.parts))
+        return mine == (other.nbytes, other.bucket, other.scattered, set(other.parts))
 
 
 @dataclass(frozen=True)
 class _OfBucket:
-    what: str
+    role: ExtraRole
     bucket: int
     scattered: bool = False
+
+
+@dataclass(frozen=True)
+class _OfAll:
+    """A sum over all devices: TOTAL or NORM. What it must be made of is checked when it is."""
+
+    role: ExtraRole
 
 
 @dataclass
@@ -159,9 +180,13 @@ class _Holding:
 
 
 class _Checker:
-    def __init__(self, dag: Dag, plans: Sequence[Plan]) -> None:
+    def __init__(
+        self, dag: Dag, plans: Sequence[Plan], clip: bool, models: Mapping[int, Model]
+    ) -> None:
         self.dag = dag
         self.plans = plans
+        self.clip = clip
+        self.models = models
         self.class_of: dict[int, int] = {}
         for c, plan in enumerate(plans):
             for device in plan.devices:
@@ -170,6 +195,7 @@ class _Checker:
                 self.class_of[device] = c
         self.clocks = [_Clocks(plan) for plan in plans]
         self.bucket_of = {p: i for i, b in enumerate(dag.buckets) for p in b.parameters}
+        self.lies_in = self._gradient_roles()
         self.holding = self._holding()
 
     def say(self, at: At) -> str:
@@ -194,11 +220,19 @@ class _Checker:
             for place, x in enumerate(plan.instructions):
                 if x.verb is not Verb.FREE:
                     found[c, x.node, x.verb] += 1
+                    node = self.dag.nodes[x.node]
+                    group = node.devices if x.verb is Verb.COMPUTE else ()
+                    if (x.op, x.group) != (node.op, group):
+                        raise PlanError(f"{self.say((c, place))} is not {x.op} among {x.group}")
                 for w in x.waits:
                     if not 0 <= w < len(plan.instructions) or w == place:
                         raise PlanError(f"{self.say((c, place))} waits for {w}, which is nothing")
                 if set(x.adds) - set(x.writes):
                     raise PlanError(f"{self.say((c, place))} adds to what it does not write")
+                if len({*x.reads}) < len(x.reads) or len({*x.writes}) < len(x.writes):
+                    raise PlanError(f"{self.say((c, place))} names a slot twice")
+            if len({(g.value, g.microbatch) for g in plan.given}) < len(plan.given):
+                raise PlanError(f"plan of {plan.devices} is given a tensor twice")
         for difference, what in ((wanted - found, "lacks"), (found - wanted, "has too much")):
             for c, number, verb in difference:
                 raise PlanError(f"plan of {self.plans[c].devices} {what} {verb.value} of {number}")
@@ -211,15 +245,16 @@ class _Checker:
         return list(touched)
 
     def check_passes(self) -> None:
-        """Every chunk has its passes for every microbatch, once."""
+        """Every chunk has its passes for every microbatch, once: all, or no backward at all."""
         found: defaultdict[tuple[int, int], list[Pass]] = defaultdict(list)
         for node in self.dag.nodes:
             if isinstance(node.op, Compute):
                 found[node.op.chunk, node.op.microbatch].append(node.op.which)
         for chunk in self.dag.model.chunks:
             facts = chunk.variants[self.dag.policy(chunk.index)].passes
-            whole = [p for p in (Pass.F, Pass.B) if p in facts]
-            halves = [Pass.F, *(p for p in HALVES if p in facts)]
+            trains = any(p is not Pass.F for passes in found.values() for p in passes)
+            whole = [p for p in (Pass.F, Pass.B) if p in facts and (trains or p is Pass.F)]
+            halves = [Pass.F, *(p for p in HALVES if p in facts and trains)]
             for microbatch in range(self._microbatches()):
                 passes = found[chunk.index, microbatch]
                 if sorted(p.value for p in passes) not in (
@@ -230,6 +265,40 @@ class _Checker:
 
     def _microbatches(self) -> int:
         return self.dag.microbatches[1] if self.dag.microbatches else 1
+
+    def check_buckets(self) -> None:
+        """Every parameter is in one bucket, with others of its dtype, frozen or trained as it."""
+        held = Counter(p for bucket in self.dag.buckets for p in bucket.parameters)
+        if held != dict.fromkeys(self.holding, 1):
+            raise PlanError(f"parameters are not in one bucket each: {dict(held)}")
+        for i, bucket in enumerate(self.dag.buckets):
+            for p in bucket.parameters:
+                facts = self.dag.model.parameters[p]
+                alike = (bucket.trained, bucket.dtype, bucket.gradient)
+                if (facts.trained, facts.dtype, facts.gradient) != alike:
+                    raise PlanError(f"{p} is {facts}, in bucket {i}: {bucket}")
+
+    def check_meetings(self) -> None:
+        """All members of a communicator (a stream and a group) enter its communications in one
+        order; so do any two plans, whatever the communicators."""
+        for ours in range(len(self.plans)):
+            for theirs in range(ours):
+                self._same_order(ours, theirs)
+
+    def _same_order(self, ours: int, theirs: int) -> None:
+        rows = []
+        for c in (ours, theirs):
+            plan = self.plans[c]
+            row = [x.node for x in plan.instructions if x.verb in MEETING]
+            rows.append(list(dict.fromkeys(row)))
+        common = set(rows[0]).intersection(rows[1])
+        a, b = ([node for node in row if node in common] for row in rows)
+        for one, other in zip(a, b, strict=True):
+            if one != other:
+                raise PlanError(
+                    f"devices {self.plans[ours].devices} enter node {one} where devices "
+                    f"{self.plans[theirs].devices} enter node {other}"
+                )
 
     # when
 
@@ -319,7 +388,7 @@ class _Checker:
     def check_slots(self, order: list[list[At]]) -> None:
         """No access to a slot races with a write of it; every slot is freed once, after all."""
         for c, plan in enumerate(self.plans):
-            writer: dict[int, int | None] = dict.fromkeys(plan.given)
+            writer: dict[int, int | None] = dict.fromkeys(g.slot for g in plan.given)
             readers: defaultdict[int, list[int]] = defaultdict(list)
             freed: set[int] = set()
             for place in [p for together in order for k, p in together if k == c]:
@@ -360,17 +429,29 @@ class _Checker:
     # contents
 
     def check_contents(self, order: list[list[At]]) -> None:
-        """Every instruction reads what it is meant to; gradients arrive whole and once."""
+        """Every instruction reads what it is meant to; gradients, losses and norms arrive whole
+        and once."""
         self.slots: list[dict[int, Any]] = [{} for _ in self.plans]
-        self.batch: list[dict[int, int]] = [{} for _ in self.plans]
+        self.kinds: list[dict[int, Holder]] = [{} for _ in self.plans]
+        """What each slot is counted as."""
         self.updates: Counter[tuple[str, int]] = Counter()
         self.update_at: dict[tuple[int, int], int] = {}
         self.due: set[tuple[int, int]] = set()
         """Classes and buckets whose updated parts are not gathered yet."""
         self.uses: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """For each class and bucket, the instructions that read its parameters."""
+        self.sums: Counter[ExtraRole] = Counter()
+        self.normed: list[dict[int, Any]] = [{} for _ in self.plans]
+        """For each class, the slots of which the norm is taken before the updates, with what
+        they held."""
+        self.applied: list[set[int]] = [set() for _ in self.plans]
+        """For each class, the slots of the gradients that its updates read, if these clip."""
         for c, plan in enumerate(self.plans):
-            self.slots[c] = dict.fromkeys(plan.given, "given")
+            for slot, value, microbatch, group in plan.given:
+                self.slots[c][slot] = _Batch(value, microbatch, group)
+                self.kinds[c][slot] = Holder.BATCH
+                nbytes = self._model(group).values[value].nbytes
+                self._agree(c, f"bytes of s{slot}", nbytes, plan.slot_bytes[slot])
         for together in order:
             x = self.get(together[0])
             if x.verb is Verb.COMPUTE:
@@ -398,39 +479,115 @@ class _Checker:
         if chunk.variants[policy].passes[op.which].uses_parameters:
             used = {self.bucket_of[p] for p in chunk.parameters}
         divided = {b for b in used if self._divided(b)}
-        self._must(len(x.reads) == len(reads) + len(divided), at, "reads the wrong number of slots")
+        carried = self._carried(at, x.reads[len(reads) :])
+        extra = len(divided) + bool(carried)
+        self._must(len(x.reads) == len(reads) + extra, at, "reads the wrong number of slots")
         for value, slot in zip(reads, x.reads, strict=False):
             content = self.slots[c][slot]
-            if self._role(value) is Role.BATCH:
-                self._must(content == "given", at, f"wants the batch, but s{slot} holds {content}")
-                known = self.batch[c].setdefault(slot, value)
-                self._must(known == value, at, f"takes s{slot} for two tensors of the batch")
+            found, microbatch = self.dag.table.value(value)
+            wanted: Any
+            if found.role is Role.BATCH:
+                wanted = _Batch(found.of, microbatch, node.devices)
             else:
-                form = "exchanged" if self._exchanged(op.chunk, value) else "plain"
-                wanted = _Tensor(value, node.devices, form)
-                self._must(content == wanted, at, f"wants {wanted}, s{slot} holds {content}")
-        whole = [self.slots[c][slot] for slot in x.reads[len(reads) :]]
-        expected = {_OfBucket("gathered", b) for b in divided}
+                wanted = _Tensor(value, node.devices, self._form(op.chunk, value))
+            self._must(content == wanted, at, f"wants {wanted}, s{slot} holds {content}")
+        others = [self.slots[c][slot] for slot in x.reads[len(reads) :]]
+        whole = [other for other in others if not isinstance(other, _Gradients)]
+        expected = {_OfBucket(ExtraRole.GATHERED, b) for b in divided}
         self._must(set(whole) == expected, at, f"wants {expected}, reads {whole}")
         for bucket in used - divided:
             self.uses[c, bucket].append(at[1])
         self._must(len(x.writes) == len(writes), at, "writes the wrong number of slots")
         for value, slot in zip(writes, x.writes, strict=True):
             new: Any
-            if self._role(value) is Role.PARAMETER_GRADIENT:
-                new = _Gradients({d: Counter([(value, d)]) for d in self.plans[c].devices})
+            if self._role(value) in OF_PARAMETERS:
+                parts = {d: Counter([(value, d)]) for d in self.plans[c].devices}
+                new = _Gradients(parts, self._value_bytes(value, node.devices))
+                if self._role(value) is Role.TIED_GRADIENT and carried:
+                    self._must(carried.like(new), at, f"adds {new} to {carried}")
+                    new = carried.plus(new)
             else:
                 form = "partial" if self._exchanged(op.chunk, value) else "plain"
                 new = _Tensor(value, node.devices, form)
             self._write(at, slot, new)
 
+    def _carried(self, at: At, slots: Sequence[int]) -> _Gradients | None:
+        """The gradients of its tied parameters that a pass takes and adds its own to: those that
+        the later chunks which use them have made of the same microbatch, if they are on its
+        devices. Nobody else may read them, for they are added to in place."""
+        c, x = at[0], self.get(at)
+        later = self._tied_later(self.dag.nodes[x.node])
+        taken = [slot for slot in slots if isinstance(self.slots[c][slot], _Gradients)]
+        self._must(len(taken) == bool(later), at, f"takes s{taken} for the gradients of {later}")
+        if not later:
+            return None
+        readers = [y for y in self.plans[c].instructions if taken[0] in y.reads]
+        alone = [y for y in readers if y.verb is not Verb.FREE] == [x]
+        self._must(alone, at, f"adds to s{taken[0]}, which others read")
+        found: _Gradients = self.slots[c][taken[0]]
+        wanted = {d: Counter({(v, d): 1 for v in later}) for d in self.plans[c].devices}
+        good = found.parts == wanted and found.bucket is None
+        self._must(good, at, f"takes {found}, wants the gradients {wanted}")
+        return found
+
+    def _tied_later(self, node: Node) -> list[int]:
+        op = node.compute
+        mine = self._made_gradients(op.chunk, op.which, op.microbatch, Role.TIED_GRADIENT)
+        found = []
+        for other in self.dag.nodes if mine else ():
+            if not isinstance(other.op, Compute) or other.devices != node.devices:
+                continue
+            later = other.op.chunk > op.chunk and other.op.microbatch == op.microbatch
+            if later and not self._tied(op.chunk).isdisjoint(self._tied(other.op.chunk)):
+                found += self._made_gradients(
+                    other.op.chunk, other.op.which, op.microbatch, Role.TIED_GRADIENT
+                )
+        return found
+
+    def _tied(self, chunk: int) -> set[str]:
+        """The parameters of a chunk whose gradients it may add to those of other chunks."""
+        return {
+            p for (c, p), role in self.lies_in.items() if c == chunk and role is Role.TIED_GRADIENT
+        }
+
+    def _made_gradients(self, chunk: int, which: Pass, microbatch: int, role: Role) -> list[int]:
+        _, writes = self.dag.table.wire(chunk, which, self.dag.policy(chunk), microbatch)
+        return [value for value in writes if self._role(value) is role]
+
+    def _gradient_roles(self) -> dict[tuple[int, str], Role]:
+        """For each chunk and parameter of which it makes a gradient, in which of the chunk's values
+        this is: with those of its other parameters, or with those that other chunks use too."""
+        chunks = self.dag.model.chunks
+        users = Counter(p for chunk in chunks for p in {*chunk.parameters} - {*chunk.detached})
+        found = {}
+        for chunk in chunks:
+            passes = chunk.variants[self.dag.policy(chunk.index)].passes
+            apart = any(
+                self._made_gradients(chunk.index, which, 0, Role.TIED_GRADIENT) for which in passes
+            )
+            for p in {*chunk.parameters} - {*chunk.detached}:
+                tied = apart and users[p] > 1
+                found[chunk.index, p] = OF_PARAMETERS[tied]
+        return found
+
     def _write(self, at: At, slot: int, new: Any) -> None:
         if slot in self.get(at).adds:
             old = self.slots[at[0]][slot]
-            good = isinstance(old, _Gradients) and isinstance(new, _Gradients)
+            good = isinstance(old, _Gradients) and isinstance(new, _Gradients) and old.like(new)
             self._must(good, at, f"adds {new} to {old}")
             new = old.plus(new)
         self.slots[at[0]][slot] = new
+        self.kinds[at[0]][slot] = self._kind(at, new)
+        self._sized(at, slot, self._nbytes(at[0], new))
+
+    def _one(self, at: At, slots: Sequence[int]) -> int:
+        self._must(len(slots) == 1, at, f"names {slots}, and not one slot")
+        return slots[0]
+
+    def _is(self, at: At, role: ExtraRole, of: int) -> None:
+        """An instruction says what it communicates."""
+        x = self.get(at)
+        self._must((x.role, x.of) == (role, of), at, f"is {role} of {of}, says {x.role} of {x.of}")
 
     def _transfer(self, together: list[At]) -> None:
         op = self.dag.nodes[self.get(together[0]).node].op
@@ -438,17 +595,18 @@ class _Checker:
         sent = set()
         for at in together:
             if self.get(at).verb is Verb.SEND:
-                (slot,) = self.get(at).reads
-                content = self.slots[at[0]][slot]
+                content = self.slots[at[0]][self._one(at, self.get(at).reads)]
                 self._must(isinstance(content, _Tensor), at, f"sends {content}")
                 good = content.group == op.source and content.form == "plain"
                 self._must(good, at, f"sends {content}")
                 sent.add(content.value)
         self._must(len(sent) == 1, together[0], f"sends several values: {sent}")
+        (value,) = sent
         for at in together:
+            self._is(at, ExtraRole.RECEIVED, self.dag.table.value(value)[0].of)
             if self.get(at).verb is Verb.RECV:
-                (slot,) = self.get(at).writes
-                self._write(at, slot, _Tensor(next(iter(sent)), op.target))
+                slot = self._one(at, self.get(at).writes)
+                self._write(at, slot, _Tensor(value, op.target))
 
     def _collective(self, together: list[At]) -> None:
         op = self.dag.nodes[self.get(together[0]).node].op
@@ -462,36 +620,47 @@ class _Checker:
         elif op.kind is CollectiveKind.ALL_GATHER:
             for at in together:
                 self._gather(at, op)
+        elif self.get(together[0]).role in (ExtraRole.TOTAL, ExtraRole.NORM):
+            self._sum_up(together, op)
         else:
             self._reduce(together, op)
 
     def _exchange(self, at: At, op: Collective) -> None:
-        (slot,), (target,) = self.get(at).reads, self.get(at).writes
-        content = self.slots[at[0]][slot]
+        target = self._one(at, self.get(at).writes)
+        content = self.slots[at[0]][self._one(at, self.get(at).reads)]
         self._must(isinstance(content, _Tensor), at, f"exchanges {content}")
         flat = tuple(d for group in op.groups for d in group)
         good = flat == content.group and content.form in ("plain", "partial")
         self._must(good, at, f"exchanges {content}")
-        form = "exchanged" if content.form == "plain" else "plain"
+        there = content.form == "plain"
+        role = ExtraRole.EXCHANGED if there else ExtraRole.PARTIAL
+        self._is(at, role, self.dag.table.value(content.value)[0].of)
+        form = "exchanged" if there else "plain"
         self._write(at, target, _Tensor(content.value, content.group, form))
 
     def _gather(self, at: At, op: Collective) -> None:
         c, x = at[0], self.get(at)
-        (target,) = x.writes
+        target = self._one(at, x.writes)
         if x.reads:
-            content = self.slots[c][x.reads[0]]
-            good = isinstance(content, _OfBucket) and content.what == "updated"
+            content = self.slots[c][self._one(at, x.reads)]
+            good = isinstance(content, _OfBucket) and content.role is ExtraRole.UPDATED
             self._must(good and content.scattered, at, f"gathers {content}")
             bucket = content.bucket
             self._must((c, bucket) in self.due, at, f"gathers bucket {bucket} again")
             self.due.remove((c, bucket))
         else:
-            (value,) = self.dag.nodes[x.node].writes
-            bucket = self.dag.extra[value - self.dag.first_extra].of
+            bucket = self._bucket(at)
             self._must(self._divided(bucket), at, "gathers what is whole")
             self.uses[c, bucket].append(at[1])
+        self._is(at, ExtraRole.GATHERED, bucket)
         self._over_holders(at, op, bucket)
-        self._write(at, target, _OfBucket("gathered", bucket))
+        self._write(at, target, _OfBucket(ExtraRole.GATHERED, bucket))
+
+    def _bucket(self, at: At) -> int:
+        """The bucket of which a node makes something."""
+        value = self.dag.nodes[self.get(at).node].writes[0]
+        self._must(value >= self.dag.first_extra, at, "makes a value of the model")
+        return self.dag.extra[value - self.dag.first_extra].of
 
     def _over_holders(self, at: At, op: Collective, bucket: int) -> None:
         """The groups of ``op`` are exactly those who hold equal parts of the bucket."""
@@ -501,15 +670,16 @@ class _Checker:
             self._must(groups == held, at, f"is over {groups}, but {p} is held by {held}")
 
     def _reduce(self, together: list[At], op: Collective) -> None:
+        bucket = self._bucket(together[0])
         local: dict[int, Counter[tuple[int, int]]] = {}
         for at in together:
             c = at[0]
+            self._is(at, ExtraRole.REDUCED, bucket)
             for slot in self.get(at).reads:
                 content = self.slots[c][slot]
-                good = isinstance(content, _Gradients) and not content.scattered
+                good = isinstance(content, _Gradients) and content.bucket is None
                 self._must(good, at, f"reduces {content}")
                 for d, part in content.parts.items():
-                    self._must(all(owner == d for _, owner in part), at, "reduces twice")
                     local[d] = local.get(d, Counter()) + part
         total: dict[int, Counter[tuple[int, int]]] = {}
         for group in op.groups:
@@ -519,18 +689,95 @@ class _Checker:
             total.update(dict.fromkeys(group, summed))
         scattered = op.kind is CollectiveKind.REDUCE_SCATTER
         for at in together:
-            (target,) = self.get(at).writes
+            target = self._one(at, self.get(at).writes)
+            count = self._part(bucket, at[0]) if scattered else self._whole(bucket, at[0])
+            nbytes = count * self.dag.buckets[bucket].gradient.itemsize
             parts = {d: total[d] for d in self.plans[at[0]].devices}
-            self._write(at, target, _Gradients(parts, scattered))
+            self._write(at, target, _Gradients(parts, nbytes, bucket, scattered))
         # over whom is judged by what arrives: see _update
+
+    def _sum_up(self, together: list[At], op: Collective) -> None:
+        """The sum of a scalar over all devices: the losses, or the squares of the gradients."""
+        role = self.get(together[0]).role
+        assert role is not None
+        self.sums[role] += 1
+        everyone = op.groups == (tuple(sorted(self.class_of)),)
+        good = everyone and op.kind is CollectiveKind.ALL_REDUCE
+        self._must(good, together[0], f"is {op}, not a sum over all devices")
+        losses: Counter[tuple[int, int]] = Counter()
+        for at in together:
+            c = at[0]
+            self._is(at, role, 0)
+            contents = {slot: self.slots[c][slot] for slot in self.get(at).reads}
+            if role is ExtraRole.TOTAL:
+                for content in contents.values():
+                    good = isinstance(content, _Tensor) and content.form == "plain"
+                    self._must(good, at, f"sums {content}")
+                    losses.update((content.value, d) for d in self.plans[c].devices)
+                self._losses_first(at, [t.value for t in contents.values()])
+            elif self.clip:
+                self.normed[c] = contents  # of what is judged by the updates: see _update
+            else:
+                self._squares(at, list(contents.values()))
+            self._write(at, self._one(at, self.get(at).writes), _OfAll(role))
+        if role is ExtraRole.TOTAL:
+            wanted = self._losses()
+            self._must(losses == wanted, together[0], f"sums {losses}, should sum {wanted}")
+
+    def _squares(self, at: At, contents: list[Any]) -> None:
+        """The norm after the updates is of every bucket that the device has updated, once."""
+        good = all(isinstance(u, _OfBucket) and u.role is ExtraRole.UPDATED for u in contents)
+        self._must(good, at, f"sums {contents}")
+        found = Counter(u.bucket for u in contents)
+        mine = self.plans[at[0]].devices[0]
+        held = {
+            self.bucket_of[p] for p, h in self.holding.items() if h.gradients and mine in h.parts
+        }
+        self._must(found == dict.fromkeys(held, 1), at, f"sums {found}, should sum {held}")
+
+    def _losses_first(self, at: At, values: list[int]) -> None:
+        """A worker takes the first half for losses and the second for counts, if there are any."""
+        found = [self.dag.table.value(value)[0].of for value in values]
+        kinds = [self.dag.model.loss, self.dag.model.count]
+        wanted = [of for of in kinds if of is not None]
+        rows = len(found) // len(wanted)
+        self._must(found == [of for of in wanted for _ in range(rows)], at, f"sums {found}")
+
+    def _losses(self) -> dict[tuple[int, int], int]:
+        """The loss of each microbatch, and its count, from each device that computes it: once."""
+        wanted = {self.dag.model.loss, self.dag.model.count} - {None}
+        found = {}
+        for node in self.dag.nodes:
+            if isinstance(node.op, Compute):
+                policy = self.dag.policy(node.op.chunk)
+                _, writes = self.dag.table.wire(
+                    node.op.chunk, node.op.which, policy, node.op.microbatch
+                )
+                for value in writes:
+                    made = self.dag.table.value(value)[0]
+                    if made.role is Role.ACTIVATION and made.of in wanted:
+                        found.update({(value, d): 1 for d in node.devices})
+        return found
 
     def _update(self, at: At) -> None:
         c, x = at[0], self.get(at)
         op = self.dag.nodes[x.node].op
         assert isinstance(op, Update)
         bucket = self.dag.buckets[op.bucket]
-        contents = [self.slots[c][slot] for slot in x.reads]
+        read = {slot: self.slots[c][slot] for slot in x.reads}
+        scalars = [g.role for g in read.values() if isinstance(g, _OfAll)]
+        wanted = [ExtraRole.TOTAL] * (self.dag.model.count is not None)
+        wanted += [ExtraRole.NORM] * self.clip
+        self._must(scalars == wanted, at, f"reads {scalars}, must read {wanted}")
+        read = {slot: g for slot, g in read.items() if not isinstance(g, _OfAll)}
+        contents = list(read.values())
         self._must(all(isinstance(g, _Gradients) for g in contents), at, f"reads {contents}")
+        if self.clip:
+            self.applied[c].update(read)
+            same = all(self.normed[c].get(slot) == g for slot, g in read.items())
+            self._must(same, at, "reads other gradients than the norm is of")
+        of = {g.bucket for g in contents}
+        self._must(of in ({None}, {op.bucket}), at, f"reads gradients of buckets {of}")
         scattered = {g.scattered for g in contents}
         self._must(len(scattered) == 1, at, "reads whole and divided gradients")
         for d in self.plans[c].devices:
@@ -542,15 +789,14 @@ class _Checker:
         self.update_at[c, op.bucket] = at[1]
         if scattered == {True} and bucket.rule.zero < 3:
             self.due.add((c, op.bucket))
-        (target,) = x.writes
-        self._write(at, target, _OfBucket("updated", op.bucket, scattered == {True}))
+        target = self._one(at, x.writes)
+        self._write(at, target, _OfBucket(ExtraRole.UPDATED, op.bucket, scattered == {True}))
 
     def _check_sum(self, at: At, d: int, p: str, found: Counter[tuple[int, int]]) -> None:
         held = self.holding[p]
         self._must(len(held.parts[d]) == 1, at, f"has parts {held.parts[d]} of {p} on {d}")
         wanted = held.gradients[next(iter(held.parts[d]))]
-        users = {c.index for c in self.dag.model.chunks if p in c.parameters}
-        mine = {g: n for g, n in found.items() if self.dag.table.value(g[0])[0].of in users}
+        mine = {g: n for g, n in found.items() if self._is_of(g[0], p)}
         if mine != dict.fromkeys(wanted, 1):
             missing = [self._gradient(g) for g in sorted(wanted - set(mine))]
             wrong = [f"{n} x {self._gradient(g)}" for g, n in mine.items() if g not in wanted]
@@ -560,9 +806,15 @@ class _Checker:
                 f"too often {many}"
             )
 
+    def _is_of(self, gradient: int, p: str) -> bool:
+        """Whether the gradient of a parameter is in a value."""
+        value, _ = self.dag.table.value(gradient)
+        return self.lies_in.get((value.of, p)) is value.role
+
     def _gradient(self, gradient: tuple[int, int]) -> str:
         value, microbatch = self.dag.table.value(gradient[0])
-        return f"dw{value.of}.{microbatch}@{gradient[1]}"
+        short = "dt" if value.role is Role.TIED_GRADIENT else "dw"
+        return f"{short}{value.of}.{microbatch}@{gradient[1]}"
 
     # state
 
@@ -586,6 +838,44 @@ class _Checker:
                         f"{self.say((c, update))} does not wait for {self.say((c, place))}, "
                         "which uses its parameters"
                     )
+        trains = any(held.gradients for held in self.holding.values())
+        if self.sums != {ExtraRole.TOTAL: 1} | ({ExtraRole.NORM: 1} if trains else {}):
+            raise PlanError(f"the scalars are summed {self.sums}")
+        for c, seen in enumerate(self.normed):
+            if seen.keys() != self.applied[c]:
+                raise PlanError(
+                    f"plan of {self.plans[c].devices}: the norm is of {sorted(seen)}, "
+                    f"the updates are of {sorted(self.applied[c])}"
+                )
+
+    def check_buffers(self) -> None:
+        """All forwards that use a buffer that some forward changes are on one device, and each
+        runs between the changes before and after it: microbatch by microbatch, chunk by chunk."""
+        chunks = self.dag.model.chunks
+        for name in {name for chunk in chunks for name in chunk.changes}:
+            users = {c.index for c in chunks if name in (*c.changes, *c.buffers)}
+            rows = [self._forwards(c, users) for c in range(len(self.plans))]
+            (c, row), *others = [(c, row) for c, row in enumerate(rows) if row]
+            if others or len(self.plans[c].devices) > 1:
+                raise PlanError(f"{self.say((c, row[0][2]))} shares the changing buffer {name}")
+            for i, (_, later, place) in enumerate(row):
+                for _, earlier, before in row[:i]:
+                    changes = name in (*chunks[earlier].changes, *chunks[later].changes)
+                    if changes and not self.clocks[c].sure(before, place):
+                        raise PlanError(
+                            f"{self.say((c, place))} does not wait for {self.say((c, before))}, "
+                            f"which uses the changing buffer {name} before it"
+                        )
+
+    def _forwards(self, c: int, chunks: set[int]) -> list[tuple[int, int, int]]:
+        """The microbatches, chunks and places of these chunks' forwards, as one device would run
+        them."""
+        found = []
+        for place, x in enumerate(self.plans[c].instructions):
+            op = x.op
+            if isinstance(op, Compute) and op.which is Pass.F and op.chunk in chunks:
+                found.append((op.microbatch, op.chunk, place))
+        return sorted(found)
 
     def _causes(self, at: At) -> set[int]:
         """The instructions of the same class without which ``at`` cannot start: what was sent to
@@ -609,6 +899,133 @@ class _Checker:
             seen.update(before)
         return {place for c, place in seen if c == at[0]}
 
+    # memory
+
+    def check_memory(self, c: int, memory: Memory, optimizer_bytes: float) -> None:
+        """What the plan is said to need is what its slots, state and instructions add up to."""
+        plan = self.plans[c]
+        held: Counter[Holder] = Counter()
+        for bucket in {
+            self.bucket_of[p] for p, h in self.holding.items() if plan.devices[0] in h.parts
+        }:
+            rule = self.dag.buckets[bucket]
+            kept = self._part(bucket, c) if rule.rule.zero == 3 else self._whole(bucket, c)
+            held[Holder.PARAMETERS] += kept * rule.dtype.itemsize
+            copied = rule.gradient != rule.dtype
+            updated = self._part(bucket, c) * rule.gradient.itemsize
+            state_bytes = optimizer_bytes if rule.trained else 0
+            held[Holder.OPTIMIZER] += int(updated * (state_bytes + copied))
+        state = (held[Holder.PARAMETERS], held[Holder.OPTIMIZER])
+        self._agree(c, "state", state, (memory.parameters, memory.optimizer))
+        for slot, _, _, _ in plan.given:
+            held[Holder.BATCH] += plan.slot_bytes[slot]
+        live = {g.slot for g in plan.given}
+        moments = [(held.total(), dict(held))]
+        over_time = []
+        for x in plan.instructions:
+            if x.verb is Verb.FREE:
+                (slot,) = x.reads
+                live.remove(slot)
+                held[self.kinds[c][slot]] -= plan.slot_bytes[slot]
+            for slot in x.writes:
+                if slot not in live:
+                    live.add(slot)
+                    held[self.kinds[c][slot]] += plan.slot_bytes[slot]
+            over_time.append(held.total())
+            busy = held + Counter({Holder.WORKSPACE: self._workspace(c, x)})
+            moments.append((busy.total(), dict(busy)))
+        peak = max(total for total, _ in moments)
+        self._agree(c, "peak", peak, memory.peak)
+        self._agree(c, "over_time", tuple(over_time), memory.over_time)
+        self._agree(c, "peak_at", [m[0] for m in moments].index(peak) - 1, memory.peak_at)
+        found = {holder: n for holder, n in memory.at_peak.items() if n}
+        wanted = {holder: n for holder, n in moments[memory.peak_at + 1][1].items() if n}
+        self._agree(c, "at_peak", wanted, found)
+        self._agree(c, "sum of at_peak", sum(memory.at_peak.values()), memory.peak)
+
+    def _agree(self, c: int, what: str, wanted: object, found: object) -> None:
+        if wanted != found:
+            raise PlanError(f"plan of {self.plans[c].devices}: {what} is {wanted}, not {found}")
+
+    def _workspace(self, c: int, x: Instruction) -> int:
+        """Bytes that only the instruction itself needs."""
+        size = self.plans[c].slot_bytes
+        if isinstance(x.op, Compute):
+            model = self._model(self.dag.nodes[x.node].devices)
+            variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
+            new = sum(size[slot] for slot in x.adds)
+            return variant.passes[x.op.which].workspace + new
+        if x.role is ExtraRole.REDUCED:  # of the bucket in one piece, what is kept stays there
+            (slot,) = x.writes
+            whole = self._whole(x.of, c) * self.dag.buckets[x.of].gradient.itemsize
+            return whole - (0 if x.adds else size[slot])
+        return 0
+
+    def _model(self, group: Group) -> Model:
+        return self.models.get(len(group), self.dag.model)
+
+    def _sized(self, at: At, slot: int, nbytes: int) -> None:
+        found = self.plans[at[0]].slot_bytes[slot]
+        self._must(found == nbytes, at, f"has {found} bytes for s{slot}, needs {nbytes}")
+
+    def _nbytes(self, c: int, content: Any) -> int:
+        match content:
+            case _Tensor(value=value, group=group):
+                return self._value_bytes(value, group)
+            case _Gradients(nbytes=nbytes):
+                return nbytes
+            case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
+                found = self.dag.buckets[bucket]
+                whole = self._whole(bucket, c) * found.dtype.itemsize
+                return whole if found.rule.zero == 3 else 0
+            case _OfAll(role=ExtraRole.TOTAL):
+                return 2 * SCALAR
+        return SCALAR
+
+    def _value_bytes(self, number: int, group: Group) -> int:
+        """Bytes of a value of the model on each device of ``group``."""
+        value, _ = self.dag.table.value(number)
+        model = self._model(group)
+        if value.role in (Role.SAVED, Role.HANDOFF):
+            variant = model.chunks[value.of].variants[self.dag.policy(value.of)]
+            return variant.saved_bytes if value.role is Role.SAVED else variant.handoff_bytes
+        if value.role in OF_PARAMETERS:
+            names = [p for p in model.chunks[value.of].parameters if self._is_of(number, p)]
+            parameters = [model.parameters[p] for p in names]
+            sizes = [math.prod(p.shape) * p.gradient.itemsize for p in parameters]
+            return sum(sizes) // self._ways(value.of)
+        return model.values[value.of].nbytes
+
+    def _part(self, bucket: int, c: int) -> int:
+        """Elements of one holder's part, if the bucket's rule divides anything; else all."""
+        count = 0
+        for p in self.dag.buckets[bucket].parameters:
+            parts = len(self.holding[p].devices)
+            count += math.prod(self.dag.model.parameters[p].shape) // parts
+        return -(-count // self._sharing(bucket, c))
+
+    def _whole(self, bucket: int, c: int) -> int:
+        """Elements of the bucket on a device that has all of it: even parts for all holders."""
+        return self._part(bucket, c) * self._sharing(bucket, c)
+
+    def _sharing(self, bucket: int, c: int) -> int:
+        """How many devices divide among them what a device of class ``c`` holds of a bucket."""
+        found = self.dag.buckets[bucket]
+        if found.rule.zero < (1 if found.trained else 3):  # what is never updated: whole, or parts
+            return 1
+        held = self.holding[found.parameters[0]]
+        (part,) = held.parts[self.plans[c].devices[0]]
+        return len(held.devices[part])
+
+    def _kind(self, at: At, content: Any) -> Holder:
+        """What a slot with ``content`` counts as, written by ``at``."""
+        if isinstance(content, _Gradients):
+            return Holder.GRADIENTS
+        if self.get(at).verb is not Verb.COMPUTE or content.form == "partial":
+            return Holder.COMMUNICATION
+        kept = self._role(content.value) in (Role.SAVED, Role.HANDOFF)
+        return Holder.SAVED if kept else Holder.ACTIVATIONS
+
     def _holding(self) -> dict[str, _Holding]:
         found: defaultdict[str, _Holding] = defaultdict(_Holding)
         for node in self.dag.nodes:
@@ -616,23 +1033,32 @@ class _Checker:
                 continue
             chunk = self.dag.model.chunks[node.op.chunk]
             ways = self._ways(node.op.chunk)
-            _, writes = self.dag.table.wire(
-                chunk.index, node.op.which, self.dag.policy(chunk.index), node.op.microbatch
-            )
-            made = [v for v in writes if self._role(v) is Role.PARAMETER_GRADIENT]
             for p in chunk.parameters:
-                trained = self.dag.model.parameters[p].trained
+                made: list[int] = []
+                role = self.lies_in.get((chunk.index, p))
+                if role is not None:
+                    made = self._made_gradients(
+                        chunk.index, node.op.which, node.op.microbatch, role
+                    )
                 for i, d in enumerate(node.devices):
                     held = found[p]
                     held.devices[i % ways].add(d)
                     held.parts[d].add(i % ways)
-                    if trained:
+                    if made:
                         held.gradients[i % ways].update((v, d) for v in made)
         return dict(found)
 
     def _ways(self, chunk: int) -> int:
         rule = self.dag.shards.get(chunk)
         return rule.ways if rule else 1
+
+    def _form(self, chunk: int, value: int) -> str:
+        """How a chunk takes a value: its own output as it was made, all else exchanged."""
+        if not self._exchanged(chunk, value):
+            return "plain"
+        of = self.dag.table.value(value)[0].of
+        own = self._role(value) is Role.ACTIVATION and of in self.dag.model.chunks[chunk].outputs
+        return "partial" if own else "exchanged"
 
     def _exchanged(self, chunk: int, value: int) -> bool:
         moves = self._role(value) in (Role.ACTIVATION, Role.GRADIENT)

@@ -9,15 +9,18 @@ gradient as summed by the chunk after the slash, ``x`` the batch, ``dw`` gradien
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from piper.capture import annotate, capture
+from piper.capture.graphs import workspace
 from piper.capture.saving import Remat
 from piper.directives import (
     Directive,
@@ -33,8 +36,9 @@ from piper.directives import (
 from piper.errors import DirectiveError
 from piper.ir import Dag, Model, Node, build, facts_of, text
 from piper.ir.dag import ShardRule, StateRule, StreamRule
+from piper.lower.lower import lower
 from piper.strategy import Strategy
-from tests.facts import BATCH, DIM, SEQ, VOCAB, chain, moe, skip, tied
+from tests.facts import BATCH, DIM, SEQ, VOCAB, chain, changing, masked, moe, reading, skip, tied
 
 STAGES = partition("layer", into="PP", parts=2)
 HALVES = split(parts=2)
@@ -656,6 +660,17 @@ class Skip(Chain):
         return x + first if i == len(self.layers) - 1 else x
 
 
+class Masked(Chain):
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        with annotate("embed"):
+            x = self.embed(tokens)
+        for layer in self.layers:
+            with annotate("layer"):
+                x = x + torch.relu(layer(x)) * mask
+        with annotate("head"):
+            return self.head(x)
+
+
 class Tied(Chain):
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -696,24 +711,121 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def sum_and_count(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != -100).sum()
+
+
 @pytest.mark.parametrize(
-    ("written", "model"),
+    ("written", "model", "loss"),
     [
-        (chain(2), Chain(2)),
-        (chain(2, trained=False), Frozen(2)),
-        (moe(2, 4), MoE(2, 4)),
-        (skip(3), Skip(3)),
-        (tied(2), Tied(2)),
+        (chain(2), Chain(2), mean_loss),
+        (chain(2, counted=True), Chain(2), sum_and_count),
+        (chain(2, trained=False), Frozen(2), mean_loss),
+        (moe(2, 4), MoE(2, 4), mean_loss),
+        (skip(3), Skip(3), mean_loss),
+        (tied(2), Tied(2), mean_loss),
+        (masked(2), Masked(2), mean_loss),
     ],
-    ids=["chain", "frozen", "moe", "skip", "tied"],
+    ids=["chain", "counted", "frozen", "moe", "skip", "tied", "masked"],
 )
-def test_the_facts_by_hand_are_those_of_capture(written: Model, model: nn.Module) -> None:
+def test_the_facts_by_hand_are_those_of_capture(
+    written: Model, model: nn.Module, loss: Callable[[Tensor, Tensor], Any]
+) -> None:
     batch = torch.zeros(BATCH, SEQ, dtype=torch.long)
-    captured = capture(model, inputs=(batch,), targets=(batch,), loss=mean_loss)
+    inputs = (batch, torch.zeros(BATCH, SEQ, 1)) if isinstance(model, Masked) else (batch,)
+    captured = capture(model, inputs=inputs, targets=(batch,), loss=loss)
     real = facts_of(captured, Remat.NONE)
     assert written.chunks == real.chunks
     assert [(v.shape, v.nbytes) for v in written.values] == [
         (v.shape, v.nbytes) for v in real.values
     ]
     assert written.parameters == real.parameters
-    assert (written.loss, written.batch, written.remat) == (real.loss, real.batch, real.remat)
+    assert (written.loss, written.count) == (real.loss, real.count)
+    assert (written.batch, written.remat) == (real.batch, real.remat)
+
+
+class Counting(Chain):
+    """The first layer counts its calls."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def layer(self, layer: nn.Module, x: Tensor, first: Tensor, i: int) -> Tensor:
+        if i == 0:
+            self.seen += 1
+        return super().layer(layer, x, first, i)
+
+
+def test_a_buffer_that_changes_is_a_fact_of_its_chunk() -> None:
+    batch = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    captured = capture(Counting(2), inputs=(batch,), targets=(batch,), loss=mean_loss)
+    found = facts_of(captured, Remat.NONE)
+    assert uses(found) == uses(changing(chain(2), layer=0))
+
+
+def uses(model: Model) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """For each chunk, the buffers that it reads and those that it changes."""
+    return [(chunk.buffers, chunk.changes) for chunk in model.chunks]
+
+
+class Following(Chain):
+    """The first layer reads a buffer that the second changes."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def layer(self, layer: nn.Module, x: Tensor, first: Tensor, i: int) -> Tensor:
+        if i == 0:
+            x = x + self.seen
+        if i == 1:
+            self.seen = 0.9 * self.seen + x.detach().mean()
+        return super().layer(layer, x, first, i)
+
+
+@pytest.fixture(scope="module")
+def following() -> Model:
+    batch = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    captured = capture(Following(2), inputs=(batch,), targets=(batch,), loss=mean_loss)
+    return facts_of(captured, Remat.NONE)
+
+
+def test_a_buffer_that_is_read_is_a_fact_of_its_chunk(following: Model) -> None:
+    assert uses(following) == uses(reading(changing(chain(2), layer=1), layer=0))
+
+
+def test_a_buffer_that_changes_is_on_one_device_with_all_who_read_it(following: Model) -> None:
+    """Else the first layer, on its own device, would never see the new content."""
+    with pytest.raises(DirectiveError, match="'seen', which changes, on several devices"):
+        lower(dag(following, TWO_STAGES), {})
+
+
+def test_a_buffer_is_read_after_the_microbatch_before_has_changed_it(following: Model) -> None:
+    apart = [stream({"MB": 1}, "other"), place({}, devices=[0])]
+    found = lower(dag(following, [HALVES, *apart]), {}).dag
+    assert found.history[-1] == "buffers change in the order of microbatches (seen)"
+    last = len(found.history) - 1
+    waits = {
+        name(n): [name(found.nodes[b]) for b, by in zip(n.after, n.after_by, strict=True)]
+        for n in found.nodes
+        if last in n.after_by
+    }
+    assert waits == {
+        "F layer1 MB0": ["F layer0 MB0"],
+        "F layer0 MB1": ["F layer1 MB0"],
+        "F layer1 MB1": ["F layer0 MB1"],
+    }
+
+
+def test_what_an_op_makes_and_nobody_takes_needs_memory_too() -> None:
+    """sort makes values (fp32) and their places (int64)."""
+
+    def needed(function: Callable[[Tensor], Tensor]) -> int:
+        module = make_fx(function)(torch.zeros(100))
+        module.graph.eliminate_dead_code()
+        return workspace(module.graph)
+
+    assert needed(lambda x: x.sort().values + 1) == (4 + 8) * 100 - 4 * 100  # the result's place
+    assert needed(lambda x: torch.add(*x.sort())) == (4 + 8 + 4) * 100 - 4 * 100

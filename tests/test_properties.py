@@ -6,6 +6,7 @@ right, or is refused in words that name a directive. Nothing else happens.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -14,9 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from piper.capture.program import Pass
 from piper.directives import (
     Directive,
     order,
@@ -28,14 +31,14 @@ from piper.directives import (
     split,
     stream,
 )
-from piper.errors import PiperError
-from piper.ir import Model, ParameterFacts, build
-from piper.lower.lower import lower
+from piper.errors import DirectiveError
+from piper.ir import ChunkFacts, Dag, Model, ParameterFacts, build
+from piper.lower.lower import Settings, lower
 from piper.strategy import Strategy
-from tests.facts import chain, moe, skip, tied
+from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
 from tests.plan_checker import check
 
-SIZES = range(1, 17)
+SIZES = (1, 2, 3, 4)
 DIRECTIVE = re.compile(r"\b(partition|split|place|replicate|shard|order|stream|remat)\b")
 Item = tuple[int, int, str]
 """A stage, a microbatch and a pass."""
@@ -46,28 +49,75 @@ class Case:
     model: Model
     strategy: Strategy
     name: str
+    clip: bool = False
+    forward_only: bool = False
+    first: int = 1
+    """The size of group at whose shapes the strategy is applied."""
 
     def __repr__(self) -> str:
-        return f"{self.name}\n{self.strategy}"
+        how = f"clip={self.clip}, forward_only={self.forward_only}, first={self.first}"
+        return f"{self.name}, {how}\n{self.strategy}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # and not field by field
 
 
 def widened(model: Model, rng: random.Random) -> Model:
-    """``model`` with odd sizes, and with a second parameter in some chunks."""
-    parameters = {
-        name: replace(p, nbytes=p.nbytes + 4 * rng.randrange(7))
-        for name, p in model.parameters.items()
-    }
+    """``model`` with odd sizes and workspaces, with several dtypes, with a second parameter,
+    trained or frozen, in some chunks, and with some that several chunks share, of which some make
+    no gradient."""
+    parameters = {}
+    for name, p in model.parameters.items():
+        shape = (*p.shape[:-1], p.shape[-1] + rng.randrange(7))
+        parameters[name] = replace(p, shape=shape, nbytes=4 * math.prod(shape))
     chunks = []
     for chunk in model.chunks:
-        names = chunk.parameters
+        names, detached = chunk.parameters, chunk.detached
         if names and "EP" not in chunk.tags and rng.random() < 0.5:
             bias = f"bias.{chunk.index}"
             size = rng.choice([3, 5, 7])
-            trained = model.parameters[names[0]].trained
+            trained = model.parameters[names[0]].trained and rng.random() < 0.7
             parameters[bias] = ParameterFacts((size,), 4 * size, trained)
             names = (*names, bias)
-        chunks.append(replace(chunk, parameters=names))
-    return replace(model, chunks=tuple(chunks), parameters=parameters)
+            detached = detached if trained else (*detached, bias)
+        chunks.append(replace(_busy(chunk, rng), parameters=names, detached=detached))
+    dense = [c.index for c in chunks if c.parameters and "EP" not in c.tags]
+    for i in range(rng.choice([0, 0, 1, 2])):
+        users = rng.sample(dense, min(len(dense), rng.choice([2, 3])))
+        trained = all(model.parameters[chunks[user].parameters[0]].trained for user in users)
+        parameters[f"shared.{i}"] = ParameterFacts((5,), 20, trained)
+        without = users[1:] if rng.random() < 0.2 else []
+        for user in users:
+            chunk = chunks[user]
+            detached = (f"shared.{i}",) if not trained or user in without else ()
+            chunks[user] = replace(
+                chunk,
+                parameters=(*chunk.parameters, f"shared.{i}"),
+                detached=(*chunk.detached, *detached),
+            )
+    found = replace(model, chunks=tuple(chunks), parameters=parameters)
+    if rng.random() < 0.5:
+        return found
+    return mixed(found, {name: rng.choice(DTYPES) for name in parameters})
+
+
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
+
+
+def _busy(chunk: ChunkFacts, rng: random.Random) -> ChunkFacts:
+    """``chunk`` with other workspaces."""
+    variants = {}
+    for policy, variant in chunk.variants.items():
+        passes = {
+            which: replace(p, workspace=rng.choice([0, 1, 1000, 10000]))
+            for which, p in variant.passes.items()
+        }
+        variants[policy] = replace(variant, passes=passes)
+    return replace(chunk, variants=variants)
 
 
 def legal(stages: int, batches: int, halves: bool, kind: str, rng: random.Random) -> list[Item]:
@@ -128,24 +178,43 @@ def orders(
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     layers = draw(st.integers(1, 4), label="layers")
-    kind = draw(st.sampled_from(["chain", "tied", "skip", "moe", "frozen"]), label="model")
+    kinds = ["chain", "tied", "skip", "moe", "moe", "frozen", "masked"]
+    kind = draw(st.sampled_from(kinds), label="model")
+    counted = draw(st.booleans(), label="counted")
     rng = random.Random(draw(st.integers(0, 2**20), label="seed"))
-    experts = draw(st.sampled_from([2, 4, 3]))
+    experts = draw(st.sampled_from([2, 4, 4, 3]))
     models = {
-        "chain": lambda: chain(layers),
-        "frozen": lambda: chain(layers, trained=False),
-        "tied": lambda: tied(layers),
-        "skip": lambda: skip(max(2, layers)),
-        "moe": lambda: moe(layers, experts),
+        "chain": lambda: chain(layers, counted=counted),
+        "frozen": lambda: chain(layers, trained=False, counted=counted),
+        "tied": lambda: tied(layers, counted=counted),
+        "skip": lambda: skip(max(2, layers), counted=counted),
+        "masked": lambda: masked(layers, counted=counted),
+        "moe": lambda: moe(layers, experts, counted=counted),
     }
     model = models[kind]()
-    name = f"{kind}({layers}{f', {experts}' if kind == 'moe' else ''})"
+    name = f"{kind}({layers}{f', {experts}' if kind == 'moe' else ''}, counted={counted})"
     layers = max(2, layers) if kind == "skip" else layers
+    if draw(st.integers(0, 3)) == 0:
+        alike = [p for p in model.parameters if p[-1].isdigit() or "layers" in p]
+        same = rng.sample(alike, min(len(alike), rng.choice([2, 3])))
+        model = tying(model, *same)
+        name += f" tying {same}"
     if draw(st.booleans()):
         model = widened(model, rng)
         name += " widened"
     if draw(st.integers(0, 7)):
         model = replace(model, batch=60)
+    changes = draw(st.sampled_from([False] * 5 + [True]))
+    read = changes and draw(st.booleans())
+    if changes:
+        regions = [{"layer": 0}, {"layer": layers - 1}, {"embed": 0}, {"loss": 0}, {"head": 0}]
+        where = draw(st.sampled_from(regions))
+        model = changing(model, **where)
+        name += f" changing {where}"
+        if read:
+            where = draw(st.sampled_from(regions))
+            model = reading(model, **where)
+            name += f" reading {where}"
     stages = draw(st.integers(1, min(4, layers)), label="stages")
     cuts = sorted(rng.sample(range(1, layers), stages - 1))
     counts = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
@@ -155,16 +224,22 @@ def cases(draw: st.DrawFn) -> Case:
         policy = draw(st.sampled_from(["none", "min-cut", "all"]))
         steps.append(remat({"layer": rng.randrange(layers)} if rng.random() < 0.5 else {}, policy))
     groups = draw(places(stages, rng))
+    if changes and rng.random() < 0.7:  # a larger group would be refused
+        groups = [group[:1] for group in groups]
+    if read and rng.random() < 0.7:  # and so would several
+        groups = groups[:1] * stages
     two_way = batches > 1 and draw(st.integers(0, 4)) == 0
     if two_way:
         steps.append(split(parts=batches))
         half = batches // 2
-        way = draw(st.sampled_from(["mirror", "mirror", "apart", "apart", "back"]))
+        way = draw(st.sampled_from(["mirror", "mirror", "apart", "apart", "back", "both"]))
         first = max(d for g in groups for d in g) + 1
         for s in range(stages):
             other = groups[-1 - s] if way == "mirror" else [d + first for d in groups[s]]
             if way == "back":
                 other = groups[s][::-1]
+            if way == "both":  # one device in both groups, with one rank
+                other = [groups[s][0], *other[1:]]
             steps.append(place({"PP": s, "MB": range(half)}, devices=groups[s]))
             steps.append(place({"PP": s, "MB": range(half, batches)}, devices=other))
     else:
@@ -174,8 +249,8 @@ def cases(draw: st.DrawFn) -> Case:
         whole = [split(parts=batches)]
         steps += whole + placing if draw(st.booleans()) else placing + whole
     steps += draw(states(kind, stages))
-    if kind == "moe" and draw(st.booleans()):
-        ways = draw(st.sampled_from([None, 1, 2, 4]))
+    if kind == "moe" and draw(st.integers(0, 3)):
+        ways = draw(st.sampled_from([None, None, None, 1, 2, 4]))
         steps.append(shard({"EP": "*"}, stream=draw(st.sampled_from(STREAMS)), ways=ways))
     halves = draw(st.booleans())
     how = draw(st.sampled_from(["gpipe", "1f1b", "random", "random", "shuffled", "none"]))
@@ -194,10 +269,17 @@ def cases(draw: st.DrawFn) -> Case:
         if how == "shuffled":
             rng.shuffle(items)
         steps += orders(items, stages, draw(st.sampled_from([0.0, 0.0, 0.3])), rng)
-    return Case(model, Strategy(steps + assigned), name)
+    return Case(
+        model,
+        Strategy(steps + assigned),
+        name,
+        clip=draw(st.booleans(), label="clip"),
+        forward_only=draw(st.sampled_from([False] * 9 + [True])),
+        first=draw(st.sampled_from(SIZES)),
+    )
 
 
-STREAMS = ["compute", "a", "b", "p0/send", "p2p"]
+STREAMS = ["compute", "a", "b", "p0/send", "p2p", "scalars"]
 
 
 @st.composite
@@ -248,15 +330,42 @@ def states(draw: st.DrawFn, kind: str, stages: int) -> list[Directive]:
 
 def outcome(case: Case) -> str:
     """ "compiled" or "refused"; everything else is an error."""
+    models = {n: at(case.model, n, whole=12) for n in SIZES}
     try:
-        dag = case.strategy.apply(build(case.model))
-        lowered = lower(dag, dict.fromkeys(SIZES, case.model))
-    except PiperError as error:
+        dag = case.strategy.apply(build(models[case.first]))
+        if case.forward_only:
+            dag = forwards(dag)
+        lowered = lower(dag, models, Settings(clip=case.clip, optimizer_bytes=1.5))
+    except DirectiveError as error:
         if DIRECTIVE.search(str(error)):
             return "refused"
         raise AssertionError(f"names no directive: {error}") from error
-    check(lowered.dag, lowered.plans, lowered.memory)
+    check(
+        lowered.dag,
+        lowered.plans,
+        lowered.memory,
+        clip=case.clip,
+        models=models,
+        optimizer_bytes=1.5,
+    )
     return "compiled"
+
+
+def forwards(dag: Dag) -> Dag:
+    """``dag`` without its backwards."""
+    kept = [i for i, node in enumerate(dag.nodes) if node.compute.which is Pass.F]
+    nodes = []
+    for i in kept:
+        node = dag.nodes[i]
+        after = [
+            (kept.index(b), by)
+            for b, by in zip(node.after, node.after_by, strict=True)
+            if b in kept
+        ]
+        nodes.append(
+            replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
+        )
+    return replace(dag, nodes=tuple(nodes))
 
 
 def test_random_strategies(request: pytest.FixtureRequest) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -27,8 +27,9 @@ from piper.directives import (
 )
 from piper.errors import DirectiveError
 from piper.ir import Model, build
+from piper.lower.lower import Settings, lower
 from piper.strategy import Strategy
-from tests.facts import chain, moe, tied
+from tests.facts import at, chain, changing, masked, moe, reading, tied
 
 STAGES = partition("layer", into="PP", parts=2)
 ALL_ON_0 = place({}, devices=[0])
@@ -278,11 +279,18 @@ MISTAKES = [
         [
             "F layer[0] mixes experts",
             "layer0 has shape [4, 8, 8]",
-            "[8, ...]",
+            "[8, rows, ...]",
             "outside the region",
         ],
         [place({}, devices=[0, 1])],
         lambda: _square(chain(1)),
+    ),
+    Mistake(
+        "a number for each expert",
+        shard({"EP": "*"}),
+        ["rows0 has shape [4]", "not expert-major ([4, rows, ...])"],
+        [place({}, devices=[0, 1])],
+        lambda: _flat(moe(1, 4)),
     ),
     # order
     Mistake(
@@ -352,6 +360,187 @@ MISTAKES = [
     Mistake("no part of a GPU", stream({}, "s", sms=0), ["sms=0", "positive whole number"]),
     Mistake("unknown policy", remat({}, "some"), ["policy='some'", "none, min-cut, all"]),
 ]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Directives that are right one by one and cannot be lowered together, and parts of the
+    message."""
+
+    name: str
+    strategy: Sequence[Directive]
+    says: Sequence[str]
+    model: Callable[[], Model] = lambda: chain(2)
+    settings: Settings = field(default_factory=Settings)
+
+
+ON_TWO = [split(parts=2), place({"MB": 0}, devices=[0]), place({"MB": 1}, devices=[1])]
+
+
+def large() -> Model:
+    """A chain with activations of 4 MiB, or 2 on each of two devices."""
+    return at(chain(2), 1, whole=4096)
+
+
+REFUSALS = [
+    Refusal(
+        "not placed",
+        [place({"layer": "*"}, devices=[0])],
+        ["F embed[0] is not placed on any device", "add a place"],
+    ),
+    *(
+        Refusal(
+            f"groups of {first} and {second}",
+            [
+                STAGES,
+                place({"PP": 0}, devices=range(first)),
+                place({"PP": 1}, devices=range(first, first + second)),
+            ],
+            [
+                "F layer[0] PP[0]",
+                "F layer[1] PP[1]",
+                "one size must divide the other",
+                f"a group of {first} and one of {second}",
+                f"place({{'PP': 0}}, devices={list(range(first))})",
+                f"place({{'PP': 1}}, devices={list(range(first, first + second))})",
+            ],
+        )
+        for first, second in [(2, 3), (3, 2), (3, 4)]
+    ),
+    Refusal(
+        "experts between groups of different size",
+        [place({"EP": "-"}, devices=[0]), place({"EP": "*"}, devices=[1, 2])],
+        ["rows0", "[4, 8, 8]", "[4, 4, 8]", "not divided by rows", "groups of one size", "place("],
+        lambda: moe(1, 4),
+    ),
+    Refusal(
+        "a microbatch in two parts on one device",
+        [
+            place({"layer": 1}, devices=[0, 1]),
+            place({"layer": [0, 2]}, devices=[0]),
+            place({"layer": "-"}, devices=[0]),
+        ],
+        ["inputs[1]", "on [0, 1]", "one of [0]", "same devices", "place({'layer': 1}"],
+        lambda: masked(3),
+    ),
+    Refusal(
+        "zero=3 on two groups",
+        [*ON_TWO, replicate({}, zero=3)],
+        ["'embed.weight'", "[0], [1]", "zero=3", "lower level"],
+    ),
+    Refusal(
+        "two parts of the experts",
+        [
+            split(parts=2),
+            place({"MB": 0}, devices=[0, 1]),
+            place({"MB": 1}, devices=[1, 0]),
+            shard({"EP": "*"}),
+        ],
+        ["device", "two parts of 'experts.0'", "[0, 1]", "[1, 0]", "same order in every place"],
+        lambda: moe(1, 4),
+    ),
+    *(
+        Refusal(
+            f"parts of the experts with holders {holders}",
+            [
+                split(parts=2),
+                place({"MB": 0}, devices=[0, 1]),
+                place({"MB": 1}, devices=other),
+                shard({"EP": "*"}),
+            ],
+            ["parts of 'experts.0'", f"different numbers of devices ({holders})", "(place, shard)"],
+            lambda: moe(1, 4),
+        )
+        for other, holders in [([0, 2], "[0], [1, 2]"), ([2, 1], "[0, 2], [1]")]
+    ),
+    Refusal(
+        "a changing buffer on a group",
+        [place({}, devices=[0, 1])],
+        [
+            "F layer[0] uses the buffer 'seen', which changes",
+            "several devices ([0, 1]; place({}, devices=[0, 1]))",
+            "place all regions that use it on one device",
+            "eval()",
+        ],
+        lambda: changing(chain(2), layer=0),
+    ),
+    Refusal(
+        "a changing buffer on two groups",
+        ON_TWO,
+        [
+            "F layer[0] MB[0] uses the buffer 'seen', which changes",
+            "([0, 1]; place({'MB': 0}, devices=[0]), place({'MB': 1}, devices=[1]))",
+        ],
+        lambda: changing(chain(2), layer=0),
+    ),
+    *(
+        Refusal(
+            f"a buffer that changes in {region} and is read elsewhere",
+            TWO_STAGES,
+            [
+                f"F {first} MB[0] uses the buffer 'seen', which changes",
+                "([0, 1]; place({'PP': 0}, devices=[0]), place({'PP': 1}, devices=[1]))",
+            ],
+            model,
+        )
+        for region, first, model in [
+            ("layer 0", "layer[0] PP[0]", lambda: reading(changing(chain(2), layer=0), head=0)),
+            ("the head", "embed[0] PP[0]", lambda: reading(changing(chain(2), head=0), embed=0)),
+        ]
+    ),
+    Refusal(
+        "microbatches against a changing buffer",
+        [split(parts=2), ALL_ON_0, order({"MB": 1, "PASS": "F"}, {"MB": 0, "PASS": "F"})],
+        [
+            "F MB[1] @0  before, by 3:order",
+            "F MB[0] @0  before, by 4:buffers change in the order of microbatches",
+            "is buffers change in the order of microbatches (seen)",
+        ],
+        lambda: changing(chain(2), layer=0),
+    ),
+    Refusal(
+        "activations above the limit",
+        [split(parts=2), place({}, devices=[0, 1]), replicate({}, zero=1)],
+        [
+            "memory_limit=31,457,280 is not enough",
+            "devices 0,1 need 39,865,352 bytes (38.0 MiB)",
+            "at instruction 12 (B loss[0] MB[0])",
+            "the largest holders: saved activations 16.0 MiB, activations 16.0 MiB, "
+            "workspace 4.0 MiB, batch 2.0 MiB.",
+            "remat",
+            "more microbatches",
+        ],
+        large,
+        Settings(memory_limit=30 * 2**20),
+    ),
+    Refusal(
+        "parameters above the limit",
+        [place({}, devices=[0])],
+        [
+            "memory_limit=1,000 is not enough",
+            "devices 0 need 166,920 bytes (163.0 KiB)",
+            "largest holders: optimizer 150.0 KiB, activations 5.0 KiB",
+            "zero level",
+        ],
+        settings=Settings(memory_limit=1000, optimizer_bytes=100.0),
+    ),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: r.name.replace(" ", "-"))
+def test_what_cannot_be_lowered_is_refused_by_name(refusal: Refusal) -> None:
+    model = refusal.model()
+    dag = Strategy(refusal.strategy).apply(build(model))
+    with pytest.raises(DirectiveError) as caught:
+        lower(dag, {n: at(model, n) for n in (1, 2, 4)}, refusal.settings)
+    for part in refusal.says:
+        assert part in str(caught.value), str(caught.value)
+
+
+def _flat(model: Model) -> Model:
+    """The model with nothing but a number for each expert as its rows."""
+    values = tuple(replace(v, shape=v.shape[:1]) if v.name == "rows0" else v for v in model.values)
+    return replace(model, values=values)
 
 
 def _square(model: Model) -> Model:
