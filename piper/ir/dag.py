@@ -224,4 +224,4 @@ class Dag:
 
     def label(self, entry: int) -> str:
         """An entry of the history in short: its place and its name."""
-        return f"{entry}:{self.history[entry].split('(')[0]}"
+        return f"{entry}:{self.history[entry].split('(')[0].strip()}"

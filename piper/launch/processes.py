@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -200,14 +201,16 @@ class ProcessCrew:
         )
 
     def _accept(self, listener: Listener, timeout: float) -> Connection:
-        socket: Any = listener._listener._socket  # type: ignore[attr-defined]
+        """A worker's connection; in a thread, as one that does not answer must not stop us."""
+        coming = self._senders.submit(listener.accept)
         deadline = time.monotonic() + timeout
         while True:
-            socket.settimeout(0.2)
             try:
-                return listener.accept()
+                return coming.result(timeout=0.1)
             except TimeoutError:
                 pass
+            except (EOFError, OSError, AuthenticationError) as error:
+                raise WorkerError("a worker ended before it was ready") from error
             dead = [p for p in self._processes if p.poll() is not None]
             if dead:
                 raise WorkerError(f"a worker ended before it was ready ({_how(dead[0])})")

@@ -6,6 +6,7 @@ computes its own part, and every one of them gets the same loss.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Generator, Sequence
 from datetime import timedelta
@@ -32,10 +33,11 @@ class TorchrunCrew:
     def __init__(self, program: Program, fetch: Fetch, *, timeout: float = 600.0) -> None:
         limit = timedelta(seconds=timeout)
         where = _where(program)
-        self._began = not dist.is_initialized()
-        if self._began:
+        if not dist.is_initialized():
             _refuse_alone()
             dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=limit)
+            # not before: torch could not begin again on the same rendezvous, for another program
+            atexit.register(_end)
         devices = program.devices
         if dist.get_world_size() != len(devices):
             raise PiperError(
@@ -78,8 +80,11 @@ class TorchrunCrew:
 
     def close(self) -> None:
         self._comm.close()
-        if self._began and dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _refuse_alone() -> None:
