@@ -1,0 +1,126 @@
+"""The same step on virtual devices, in processes and under torchrun; and a worker that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import piper
+from piper.models import MoEConfig, MoETransformer, lm_loss
+
+ROOT = Path(__file__).parent.parent
+CONFIG = MoEConfig(
+    vocab=32, dim=8, heads=2, mlp_dim=8, max_seq=4, layers=2, experts=2, top_k=1, dropout=0.1
+)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randint(32, (8, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def compiled(zero: int) -> piper.Program:
+    """Two stages of two devices, listed backwards in one of them; experts divided."""
+    torch.manual_seed(0)
+    strategy = piper.Strategy(
+        [
+            piper.partition("layer", into="PP", parts=2),
+            piper.split(parts=2),
+            piper.place({"PP": 0}, devices=[0, 2]),
+            piper.place({"PP": 1}, devices=[3, 1]),
+            piper.replicate({"EP": "-"}, zero=zero, bucket_mb=0.001),
+            piper.shard({"EP": "*"}),
+        ]
+    )
+    x = batch(0)
+    return piper.compile(
+        MoETransformer(CONFIG),
+        strategy,
+        inputs=(x,),
+        targets=(x,),
+        loss=lm_loss,
+        optimizer=sgd,
+        clip_norm=0.5,
+    )
+
+
+def trained(trainer: piper.Trainer, steps: int = 3) -> list[torch.Tensor]:
+    """Everything that a caller sees of some steps, and the state after them."""
+    found = []
+    for step in range(steps):
+        result = trainer.step(batch(step), batch(step))
+        assert result.grad_norm is not None
+        found += [result.loss, result.grad_norm, trainer.evaluate(batch(9), batch(9)).loss]
+    return found + list(trainer.state_dict().values())
+
+
+def train_on(trainer: piper.Trainer) -> None:
+    """Train until something goes wrong."""
+    for step in range(100_000):
+        trainer.step(batch(step), batch(step))
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: Path) -> None:
+    program = compiled(zero=2)
+    with piper.launch(program) as virtual:
+        expected = trained(virtual)
+        virtual.save(tmp_path / "state")
+        after = trained(virtual)
+    trainer = piper.launch(program, on="processes", timeout=120)
+    with trainer:
+        assert_same(trained(trainer), expected)
+        trainer.load(tmp_path / "state")
+        assert_same(trained(trainer), after)
+        crew = trainer._crew
+        workers = [worker.process for worker in crew._workers]
+        folder = Path(crew._folder.name)
+        threading.Timer(0.2, os.kill, (workers[2].pid, signal.SIGKILL)).start()
+        with pytest.raises(piper.PiperError, match=r"device 2 died at instruction .*SIGKILL"):
+            train_on(trainer)
+    assert all(worker.poll() is not None for worker in workers)
+    assert not folder.exists()
+
+
+def test_torchrun_equals_virtual_devices(tmp_path: Path) -> None:
+    with piper.launch(compiled(zero=3)) as virtual:
+        expected = trained(virtual, steps=2)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, piper\n"
+        "from tests.test_launchers import compiled, trained\n"
+        "torch.set_num_threads(1)\n"
+        "with piper.launch(compiled(zero=3), on='torchrun') as trainer:\n"
+        "    found = trained(trainer, steps=2)\n"
+        "torch.save(found, sys.argv[1] + '.' + str(torch.distributed.get_rank()))\n"
+    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    result = subprocess.run(
+        [sys.executable, *command, str(script), str(tmp_path / "found")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    for rank in range(4):
+        assert_same(torch.load(tmp_path / f"found.{rank}"), expected)
+
+
+def test_without_torchrun_it_is_refused() -> None:
+    with pytest.raises(piper.PiperError, match="start the script with torchrun"):
+        piper.launch(compiled(zero=0), on="torchrun")
