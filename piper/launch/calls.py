@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 
@@ -14,8 +13,6 @@ class Task:
     """What a worker is to be."""
 
     device: int
-    folder: Path
-    """Where the program, the weights and the callables are."""
     port: int
     threads: int
     timeout: float

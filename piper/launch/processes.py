@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from torch._ops import OpOverload
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, receive, send
 from piper.launch.crew import Report, Restored
+from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.portable import Portions
@@ -49,6 +48,19 @@ class _Worker:
     device: int
     process: subprocess.Popen[bytes]
     connection: Connection
+    sender: threading.Thread | None = None
+
+    def send(self, call: Call) -> None:
+        """In a thread: a worker that does not read must not stop the caller. One that is gone is
+        noticed where its answer is waited for."""
+        self.sender = threading.Thread(target=_send, args=(self.connection, call), daemon=True)
+        self.sender.start()
+
+    def release(self) -> None:
+        """Forget a worker that has ended."""
+        if self.sender is not None:
+            self.sender.join()  # there is nobody left to wait for
+        self.connection.close()
 
 
 class ProcessCrew:
@@ -77,8 +89,7 @@ class ProcessCrew:
         self._folder = tempfile.TemporaryDirectory(prefix="piper-")
         self._workers: list[_Worker] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._senders = ThreadPoolExecutor(len(program.devices))
-        self._running = program.plans
+        self._running: Sequence[Plan] = ()
         self._store: dist.TCPStore | None = None
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         try:
@@ -94,17 +105,15 @@ class ProcessCrew:
         return self._run("evaluate", batch)
 
     def export(self, *, optimizer: bool) -> list[Portions]:
-        self._send([Call("export", optimizer)] * len(self._workers))
-        return self._answers(self._timeout)
+        return self._ask([Call("export", optimizer)] * len(self._workers))
 
     def restore(self, state: Restored) -> None:
-        self._send([Call("restore", state)] * len(self._workers))
-        self._answers(self._timeout)
+        self._ask([Call("restore", state)] * len(self._workers))
 
     def close(self) -> None:
         """End all workers: those that wait for a call by themselves, others by force."""
         for worker in self._workers:
-            self._senders.submit(_send_quietly, worker.connection, Call("stop"))
+            worker.send(Call("stop"))
         self._end_workers(_GRACE)
 
     def _end_workers(self, grace: float) -> None:
@@ -113,9 +122,8 @@ class ProcessCrew:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
         self._finalizer()  # ends by force what is left, and with it whatever waits for it
-        self._senders.shutdown(wait=False)
         for worker in self._workers:
-            worker.connection.close()
+            worker.release()
         self._workers.clear()
         self._store = None
 
@@ -126,39 +134,25 @@ class ProcessCrew:
         program = self._program
         self._write(folder)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        key = secrets.token_bytes(32)
         share = max(1, (os.cpu_count() or 1) // len(program.devices))
-        with Listener(("127.0.0.1", 0), backlog=len(program.devices), authkey=key) as listener:
-            host, port = listener.address
-            for device in program.devices:
-                (folder / f"at.{device}").write_bytes(bytes(8))
-                self._spawn(f"{host}:{port}", key)
-            for device in program.devices:
-                connection = self._accept(listener, timeout)
-                task = Task(
-                    device=device,
-                    folder=folder,
-                    port=self._store.port,
-                    threads=threads or share,
-                    timeout=self._timeout,
-                    start_timeout=timeout,
-                    paths=tuple(sys.path),
-                    imports=imports,
-                )
-                process = self._greet(connection, task, timeout)
-                self._workers.append(_Worker(device, process, connection))
+        tasks = [
+            Task(
+                device=device,
+                port=self._store.port,
+                threads=threads or share,
+                timeout=self._timeout,
+                start_timeout=timeout,
+                paths=tuple(sys.path),
+                imports=imports,
+            )
+            for device in program.devices
+        ]
+        for task in tasks:
+            (folder / f"at.{task.device}").write_bytes(bytes(8))
+            self._workers.append(self._spawn(task.device, folder))
+        for worker, task in zip(self._workers, tasks, strict=True):
+            worker.send(Call("start", task))
         self._answers(timeout)
-
-    def _greet(self, connection: Connection, task: Task, timeout: float) -> subprocess.Popen[bytes]:
-        """Tell a worker what it is to be; it says who it is."""
-        try:
-            send(connection, task)
-            if not connection.poll(timeout):
-                raise WorkerError(f"a worker did not answer within {timeout:g} s")
-            pid = receive(connection)
-        except (EOFError, OSError) as error:
-            raise WorkerError("a worker ended before it was ready") from error
-        return next(p for p in self._processes if p.pid == pid)
 
     def _write(self, folder: Path) -> None:
         try:
@@ -184,41 +178,24 @@ class ProcessCrew:
             ) from error
         (folder / "callables").write_bytes(callables)
 
-    def _spawn(self, address: str, key: bytes) -> None:
-        environment = {**os.environ, "PIPER_WORKER_KEY": key.hex()}
+    def _spawn(self, device: int, folder: Path) -> _Worker:
+        environment = dict(os.environ)
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        self._processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "piper.launch.worker", address],
+        here, there = Pipe()
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "piper.launch.worker", str(there.fileno()), str(folder)],
                 stdin=subprocess.PIPE,
                 env=environment,
+                pass_fds=[there.fileno()],
                 start_new_session=True,  # Ctrl-C is the caller's to handle
             )
-        )
-
-    def _accept(self, listener: Listener, timeout: float) -> Connection:
-        """A worker's connection; in a thread, as one that does not answer must not stop us."""
-        coming = self._senders.submit(listener.accept)
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                return coming.result(timeout=0.1)
-            except TimeoutError:
-                pass
-            except (EOFError, OSError, AuthenticationError) as error:
-                raise WorkerError("a worker ended before it was ready") from error
-            dead = [p for p in self._processes if p.poll() is not None]
-            if dead:
-                raise WorkerError(f"a worker ended before it was ready ({_how(dead[0])})")
-            if time.monotonic() > deadline:
-                raise WorkerError(
-                    f"only {len(self._workers)} of {len(self._processes)} workers came up within "
-                    f"{timeout:g} s"
-                )
+        self._processes.append(process)
+        return _Worker(device, process, here)
 
     # running
 
@@ -233,43 +210,44 @@ class ProcessCrew:
             Call(method, [x.cpu().clone() for x in cut(of[w.device], code, w.device, batch)])
             for w in self._workers
         ]
-        self._send(calls)
-        reports: list[Report] = self._answers(self._timeout)
+        reports: list[Report] = self._ask(calls)
         return Report(reports[0].total, reports[0].norm, max(r.memory for r in reports))
 
-    def _send(self, calls: Sequence[Call]) -> None:
+    def _ask(self, calls: Sequence[Call]) -> list[Any]:
+        """What the workers answer. An interrupt ends them: calls that only some of them know of,
+        or answers that nobody read, would be mistaken for others later."""
         if not self._workers:
             raise WorkerError("the workers have ended after an error: launch the program again")
-        for worker, call in zip(self._workers, calls, strict=True):
-            # in a thread: a worker that does not read must not stop the caller
-            self._senders.submit(_send_quietly, worker.connection, call)
+        try:
+            for worker, call in zip(self._workers, calls, strict=True):
+                worker.send(call)
+            return self._answers(self._timeout)
+        except KeyboardInterrupt:
+            self._end_workers(0.0)
+            raise
 
     def _answers(self, timeout: float) -> list[Any]:
         """What every worker answers; the first that fails or dies ends all."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
-        try:
-            while len(answers) < len(self._workers):
-                waiting = [w for w in self._workers if w.device not in answers]
-                left = deadline - time.monotonic()
-                ready = wait([w.connection for w in waiting], timeout=min(0.1, max(0.0, left)))
-                for worker in waiting:
-                    if worker.connection in ready:
-                        answers[worker.device] = self._answer(worker)
-                    elif worker.process.poll() is not None and not worker.connection.poll():
-                        self._fail_with_death()
-                if left <= 0:
-                    self._fail(f"no answer within {timeout:g} s", waiting)
-        except KeyboardInterrupt:
-            self._end_workers(0.0)
-            raise
+        while len(answers) < len(self._workers):
+            waiting = [w for w in self._workers if w.device not in answers]
+            left = deadline - time.monotonic()
+            ready = wait([w.connection for w in waiting], timeout=min(0.1, max(0.0, left)))
+            for worker in waiting:
+                if worker.connection in ready:
+                    answers[worker.device] = self._answer(worker)
+                elif worker.process.poll() is not None and not worker.connection.poll():
+                    self._fail_with_death(worker)
+            if left <= 0:
+                self._fail_with_silence(timeout, waiting)
         return [answers[worker.device] for worker in self._workers]
 
     def _answer(self, worker: _Worker) -> Any:
         try:
             answer = receive(worker.connection)
         except (EOFError, OSError):
-            self._fail_with_death()
+            self._fail_with_death(worker)
         if isinstance(answer, Failure):
             self._fail_with(worker, answer)
         return answer
@@ -278,8 +256,9 @@ class ProcessCrew:
         """A failed communication is most likely a consequence: look for what caused it first."""
         deadline = time.monotonic() + _GRACE / 2
         while failure.consequence and time.monotonic() < deadline:
-            if any(w.process.poll() not in (None, 0) for w in self._workers):
-                self._fail_with_death()
+            for other in self._workers:
+                if other.process.poll() not in (None, 0):
+                    self._fail_with_death(other)
             for other in self._workers:
                 found = _said(other.connection)
                 if isinstance(found, Failure) and not found.consequence:
@@ -298,33 +277,30 @@ class ProcessCrew:
         )
         raise WorkerError(text) from cause
 
-    def _fail_with_death(self) -> None:
-        deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline:
-            for worker in self._workers:
-                if worker.process.poll() not in (None, 0):
-                    at = self._at(worker)
-                    text = f"the worker of device {worker.device} died{at}: {_how(worker.process)}"
-                    self._end_workers(0.0)
-                    raise WorkerError(text)
-            time.sleep(0.02)
-        self._fail("a worker closed its connection", self._workers)
+    def _fail_with_death(self, worker: _Worker) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_GRACE)
+        text = f"the worker of device {worker.device} died{self._at(worker)}: {_how(worker)}"
+        self._end_workers(0.0)
+        raise WorkerError(text)
 
-    def _fail(self, what: str, workers: Sequence[_Worker]) -> None:
-        lines = [what, *(f"  device {w.device}{self._at(w)}" for w in workers)]
+    def _fail_with_silence(self, timeout: float, workers: Sequence[_Worker]) -> None:
+        lines = [f"no answer within {timeout:g} s"]
+        lines += [f"  from the worker of device {w.device}{self._at(w)}" for w in workers]
         self._end_workers(0.0)
         raise WorkerError("\n".join(lines))
 
     def _at(self, worker: _Worker) -> str:
         """Where a worker is, or was last."""
+        if not self._running:
+            return " before it was ready"
         data = (Path(self._folder.name) / f"at.{worker.device}").read_bytes()
         place = int.from_bytes(data, sys.byteorder)
         plan = next(plan for plan in self._running if worker.device in plan.devices)
         return f" at instruction {place} ({plan.instructions[place].name})"
 
 
-def _send_quietly(connection: Connection, call: Call) -> None:
-    """A worker that is gone is noticed where its answer is waited for."""
+def _send(connection: Connection, call: Call) -> None:
     with contextlib.suppress(OSError):
         send(connection, call)
 
@@ -353,9 +329,11 @@ def _modules_of_ops(program: Program) -> tuple[str, ...]:
     return tuple(sorted(modules - {"__main__"}))
 
 
-def _how(process: subprocess.Popen[bytes]) -> str:
-    code = process.returncode
-    if code is not None and code < 0:
+def _how(worker: _Worker) -> str:
+    code = worker.process.returncode
+    if code is None:
+        return "it closed its connection"
+    if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
 

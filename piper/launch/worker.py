@@ -1,12 +1,14 @@
 """A worker process: one device, driven over a connection by the process that started it.
 
-    python -m piper.launch.worker ADDRESS
+    python -m piper.launch.worker DESCRIPTOR FOLDER
 
-Its standard input is a pipe that its parent holds open: when that ends, so does the worker.
+The descriptor is its end of a connection; the folder holds the program, the weights and the
+callables. Standard input is a pipe that the parent holds open: when that ends, so does the worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import mmap
 import os
@@ -16,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Generator
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,50 +38,43 @@ from piper.runtime.state import Fetch
 from piper.weights import materialised
 
 
-def main(address: str) -> None:
+class _NobodyThereError(Exception):
+    """The parent has closed its end of the connection."""
+
+
+def main(descriptor: int, folder: Path) -> None:
     """Serve until told to stop."""
-    shared: list[Path] = []
-    threading.Thread(target=_end_with_parent, args=(shared,), daemon=True).start()
-    key = bytes.fromhex(os.environ.pop("PIPER_WORKER_KEY"))
-    host, port = address.split(":")
-    with Client((host, int(port)), authkey=key) as connection:
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    with Connection(descriptor) as connection:
         try:
-            task: Task = receive(connection)
-            shared.append(task.folder)
-            send(connection, os.getpid())
-            device, comm = _start(task)
-            send(connection, None)
-            _serve(connection, device)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+            _serve(connection, folder)
+        except _NobodyThereError:
             threading.Event().wait(10)  # the parent is gone, or about to end this process
-            return
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            send(connection, _failure(error))
-            return
-        comm.close()
+            with contextlib.suppress(OSError):
+                send(connection, _failure(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the communicators' threads need not be waited for
 
 
-def _end_with_parent(shared: list[Path]) -> None:
+def _end_with_parent(folder: Path) -> None:
     """Wait until the parent is gone; nobody else will clean up then."""
     os.read(0, 1)
-    for folder in shared:
-        while folder.exists():  # the other workers do the same
-            shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists():  # the other workers do the same
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _start(task: Task) -> tuple[Device, Distributed]:
+def _start(task: Task, folder: Path) -> tuple[Device, Distributed]:
     import cloudpickle
 
     sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
     for module in task.imports:
         importlib.import_module(module)
     torch.set_num_threads(task.threads)
-    optimizer, scheduler, init = cloudpickle.loads((task.folder / "callables").read_bytes())
-    program = Program.load(task.folder / "program", optimizer=optimizer, scheduler=scheduler)
+    optimizer, scheduler, init = cloudpickle.loads((folder / "callables").read_bytes())
+    program = Program.load(folder / "program", optimizer=optimizer, scheduler=scheduler)
     devices = program.devices
     where = _where(program, task.device)
     timeout, start = timedelta(seconds=task.timeout), timedelta(seconds=task.start_timeout)
@@ -94,9 +89,9 @@ def _start(task: Task) -> tuple[Device, Distributed]:
     dist.barrier()  # all are there: from here on they are given the time of a step
     plans = (*program.plans, *program.evaluation_plans)
     comm = Distributed(task.device, devices, plans, timeout, program.streams)
-    fetch = _fetcher(task.folder, program, init)
+    fetch = _fetcher(folder, program, init)
     device = Device(program, task.device, where, comm, fetch, Runners(program.compiler))
-    device.show_progress_in(_shared_place(task.folder / f"at.{task.device}"))
+    device.show_progress_in(_shared_place(folder / f"at.{task.device}"))
     return device, comm
 
 
@@ -127,10 +122,11 @@ def _shared_place(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
 
 
-def _serve(connection: Connection, device: Device) -> None:
+def _serve(connection: Connection, folder: Path) -> None:
+    device, comm = _start(_next(connection).argument, folder)
+    send(connection, None)
     while True:
-        call: Call = receive(connection)
-        match call:
+        match call := _next(connection):
             case Call("step", given):
                 send(connection, _finished(device.step(given)))
             case Call("evaluate", given):
@@ -141,9 +137,18 @@ def _serve(connection: Connection, device: Device) -> None:
                 device.restore(state)
                 send(connection, None)
             case Call("stop"):
+                comm.close()
                 return
             case _:
                 raise AssertionError(f"a worker cannot {call.method}")
+
+
+def _next(connection: Connection) -> Call:
+    try:
+        call: Call = receive(connection)
+    except (EOFError, OSError) as error:
+        raise _NobodyThereError from error
+    return call
 
 
 def _finished(run: Generator[Pending, None, Report]) -> Report:
@@ -178,4 +183,4 @@ def _failure(error: Exception) -> Failure:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,103 @@
+"""Things that go wrong when they are told to: an operation, optimizers, ``init``.
+
+Workers import this, by the names that programs and callables carry; it needs nothing but torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Act(IntEnum):
+    """What the operation does on finding this number among the tokens."""
+
+    RAISE = 0
+    KILL = 1
+    STOP = 2
+    EXIT = 3
+    INTERRUPT_PARENT = 4
+    KILL_PARENT = 5
+
+
+class ToldToFailError(Exception):
+    """An error of the user's own."""
+
+
+@torch.library.custom_op("piper_tests::act", mutates_args=())
+def act(tokens: Tensor) -> Tensor:
+    """The tokens as they are, unless one of them says otherwise."""
+    found = tokens[tokens < len(Act)]
+    if found.numel():
+        _do(Act(int(found[0])))
+    return tokens.clone()
+
+
+@act.register_fake
+def _(tokens: Tensor) -> Tensor:
+    return torch.empty_like(tokens)
+
+
+def _do(what: Act) -> None:
+    match what:
+        case Act.RAISE:
+            _hold_up(os.getppid())
+            raise ToldToFailError("told to fail")
+        case Act.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Act.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case Act.EXIT:
+            os._exit(0)
+        case Act.INTERRUPT_PARENT:
+            os.kill(os.getppid(), signal.SIGINT)
+        case Act.KILL_PARENT:
+            os.kill(os.getppid(), signal.SIGKILL)
+
+
+def _hold_up(process: int) -> None:
+    """Stop ``process`` for two seconds: when it goes on, other workers, too, have failed, because
+    this one is gone. It must find out which of them is to blame."""
+    later = f"sleep 2; kill -CONT {process}"
+    subprocess.Popen(["sh", "-c", later], start_new_session=True, stdin=subprocess.DEVNULL)
+    os.kill(process, signal.SIGSTOP)
+
+
+class Worn(torch.optim.SGD):
+    """Fails in its third step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.left = 2
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.left:
+            raise ToldToFailError("worn out")
+        self.left -= 1
+        return super().step(closure)
+
+
+class Unreadable:
+    """An optimizer that can be sent, but not received."""
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fail, ("not to be read",)
+
+
+def _fail(*_: object) -> Any:
+    raise ToldToFailError("told to fail")
+
+
+def bad_init(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """Fails as reading from a file that is cut short does."""
+    raise EOFError(f"no values for {name}")

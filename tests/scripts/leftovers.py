@@ -1,0 +1,54 @@
+"""What a process has and leaves behind, read from ``/proc``: children and ports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def children() -> set[int]:
+    """The processes that this one has started and, if they ended, not waited for."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _parent(entry) == os.getpid():
+            found.add(int(entry.name))
+    return found
+
+
+def alive(process: int) -> bool:
+    """Whether a process, of whomever, has not ended."""
+    try:
+        return _fields(Path(f"/proc/{process}"))[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ports() -> set[int]:
+    """The TCP ports that this process listens on."""
+    mine = {_target(link) for link in Path("/proc/self/fd").iterdir()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in mine:
+                found.add(int(local.rpartition(":")[2], 16))
+    return found
+
+
+def _parent(entry: Path) -> int:
+    try:
+        return int(_fields(entry)[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _fields(entry: Path) -> list[str]:
+    """A process's state, its parent and so on: what follows its name, which may contain spaces."""
+    return (entry / "stat").read_text().rpartition(")")[2].split()
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""

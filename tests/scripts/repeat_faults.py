@@ -1,0 +1,36 @@
+"""Runs every test of ``test_processes.py`` and ``test_torchrun.py`` many times over.
+
+    python tests/scripts/repeat_faults.py 20 [what pytest takes, such as -x or -k killed]
+
+It is a plugin of pytest's, too, which gives each test as many times as ``--times`` says.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", type=int, default=1, help="how often each test is run")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    times = metafunc.config.getoption("--times")
+    metafunc.fixturenames.append("time")
+    metafunc.parametrize("time", range(times))
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    sys.path.insert(0, str(ROOT))
+    times, *more = sys.argv[1:]
+    plugin = ["-p", "tests.scripts.repeat_faults", "--times", times]
+    tests = ["tests/test_processes.py", "tests/test_torchrun.py"]
+    sys.exit(pytest.main([*plugin, "-m", "not gpu", "--numprocesses", "2", *tests, *more]))

@@ -1,0 +1,35 @@
+"""Trains on worker processes until something happens to it.
+
+    victim.py PROGRAM ACT
+
+It prints the ids of its workers, and then makes one of them do ``ACT``. If it can end in order
+then, it has an idle trainer, too. It closes none.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import piper
+from tests.scripts.cases import ON_ONE, acting
+from tests.scripts.faulty import Act
+from tests.scripts.leftovers import children
+
+
+def main(path: Path, what: Act) -> None:
+    program = ON_ONE.load(path)
+    count = 2 if what is Act.INTERRUPT_PARENT else 1
+    trainers = [piper.launch(program, on="processes", threads=1) for _ in range(count)]
+    print(*children(), flush=True)
+    for trainer in trainers:
+        trainer.step(*acting(what))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
+    main(Path(sys.argv[1]), Act[sys.argv[2]])
