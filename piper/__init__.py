@@ -1,16 +1,19 @@
 """Piper: distributed training of PyTorch models from named regions and a few directives."""
 
+from piper import strategies
 from piper.capture.regions import annotate
 from piper.compiler import compile
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
 from piper.errors import CaptureError, DirectiveError, PiperError
 from piper.launch import Trainer, launch
+from piper.lower.schedule import Costs
 from piper.program import Program
 from piper.strategy import Strategy
 from piper.weights import Source
 
 __all__ = [
     "CaptureError",
+    "Costs",
     "DirectiveError",
     "PiperError",
     "Program",
@@ -27,5 +30,6 @@ __all__ = [
     "replicate",
     "shard",
     "split",
+    "strategies",
     "stream",
 ]

@@ -34,6 +34,7 @@ from piper.ir.build import build
 from piper.ir.dag import Dag
 from piper.ir.facts import Model, Variants, facts_of
 from piper.lower.lower import Lowered, Settings, lower
+from piper.lower.schedule import Costs
 from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
@@ -63,6 +64,7 @@ def compile(
     remat: str | None = None,
     clip_norm: float | None = None,
     memory_limit: int | None = None,
+    costs: Costs | None = None,
     seed: int = 0,
 ) -> Program:
     """Compile ``model`` for training under ``strategy``.
@@ -72,14 +74,15 @@ def compile(
     is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step.
     ``init`` fills the parameters of a model on the meta device. ``precision="bf16"`` computes in
     bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all gradients.
-    ``memory_limit`` is the bytes that a device has: a strategy that needs more is refused. ``seed``
-    is for ``init`` and for random operations.
+    ``memory_limit`` is the bytes that a device has: a strategy that needs more is refused.
+    ``costs`` says how fast devices compute and communicate: what a strategy leaves open is ordered
+    by it. ``seed`` is for ``init`` and for random operations.
     """
     if not isinstance(strategy, Strategy):
         raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
     training = Training(optimizer, scheduler, clip_norm, precision, seed)
     training.check()
-    _check(init, memory_limit)
+    _check(init, memory_limit, costs)
     try_scheduler(optimizer, scheduler)
     shape = _shape(strategy, Batch.of(inputs, targets).size)
     how = _Capture(
@@ -87,7 +90,13 @@ def compile(
     )
     with _no_collection():
         captured = {n: how.at(n) for n in shape.groups}
-        found = _compile(strategy, captured, training, memory_limit)
+        settings = Settings(
+            clip=training.clip_norm is not None,
+            optimizer_bytes=state_bytes(training.optimizer),
+            memory_limit=memory_limit,
+            costs=costs or Costs(),
+        )
+        found = _compile(strategy, captured, training, settings)
         first = next(iter(captured.values()))
         if _depends_on_mode(first, model, loss):
             with _evaluating(model, loss):
@@ -119,12 +128,14 @@ def compile(
     return program
 
 
-def _check(init: object, memory_limit: object) -> None:
+def _check(init: object, memory_limit: object, costs: object) -> None:
     if init is not None and not callable(init):
         raise PiperError(f"init={init!r} must be a function (name, tensor, generator)")
     limit = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
     if memory_limit is not None and not (limit and memory_limit > 0):  # type: ignore[operator]
         raise PiperError(f"memory_limit={memory_limit!r} must be a number of bytes, or None")
+    if not isinstance(costs, Costs | None):
+        raise PiperError(f"costs={costs!r} must be piper.Costs(...), or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +211,10 @@ def _compile(
     strategy: Strategy,
     captured: Mapping[int, Captured],
     training: Training,
-    memory_limit: int | None,
+    settings: Settings,
 ) -> _Compiled:
     """Apply and lower the strategy."""
     placed, models, code = _placed(strategy, captured)
-    settings = Settings(
-        clip=training.clip_norm is not None,
-        optimizer_bytes=state_bytes(training.optimizer),
-        memory_limit=memory_limit,
-    )
     lowered = lower(placed, models, settings)
     if training.optimizer is not None:
         check_divisible(training.optimizer, lowered.dag)

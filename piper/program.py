@@ -21,6 +21,7 @@ from piper.capture.model import Captured, Precision
 from piper.capture.program import Kind, Pass, Ref
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.tensors import TensorSpec
+from piper.directives.partition import Partition
 from piper.errors import PiperError
 from piper.ir.build import build
 from piper.ir.dag import Bucket, Compute, Dag, StreamRule
@@ -29,9 +30,9 @@ from piper.ir.text import text
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
-from piper.lower.schedule import Schedule
 from piper.optimizer import OptimizerFactory, SchedulerFactory
 from piper.strategy import Strategy
+from piper.view.timetable import Timetable
 from piper.weights import Source, StateNames
 
 
@@ -160,9 +161,12 @@ class Program:
         return self.lowered.dag
 
     @property
-    def schedule(self) -> Schedule:
-        """When each node starts and ends in the simulated execution that ordered the plans."""
-        return self.lowered.schedule
+    def schedule(self) -> Timetable:
+        """When each node starts and ends in the simulated execution that ordered the plans;
+        printed, a grid of the computations."""
+        lowered = self.lowered
+        stages = [d.into for d in self.strategy.directives if isinstance(d, Partition)]
+        return Timetable.of(lowered.dag, lowered.classes, lowered.schedule, stages)
 
     @property
     def devices(self) -> tuple[int, ...]:

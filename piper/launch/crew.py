@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from piper.runtime.portable import Portions
+from piper.runtime.recording import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Report:
     """The squared norm of all gradients."""
     memory: int
     """The most bytes that one device has held."""
+    measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
+    """By device, what its instructions took, if that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,10 @@ class Crew(Protocol):
 
     def step(self, batch: Sequence[Tensor]) -> Report:
         """Train on one batch."""
+        ...
+
+    def profile(self, batch: Sequence[Tensor]) -> Report:
+        """Train on one batch, and measure every instruction."""
         ...
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, Place
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
+from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState, Fetch
 from piper.runtime.streams import streams_for
 
@@ -36,6 +38,7 @@ class Device:
         self.state = DeviceState(program, number, where, fetch)
         streams = streams_for(where, program.streams)
         self.executor = Executor(self.state, comm, streams, runners)
+        self._program = program
         self._training = self.executor.load(program.plan_of(number), program.code)
         plan = next(p for p in program.evaluation_plans if number in p.devices)
         self._evaluation = self.executor.load(plan, program.evaluation_code)
@@ -50,6 +53,17 @@ class Device:
         self.state.advance()
         assert totals.loss is not None
         return Report(totals.loss, totals.norm, memory_of(self.state.where))
+
+    def profile(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
+        """One step of training, timed instruction by instruction."""
+        recorder, program = Recorder(), self._program
+        loaded = self.executor.load(program.plan_of(self.number), program.code, recorder)
+        usual, self._training = self._training, loaded
+        try:
+            report = yield from self.step(given)
+        finally:
+            self._training = usual
+        return replace(report, measured={self.number: recorder.take()})
 
     def evaluate(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
         """The forwards alone."""

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,9 @@ class ProcessCrew:
 
     def step(self, batch: Sequence[Tensor]) -> Report:
         return self._run("step", batch)
+
+    def profile(self, batch: Sequence[Tensor]) -> Report:
+        return self._run("profile", batch)
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         return self._run("evaluate", batch)
@@ -211,7 +214,9 @@ class ProcessCrew:
             for w in self._workers
         ]
         reports: list[Report] = self._ask(calls)
-        return Report(reports[0].total, reports[0].norm, max(r.memory for r in reports))
+        measured = {device: row for report in reports for device, row in report.measured.items()}
+        memory = max(report.memory for report in reports)
+        return replace(reports[0], memory=memory, measured=measured)
 
     def _ask(self, calls: Sequence[Call]) -> list[Any]:
         """What the workers answer. An interrupt ends them: calls that only some of them know of,

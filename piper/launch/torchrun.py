@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +64,14 @@ class TorchrunCrew:
         program = self._program
         plan = program.plan_of(self._number)
         return _finished(self._device.step(cut(plan, program.code, self._number, batch)))
+
+    def profile(self, batch: Sequence[Tensor]) -> Report:
+        program = self._program
+        plan = program.plan_of(self._number)
+        report = _finished(self._device.profile(cut(plan, program.code, self._number, batch)))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, dict(report.measured), group=self._objects)
+        return replace(report, measured={d: row for one in everyone for d, row in one.items()})
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program

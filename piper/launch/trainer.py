@@ -17,6 +17,7 @@ from torch import Tensor
 from piper.errors import PiperError
 from piper.launch.checkpoint import read, whole_state, write
 from piper.launch.crew import Crew, Report, Restored
+from piper.launch.profile import Profile
 from piper.program import Program
 
 
@@ -82,6 +83,14 @@ class Trainer:
     def evaluate(self, *batch: Any, pad: Sequence[float | int] | None = None) -> StepResult:
         """The loss of one batch in evaluation mode; nothing is changed."""
         return self._run(self._devices.evaluate, batch, pad)
+
+    def profile(self, *batch: Any) -> Profile:
+        """Train on one global batch, and measure every instruction of every device."""
+        if self.program.device.type != "cpu":
+            raise PiperError("profile() reads the host's clock, and runs on CPUs only")
+        report = self._devices.profile(self._tensors(batch, None))
+        self.steps += 1
+        return Profile(self.program, report.measured)
 
     def fit(
         self, batches: Iterable[Sequence[Any]], *, steps: int | None = None, progress: bool = True

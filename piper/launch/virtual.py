@@ -7,6 +7,7 @@ waits for whom.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -43,6 +44,10 @@ class VirtualCrew:
     def step(self, batch: Sequence[Tensor]) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
         return self._drive([d.step(p) for d, p in zip(self._devices, parts, strict=True)])
+
+    def profile(self, batch: Sequence[Tensor]) -> Report:
+        parts = self._cut(self._program.plans, self._program.code, batch)
+        return self._drive([d.profile(p) for d, p in zip(self._devices, parts, strict=True)])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program
@@ -93,7 +98,8 @@ class VirtualCrew:
                     reports.append(end.value)
             if not moved:
                 raise PiperError(self._stuck(waiting))
-        return reports[0]
+        measured = {d: row for report in reports for d, row in report.measured.items()}
+        return replace(reports[0], measured=measured)
 
     def _stuck(self, waiting: dict[int, Pending | None]) -> str:
         lines = ["no device can go on:"]

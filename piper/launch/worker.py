@@ -8,7 +8,6 @@ callables. Standard input is a pipe that the parent holds open: when that ends, 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import mmap
 import os
@@ -17,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Generator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,15 +47,21 @@ def main(descriptor: int, folder: Path) -> None:
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     with Connection(descriptor) as connection:
         try:
-            _serve(connection, folder)
+            _serve_or_tell(connection, folder)
         except _NobodyThereError:
             threading.Event().wait(10)  # the parent is gone, or about to end this process
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            with contextlib.suppress(OSError):
-                send(connection, _failure(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the communicators' threads need not be waited for
+
+
+def _serve_or_tell(connection: Connection, folder: Path) -> None:
+    try:
+        _serve(connection, folder)
+    except _NobodyThereError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+        _answer(connection, _failure(error))
 
 
 def _end_with_parent(folder: Path) -> None:
@@ -124,18 +130,20 @@ def _shared_place(path: Path) -> memoryview:
 
 def _serve(connection: Connection, folder: Path) -> None:
     device, comm = _start(_next(connection).argument, folder)
-    send(connection, None)
+    _answer(connection, None)
     while True:
         match call := _next(connection):
             case Call("step", given):
-                send(connection, _finished(device.step(given)))
+                _answer(connection, _finished(device.step(given)))
+            case Call("profile", given):
+                _answer(connection, _finished(device.profile(given)))
             case Call("evaluate", given):
-                send(connection, _finished(device.evaluate(given)))
+                _answer(connection, _finished(device.evaluate(given)))
             case Call("export", optimizer):
-                send(connection, device.export(optimizer=optimizer))
+                _answer(connection, device.export(optimizer=optimizer))
             case Call("restore", Restored() as state):
                 device.restore(state)
-                send(connection, None)
+                _answer(connection, None)
             case Call("stop"):
                 comm.close()
                 return
@@ -151,6 +159,13 @@ def _next(connection: Connection) -> Call:
     return call
 
 
+def _answer(connection: Connection, message: Any) -> None:
+    try:
+        send(connection, message)
+    except OSError as error:
+        raise _NobodyThereError from error
+
+
 def _finished(run: Generator[Pending, None, Report]) -> Report:
     """Drive a step to its end, waiting where it must."""
     while True:
@@ -158,11 +173,8 @@ def _finished(run: Generator[Pending, None, Report]) -> Report:
             pending = next(run)
         except StopIteration as end:
             report: Report = end.value
-            return Report(
-                report.total.cpu(),
-                None if report.norm is None else report.norm.cpu(),
-                report.memory,
-            )
+            norm = None if report.norm is None else report.norm.cpu()
+            return replace(report, total=report.total.cpu(), norm=norm)
         try:
             pending.wait()
         except Exception as error:

@@ -25,6 +25,11 @@ class Handle(Protocol):
         """Return when it is over."""
         ...
 
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """When it was taken up and when it was over, on ``time.monotonic``, if that is known."""
+        ...
+
 
 class Comm(Protocol):
     """One device's end of all communication."""

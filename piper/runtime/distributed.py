@@ -8,6 +8,7 @@ and added here, on one thread for each stream; gloo's own sums depend on its alg
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,14 +49,25 @@ class _Sent:
             self._over = True
             self._work = None
 
+    @property
+    def span(self) -> None:
+        return None
+
 
 class _Begun:
     """Something that a stream's thread does."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_act", "_future", "span")
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    def __init__(self, thread: ThreadPoolExecutor, act: Callable[[], Any]) -> None:
+        self._act = act
+        self.span: tuple[float, float] | None = None
+        self._future: Future[None] = thread.submit(self._run)
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        self._act()
+        self.span = start, time.monotonic()
 
     def done(self) -> bool:
         return self._future.done()
@@ -66,6 +78,8 @@ class _Begun:
 
 class _Done:
     """Nothing to wait for."""
+
+    span = None
 
     def done(self) -> bool:
         return True
@@ -168,7 +182,7 @@ class Distributed:
     def _begin(self, stream: str, act: Callable[[], Any]) -> Handle:
         if stream not in self._threads:
             self._threads[stream] = ThreadPoolExecutor(1, thread_name_prefix=f"piper {stream}")
-        return _Begun(self._threads[stream].submit(act))
+        return _Begun(self._threads[stream], act)
 
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

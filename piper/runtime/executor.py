@@ -23,6 +23,7 @@ from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
 from piper.runtime.moving import exchange, receive, send
 from piper.runtime.pending import Act, Pending
+from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
 from piper.runtime.streams import Streams
 from piper.runtime.updating import gather, norm, reduce, total, update
@@ -76,8 +77,8 @@ class Executor:
         self.at: Place = [0]
         """The place in the plan, for those who ask from outside; may be shared memory."""
 
-    def load(self, plan: Plan, code: Code) -> Loaded:
-        """``plan`` ready to be run."""
+    def load(self, plan: Plan, code: Code, recorder: Recorder | None = None) -> Loaded:
+        """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
         board = Board(self.state, self.comm, self.runners, plan, code)
         writers: dict[int, int] = {}
         begun: set[int] = set()
@@ -89,7 +90,10 @@ class Executor:
             # what a communication brings is there when it is complete, on its own stream too
             implied = {writers[s] for s in (*x.reads, *x.adds) if s in writers}
             waits = tuple(sorted({*x.waits, *implied}))
-            act = self.streams.wrapped(_load(board, x), place, x, waits)
+            act = _load(board, x)
+            if recorder is not None:
+                act = recorder.wrapped(act, place)
+            act = self.streams.wrapped(act, place, x, waits)
             ops.append(Op(place, tuple(w for w in waits if w in begun), act, ()))
             if x.verb in _COMMUNICATING:
                 begun.add(place)

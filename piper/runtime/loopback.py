@@ -35,6 +35,10 @@ class Meeting:
         if isinstance(self.over, torch.Event):
             self.over.wait()
 
+    @property
+    def span(self) -> None:
+        return None
+
     def __str__(self) -> str:
         missing = [party for party in self.parties if party not in self.arrived]
         return f"{self.name}: {', '.join(self.arrived)} waits for {', '.join(missing)}"

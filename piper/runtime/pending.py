@@ -33,6 +33,26 @@ class Pending:
         if self._finish is not None:
             self._finish()
 
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """When it was taken up and when it was over, if that is known."""
+        spans = [handle.span for handle in self._handles]
+        known = [span for span in spans if span is not None]
+        if not known or len(known) < len(spans):
+            return None
+        return min(start for start, _ in known), max(end for _, end in known)
+
+    def then(self, act: Callable[[], None]) -> Pending:
+        """The same, with something more to do when it is over."""
+        finish = self._finish
+
+        def both() -> None:
+            act()
+            if finish is not None:
+                finish()
+
+        return Pending(self.name, self._handles, both)
+
 
 Act = Callable[[], Pending | None]
 """A loaded instruction: does its work, or begins a communication."""

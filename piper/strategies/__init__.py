@@ -1,26 +1,31 @@
 """Ready strategies, built from directives alone: whoever reads one can write the next."""
 
 from piper.strategies.breadth_first import breadth_first
-from piper.strategies.builder import Row, Schedule, folded, looped, straight
+from piper.strategies.builder import Action, Row, Schedule, folded, looped, straight
 from piper.strategies.dualpipe import dualpipe
 from piper.strategies.dualpipev import dualpipev, eight_phases
 from piper.strategies.gpipe import gpipe
+from piper.strategies.interchange import from_csv, to_csv
 from piper.strategies.interleaved import interleaved
 from piper.strategies.mesh import Layout, mesh, schedule_named
 from piper.strategies.one_f_one_b import one_f_one_b
+from piper.strategies.timing import Timing, timed
 from piper.strategies.v_half import v_half
 from piper.strategies.zb_h1 import zb_h1
 from piper.strategies.zb_v import zb_v
 
 __all__ = [
+    "Action",
     "Layout",
     "Row",
     "Schedule",
+    "Timing",
     "breadth_first",
     "dualpipe",
     "dualpipev",
     "eight_phases",
     "folded",
+    "from_csv",
     "gpipe",
     "interleaved",
     "looped",
@@ -28,6 +33,8 @@ __all__ = [
     "one_f_one_b",
     "schedule_named",
     "straight",
+    "timed",
+    "to_csv",
     "v_half",
     "zb_h1",
     "zb_v",

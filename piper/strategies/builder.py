@@ -1,74 +1,89 @@
 """Writing a schedule: one row for each pipeline rank, filled with verbs; microbatches count up by
 themselves.
 
-    schedule = Schedule("mine", stages=2, microbatches=4)
+    schedule = straight("mine", ranks=2, microbatches=4)
     for rank, row in enumerate(schedule.rows):
         row.forward(rank)                       # the next microbatch of stage ``rank``
         row.pair(forward=rank, backward=rank)   # two that overlap
         ...
 
-A schedule is turned into ``place`` and ``order`` directives, and knows nothing else.
+A schedule is turned into ``place`` and ``order`` directives, and knows nothing else. Printed, it
+is drawn with passes of equal length.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from piper.capture.program import Pass
 from piper.directives import Directive, order, place
 from piper.errors import DirectiveError
+from piper.view.grid import LETTERS
 
-Item = dict[str, int | str]
-"""A filter: one pass of one stage for one microbatch."""
+
+class Action(NamedTuple):
+    """One pass of one stage for one microbatch."""
+
+    stage: int
+    which: Pass
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{LETTERS[self.which]}{self.microbatch}"
 
 
 class Row:
-    """What one pipeline rank does, in order.
+    """What one pipeline rank does, in order; actions in one group overlap.
 
     ``stages`` gives, for each stage that the rank holds, the microbatches that it runs there.
     """
 
-    def __init__(
-        self, stages: Mapping[int, Sequence[int]], tag: str = "PP", batch: str = "MB"
-    ) -> None:
-        self.stages = {stage: tuple(batches) for stage, batches in stages.items()}
-        self.groups: list[list[Item]] = []
-        self.tag, self.batch = tag, batch
-        self._forwards = {stage: deque(batches) for stage, batches in self.stages.items()}
-        self._backwards = {stage: deque(batches) for stage, batches in self.stages.items()}
-        self._weights: deque[tuple[int, int]] = deque()
+    def __init__(self, stages: Mapping[int, Sequence[int]]) -> None:
+        self.stages = {stage: tuple(microbatches) for stage, microbatches in stages.items()}
+        self.groups: list[tuple[Action, ...]] = []
+        self._forwards = {stage: list(batches) for stage, batches in self.stages.items()}
+        self._backwards = {stage: list(batches) for stage, batches in self.stages.items()}
+        self._weights: list[tuple[int, int]] = []
 
     def forward(self, stage: int, times: int = 1) -> Row:
         """The forward of the next microbatch of ``stage``."""
         for _ in range(times):
-            self.groups.append([self._forward(stage)])
+            self.run(self._next(stage, Pass.F))
         return self
 
     def backward(self, stage: int, times: int = 1) -> Row:
         """The whole backward of the next microbatch."""
         for _ in range(times):
-            self.groups.append([self._backward(stage, "B")])
+            self.run(self._next(stage, Pass.B))
         return self
 
     def backward_input(self, stage: int, times: int = 1) -> Row:
         """The backward for the inputs; that for the weights waits for ``backward_weight``."""
         for _ in range(times):
-            item = self._backward(stage, "BI")
-            self._weights.append((stage, int(item[self.batch])))
-            self.groups.append([item])
+            self.run(self._next(stage, Pass.BI))
         return self
 
     def backward_weight(self, times: int = 1) -> Row:
         """The backward for the weights that has waited longest."""
         for _ in range(times):
-            stage, microbatch = self._weights.popleft()
-            self.groups.append([self._item(stage, microbatch, "BW")])
+            if not self._weights:
+                raise DirectiveError("no backward for weights waits on this rank")
+            stage, microbatch = self._weights[0]
+            self.run(Action(stage, Pass.BW, microbatch))
         return self
 
     def pair(self, *, forward: int, backward: int) -> Row:
         """A forward and a backward that overlap: communication of one hides behind the other."""
-        self.groups.append([self._forward(forward), self._backward(backward, "B")])
+        return self.run(self._next(forward, Pass.F), self._next(backward, Pass.B))
+
+    def run(self, *actions: Action) -> Row:
+        """Exactly these, overlapping; the verbs above count for you."""
+        for action in actions:
+            self._take(action)
+        self.groups.append(actions)
         return self
 
     def forwards_left(self, stage: int) -> int:
@@ -82,21 +97,36 @@ class Row:
         """Backwards for weights that still wait."""
         return len(self._weights)
 
-    def _forward(self, stage: int) -> Item:
-        return self._item(stage, self._next(self._forwards, stage, "forward"), "F")
-
-    def _backward(self, stage: int, which: str) -> Item:
-        return self._item(stage, self._next(self._backwards, stage, "backward"), which)
-
-    def _next(self, left: Mapping[int, deque[int]], stage: int, what: str) -> int:
+    def _left(self, stage: int, which: Pass) -> list[int]:
+        left = self._forwards if which is Pass.F else self._backwards
         if stage not in left:
-            raise DirectiveError(f"stage {stage} is not on this rank, which has {list(left)}")
-        if not left[stage]:
-            raise DirectiveError(f"stage {stage} has no {what} left on this rank")
-        return left[stage].popleft()
+            has = ", ".join(map(str, left)) or "none"
+            raise DirectiveError(f"stage {stage} is not on this rank; its stages are: {has}")
+        return left[stage]
 
-    def _item(self, stage: int, microbatch: int, which: str) -> Item:
-        return {self.tag: stage, self.batch: microbatch, "PASS": which}
+    def _next(self, stage: int, which: Pass) -> Action:
+        left = self._left(stage, which)
+        if not left:
+            count = len(self.stages[stage])
+            what = "forward" if which is Pass.F else "backward"
+            raise DirectiveError(f"stage {stage} has no {what} left: all {count} are in the row")
+        return Action(stage, which, left[0])
+
+    def _take(self, action: Action) -> None:
+        stage, which, microbatch = action
+        if which is Pass.BW:
+            if (stage, microbatch) not in self._weights:
+                raise DirectiveError(f"{action}: no backward for its inputs before it")
+            self._weights.remove((stage, microbatch))
+            return
+        left = self._left(stage, which)
+        if microbatch not in left:
+            raise DirectiveError(f"{action}: the row has it already, or it is another rank's")
+        if which is not Pass.F and microbatch in self._forwards[stage]:
+            raise DirectiveError(f"{action}: no forward before it")
+        left.remove(microbatch)
+        if which is Pass.BI:
+            self._weights.append((stage, microbatch))
 
 
 @dataclass(slots=True)
@@ -117,40 +147,78 @@ class Schedule:
         return 1 + max(stage for row in self.rows for stage in row.stages)
 
     def directives(
-        self, groups: Sequence[Sequence[int]] | None = None, *, stream: str = "p2p"
+        self,
+        groups: Sequence[Sequence[int]] | None = None,
+        *,
+        stage: str = "PP",
+        microbatch: str = "MB",
+        stream: str = "p2p",
     ) -> list[Directive]:
-        """Where the stages run and in which order; ``groups`` are the devices of each rank."""
-        groups = groups or [[rank] for rank in range(self.ranks)]
-        self._check()
-        return [*self._places(groups, stream), *(order(*row.groups) for row in self.rows)]
-
-    def _places(self, groups: Sequence[Sequence[int]], stream: str) -> list[Directive]:
+        """Where the stages run and in which order; ``groups`` are the devices of each rank,
+        ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make."""
+        self.check()
+        groups = [[rank] for rank in range(self.ranks)] if groups is None else groups
+        if len(groups) != self.ranks:
+            raise DirectiveError(
+                f"{self.name} has {self.ranks} ranks, but {len(groups)} groups of devices are given"
+            )
         found: list[Directive] = []
-        for stage in range(self.stages):
-            homes = [(r, row) for r, row in enumerate(self.rows) if stage in row.stages]
+        for number in range(self.stages):
+            homes = [(r, row) for r, row in enumerate(self.rows) if number in row.stages]
             for rank, row in homes:
-                where: dict[str, object] = {row.tag: stage}
+                where: dict[str, int | list[int]] = {stage: number}
                 if len(homes) > 1:  # the stage lives on several ranks, each for some microbatches
-                    where[row.batch] = list(row.stages[stage])
+                    where[microbatch] = list(row.stages[number])
                 found.append(place(where, devices=groups[rank], stream=stream))
+        for row in self.rows:
+            filters = [
+                [{stage: a.stage, microbatch: a.microbatch, "PASS": a.which.value} for a in group]
+                for group in row.groups
+            ]
+            found.append(order(*filters))
         return found
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Every rank does all that it holds, and every stage runs every microbatch once."""
         for rank, row in enumerate(self.rows):
             for stage in row.stages:
-                left = row.forwards_left(stage), row.backwards_left(stage)
-                if any(left) or row.weights_left:
+                forwards, backwards = row.forwards_left(stage), row.backwards_left(stage)
+                if forwards or backwards:
                     raise DirectiveError(
-                        f"{self.name}: rank {rank} leaves {left[0]} forwards and {left[1]} "
-                        f"backwards of stage {stage} undone, and {row.weights_left} of weights"
+                        f"{self.name}: rank {rank} leaves {forwards} forwards and {backwards} "
+                        f"backwards of stage {stage} undone"
                     )
+            if row.weights_left:
+                raise DirectiveError(
+                    f"{self.name}: rank {rank} leaves {row.weights_left} backwards for weights "
+                    "undone"
+                )
+        for stage in range(self.stages):
+            times = Counter(m for row in self.rows for m in row.stages.get(stage, ()))
+            if times != Counter(range(self.microbatches)):
+                raise DirectiveError(
+                    f"{self.name}: stage {stage} runs the microbatches {sorted(times.elements())}, "
+                    f"but each of the {self.microbatches} must pass it once"
+                )
+
+    def without_pairs(self) -> Schedule:
+        """The same order with nothing that overlaps: of a pair, one after the other."""
+        rows = []
+        for row in self.rows:
+            rows.append(Row(row.stages))
+            for action in (action for group in row.groups for action in group):
+                rows[-1].run(action)
+        return Schedule(f"{self.name} without pairs", self.microbatches, rows)
+
+    def __str__(self) -> str:
+        from piper.strategies.timing import timed
+
+        return str(timed(self))
 
 
-def straight(name: str, stages: int, microbatches: int) -> Schedule:
+def straight(name: str, ranks: int, microbatches: int) -> Schedule:
     """An empty schedule with one stage on each rank."""
-    return Schedule(
-        name, microbatches, [Row({rank: range(microbatches)}) for rank in range(stages)]
-    )
+    return looped(name, ranks, 1, microbatches)
 
 
 def looped(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:

@@ -50,19 +50,24 @@ class Layout(Enum):
 
 
 def schedule_named(name: str, ranks: int, microbatches: int, virtual: int | None) -> Schedule:
-    """The schedule of that name."""
-    if name in LOOPED:
-        return LOOPED[name](ranks, microbatches, virtual or 2)
-    fixed = {**dict.fromkeys(STRAIGHT, 1), **dict.fromkeys(FOLDED, 2)}
-    if name not in fixed:
-        known = ", ".join([*STRAIGHT, *FOLDED, *LOOPED])
-        raise DirectiveError(f"schedule={name!r} is unknown: one of {known}")
-    if virtual not in (None, fixed[name]):
+    """The schedule of that name, however it is spelled: ZB-V, zb_v, zbv."""
+    plain = {_letters(known): known for known in (*STRAIGHT, *FOLDED, *LOOPED)}
+    found = plain.get(_letters(name))
+    if found is None:
+        raise DirectiveError(f"schedule={name!r} is unknown: one of {', '.join(plain.values())}")
+    if found in LOOPED:
+        return LOOPED[found](ranks, microbatches, 2 if virtual is None else virtual)
+    stages = 1 if found in STRAIGHT else 2
+    if virtual not in (None, stages):
         raise DirectiveError(
-            f"virtual={virtual}: {name} has {fixed[name]} stage(s) a rank; for others use "
+            f"virtual={virtual}: {found} has {stages} stage(s) a rank; for others use "
             f"{' or '.join(LOOPED)}"
         )
-    return {**STRAIGHT, **FOLDED}[name](ranks, microbatches)
+    return {**STRAIGHT, **FOLDED}[found](ranks, microbatches)
+
+
+def _letters(name: str) -> str:
+    return "".join(c for c in name.casefold() if c.isalnum())
 
 
 def mesh(
@@ -70,9 +75,9 @@ def mesh(
     pp: int = 1,
     dp: int = 1,
     ep: int = 1,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     zero: int = 0,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     virtual: int | None = None,
     layout: str = Layout.PIPELINE_OUTER.value,
     regions: str = "layer",
@@ -81,20 +86,22 @@ def mesh(
 ) -> Strategy:
     """``pp`` pipeline ranks of ``dp`` devices each, on pp * dp devices.
 
-    The regions named ``regions`` are cut into stages, which ``schedule`` orders; every stage is
-    replicated over its ``dp`` devices with ``zero``; the regions named ``experts`` are divided over
-    ``ep`` of them. ``virtual`` is the number of stages a rank, for schedules that leave it open.
+    The regions named ``regions`` are cut into stages, which ``schedule`` orders: the name of one of
+    ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp`` devices with
+    ``zero``; the regions named ``experts`` are divided over ``ep`` of them. ``virtual`` is the
+    number of stages a rank, for schedules that leave it open. ``microbatches`` is 1, or as many as
+    a schedule of your own has.
     """
-    for name, value in (("pp", pp), ("dp", dp), ("ep", ep), ("microbatches", microbatches)):
+    for name, value in (("pp", pp), ("dp", dp), ("ep", ep)):
         positive(name, value)
     if dp % ep:
         fits = [n for n in range(1, dp + 1) if dp % n == 0]
         raise DirectiveError(f"ep={ep} does not divide the dp={dp} devices of a stage: {fits} do")
-    order = schedule_named(schedule, pp, microbatches, virtual)
+    order = _schedule(schedule, pp, microbatches, virtual)
     groups = [_group(rank, pp, dp, layout) for rank in range(pp)]
     directives: list[Directive] = [
         partition(regions, into="PP", parts=order.stages),
-        split(into="MB", parts=microbatches),
+        split(into="MB", parts=order.microbatches),
         *order.directives(groups),
     ]
     placed = 2 + sum(d.name == "place" for d in directives)
@@ -106,6 +113,25 @@ def mesh(
     else:
         state.append(replicate({}, zero=zero, bucket_mb=bucket_mb))
     return Strategy([*directives[:placed], *state, *directives[placed:]])
+
+
+def _schedule(
+    schedule: str | Schedule, pp: int, microbatches: int | None, virtual: int | None
+) -> Schedule:
+    for name, value in (("microbatches", microbatches), ("virtual", virtual)):
+        if value is not None:
+            positive(name, value)
+    if isinstance(schedule, str):
+        return schedule_named(schedule, pp, microbatches or 1, virtual)
+    if not isinstance(schedule, Schedule):
+        raise DirectiveError(f"schedule={schedule!r} is neither a name nor a Schedule")
+    asked = (pp, microbatches or schedule.microbatches)
+    if asked != (schedule.ranks, schedule.microbatches) or virtual is not None:
+        raise DirectiveError(
+            f"{schedule.name} has {schedule.ranks} ranks and {schedule.microbatches} microbatches: "
+            f"leave out virtual= and microbatches=, and set pp={schedule.ranks}"
+        )
+    return schedule
 
 
 def _group(rank: int, pp: int, dp: int, layout: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the other packages made, shown to a person. Nothing in the row imports this."""
+"""What other packages made, shown to a person. Nothing here changes what is done."""
 
 from piper.view.tables import chunk_table, summary
 

@@ -33,4 +33,4 @@ if __name__ == "__main__":
     times, *more = sys.argv[1:]
     plugin = ["-p", "tests.scripts.repeat_faults", "--times", times]
     tests = ["tests/test_processes.py", "tests/test_torchrun.py"]
-    sys.exit(pytest.main([*plugin, "-m", "not gpu", "--numprocesses", "2", *tests, *more]))
+    sys.exit(pytest.main([*plugin, "-m", "not gpu", "-q", "--numprocesses", "2", *tests, *more]))

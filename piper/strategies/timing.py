@@ -1,0 +1,115 @@
+"""A schedule on paper: how long it takes and what it holds if passes take fixed times and sending
+takes none, the way schedules are drawn and compared in the literature.
+
+A pair is one block here: it starts when both halves can, takes as long as both, and what they make
+is there when it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piper.capture.program import Pass
+from piper.errors import DirectiveError
+from piper.strategies.builder import Action, Schedule
+from piper.view.grid import Cell, Grid, Line
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When everything runs."""
+
+    schedule: Schedule
+    cells: tuple[tuple[Cell, ...], ...]
+    """For each rank, its groups in their order."""
+
+    @property
+    def bubble(self) -> float:
+        """How long the rank that waits longest waits between its first pass and its last."""
+        return max(
+            row[-1].end - row[0].start - sum(cell.busy for cell in row) for row in self.cells
+        )
+
+    @property
+    def activations(self) -> tuple[int, ...]:
+        """For each rank, the most stages times microbatches whose activations it holds at once:
+        from a forward's start to the end of the last backward of the same."""
+        found = []
+        for row in self.schedule.rows:
+            live = peak = 0
+            for group in row.groups:
+                live += sum(action.which is Pass.F for action in group)
+                peak = max(peak, live)
+                live -= sum(action.which in (Pass.B, Pass.BW) for action in group)
+            found.append(peak)
+        return tuple(found)
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        title = (
+            f"{schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, "
+            f"{schedule.microbatches} microbatches; bubble {self.bubble:g}, "
+            f"activations {max(self.activations)}"
+        )
+        lines = (Line(f"rank {rank}", row) for rank, row in enumerate(self.cells))
+        return str(Grid(title, tuple(lines)))
+
+
+def timed(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    backward: float | None = None,
+) -> Timing:
+    """Run ``schedule`` with passes of these lengths; a whole backward takes as long as its two
+    halves, if nothing else is said."""
+    schedule.check()
+    length = {
+        Pass.F: forward,
+        Pass.B: backward_input + backward_weight if backward is None else backward,
+        Pass.BI: backward_input,
+        Pass.BW: backward_weight,
+    }
+    done: dict[Action, float] = {}
+    free = [0.0] * schedule.ranks
+    cells: list[list[Cell]] = [[] for _ in schedule.rows]
+    left = sum(len(row.groups) for row in schedule.rows)
+    while left:
+        before = left
+        for rank, row in enumerate(schedule.rows):
+            while len(cells[rank]) < len(row.groups):
+                group = row.groups[len(cells[rank])]
+                needs = [needed for action in group for needed in _needs(action, schedule.stages)]
+                if not all(any(way in done for way in ways) for ways in needs):
+                    break
+                ready = [done[way] for ways in needs for way in ways if way in done]
+                start = max([free[rank], *ready])
+                free[rank] = start + sum(length[action.which] for action in group)
+                done.update(dict.fromkeys(group, free[rank]))
+                labels, passes = tuple(map(str, group)), tuple(a.which for a in group)
+                cells[rank].append(Cell(start, free[rank], labels, passes, free[rank] - start))
+                left -= 1
+        if left == before:
+            stuck = [
+                f"  rank {rank} at {' and '.join(map(str, row.groups[len(cells[rank])]))}"
+                for rank, row in enumerate(schedule.rows)
+                if len(cells[rank]) < len(row.groups)
+            ]
+            raise DirectiveError("\n".join([f"{schedule.name} cannot go on:", *stuck]))
+    return Timing(schedule, tuple(map(tuple, cells)))
+
+
+def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
+    """What must be done before ``action``; of each entry, one of its ways."""
+    stage, which, microbatch = action
+    if which is Pass.F:
+        return [(Action(stage - 1, Pass.F, microbatch),)] if stage else []
+    if which is Pass.BW:
+        return [(Action(stage, Pass.BI, microbatch),)]
+    needs: list[tuple[Action, ...]] = [(Action(stage, Pass.F, microbatch),)]
+    if stage < stages - 1:
+        ways = (Pass.B, Pass.BI)
+        needs.append(tuple(Action(stage + 1, way, microbatch) for way in ways))
+    return needs

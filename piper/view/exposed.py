@@ -1,0 +1,66 @@
+"""How much of a communication shows: the time in which its device computes nothing else.
+
+An exchange between experts is covered while its device computes for another microbatch; for its own
+it can compute little, because what follows waits for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag
+
+
+class Span(NamedTuple):
+    """When a device was at a node of the DAG."""
+
+    node: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """Seconds of communication, and of these the seconds that nothing covers; over all devices."""
+
+    seconds: float
+    uncovered: float
+
+    @property
+    def share(self) -> float:
+        """The uncovered part of the whole; 0 if there is nothing to cover."""
+        return self.uncovered / self.seconds if self.seconds else 0.0
+
+
+def exchanges(dag: Dag, devices: Iterable[Sequence[Span]]) -> Exposure:
+    """How much of the exchanges between experts shows, on devices that were at these nodes."""
+    total = uncovered = 0.0
+    for spans in devices:
+        computing = sorted(
+            (s for s in spans if isinstance(dag.nodes[s.node].op, Compute)), key=lambda s: s.start
+        )
+        starts = [span.start for span in computing]
+        for one in spans:
+            if not _exchanges(dag, one.node):
+                continue
+            total += one.end - one.start
+            uncovered += one.end - one.start
+            for other in computing[max(0, bisect_right(starts, one.start) - 1) :]:
+                if other.start >= one.end:
+                    break
+                if _microbatch(dag, other.node) != _microbatch(dag, one.node):
+                    both = min(one.end, other.end) - max(one.start, other.start)
+                    uncovered -= max(0.0, both)
+    return Exposure(total, uncovered)
+
+
+def _exchanges(dag: Dag, node: int) -> bool:
+    op = dag.nodes[node].op
+    return isinstance(op, Collective) and op.kind is CollectiveKind.ALL_TO_ALL
+
+
+def _microbatch(dag: Dag, node: int) -> object:
+    return dag.nodes[node].tags.get(dag.microbatches[0]) if dag.microbatches else 0

@@ -1,0 +1,115 @@
+"""Who does what when, drawn in a terminal: a line for each device, time from left to right.
+
+    rank 0  0F0 0F1         0B0---- 0B1----   25% idle
+    rank 1      1F0 1B0---- 1F1 1B1----       ...
+
+A pass is as wide as it is long; where nothing stands, nothing runs. Two that overlap share a cell,
+``0F3+1B1====``. On a terminal the passes have colours, and the drawing fits its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from piper.capture.program import Pass
+
+_COLOURS = {Pass.F: "blue", Pass.B: "green", Pass.BI: "cyan", Pass.BW: "yellow"}
+LETTERS = {Pass.F: "F", Pass.B: "B", Pass.BI: "I", Pass.BW: "W"}
+_WIDEST = 2000
+"""Columns, where no terminal sets a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One pass, or several that overlap."""
+
+    start: float
+    end: float
+    labels: tuple[str, ...]
+    passes: tuple[Pass, ...]
+    busy: float
+    """How long something is computed between start and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What one device does."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Lines over a common time."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+    @property
+    def end(self) -> float:
+        return max((cell.end for line in self.lines for cell in line.cells), default=0.0)
+
+    def idle(self, line: Line) -> float:
+        """The share of the whole time in which nothing of ``line`` runs."""
+        return 1 - sum(cell.busy for cell in line.cells) / self.end if self.end else 0.0
+
+    def text(self, width: int | None = None) -> Text:
+        """Drawn, at most ``width`` columns wide."""
+        name = max((len(line.name) for line in self.lines), default=0)
+        room = (width or _WIDEST) - name - len("   100% idle")
+        scale = min(self._natural(), max(1, room) / self.end) if self.end else 1.0
+        total = round(self.end * scale)
+        found = Text(no_wrap=True)
+        if self.title:
+            found.append(f"{self.title}\n", style="bold")
+        for i, line in enumerate(self.lines):
+            found.append("\n" if i else "")
+            found.append(f"{line.name:<{name}}  ", style="dim")
+            column = 0
+            for cell in line.cells:
+                start, end = round(cell.start * scale), round(cell.end * scale)
+                found.append(" " * (start - column))
+                for part, style in _drawn(cell, end - start):
+                    found.append(part, style=style)
+                column = end
+            found.append(" " * (total - column))
+            found.append(f" {self.idle(line):4.0%} idle", style="dim")
+        return found
+
+    def _natural(self) -> float:
+        """Columns for a unit of time such that all labels fit, but for a few very short cells."""
+        wanted = sorted(
+            (len("+".join(cell.labels)) + 1) / (cell.end - cell.start)
+            for line in self.lines
+            for cell in line.cells
+            if cell.end > cell.start
+        )
+        return wanted[len(wanted) * 9 // 10] if wanted else 1.0
+
+    def __str__(self) -> str:
+        console = Console()
+        text = self.text(console.width if console.is_terminal else None)
+        with console.capture() as capture:
+            console.print(text, soft_wrap=True, end="")
+        return capture.get()
+
+
+def _drawn(cell: Cell, width: int) -> Iterator[tuple[str, str]]:
+    """The parts of a cell with their styles; a blank column at the end keeps neighbours apart."""
+    if width <= 0:
+        return
+    label = "+".join(cell.labels)
+    inner = max(1, width - 1)
+    if len(label) > inner:
+        label = "".join(LETTERS[which] for which in cell.passes)[:inner]
+    full = label.ljust(inner, "=" if len(cell.passes) > 1 else "-")
+    for i, which in enumerate(cell.passes):
+        part = full[len(full) * i // len(cell.passes) : len(full) * (i + 1) // len(cell.passes)]
+        yield part, f"bold black on {_COLOURS[which]}"
+    if width > 1:
+        yield " ", ""

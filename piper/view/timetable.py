@@ -1,0 +1,123 @@
+"""When everything of a step runs in the simulated execution that ordered the plans.
+
+Printed, it is a grid of the computations: a pass of a stage for one microbatch is one cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from piper.capture.program import Pass
+from piper.ir.dag import Compute, Dag
+from piper.ir.text import group_text
+from piper.lower.classes import Classes
+from piper.lower.schedule import Schedule
+from piper.view.exposed import Exposure, Span, exchanges
+from piper.view.grid import LETTERS, Cell, Grid, Line
+
+_Key = tuple[tuple[object, ...], Pass, int]
+"""The stage, the pass and the microbatch of a computation."""
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """The numbers of the DAG's nodes in the ``order`` of their start, and when they are done."""
+
+    dag: Dag
+    classes: Classes
+    order: tuple[int, ...]
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+    stages: tuple[str, ...]
+    """The tags that name a stage."""
+
+    @staticmethod
+    def of(dag: Dag, classes: Classes, schedule: Schedule, stages: Sequence[str]) -> Timetable:
+        times = schedule.order, schedule.start, schedule.end
+        return Timetable(dag, classes, *times, tuple(stages))
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The computations of each class of devices."""
+        lines = (
+            Line(f"device {group_text(members)}", self._cells(spans))
+            for members, spans in zip(self.classes.members, self.spans, strict=True)
+        )
+        return Grid("", tuple(lines))
+
+    @cached_property
+    def spans(self) -> tuple[list[Span], ...]:
+        """The nodes of each class of devices, as they start."""
+        found: tuple[list[Span], ...] = tuple([] for _ in self.classes.members)
+        for number in self.order:
+            for place in self.classes.touched(self.dag.nodes[number].devices):
+                found[place].append(Span(number, self.start[number], self.end[number]))
+        return found
+
+    @property
+    def exchanges(self) -> Exposure:
+        """How much of the exchanges between experts shows."""
+        return exchanges(self.dag, self.spans)
+
+    def __str__(self) -> str:
+        return str(self.grid)
+
+    def _cells(self, spans: Sequence[Span]) -> tuple[Cell, ...]:
+        """A cell for each stage, pass and microbatch, or for two of them that overlap; where more
+        do, nothing orders them, and each has a cell for every time it is taken up."""
+        runs: list[tuple[_Key, Cell]] = []
+        whole: dict[_Key, Cell] = {}
+        for span in spans:
+            key = self._key(span.node)
+            if key is None:
+                continue
+            one = Cell(span.start, span.end, (_label(key),), (key[1],), span.end - span.start)
+            if runs and runs[-1][0] == key:
+                runs[-1] = key, _joined(runs[-1][1], one)
+            else:
+                runs.append((key, one))
+            whole[key] = _joined(whole[key], one) if key in whole else one
+        cells: list[Cell] = []
+        for keys in _overlapping(whole):
+            if len(keys) <= 2:
+                first, *other = (whole[key] for key in keys)
+                cells.append(_paired(first, other[0]) if other else first)
+            else:
+                cells += [cell for key, cell in runs if key in keys]
+        return tuple(sorted(cells, key=lambda cell: cell.start))
+
+    def _key(self, number: int) -> _Key | None:
+        node = self.dag.nodes[number]
+        if not isinstance(node.op, Compute):
+            return None
+        stage = tuple(node.tags[tag] for tag in self.stages if tag in node.tags)
+        return stage, node.op.which, node.op.microbatch
+
+
+def _label(key: _Key) -> str:
+    stage, which, microbatch = key
+    return f"{'.'.join(map(str, stage))}{LETTERS[which]}{microbatch}"
+
+
+def _joined(a: Cell, b: Cell) -> Cell:
+    """Two pieces of the same."""
+    return replace(a, start=min(a.start, b.start), end=max(a.end, b.end), busy=a.busy + b.busy)
+
+
+def _paired(a: Cell, b: Cell) -> Cell:
+    return replace(_joined(a, b), labels=a.labels + b.labels, passes=a.passes + b.passes)
+
+
+def _overlapping(cells: Mapping[_Key, Cell]) -> list[list[_Key]]:
+    """Keys whose times overlap, directly or by way of others."""
+    found: list[list[_Key]] = []
+    until = float("-inf")
+    for key, cell in sorted(cells.items(), key=lambda item: item[1].start):
+        if found and cell.start < until:
+            found[-1].append(key)
+        else:
+            found.append([key])
+        until = max(until, cell.end)
+    return found
