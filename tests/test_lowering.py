@@ -100,19 +100,19 @@ GOLDEN: dict[str, str] = {
            9 free s14
           10 [compute] compute F loss[0] MB[1]: s15 s3 -> s18 s19
           11 free s15
-          12 [compute] compute B loss[0] MB[0]: s17 s2 -> s20
-          13 free s17
-          14 free s2
-          15 [scalars] collective all_reduce 0,1 total: s16 s18 -> s21 waits 10
-          16 free s16
-          17 free s18
-          18 free s21
+          12 [scalars] collective all_reduce 0,1 total: s16 s18 -> s20 waits 10
+          13 free s16
+          14 free s18
+          15 free s20
+          16 [compute] compute B loss[0] MB[0]: s17 s2 -> s21
+          17 free s17
+          18 free s2
           19 [compute] compute B loss[0] MB[1]: s19 s3 -> s22
           20 free s19
           21 free s3
-          22 [compute] compute B head[0] MB[0]: s10 s20 -> s23 s24
+          22 [compute] compute B head[0] MB[0]: s10 s21 -> s23 s24
           23 free s10
-          24 free s20
+          24 free s21
           25 [compute] compute B head[0] MB[1]: s12 s22 -> s25 +s24
           26 free s12
           27 free s22
@@ -143,7 +143,7 @@ GOLDEN: dict[str, str] = {
           52 free s30
           53 free s27
           54 free s24
-          55 [compute] update update bucket0: s33 -> s34 waits 50
+          55 [compute] update bucket0: s33 -> s34 waits 50
           56 free s33
           57 [scalars] collective all_reduce 0,1 norm: s34 -> s35 waits 55
           58 free s34
@@ -163,19 +163,19 @@ GOLDEN: dict[str, str] = {
            9 free s14
           10 [compute] compute F loss[0] MB[1]: s15 s3 -> s18 s19
           11 free s15
-          12 [compute] compute B loss[0] MB[0]: s17 s2 -> s20
-          13 free s17
-          14 free s2
-          15 [scalars] collective all_reduce 0,1 total: s16 s18 -> s21 waits 10
-          16 free s16
-          17 free s18
-          18 free s21
+          12 [scalars] collective all_reduce 0,1 total: s16 s18 -> s20 waits 10
+          13 free s16
+          14 free s18
+          15 free s20
+          16 [compute] compute B loss[0] MB[0]: s17 s2 -> s21
+          17 free s17
+          18 free s2
           19 [compute] compute B loss[0] MB[1]: s19 s3 -> s22
           20 free s19
           21 free s3
-          22 [compute] compute B head[0] MB[0]: s10 s20 -> s23 s24
+          22 [compute] compute B head[0] MB[0]: s10 s21 -> s23 s24
           23 free s10
-          24 free s20
+          24 free s21
           25 [compute] compute B head[0] MB[1]: s12 s22 -> s25 +s24
           26 free s12
           27 free s22
@@ -206,11 +206,11 @@ GOLDEN: dict[str, str] = {
           52 free s30
           53 free s27
           54 free s24
-          55 [compute] update update bucket0: s33 -> s34 waits 50
+          55 [compute] update bucket0: s33 -> s34 waits 50
           56 free s33
-          57 [gather] collective all_gather 0,1: s34 -> s35 waits 55
+          57 [scalars] collective all_reduce 0,1 norm: s34 -> s35 waits 55
           58 free s35
-          59 [scalars] collective all_reduce 0,1 norm: s34 -> s36 waits 55
+          59 [gather] collective all_gather 0,1: s34 -> s36 waits 55
           60 free s34
           61 free s36
     """,
@@ -228,19 +228,19 @@ GOLDEN: dict[str, str] = {
            9 free s14
           10 [compute] compute F loss[0] MB[1]: s15 s3 -> s18 s19
           11 free s15
-          12 [compute] compute B loss[0] MB[0]: s17 s2 -> s20
-          13 free s17
-          14 free s2
-          15 [scalars] collective all_reduce 0,1 total: s16 s18 -> s21 waits 10
-          16 free s16
-          17 free s18
-          18 free s21
+          12 [scalars] collective all_reduce 0,1 total: s16 s18 -> s20 waits 10
+          13 free s16
+          14 free s18
+          15 free s20
+          16 [compute] compute B loss[0] MB[0]: s17 s2 -> s21
+          17 free s17
+          18 free s2
           19 [compute] compute B loss[0] MB[1]: s19 s3 -> s22
           20 free s19
           21 free s3
-          22 [compute] compute B head[0] MB[0]: s10 s20 -> s23 s24
+          22 [compute] compute B head[0] MB[0]: s10 s21 -> s23 s24
           23 free s10
-          24 free s20
+          24 free s21
           25 [compute] compute B head[0] MB[1]: s12 s22 -> s25 s26
           26 free s12
           27 free s22
@@ -263,24 +263,24 @@ GOLDEN: dict[str, str] = {
           44 [compute] compute B embed[0] MB[0]: s0 s31 -> s35
           45 free s0
           46 free s31
-          47 [compute] compute B embed[0] MB[1]: s1 s33 -> s36
-          48 free s1
-          49 free s33
-          50 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s35 s32 s28 s24 -> s37 waits 44
-          51 free s35
-          52 free s32
-          53 free s28
-          54 free s24
-          55 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s36 s34 s30 s26 -> +s37 waits 47
-          56 free s36
+          47 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s35 s32 s28 s24 -> s36 waits 44
+          48 free s35
+          49 free s32
+          50 free s28
+          51 free s24
+          52 [compute] compute B embed[0] MB[1]: s1 s33 -> s37
+          53 free s1
+          54 free s33
+          55 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s37 s34 s30 s26 -> +s36 waits 52
+          56 free s37
           57 free s34
           58 free s30
           59 free s26
-          60 [compute] update update bucket0: s37 -> s38 waits 55
-          61 free s37
-          62 [gather] collective all_gather 0,1: s38 -> s39 waits 60
+          60 [compute] update bucket0: s36 -> s38 waits 55
+          61 free s36
+          62 [scalars] collective all_reduce 0,1 norm: s38 -> s39 waits 60
           63 free s39
-          64 [scalars] collective all_reduce 0,1 norm: s38 -> s40 waits 60
+          64 [gather] collective all_gather 0,1: s38 -> s40 waits 60
           65 free s38
           66 free s40
     """,
@@ -300,20 +300,20 @@ GOLDEN: dict[str, str] = {
           11 free s15
           12 [compute] compute F loss[0] MB[1]: s16 s3 -> s19 s20
           13 free s16
-          14 [compute] compute B loss[0] MB[0]: s18 s2 -> s21
-          15 free s18
-          16 free s2
-          17 [scalars] collective all_reduce 0,1 total: s17 s19 -> s22 waits 12
-          18 free s17
-          19 free s19
-          20 free s22
-          21 [gather] collective all_gather 0,1 head[0] MB[0]:  -> s23 waits 14
+          14 [scalars] collective all_reduce 0,1 total: s17 s19 -> s21 waits 12
+          15 free s17
+          16 free s19
+          17 free s21
+          18 [compute] compute B loss[0] MB[0]: s18 s2 -> s22
+          19 free s18
+          20 free s2
+          21 [gather] collective all_gather 0,1 head[0] MB[0]:  -> s23 waits 18
           22 [compute] compute B loss[0] MB[1]: s20 s3 -> s24
           23 free s20
           24 free s3
-          25 [compute] compute B head[0] MB[0]: s11 s21 s23 -> s25 s26 waits 21
+          25 [compute] compute B head[0] MB[0]: s11 s22 s23 -> s25 s26 waits 21
           26 free s11
-          27 free s21
+          27 free s22
           28 [compute] compute B head[0] MB[1]: s13 s24 s23 -> s27 s28 waits 21
           29 free s13
           30 free s24
@@ -337,21 +337,21 @@ GOLDEN: dict[str, str] = {
           48 [compute] compute B embed[0] MB[0]: s0 s33 -> s37
           49 free s0
           50 free s33
-          51 [compute] compute B embed[0] MB[1]: s1 s35 -> s38
-          52 free s1
-          53 free s35
-          54 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s37 s34 s30 s26 -> s39 waits 48
-          55 free s37
-          56 free s34
-          57 free s30
-          58 free s26
-          59 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s38 s36 s32 s28 -> +s39 waits 51
-          60 free s38
+          51 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s37 s34 s30 s26 -> s38 waits 48
+          52 free s37
+          53 free s34
+          54 free s30
+          55 free s26
+          56 [compute] compute B embed[0] MB[1]: s1 s35 -> s39
+          57 free s1
+          58 free s35
+          59 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s39 s36 s32 s28 -> +s38 waits 56
+          60 free s39
           61 free s36
           62 free s32
           63 free s28
-          64 [compute] update update bucket0: s39 -> s40 waits 59
-          65 free s39
+          64 [compute] update bucket0: s38 -> s40 waits 59
+          65 free s38
           66 [scalars] collective all_reduce 0,1 norm: s40 -> s41 waits 64
           67 free s40
           68 free s41
@@ -367,7 +367,7 @@ GOLDEN: dict[str, str] = {
            6 [compute] compute F layer[0] PP[0] MB[0]: s8 s3 -> s9 waits 5
            7 free s8
            8 free s3
-           9 [pp_stream/send] send send 0,2->1,3 layer[0] PP[0] MB[0]: s9 ->  waits 6
+           9 [pp_stream/send] send 0,2->1,3 layer[0] PP[0] MB[0]: s9 ->  waits 6
           10 free s9
           11 [compute] compute F embed[0] PP[0] MB[1]: s1 -> s10
           12 [compute] compute F layer[0] PP[0] MB[1]: s10 -> s11 s12 s13
@@ -378,9 +378,9 @@ GOLDEN: dict[str, str] = {
           17 [compute] compute F layer[0] PP[0] MB[1]: s16 s11 -> s17 waits 16
           18 free s16
           19 free s11
-          20 [pp_stream/send] send send 0,2->1,3 layer[0] PP[0] MB[1]: s17 ->  waits 17
+          20 [pp_stream/send] send 0,2->1,3 layer[0] PP[0] MB[1]: s17 ->  waits 17
           21 free s17
-          22 [pp_stream/recv] recv send 1,3->0,2 layer[1] PP[1] MB[0]:  -> s18
+          22 [pp_stream/recv] recv 1,3->0,2 layer[1] PP[1] MB[0]:  -> s18
           23 [scalars] collective all_reduce 0,1,2,3 total:  -> s19
           24 free s19
           25 [compute] compute B layer[0] PP[0] MB[0]: s18 -> s20 s21 waits 22
@@ -401,7 +401,7 @@ GOLDEN: dict[str, str] = {
           40 [compute] compute B embed[0] PP[0] MB[0]: s0 s26 -> s28
           41 free s0
           42 free s26
-          43 [pp_stream/recv] recv send 1,3->0,2 layer[1] PP[1] MB[1]:  -> s29
+          43 [pp_stream/recv] recv 1,3->0,2 layer[1] PP[1] MB[1]:  -> s29
           44 [compute] compute B layer[0] PP[0] MB[1]: s29 -> s30 s31 waits 43
           45 free s29
           46 [ep_stream] collective all_to_all 0,2 layer[0] EP[0] PP[0] MB[1]: s30 -> s32 waits 44
@@ -412,7 +412,7 @@ GOLDEN: dict[str, str] = {
           51 free s32
           52 [ep_stream] collective all_to_all 0,2 layer[0] EP[0] PP[0] MB[1]: s33 -> s34 waits 48
           53 free s33
-          54 [compute] update update bucket1: s24 -> s35
+          54 [compute] update bucket1: s24 -> s35
           55 free s24
           56 [compute] compute B layer[0] PP[0] MB[1]: s13 s10 s31 s34 -> s36 +s27 waits 52
           57 free s13
@@ -425,7 +425,7 @@ GOLDEN: dict[str, str] = {
           64 [dp_stream] collective all_reduce 0,2: s28 s27 -> s37 waits 61
           65 free s28
           66 free s27
-          67 [compute] update update bucket0: s37 -> s38 waits 64
+          67 [compute] update bucket0: s37 -> s38 waits 64
           68 free s37
           69 [scalars] collective all_reduce 0,1,2,3 norm: s38 s35 -> s39 waits 67
           70 free s38
@@ -434,7 +434,7 @@ GOLDEN: dict[str, str] = {
     """,
     "published 1": """
         plan of devices 1,3
-           0 [pp_stream/recv] recv send 0,2->1,3 layer[0] PP[0] MB[0]:  -> s2
+           0 [pp_stream/recv] recv 0,2->1,3 layer[0] PP[0] MB[0]:  -> s2
            1 [compute] compute F layer[1] PP[1] MB[0]: s2 -> s3 s4 s5 waits 0
            2 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[0]: s4 -> s6 waits 1
            3 free s4
@@ -443,7 +443,7 @@ GOLDEN: dict[str, str] = {
            6 [compute] compute F layer[1] PP[1] MB[0]: s8 s3 -> s9 waits 5
            7 free s8
            8 free s3
-           9 [pp_stream/recv] recv send 0,2->1,3 layer[0] PP[0] MB[1]:  -> s10
+           9 [pp_stream/recv] recv 0,2->1,3 layer[0] PP[0] MB[1]:  -> s10
           10 [compute] compute F head[0] PP[1] MB[0]: s9 -> s11
           11 [compute] compute F loss[0] PP[1] MB[0]: s11 s0 -> s12 s13
           12 free s11
@@ -451,69 +451,69 @@ GOLDEN: dict[str, str] = {
           14 free s13
           15 free s0
           16 [compute] compute F layer[1] PP[1] MB[1]: s10 -> s15 s16 s17 waits 9
-          17 [compute] compute B head[0] PP[1] MB[0]: s9 s14 -> s18 s19
-          18 free s9
-          19 free s14
-          20 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[1]: s16 -> s20 waits 16
-          21 free s16
-          22 [compute] compute B layer[1] PP[1] MB[0]: s18 -> s21 s22
-          23 free s18
-          24 [compute] compute F layer[1] EP[1] PP[1] MB[1]: s20 -> s23 waits 20
-          25 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[0]: s21 -> s24 waits 22
-          26 free s21
-          27 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[1]: s23 -> s25 waits 24
-          28 [compute] compute B layer[1] EP[1] PP[1] MB[0]: s7 s6 s24 -> s26 s27 waits 25
+          17 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[1]: s16 -> s18 waits 16
+          18 free s16
+          19 [compute] compute B head[0] PP[1] MB[0]: s9 s14 -> s19 s20
+          20 free s9
+          21 free s14
+          22 [compute] compute B layer[1] PP[1] MB[0]: s19 -> s21 s22
+          23 free s19
+          24 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[0]: s21 -> s23 waits 22
+          25 free s21
+          26 [compute] compute F layer[1] EP[1] PP[1] MB[1]: s18 -> s24 waits 17
+          27 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[1]: s24 -> s25 waits 26
+          28 [compute] compute B layer[1] EP[1] PP[1] MB[0]: s7 s6 s23 -> s26 s27 waits 24
           29 free s7
           30 free s6
-          31 free s24
-          32 [compute] compute F layer[1] PP[1] MB[1]: s25 s15 -> s28 waits 27
-          33 free s25
-          34 free s15
-          35 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[0]: s26 -> s29 waits 28
-          36 free s26
-          37 [compute] compute F head[0] PP[1] MB[1]: s28 -> s30
-          38 [compute] compute B layer[1] PP[1] MB[0]: s5 s2 s22 s29 -> s31 s32 waits 0 35
+          31 free s23
+          32 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[0]: s26 -> s28 waits 28
+          33 free s26
+          34 [compute] compute F layer[1] PP[1] MB[1]: s25 s15 -> s29 waits 27
+          35 free s25
+          36 free s15
+          37 [compute] compute F head[0] PP[1] MB[1]: s29 -> s30
+          38 [compute] compute B layer[1] PP[1] MB[0]: s5 s2 s22 s28 -> s31 s32 waits 0 32
           39 free s5
           40 free s2
           41 free s22
-          42 free s29
-          43 [compute] compute F loss[0] PP[1] MB[1]: s30 s1 -> s33 s34
-          44 free s30
-          45 [pp_stream/send] send send 1,3->0,2 layer[1] PP[1] MB[0]: s31 ->  waits 38
-          46 free s31
-          47 [compute] compute B loss[0] PP[1] MB[1]: s34 s1 -> s35
-          48 free s34
-          49 free s1
-          50 [scalars] collective all_reduce 0,1,2,3 total: s12 s33 -> s36 waits 43
-          51 free s12
-          52 free s33
-          53 free s36
-          54 [compute] compute B head[0] PP[1] MB[1]: s28 s35 -> s37 +s19
-          55 free s28
-          56 free s35
+          42 free s28
+          43 [pp_stream/send] send 1,3->0,2 layer[1] PP[1] MB[0]: s31 ->  waits 38
+          44 free s31
+          45 [compute] compute F loss[0] PP[1] MB[1]: s30 s1 -> s33 s34
+          46 free s30
+          47 [scalars] collective all_reduce 0,1,2,3 total: s12 s33 -> s35 waits 45
+          48 free s12
+          49 free s33
+          50 free s35
+          51 [compute] compute B loss[0] PP[1] MB[1]: s34 s1 -> s36
+          52 free s34
+          53 free s1
+          54 [compute] compute B head[0] PP[1] MB[1]: s29 s36 -> s37 +s20
+          55 free s29
+          56 free s36
           57 [compute] compute B layer[1] PP[1] MB[1]: s37 -> s38 s39
           58 free s37
           59 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[1]: s38 -> s40 waits 57
           60 free s38
-          61 [compute] compute B layer[1] EP[1] PP[1] MB[1]: s23 s20 s40 -> s41 +s27 waits 59
-          62 free s23
-          63 free s20
+          61 [compute] compute B layer[1] EP[1] PP[1] MB[1]: s24 s18 s40 -> s41 +s27 waits 59
+          62 free s24
+          63 free s18
           64 free s40
           65 [ep_stream] collective all_to_all 1,3 layer[1] EP[1] PP[1] MB[1]: s41 -> s42 waits 61
           66 free s41
-          67 [compute] update update bucket3: s27 -> s43
+          67 [compute] update bucket3: s27 -> s43
           68 free s27
           69 [compute] compute B layer[1] PP[1] MB[1]: s17 s10 s39 s42 -> s44 +s32 waits 9 65
           70 free s17
           71 free s10
           72 free s39
           73 free s42
-          74 [pp_stream/send] send send 1,3->0,2 layer[1] PP[1] MB[1]: s44 ->  waits 69
+          74 [pp_stream/send] send 1,3->0,2 layer[1] PP[1] MB[1]: s44 ->  waits 69
           75 free s44
-          76 [dp_stream] collective all_reduce 1,3: s32 s19 -> s45 waits 69
+          76 [dp_stream] collective all_reduce 1,3: s32 s20 -> s45 waits 69
           77 free s32
-          78 free s19
-          79 [compute] update update bucket2: s45 -> s46 waits 76
+          78 free s20
+          79 [compute] update bucket2: s45 -> s46 waits 76
           80 free s45
           81 [scalars] collective all_reduce 0,1,2,3 norm: s46 s43 -> s47 waits 79
           82 free s46
@@ -576,49 +576,49 @@ SCALARS: dict[tuple[bool, bool], list[str]] = {
     (False, False): [
         """
            6 [scalars] collective all_reduce 0,1 total:  -> s4
-          16 [compute] update update bucket0: s7 -> s8
+          16 [compute] update bucket0: s7 -> s8
           18 [scalars] collective all_reduce 0,1 norm: s8 -> s9 waits 16
         """,
         """
-          13 [scalars] collective all_reduce 0,1 total: s10 s12 -> s15 waits 8
-          36 [compute] update update bucket1: s21 s18 -> s23
-          41 [scalars] collective all_reduce 0,1 norm: s23 -> s24 waits 36
+          10 [scalars] collective all_reduce 0,1 total: s10 s12 -> s14 waits 8
+          38 [compute] update bucket1: s21 s18 -> s23
+          41 [scalars] collective all_reduce 0,1 norm: s23 -> s24 waits 38
         """,
     ],
     (False, True): [
         """
            6 [scalars] collective all_reduce 0,1 total:  -> s4
-          15 [compute] update update bucket0: s7 s4 -> s8 waits 6
+          15 [compute] update bucket0: s7 s4 -> s8 waits 6
           18 [scalars] collective all_reduce 0,1 norm: s8 -> s9 waits 15
         """,
         """
-          13 [scalars] collective all_reduce 0,1 total: s10 s13 s11 s14 -> s17 waits 8
-          37 [compute] update update bucket1: s23 s20 s17 -> s25 waits 13
-          43 [scalars] collective all_reduce 0,1 norm: s25 -> s26 waits 37
+          10 [scalars] collective all_reduce 0,1 total: s10 s13 s11 s14 -> s16 waits 8
+          39 [compute] update bucket1: s23 s20 s16 -> s25 waits 10
+          43 [scalars] collective all_reduce 0,1 norm: s25 -> s26 waits 39
         """,
     ],
     (True, False): [
         """
            6 [scalars] collective all_reduce 0,1 total:  -> s4
           16 [scalars] collective all_reduce 0,1 norm: s7 -> s8 waits 13
-          17 [compute] update update bucket0: s7 s8 -> s9 waits 16
+          17 [compute] update bucket0: s7 s8 -> s9 waits 16
         """,
         """
-          13 [scalars] collective all_reduce 0,1 total: s10 s12 -> s15 waits 8
-          38 [scalars] collective all_reduce 0,1 norm: s21 s18 -> s23 waits 30
-          39 [compute] update update bucket1: s21 s18 s23 -> s24 waits 38
+          10 [scalars] collective all_reduce 0,1 total: s10 s12 -> s14 waits 8
+          38 [scalars] collective all_reduce 0,1 norm: s21 s18 -> s23 waits 32
+          39 [compute] update bucket1: s21 s18 s23 -> s24 waits 38
         """,
     ],
     (True, True): [
         """
            6 [scalars] collective all_reduce 0,1 total:  -> s4
           15 [scalars] collective all_reduce 0,1 norm: s7 -> s8 waits 12
-          16 [compute] update update bucket0: s7 s4 s8 -> s9 waits 15
+          16 [compute] update bucket0: s7 s4 s8 -> s9 waits 15
         """,
         """
-          13 [scalars] collective all_reduce 0,1 total: s10 s13 s11 s14 -> s17 waits 8
-          39 [scalars] collective all_reduce 0,1 norm: s23 s20 -> s25 waits 31
-          40 [compute] update update bucket1: s23 s20 s17 s25 -> s26 waits 39
+          10 [scalars] collective all_reduce 0,1 total: s10 s13 s11 s14 -> s16 waits 8
+          39 [scalars] collective all_reduce 0,1 norm: s23 s20 -> s25 waits 33
+          40 [compute] update bucket1: s23 s20 s16 s25 -> s26 waits 39
         """,
     ],
 }

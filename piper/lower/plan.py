@@ -482,4 +482,5 @@ def _line(x: Instruction) -> str:
     reads = " ".join(f"s{s}" for s in x.reads)
     writes = " ".join(f"+s{s}" if s in x.adds else f"s{s}" for s in x.writes)
     waits = f" waits {' '.join(map(str, x.waits))}" if x.waits else ""
-    return f"[{x.stream}] {x.verb.value} {x.name}: {reads} -> {writes}{waits}"
+    what = x.name.removeprefix("send ").removeprefix("update ")  # a node's name may say the verb
+    return f"[{x.stream}] {x.verb.value} {what}: {reads} -> {writes}{waits}"

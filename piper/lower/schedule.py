@@ -1,8 +1,13 @@
 """The order in which everything runs, found by running the DAG in simulated time.
 
 Every class of devices has streams, each of which runs one node after another; a communication
-occupies a stream of each of its parties at once. The order of starts is the plan's order: all
-devices' orders come from one execution, so they cannot disagree and cannot deadlock.
+occupies a stream of each of its parties at once. The order in which nodes are issued is the plan's
+order: all devices' orders come from one execution, so they cannot disagree and cannot deadlock.
+
+A computation is issued when it starts. A communication is issued as soon as what it reads is there
+and those before it on its stream are issued, even if the stream is busy still: it keeps nobody, and
+a computation that starts at the same moment may keep its device for long. Only a gather, whose
+result takes memory, is issued no sooner than it can start.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Nodes in the order of their start, and when each starts and ends."""
+    """Nodes in the order in which they are issued, and when each starts and ends."""
 
     order: tuple[int, ...]
     start: tuple[float, ...]
@@ -70,6 +75,7 @@ def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> S
         heapq.heappush(ready, (possible, urgency[number], number))
 
     earliest = [0.0] * len(dag.nodes)
+    issue = _Issue(dag)
     for number, count in enumerate(waiting):
         if count == 0:
             push(number, 0.0)
@@ -84,6 +90,7 @@ def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> S
         start[number], end[number] = now, now + lengths[number]
         for resource in needs[number]:
             free[resource] = end[number]
+        issue.note(number, now, end[number], earliest[number], needs[number], followers[number])
         order.append(number)
         for following in followers[number]:
             earliest[following] = max(earliest[following], end[number])
@@ -91,7 +98,54 @@ def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> S
             if left[following] == 0:
                 push(following, earliest[following])
     assert len(order) == len(dag.nodes), "verify lets no cycle through"
-    return Schedule(tuple(order), tuple(start), tuple(end))
+    return Schedule(issue.sorted(order), tuple(start), tuple(end))
+
+
+class _Issue:
+    """When nodes are issued; of those at one moment, communications come first."""
+
+    def __init__(self, dag: Dag) -> None:
+        self._eager = [_eager(node) for node in dag.nodes]
+        self._keys = [(0.0, True)] * len(dag.nodes)
+        self._tied = [False] * len(dag.nodes)
+        """Whether something that a node follows is issued and over at one moment: then it must not
+        overtake others of that moment."""
+        self._last: dict[Resource, tuple[float, bool]] = {}
+
+    def note(
+        self,
+        number: int,
+        start: float,
+        end: float,
+        ready: float,
+        resources: Sequence[Resource],
+        followers: Sequence[int],
+    ) -> None:
+        """A node that starts next, of all in simulated time."""
+        key = (start, True)
+        if self._eager[number]:
+            key = (ready, self._tied[number])
+            for resource in resources:
+                key = max(key, self._last.get(resource, key))
+        for resource in resources:
+            self._last[resource] = key
+        self._keys[number] = key
+        if end == key[0]:
+            for following in followers:
+                self._tied[following] = True
+
+    def sorted(self, order: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(order, key=self._keys.__getitem__))
+
+
+def _eager(node: Node) -> bool:
+    match node.op:
+        case Transfer():
+            return True
+        case Collective(kind=kind):
+            return kind is not CollectiveKind.ALL_GATHER
+        case _:
+            return False
 
 
 _REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
