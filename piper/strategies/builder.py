@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from piper.capture.program import Pass
 from piper.directives import Directive, order, place
+from piper.directives.base import positive
 from piper.errors import DirectiveError
 from piper.view.grid import LETTERS
 
@@ -223,6 +224,8 @@ def straight(name: str, ranks: int, microbatches: int) -> Schedule:
 
 def looped(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     """An empty schedule with ``virtual`` stages on each rank: rank r has r, r + ranks, ..."""
+    for what, count in (("ranks", ranks), ("virtual", virtual), ("microbatches", microbatches)):
+        positive(what, count)
     rows = [
         Row({rank + ranks * v: range(microbatches) for v in range(virtual)})
         for rank in range(ranks)
@@ -232,6 +235,8 @@ def looped(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
 
 def folded(name: str, ranks: int, microbatches: int) -> Schedule:
     """An empty schedule in a V: rank r has stage r on the way down and 2 * ranks - 1 - r up."""
+    for what, count in (("ranks", ranks), ("microbatches", microbatches)):
+        positive(what, count)
     rows = [
         Row({rank: range(microbatches), 2 * ranks - 1 - rank: range(microbatches)})
         for rank in range(ranks)

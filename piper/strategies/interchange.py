@@ -4,7 +4,8 @@
     ,1F0,1I0,1W0,...                             F forward, B backward, I and W its two halves
 
 Empty cells are idle steps: they are read as nothing, and written so that a column of a spreadsheet
-is one moment of the schedule on paper.
+is one moment of the schedule on paper. Communication (``0SEND_F3``, ``1UNSHARD``, ``0REDUCE_GRAD``)
+is read as nothing, too: it follows from the computations and the other directives.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from piper.view.grid import LETTERS
 
 _PASSES = {letter: which for which, letter in LETTERS.items()}
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_COMMUNICATION = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
 
 
@@ -36,7 +38,11 @@ def from_csv(table: str | Path | Iterable[str], *, name: str | None = None) -> S
             raise DirectiveError(f"the table {path} cannot be read: {error.strerror}") from error
         return from_csv(text.splitlines(), name=name or path.stem)
     groups = [
-        [_group(cell, rank, column) for column, cell in enumerate(line) if cell.strip()]
+        [
+            _group(cell, rank, column)
+            for column, cell in enumerate(line)
+            if cell.strip() and not _COMMUNICATION.fullmatch(cell.strip())
+        ]
         for rank, line in enumerate(csv.reader(table))
     ]
     while groups and not groups[-1]:  # a spreadsheet may add empty lines
@@ -83,8 +89,7 @@ def _group(cell: str, rank: int, column: int) -> tuple[Action, ...]:
         if match is None:
             raise DirectiveError(
                 f"line {rank + 1}, column {column + 1} of the table: {text!r} is not an action "
-                "such as 0F3, 1B2, 1I2, 1W2 or (0F3;7B1)OVERLAP_F_B; a table has computations "
-                "only, communication follows from them"
+                "such as 0F3, 1B2, 1I2, 1W2 or (0F3;7B1)OVERLAP_F_B"
             )
         found.append(Action(int(match[1]), _PASSES[match[2]], int(match[3])))
     return tuple(found)

@@ -44,7 +44,9 @@ class Timing:
             found.append(peak)
         return tuple(found)
 
-    def __str__(self) -> str:
+    @property
+    def grid(self) -> Grid:
+        """The drawing."""
         schedule = self.schedule
         title = (
             f"{schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, "
@@ -52,7 +54,10 @@ class Timing:
             f"activations {max(self.activations)}"
         )
         lines = (Line(f"rank {rank}", row) for rank, row in enumerate(self.cells))
-        return str(Grid(title, tuple(lines)))
+        return Grid(title, tuple(lines))
+
+    def __str__(self) -> str:
+        return str(self.grid)
 
 
 def timed(
