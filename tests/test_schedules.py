@@ -3,8 +3,11 @@ numbers of one device."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import functools
+import re
+import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -364,7 +367,8 @@ def test_tables_go_and_come_back(name: str, ranks: int, tmp_path: Path) -> None:
         assert len([a for a in actions if a is not None]) == len(row.groups)
 
 
-THEIRS = ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+THEIRS = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+"""Not 1F1B: the table that torch makes of it has 1F1 to 1F4 instead of 1F0 to 1F3."""
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -400,6 +404,7 @@ def _table_of_torch(name: str, ranks: int, microbatches: int, path: Path) -> Pat
 TABLES: list[tuple[str, str]] = [
     ("0F0,0X0", r"line 1, column 2 of the table: '0X0' is not an action"),
     ("0F0,0B0,0B0", "line 1 of the table: 0B0: the row has it already"),
+    ("0F1,0B0", "line 1 of the table: 0B0: this rank does not run it"),
     ("0F0,0I0", "leaves 1 backwards for weights undone"),
     ("0F0,0W0", "no backward for its inputs before it"),
     ("0F0,0B0,0F2,0B2", r"runs the microbatches \[0, 2\], but each of the 3"),
@@ -435,7 +440,7 @@ def test_a_schedule_is_drawn() -> None:
     assert str(one_f_one_b(2, 2)).splitlines() == [
         "1f1b: 2 stages on 2 ranks, 2 microbatches; bubble 3, activations 2",
         "rank 0  0F0 0F1         0B0----     0B1----   33% idle",
-        "rank 1      1F0 1B0---- 1F1 1B1----       33% idle",
+        "rank 1      1F0 1B0---- 1F1 1B1----           33% idle",
     ]
 
 
@@ -472,3 +477,35 @@ def test_a_narrow_drawing_has_letters() -> None:
     assert all(len(line) <= 60 for line in text.splitlines()[1:])
     assert "F" in text
     assert "W" in text
+
+
+# what the docs and the examples say
+
+
+def test_the_lines_of_each_schedule_are_those_of_the_docs() -> None:
+    """Of everything in its file but descriptions, imports and empty lines."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "schedules.md").read_text()
+    said = dict(re.findall(r"^\| `([\w-]+)` .*\| (\d+) \| \d*\s*\|$", page, re.MULTILINE))
+    files = {"1f1b": "one_f_one_b"}
+    assert len(said) == 9
+    for name, lines in said.items():
+        stem = files.get(name, name.replace("-", "_"))
+        assert int(lines) == _lines(root / "piper" / "strategies" / f"{stem}.py"), name
+
+
+def _lines(path: Path) -> int:
+    text = path.read_text()
+    tree = ast.parse(text)
+    left = {n for n, line in enumerate(text.splitlines(), 1) if line.strip()}
+    for node in ast.walk(tree):
+        described = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if described or isinstance(node, ast.Import | ast.ImportFrom):
+            left -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(left)
+
+
+def test_a_schedule_of_ones_own_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parent.parent / "examples" / "own_schedule.py"
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == "equal, bit for bit"

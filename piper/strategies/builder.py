@@ -121,8 +121,12 @@ class Row:
             self._weights.remove((stage, microbatch))
             return
         left = self._left(stage, which)
+        if microbatch not in self.stages[stage]:
+            raise DirectiveError(
+                f"{action}: stage {stage} does not run microbatch {microbatch} here"
+            )
         if microbatch not in left:
-            raise DirectiveError(f"{action}: the row has it already, or it is another rank's")
+            raise DirectiveError(f"{action}: the row has it already")
         if which is not Pass.F and microbatch in self._forwards[stage]:
             raise DirectiveError(f"{action}: no forward before it")
         left.remove(microbatch)
