@@ -74,6 +74,8 @@ class Partition(Directive):
             else:
                 for chunk, owner in zip(dag.model.chunks, owners, strict=True):
                     weights[owner] += self._weight(dag, chunk)
+            if not any(weights.values()):  # nothing known of any: as many for each
+                weights = dict.fromkeys(regions, 1.0)
             counts = balanced([weights[region] for region in regions], self.parts)
         stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
         return dict(zip(regions, stages, strict=True))

@@ -122,9 +122,7 @@ class Row:
             return
         left = self._left(stage, which)
         if microbatch not in self.stages[stage]:
-            raise DirectiveError(
-                f"{action}: stage {stage} does not run microbatch {microbatch} here"
-            )
+            raise DirectiveError(f"{action}: this rank does not run it")
         if microbatch not in left:
             raise DirectiveError(f"{action}: the row has it already")
         if which is not Pass.F and microbatch in self._forwards[stage]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from piper.directives import Directive, partition, replicate, shard, split
@@ -82,15 +82,16 @@ def mesh(
     layout: str = Layout.PIPELINE_OUTER.value,
     regions: str = "layer",
     experts: str = "EP",
+    by: str | Sequence[int] | Mapping[int, float] = "flops",
     bucket_mb: float = 25.0,
 ) -> Strategy:
     """``pp`` pipeline ranks of ``dp`` devices each, on pp * dp devices.
 
-    The regions named ``regions`` are cut into stages, which ``schedule`` orders: the name of one of
-    ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp`` devices with
-    ``zero``; the regions named ``experts`` are divided over ``ep`` of them. ``virtual`` is the
-    number of stages a rank, for schedules that leave it open. ``microbatches`` is 1, or as many as
-    a schedule of your own has.
+    The regions named ``regions`` are cut into stages ``by`` their cost, which ``schedule`` orders:
+    the name of one of ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp``
+    devices with ``zero``; the regions named ``experts`` are divided over ``ep`` of them.
+    ``virtual`` is the number of stages a rank, for schedules that leave it open. ``microbatches``
+    is 1, or as many as a schedule of your own has.
     """
     for name, value in (("pp", pp), ("dp", dp), ("ep", ep)):
         positive(name, value)
@@ -100,7 +101,7 @@ def mesh(
     order = _schedule(schedule, pp, microbatches, virtual)
     groups = [_group(rank, pp, dp, layout) for rank in range(pp)]
     directives: list[Directive] = [
-        partition(regions, into="PP", parts=order.stages),
+        partition(regions, into="PP", parts=order.stages, by=by),
         split(into="MB", parts=order.microbatches),
         *order.directives(groups),
     ]
