@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import piper
+from piper.lower.plan import Verb
 from piper.models import MoEConfig, MoETransformer, lm_loss
 
 ROOT = Path(__file__).parent.parent
@@ -75,17 +76,37 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
+    """A profiled step is a step; it has every instruction of every device but the frees."""
+    steps = trainer.steps
+    profile = trainer.profile(batch(0), batch(0))
+    assert trainer.steps == steps + 1
+    for plan in program.plans:
+        places = [i for i, x in enumerate(plan.instructions) if x.verb is not Verb.FREE]
+        for device in plan.devices:
+            assert [one.place for one in profile.measured[device]] == places
+            assert all(
+                0 <= one.end - one.start <= profile.seconds for one in profile.measured[device]
+            )
+    assert 0 <= profile.exchanges.share <= 1
+    assert profile.exchanges.seconds > 0
+
+
 def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: Path) -> None:
     program = compiled(zero=2)
     with piper.launch(program) as virtual:
         expected = trained(virtual)
         virtual.save(tmp_path / "state")
         after = trained(virtual)
+        assert_profiled(virtual, program)
+        profiled = list(virtual.state_dict().values())
     trainer = piper.launch(program, on="processes", timeout=120)
     with trainer:
         assert_same(trained(trainer), expected)
         trainer.load(tmp_path / "state")
         assert_same(trained(trainer), after)
+        assert_profiled(trainer, program)
+        assert_same(list(trainer.state_dict().values()), profiled)
         crew = trainer._crew
         workers = [worker.process for worker in crew._workers]
         folder = Path(crew._folder.name)
