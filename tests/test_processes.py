@@ -227,6 +227,40 @@ def test_a_worker_that_ends_by_itself(place: Place) -> None:
     place.assert_nothing_left()
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_killed_between_a_step_and_an_evaluation(place: Place) -> None:
+    trainer = launch(compiled("one"))
+    trainer.step(*batches()[0])
+    os.kill(place.workers[0], signal.SIGKILL)
+    message = "the worker of device 0 died: killed by SIGKILL"
+    with no_hang(), pytest.raises(piper.PiperError, match=message):
+        trainer.evaluate(*batches()[0])
+    place.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_an_exception_while_workers_are_waited_for_ends_them(place: Place) -> None:
+    """An answer that nobody read would be taken for that to the next call."""
+    trainer = launch(compiled("one"))
+    trainer.step(*batches()[0])
+    os.kill(place.workers[0], signal.SIGSTOP)
+
+    def fail(*_: object) -> None:
+        raise TimeoutError("the caller's own limit")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(TimeoutError, match="own limit"):
+            trainer.step(*batches()[0])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    place.assert_nothing_left()
+    with pytest.raises(piper.PiperError, match="launch the program again"):
+        trainer.step(*batches()[0])
+
+
 # a start that fails: not before the workers, one of them, or never
 
 

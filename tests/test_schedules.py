@@ -238,13 +238,23 @@ def test_it_trains_as_one_device(name: str, ranks: int, more: int) -> None:
     )
 
 
+def crossed() -> Schedule:
+    """Two ranks that wait for each other."""
+    first = Row({0: [0, 1]}).forward(0).backward(0).forward(0).backward(0)
+    second = Row({1: [0, 1]}).forward(1).forward(1).backward(1).backward(1)
+    return Schedule("crossed", 2, [first, second])
+
+
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: interleaved(4, 6), r"cannot run 6 microbatches: multiples .* \(4, 8, 12, ...\)"),
     (lambda: zb_v(4, 6), "cannot run 6 microbatches: from 7 on work"),
     (lambda: dualpipev(4, 7), "cannot run 7 microbatches: from 8 on work"),
     (lambda: dualpipe(4, 9), "cannot run 9 microbatches: even numbers from 8 on work"),
     (lambda: dualpipe(4, 6), "cannot run 6 microbatches: even numbers from 8 on work"),
-    (lambda: dualpipe(3, 6), "an even number of ranks"),
+    (lambda: dualpipe(3, 6), "dualpipe needs an even number of ranks, not 3"),
+    (lambda: dualpipe(0, 8), "ranks=0 must be a positive whole number"),
+    (lambda: interleaved(-3, 8), "ranks=-3 must be a positive whole number"),
+    (lambda: zb_v(None, 8), "ranks=None must be a positive whole"),  # type: ignore[arg-type]
     (lambda: gpipe(2, 0), "must be a positive whole number"),
     (lambda: one_f_one_b(0, 2), "must be a positive whole number"),
     (lambda: mesh(pp=2, dp=4, ep=3), r"ep=3 does not divide .* \[1, 2, 4\] do"),
@@ -259,6 +269,11 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Row({0: [0]}).forward(1), "stage 1 is not on this rank; its stages are: 0"),
     (lambda: Row({0: [0]}).forward(0, times=2), "no forward left: all 1 are in the row"),
     (lambda: Row({0: [0]}).backward(0), "0B0: no forward before it"),
+    (lambda: Row({0: [0]}).forwards_left(9), "stage 9 is not on this rank"),
+    (lambda: Row({0: [0]}).run(), "one or more"),
+    (lambda: Schedule("mine", 2).check(), "mine has no ranks"),
+    (lambda: timed(gpipe(2, 4), forward=float("nan")), "forward=nan must be a length of time"),
+    (lambda: mesh(pp=2, schedule=crossed()), "(?s)cannot go on.*rank 0 at 0B0"),
     (lambda: Row({0: [0]}).backward_weight(), "no backward for weights waits"),
     (lambda: Schedule("mine", 2, [Row({0: [0]}).forward(0).backward(0)]).check(), "each of the 2"),
 ]
@@ -277,10 +292,8 @@ def test_weights_that_are_left_are_told() -> None:
 
 
 def test_a_schedule_that_cannot_go_on_says_where() -> None:
-    first = Row({0: [0, 1]}).forward(0).backward(0).forward(0).backward(0)
-    second = Row({1: [0, 1]}).forward(1).forward(1).backward(1).backward(1)
     with pytest.raises(DirectiveError, match=r"(?s)cannot go on:.*rank 0 at 0B0.*rank 1 at 1F1"):
-        timed(Schedule("crossed", 2, [first, second]))
+        timed(crossed())
 
 
 # mesh
@@ -298,6 +311,8 @@ def test_layouts() -> None:
 
     assert groups(Layout.PIPELINE_OUTER) == [[0, 1, 2], [3, 4, 5]]
     assert groups(Layout.PIPELINE_INNER) == [[0, 2, 4], [1, 3, 5]]
+    inner = mesh(pp=2, dp=3, microbatches=2, layout=Layout.PIPELINE_INNER)
+    assert inner.directives == mesh(pp=2, dp=3, microbatches=2, layout="pipeline-inner").directives
 
 
 def test_a_mesh_is_plain_directives_that_can_be_written_down() -> None:
@@ -357,6 +372,7 @@ def test_tables_go_and_come_back(name: str, ranks: int, tmp_path: Path) -> None:
     schedule = KNOWN[name].make(ranks, 2 * ranks)
     text = to_csv(schedule, tmp_path / "table.csv")
     again = from_csv(tmp_path / "table.csv")
+    assert [row.groups for row in from_csv(text).rows] == [row.groups for row in again.rows]
     assert [row.groups for row in again.rows] == [row.groups for row in schedule.rows]
     assert [row.stages for row in again.rows] == [
         dict(sorted(row.stages.items())) for row in schedule.rows
@@ -405,6 +421,10 @@ TABLES: list[tuple[str, str]] = [
     ("0F0,0X0", r"line 1, column 2 of the table: '0X0' is not an action"),
     ("0F0,0B0,0B0", "line 1 of the table: 0B0: the row has it already"),
     ("0F1,0B0", "line 1 of the table: 0B0: this rank does not run it"),
+    ("0F0,0F0,0B0", "line 1 of the table: 0F0: the row has it already"),
+    ("0F0,0B0\n\n1F0,1B0", "rank 1 has nothing to do"),
+    ("0F2000000000,0B2000000000", "is not an action"),
+    ("0F99999999,0B99999999", "but each of the 100000000 must pass it once"),
     ("0F0,0I0", "leaves 1 backwards for weights undone"),
     ("0F0,0W0", "no backward for its inputs before it"),
     ("0F0,0B0,0F2,0B2", r"runs the microbatches \[0, 2\], but each of the 3"),

@@ -42,8 +42,12 @@ class Failure:
     """Whether it is a failed communication, most likely because another worker failed before."""
 
 
+def dumped(message: Any) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def send(connection: Connection, message: Any) -> None:
-    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    connection.send_bytes(dumped(message))
 
 
 def receive(connection: Connection) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from piper.errors import PiperError
-from piper.launch.calls import Call, Failure, Task, receive, send
+from piper.launch.calls import Call, Failure, Task, dumped, receive
 from piper.launch.crew import Report, Restored
 from piper.lower.plan import Plan
 from piper.program import Program
@@ -37,6 +37,8 @@ from piper.runtime.portable import Portions
 
 _GRACE = 2.0
 """Seconds that workers get to end by themselves."""
+_NOWHERE = (-1).to_bytes(8, sys.byteorder, signed=True)
+"""The place of a worker that runs no instruction."""
 
 
 class WorkerError(PiperError):
@@ -50,10 +52,10 @@ class _Worker:
     connection: Connection
     sender: threading.Thread | None = None
 
-    def send(self, call: Call) -> None:
+    def send(self, message: bytes) -> None:
         """In a thread: a worker that does not read must not stop the caller. One that is gone is
         noticed where its answer is waited for."""
-        self.sender = threading.Thread(target=_send, args=(self.connection, call), daemon=True)
+        self.sender = threading.Thread(target=_send, args=(self.connection, message), daemon=True)
         self.sender.start()
 
     def release(self) -> None:
@@ -89,7 +91,8 @@ class ProcessCrew:
         self._folder = tempfile.TemporaryDirectory(prefix="piper-")
         self._workers: list[_Worker] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._running: Sequence[Plan] = ()
+        self._running: Sequence[Plan] | None = None
+        """The plans that the workers run, if they run any; None until they are ready."""
         self._store: dist.TCPStore | None = None
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         try:
@@ -108,15 +111,17 @@ class ProcessCrew:
         return self._run("evaluate", batch)
 
     def export(self, *, optimizer: bool) -> list[Portions]:
-        return self._ask([Call("export", optimizer)] * len(self._workers))
+        self._running = ()
+        return self._ask([dumped(Call("export", optimizer))] * len(self._workers))
 
     def restore(self, state: Restored) -> None:
-        self._ask([Call("restore", state)] * len(self._workers))
+        self._running = ()
+        self._ask([dumped(Call("restore", state))] * len(self._workers))
 
     def close(self) -> None:
         """End all workers: those that wait for a call by themselves, others by force."""
         for worker in self._workers:
-            worker.send(Call("stop"))
+            worker.send(dumped(Call("stop")))
         self._end_workers(_GRACE)
 
     def _end_workers(self, grace: float) -> None:
@@ -151,11 +156,12 @@ class ProcessCrew:
             for device in program.devices
         ]
         for task in tasks:
-            (folder / f"at.{task.device}").write_bytes(bytes(8))
+            (folder / f"at.{task.device}").write_bytes(_NOWHERE)
             self._workers.append(self._spawn(task.device, folder))
         for worker, task in zip(self._workers, tasks, strict=True):
-            worker.send(Call("start", task))
+            worker.send(dumped(Call("start", task)))
         self._answers(timeout)
+        self._running = ()
 
     def _write(self, folder: Path) -> None:
         try:
@@ -209,25 +215,27 @@ class ProcessCrew:
             plans, code = program.evaluation_plans, program.evaluation_code
         self._running = plans
         of = {device: plan for plan in plans for device in plan.devices}
-        calls = [
-            Call(method, [x.cpu().clone() for x in cut(of[w.device], code, w.device, batch)])
-            for w in self._workers
-        ]
-        reports: list[Report] = self._ask(calls)
+        messages = []
+        for worker in self._workers:
+            given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
+            messages.append(dumped(Call(method, given)))
+            with self._place(worker).open("r+b") as place:
+                place.write(_NOWHERE)
+        reports: list[Report] = self._ask(messages)
         measured = {device: row for report in reports for device, row in report.measured.items()}
         memory = max(report.memory for report in reports)
         return replace(reports[0], memory=memory, measured=measured)
 
-    def _ask(self, calls: Sequence[Call]) -> list[Any]:
-        """What the workers answer. An interrupt ends them: calls that only some of them know of,
-        or answers that nobody read, would be mistaken for others later."""
+    def _ask(self, messages: Sequence[bytes]) -> list[Any]:
+        """What the workers answer. Whatever interrupts this ends them: calls that only some of them
+        know of, or answers that nobody read, would be mistaken for others later."""
         if not self._workers:
             raise WorkerError("the workers have ended after an error: launch the program again")
         try:
-            for worker, call in zip(self._workers, calls, strict=True):
-                worker.send(call)
+            for worker, message in zip(self._workers, messages, strict=True):
+                worker.send(message)
             return self._answers(self._timeout)
-        except KeyboardInterrupt:
+        except BaseException:
             self._end_workers(0.0)
             raise
 
@@ -297,17 +305,22 @@ class ProcessCrew:
 
     def _at(self, worker: _Worker) -> str:
         """Where a worker is, or was last."""
-        if not self._running:
+        if self._running is None:
             return " before it was ready"
-        data = (Path(self._folder.name) / f"at.{worker.device}").read_bytes()
-        place = int.from_bytes(data, sys.byteorder)
-        plan = next(plan for plan in self._running if worker.device in plan.devices)
-        return f" at instruction {place} ({plan.instructions[place].name})"
+        place = int.from_bytes(self._place(worker).read_bytes(), sys.byteorder, signed=True)
+        plans = [plan for plan in self._running if worker.device in plan.devices]
+        if not plans or place < 0:
+            return ""
+        return f" at instruction {place} ({plans[0].instructions[place].name})"
+
+    def _place(self, worker: _Worker) -> Path:
+        """The file in which a worker keeps the number of its instruction."""
+        return Path(self._folder.name) / f"at.{worker.device}"
 
 
-def _send(connection: Connection, call: Call) -> None:
+def _send(connection: Connection, message: bytes) -> None:
     with contextlib.suppress(OSError):
-        send(connection, call)
+        connection.send_bytes(message)
 
 
 def _said(connection: Connection) -> Any:
@@ -339,7 +352,8 @@ def _how(worker: _Worker) -> str:
     if code is None:
         return "it closed its connection"
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        known = {s.value: s.name for s in signal.Signals}
+        return f"killed by {known.get(-code, f'signal {-code}')}"
     return f"exit code {code}"
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Generator
 from dataclasses import replace
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.capture.codegen import Runners
+from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, receive, send
 from piper.launch.crew import Report, Restored
 from piper.launch.device import Device
@@ -67,8 +69,11 @@ def _serve_or_tell(connection: Connection, folder: Path) -> None:
 def _end_with_parent(folder: Path) -> None:
     """Wait until the parent is gone; nobody else will clean up then."""
     os.read(0, 1)
-    while folder.exists():  # the other workers do the same
+    for _ in range(100):  # the other workers do the same, and hold files of it
         shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.05)
     os._exit(1)
 
 
@@ -104,7 +109,13 @@ def _start(task: Task, folder: Path) -> tuple[Device, Distributed]:
 def _where(program: Program, device: int) -> torch.device:
     if program.device.type != "cuda":
         return program.device
-    index = program.devices.index(device) % torch.cuda.device_count()
+    index = program.devices.index(device)
+    if index >= torch.cuda.device_count():
+        raise PiperError(
+            f"the program runs on {len(program.devices)} devices, but this machine has "
+            f"{torch.cuda.device_count()} GPUs: use as many, or on='virtual', which puts all "
+            "devices on one"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

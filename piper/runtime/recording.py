@@ -2,7 +2,7 @@
 
 A computation is timed where it is called. A communication lasts from the moment at which its stream
 takes it up until it is over; messages between two tell nobody when they arrive, and end when the
-device first sees that they have.
+device has waited for them, which for those it sends is at the end of the step.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ is drawn with passes of equal length.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -82,16 +81,20 @@ class Row:
 
     def run(self, *actions: Action) -> Row:
         """Exactly these, overlapping; the verbs above count for you."""
+        if not actions or not all(isinstance(a, Action) for a in actions):
+            raise DirectiveError(
+                f"run{actions}: give one or more of Action(stage, which, microbatch)"
+            )
         for action in actions:
             self._take(action)
         self.groups.append(actions)
         return self
 
     def forwards_left(self, stage: int) -> int:
-        return len(self._forwards[stage])
+        return len(self._left(stage, Pass.F))
 
     def backwards_left(self, stage: int) -> int:
-        return len(self._backwards[stage])
+        return len(self._left(stage, Pass.B))
 
     @property
     def weights_left(self) -> int:
@@ -159,7 +162,9 @@ class Schedule:
     ) -> list[Directive]:
         """Where the stages run and in which order; ``groups`` are the devices of each rank,
         ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make."""
-        self.check()
+        from piper.strategies.timing import timed
+
+        timed(self)  # it goes through
         groups = [[rank] for rank in range(self.ranks)] if groups is None else groups
         if len(groups) != self.ranks:
             raise DirectiveError(
@@ -183,7 +188,11 @@ class Schedule:
 
     def check(self) -> None:
         """Every rank does all that it holds, and every stage runs every microbatch once."""
+        if not self.rows:
+            raise DirectiveError(f"{self.name} has no ranks")
         for rank, row in enumerate(self.rows):
+            if not row.stages:
+                raise DirectiveError(f"{self.name}: rank {rank} has nothing to do")
             for stage in row.stages:
                 forwards, backwards = row.forwards_left(stage), row.backwards_left(stage)
                 if forwards or backwards:
@@ -197,11 +206,11 @@ class Schedule:
                     "undone"
                 )
         for stage in range(self.stages):
-            times = Counter(m for row in self.rows for m in row.stages.get(stage, ()))
-            if times != Counter(range(self.microbatches)):
+            found = sorted(m for row in self.rows for m in row.stages.get(stage, ()))
+            if len(found) != self.microbatches or found != list(range(self.microbatches)):
                 raise DirectiveError(
-                    f"{self.name}: stage {stage} runs the microbatches {sorted(times.elements())}, "
-                    f"but each of the {self.microbatches} must pass it once"
+                    f"{self.name}: stage {stage} runs the microbatches {found}, but each of the "
+                    f"{self.microbatches} must pass it once"
                 )
 
     def without_pairs(self) -> Schedule:

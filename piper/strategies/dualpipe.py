@@ -5,23 +5,24 @@
     first half   stage 0 1 2 3 on rank 0 1 2 3   ─▶
     second half  stage 3 2 1 0 on rank 0 1 2 3   ◀─
 
-bubble       (PP/2 - 1)(F&B + B - 3W)
+bubble       (PP/2 - 1)(F&B + B - 3W), where F = B - W = W
 activations  PP + 1 microbatches
 parameters   twice: gradients are summed over the two ranks that hold a stage
 """
 
 from __future__ import annotations
 
+from piper.directives.base import positive
+from piper.errors import DirectiveError
 from piper.strategies.builder import Row, Schedule, refuse
 from piper.strategies.dualpipev import eight_phases
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """An even number of ranks; an even number of microbatches, at least twice as many as ranks."""
-    refuse(
-        "dualpipe", microbatches, f"it needs an even number of ranks, not {ranks}", ranks % 2 == 0
-    )
-    good = microbatches % 2 == 0 and microbatches >= 2 * ranks
+    if positive("ranks", ranks) % 2:
+        raise DirectiveError(f"dualpipe needs an even number of ranks, not {ranks}")
+    good = positive("microbatches", microbatches) % 2 == 0 and microbatches >= 2 * ranks
     works = f"even numbers from {2 * ranks} on work"
     refuse("dualpipe", microbatches, works, good)
     half = microbatches // 2

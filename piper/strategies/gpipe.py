@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019).
 
-    rank 0   F0 F1 F2 F3 . .          B0 B1 B2 B3
-    rank 1      F0 F1 F2 F3 .    B0 B1 B2 B3
+    rank 0   F0 F1 F2 F3             B0 B1 B2 B3
+    rank 1      F0 F1 F2 F3       B0 B1 B2 B3
     rank 2         F0 F1 F2 F3 B0 B1 B2 B3
 
 bubble       (PP - 1)(F + B)

@@ -23,27 +23,33 @@ from piper.strategies.timing import timed
 from piper.view.grid import LETTERS
 
 _PASSES = {letter: which for which, letter in LETTERS.items()}
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _COMMUNICATION = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
 
 
 def from_csv(table: str | Path | Iterable[str], *, name: str | None = None) -> Schedule:
-    """The schedule of a table: the path of a file, or its lines."""
+    """The schedule of a table: the path of a file, its text, or its lines."""
+    if isinstance(table, str) and ("," in table or "\n" in table):
+        return from_csv(table.splitlines(), name=name)
     if isinstance(table, str | Path):
         path = Path(table)
         try:
             text = path.read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise DirectiveError(f"the table {path} cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise DirectiveError(f"the table {path} cannot be read: {error}") from error
         return from_csv(text.splitlines(), name=name or path.stem)
+    try:
+        lines = list(csv.reader(table))
+    except (csv.Error, TypeError) as error:
+        raise DirectiveError(f"this is no table: {error}") from error
     groups = [
         [
             _group(cell, rank, column)
             for column, cell in enumerate(line)
             if cell.strip() and not _COMMUNICATION.fullmatch(cell.strip())
         ]
-        for rank, line in enumerate(csv.reader(table))
+        for rank, line in enumerate(lines)
     ]
     while groups and not groups[-1]:  # a spreadsheet may add empty lines
         groups.pop()
@@ -100,7 +106,7 @@ def _row(rank: int, groups: list[tuple[Action, ...]]) -> Row:
     for action in (action for group in groups for action in group):
         if action.which is Pass.F:
             stages.setdefault(action.stage, []).append(action.microbatch)
-    row = Row({stage: sorted(stages[stage]) for stage in sorted(stages)})
+    row = Row({stage: sorted(set(stages[stage])) for stage in sorted(stages)})
     for group in groups:
         try:
             row.run(*group)

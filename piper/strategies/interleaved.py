@@ -2,8 +2,8 @@
 (Narayanan et al. 2021).
 
     2 ranks, 2 stages each: rank r has stages r and r + 2
-    rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
-    rank 1       1F0 1F1 3F0 3B0 3F1 3B1 ...
+    rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
+    rank 1       1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
 bubble       (PP - 1)(F + B) / V, with V stages a rank
 activations  up to PP * (1 + (PP - 1) / (PP * V)) microbatches of the whole rank
@@ -16,9 +16,9 @@ from piper.strategies.builder import Schedule, looped, refuse
 
 def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
     """Microbatches in multiples of the number of ranks: they go round in such blocks."""
-    works = f"multiples of the {ranks} ranks work ({ranks}, {2 * ranks}, {3 * ranks}, ...)"
-    refuse("interleaved", microbatches, works, microbatches % ranks == 0 and microbatches > 0)
     schedule = looped("interleaved", ranks, virtual, microbatches)
+    works = f"multiples of the {ranks} ranks work ({ranks}, {2 * ranks}, {3 * ranks}, ...)"
+    refuse("interleaved", microbatches, works, microbatches % ranks == 0)
     total = virtual * microbatches
     for rank, row in enumerate(schedule.rows):
         forwards = _turns(rank, ranks, virtual, total)

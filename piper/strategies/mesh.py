@@ -79,7 +79,7 @@ def mesh(
     zero: int = 0,
     microbatches: int | None = None,
     virtual: int | None = None,
-    layout: str = Layout.PIPELINE_OUTER.value,
+    layout: str | Layout = Layout.PIPELINE_OUTER,
     regions: str = "layer",
     experts: str = "EP",
     by: str | Sequence[int] | Mapping[int, float] = "flops",
@@ -135,13 +135,13 @@ def _schedule(
     return schedule
 
 
-def _group(rank: int, pp: int, dp: int, layout: str) -> list[int]:
+def _group(rank: int, pp: int, dp: int, layout: str | Layout) -> list[int]:
     """The devices of one pipeline rank."""
-    match layout:
-        case Layout.PIPELINE_INNER.value:
-            return [replica * pp + rank for replica in range(dp)]
-        case Layout.PIPELINE_OUTER.value:
-            return [rank * dp + replica for replica in range(dp)]
-        case _:
-            names = ", ".join(kind.value for kind in Layout)
-            raise DirectiveError(f"layout={layout!r} is unknown: one of {names}")
+    try:
+        kind = Layout(layout)
+    except ValueError:
+        names = ", ".join(kind.value for kind in Layout)
+        raise DirectiveError(f"layout={layout!r} is unknown: one of {names}") from None
+    if kind is Layout.PIPELINE_INNER:
+        return [replica * pp + rank for replica in range(dp)]
+    return [rank * dp + replica for replica in range(dp)]

@@ -7,6 +7,7 @@ is there when it ends.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from piper.capture.program import Pass
@@ -50,7 +51,7 @@ class Timing:
         schedule = self.schedule
         title = (
             f"{schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, "
-            f"{schedule.microbatches} microbatches; bubble {self.bubble:g}, "
+            f"{schedule.microbatches} microbatches; bubble {round(self.bubble, 9):g}, "
             f"activations {max(self.activations)}"
         )
         lines = (Line(f"rank {rank}", row) for rank, row in enumerate(self.cells))
@@ -71,6 +72,14 @@ def timed(
     """Run ``schedule`` with passes of these lengths; a whole backward takes as long as its two
     halves, if nothing else is said."""
     schedule.check()
+    for name, value in (
+        ("forward", forward),
+        ("backward_input", backward_input),
+        ("backward_weight", backward_weight),
+        ("backward", 0.0 if backward is None else backward),
+    ):
+        if not 0 <= value < math.inf:
+            raise DirectiveError(f"{name}={value!r} must be a length of time")
     length = {
         Pass.F: forward,
         Pass.B: backward_input + backward_weight if backward is None else backward,

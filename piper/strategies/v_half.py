@@ -8,7 +8,7 @@ holds (their lifetimes together) / 6; the times are the first that no rank sees 
     a, b         units from one forward to the next, on the way down and up
     c, d         the same of input passes
 
-bubble       that of the block: a few units at both ends, about half of 1F1B's
+bubble       that of the block: from four fifths (2 ranks) to three fifths (8) of 1F1B's
 activations  about ranks microbatches of half a rank's layers: half of 1F1B
 """
 

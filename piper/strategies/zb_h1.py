@@ -1,11 +1,11 @@
 """ZB-H1: 1F1B whose weight passes wait and fill the bubble (Qi et al. 2023).
 
-    rank 0   F0 F1 F2       I0 F3 I1 W0 I2 W1 I3 W2 W3
+    rank 0   F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
     rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-    rank 2         F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3
+    rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-bubble       (PP - 1)(F + B - 2W), with B = I + W
-activations  PP microbatches on rank 0, as 1F1B
+bubble       (PP - 1)(F + B - 2W), with B = I + W, where F = I = W and from PP microbatches on
+activations  PP microbatches on every rank: as many as 1F1B has on rank 0
 """
 
 from __future__ import annotations

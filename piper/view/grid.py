@@ -1,7 +1,7 @@
 """Who does what when, drawn in a terminal: a line for each device, time from left to right.
 
-    rank 0  0F0 0F1         0B0---- 0B1----   25% idle
-    rank 1      1F0 1B0---- 1F1 1B1----       ...
+    rank 0  0F0 0F1         0B0----     0B1----   33% idle
+    rank 1      1F0 1B0---- 1F1 1B1----           33% idle
 
 A pass is as wide as it is long; where nothing stands, nothing runs. Two that overlap share a cell,
 ``0F3+1B1====``. On a terminal the passes have colours, and the drawing fits its width.

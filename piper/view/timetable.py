@@ -23,7 +23,8 @@ _Key = tuple[tuple[object, ...], Pass, int]
 
 @dataclass(frozen=True)
 class Timetable:
-    """The numbers of the DAG's nodes in the ``order`` of their start, and when they are done."""
+    """The DAG's nodes, by number, in the ``order`` in which they are issued, and when each starts
+    and ends."""
 
     dag: Dag
     classes: Classes
@@ -49,7 +50,7 @@ class Timetable:
 
     @cached_property
     def spans(self) -> tuple[list[Span], ...]:
-        """The nodes of each class of devices, as they start."""
+        """The nodes of each class of devices, as they are issued."""
         found: tuple[list[Span], ...] = tuple([] for _ in self.classes.members)
         for number in self.order:
             for place in self.classes.touched(self.dag.nodes[number].devices):
@@ -59,7 +60,12 @@ class Timetable:
     @property
     def exchanges(self) -> Exposure:
         """How much of the exchanges between experts shows."""
-        return exchanges(self.dag, self.spans)
+        every = (
+            spans
+            for members, spans in zip(self.classes.members, self.spans, strict=True)
+            for _ in members
+        )
+        return exchanges(self.dag, every)
 
     def __str__(self) -> str:
         return str(self.grid)
