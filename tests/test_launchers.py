@@ -31,9 +31,13 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randint(32, (8, 4), generator=torch.Generator().manual_seed(seed))
 
 
+def model() -> MoETransformer:
+    torch.manual_seed(0)
+    return MoETransformer(CONFIG)
+
+
 def compiled(zero: int) -> piper.Program:
     """Two stages of two devices, listed backwards in one of them; experts divided."""
-    torch.manual_seed(0)
     strategy = piper.Strategy(
         [
             piper.partition("layer", into="PP", parts=2),
@@ -46,7 +50,7 @@ def compiled(zero: int) -> piper.Program:
     )
     x = batch(0)
     return piper.compile(
-        MoETransformer(CONFIG),
+        model(),
         strategy,
         inputs=(x,),
         targets=(x,),
@@ -118,20 +122,24 @@ def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: P
 
 
 def test_torchrun_equals_virtual_devices(tmp_path: Path) -> None:
-    with piper.launch(compiled(zero=3)) as virtual:
+    program = compiled(zero=3)
+    program.save(tmp_path / "program")
+    with piper.launch(program) as virtual:
         expected = trained(virtual, steps=2)
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, piper\n"
-        "from tests.test_launchers import compiled, trained\n"
+        "from tests.test_launchers import model, sgd, trained\n"
         "torch.set_num_threads(1)\n"
-        "with piper.launch(compiled(zero=3), on='torchrun') as trainer:\n"
+        "source = piper.Source(model())\n"
+        "program = piper.Program.load(sys.argv[2], source=source, optimizer=sgd)\n"
+        "with piper.launch(program, on='torchrun') as trainer:\n"
         "    found = trained(trainer, steps=2)\n"
         "torch.save(found, sys.argv[1] + '.' + str(torch.distributed.get_rank()))\n"
     )
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     result = subprocess.run(
-        [sys.executable, *command, str(script), str(tmp_path / "found")],
+        [sys.executable, *command, str(script), str(tmp_path / "found"), str(tmp_path / "program")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
