@@ -141,7 +141,7 @@ def test_four_workers_and_one_is_killed_between_steps(place: Place, tmp_path: Pa
         trainer.load(tmp_path / "state")
         assert not differences(numbers(trainer), numbers(virtual))
     os.kill(place.workers[2], signal.SIGKILL)
-    message = r"the worker of device \d died .*: killed by SIGKILL"
+    message = r"the worker of device \d died.*: killed by SIGKILL"
     with no_hang(), pytest.raises(piper.PiperError, match=message) as caught:
         trainer.step(*batches()[0])
     place.assert_nothing_left()
