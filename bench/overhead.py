@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import piper
 from piper.capture.codegen import Runner, Runners
+from piper.capture.program import Pass, Program
 from piper.lower.plan import Verb
 from piper.runtime.executor import Op
 from piper.runtime.pending import Pending
@@ -66,16 +68,16 @@ class Timed(Runners):
 
     seconds = 0.0
 
-    def get(self, program: object, which: object) -> Runner:
-        run = super().get(program, which)  # type: ignore[arg-type]
+    def get(self, program: Program, which: Pass) -> Runner:
+        run = super().get(program, which)
 
-        def timed(arguments: list[Tensor]) -> object:
+        def timed(arguments: list[Tensor]) -> Sequence[Tensor]:
             start = time.perf_counter()
             results = run(arguments)
             self.seconds += time.perf_counter() - start
             return results
 
-        return timed  # type: ignore[return-value]
+        return timed
 
 
 def order(microbatches: int) -> piper.Strategy:

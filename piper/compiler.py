@@ -128,11 +128,11 @@ def compile(
     return program
 
 
-def _check(init: object, memory_limit: object, costs: object) -> None:
+def _check(init: object, memory_limit: int | None, costs: object) -> None:
     if init is not None and not callable(init):
         raise PiperError(f"init={init!r} must be a function (name, tensor, generator)")
-    limit = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
-    if memory_limit is not None and not (limit and memory_limit > 0):  # type: ignore[operator]
+    whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
+    if memory_limit is not None and (not whole or memory_limit <= 0):
         raise PiperError(f"memory_limit={memory_limit!r} must be a number of bytes, or None")
     if not isinstance(costs, Costs | None):
         raise PiperError(f"costs={costs!r} must be piper.Costs(...), or None")

@@ -54,6 +54,7 @@ from piper.strategies import (
     zb_v,
 )
 from tests.facts import chain
+from tests.test_runtime import Experts, Tower, mean_loss
 from tests.training import ULPS, Run, assert_same, compiled, plain, shared_captures, train
 
 F, BI, BW = 1, 1, 1
@@ -137,8 +138,8 @@ def test_the_bubble_and_the_activations_of_the_literature(name: str, ranks: int)
 
 
 def test_v_half_holds_about_half_of_1f1b() -> None:
-    """Of 2 * ranks stages: half of them, and a few whose weight passes wait. The paper has p + 2,
-    without those; nowhere is the bubble longer than that of 1F1B, 6(p - 1) in the same units."""
+    """Of 2 * ranks stages: half of them, and a few whose weight passes wait. Nowhere is the bubble
+    longer than that of 1F1B, 6(p - 1) in the same units."""
     for ranks in (4, 8, 12):
         found = timed(v_half(ranks, 4 * ranks))
         assert ranks < max(found.activations) <= ranks + 3 + ranks // 8
@@ -194,8 +195,6 @@ def _captures() -> Iterator[None]:
 
 @functools.cache
 def tower() -> torch.nn.Module:
-    from tests.test_runtime import Tower
-
     torch.manual_seed(0)
     return Tower(16)
 
@@ -213,8 +212,6 @@ def batches(microbatches: int) -> list[tuple[tuple[torch.Tensor], tuple[torch.Te
 
 @functools.cache
 def expected(microbatches: int) -> Run:
-    from tests.test_runtime import mean_loss
-
     return plain(tower(), mean_loss, batches(microbatches), microbatches=microbatches)
 
 
@@ -224,8 +221,6 @@ def expected(microbatches: int) -> Run:
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_it_trains_as_one_device(name: str, ranks: int, more: int) -> None:
     """Bit for bit, but for DualPipe: there two ranks sum their gradients of a stage."""
-    from tests.test_runtime import mean_loss
-
     known = KNOWN[name]
     microbatches = known.smallest(ranks) + more * max(2, ranks)
     schedule = known.make(ranks, microbatches)
@@ -336,8 +331,6 @@ COMPOSED = [
 def test_meshes_of_experts_train_as_one_device(
     name: str, pp: int, dp: int, ep: int, zero: int
 ) -> None:
-    from tests.test_runtime import Experts, mean_loss
-
     torch.manual_seed(0)
     model = Experts(4)
     strategy = mesh(pp=pp, dp=dp, ep=ep, schedule=name, zero=zero, microbatches=4)
@@ -353,8 +346,6 @@ def test_meshes_of_experts_train_as_one_device(
 @pytest.mark.parametrize("make", [dualpipev, dualpipe])
 def test_pairs_cover_exchanges_of_experts(make: Make) -> None:
     """In the plan, with exchanges that take about as long as the computation between them."""
-    from tests.test_runtime import Experts, mean_loss
-
     torch.manual_seed(0)
     given = batches(16)
     shares = []
@@ -392,8 +383,6 @@ THEIRS = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", 
 @pytest.mark.parametrize("name", THEIRS)
 def test_schedules_of_torch_train_as_one_device(name: str, tmp_path: Path) -> None:
     """Their tables, as torch writes them, are read; two ranks, four microbatches."""
-    from tests.test_runtime import mean_loss
-
     schedule = from_csv(_table_of_torch(name, 2, 4, tmp_path / f"{name}.csv"))
     strategy = mesh(pp=2, schedule=schedule)
     program = compiled(tower(), strategy.directives, mean_loss, batches(4))
@@ -471,8 +460,6 @@ def test_pairs_are_visible() -> None:
 
 
 def test_a_program_is_drawn() -> None:
-    from tests.test_runtime import mean_loss
-
     strategy = mesh(pp=2, schedule="dualpipev", microbatches=4)
     program = compiled(tower(), strategy.directives, mean_loss, batches(4))
     first, second = str(program.schedule).splitlines()
@@ -486,8 +473,6 @@ def test_a_program_is_drawn() -> None:
 
 
 def test_what_nothing_orders_is_drawn_too() -> None:
-    from tests.test_runtime import mean_loss
-
     strategy = [piper.split(parts=4), piper.place({}, devices=[0, 1])]
     program = compiled(tower(), strategy, mean_loss, batches(8))
     (line,) = str(program.schedule).splitlines()

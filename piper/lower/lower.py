@@ -13,7 +13,8 @@ from piper.lower.classes import Classes, classes_of
 from piper.lower.exchanges import add_exchanges
 from piper.lower.gathers import add_gathers
 from piper.lower.memory import Memory, check_limit, memory_of
-from piper.lower.plan import Plan, plans_of
+from piper.lower.plan import Plan
+from piper.lower.planning import plans_of
 from piper.lower.schedule import Costs, Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state

@@ -1,7 +1,8 @@
 """Ready strategies, built from directives alone: whoever reads one can write the next."""
 
+from piper.strategies.action import Action
 from piper.strategies.breadth_first import breadth_first
-from piper.strategies.builder import Action, Row, Schedule, folded, looped, straight
+from piper.strategies.builder import Row, Schedule, folded, looped, straight
 from piper.strategies.dualpipe import dualpipe
 from piper.strategies.dualpipev import dualpipev, eight_phases
 from piper.strategies.gpipe import gpipe

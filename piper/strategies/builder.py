@@ -15,24 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from piper.capture.program import Pass
 from piper.directives import Directive, order, place
 from piper.directives.base import positive
 from piper.errors import DirectiveError
-from piper.view.grid import LETTERS
-
-
-class Action(NamedTuple):
-    """One pass of one stage for one microbatch."""
-
-    stage: int
-    which: Pass
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{LETTERS[self.which]}{self.microbatch}"
+from piper.strategies.action import Action
+from piper.strategies.timing import timed
 
 
 class Row:
@@ -162,8 +151,6 @@ class Schedule:
     ) -> list[Directive]:
         """Where the stages run and in which order; ``groups`` are the devices of each rank,
         ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make."""
-        from piper.strategies.timing import timed
-
         timed(self)  # it goes through
         groups = [[rank] for rank in range(self.ranks)] if groups is None else groups
         if len(groups) != self.ranks:
@@ -223,8 +210,6 @@ class Schedule:
         return Schedule(f"{self.name} without pairs", self.microbatches, rows)
 
     def __str__(self) -> str:
-        from piper.strategies.timing import timed
-
         return str(timed(self))
 
 

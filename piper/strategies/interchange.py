@@ -18,7 +18,8 @@ from pathlib import Path
 
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
-from piper.strategies.builder import Action, Row, Schedule
+from piper.strategies.action import Action
+from piper.strategies.builder import Row, Schedule
 from piper.strategies.timing import timed
 from piper.view.grid import LETTERS
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
-from piper.strategies.builder import Action, Schedule
+from piper.strategies.action import Action
 from piper.view.grid import Cell, Grid, Line
+
+if TYPE_CHECKING:
+    from piper.strategies.builder import Schedule
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ it can compute little, because what follows waits for it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,10 +24,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """Seconds of communication, and of these the seconds that nothing covers; over all devices."""
+    """Seconds of communication, and of these the seconds that nothing covers."""
 
     seconds: float
     uncovered: float
+
+    def __add__(self, other: Exposure) -> Exposure:
+        return Exposure(self.seconds + other.seconds, self.uncovered + other.uncovered)
+
+    def times(self, devices: int) -> Exposure:
+        """That of so many devices that do the same."""
+        return Exposure(self.seconds * devices, self.uncovered * devices)
 
     @property
     def share(self) -> float:
@@ -35,25 +42,24 @@ class Exposure:
         return self.uncovered / self.seconds if self.seconds else 0.0
 
 
-def exchanges(dag: Dag, devices: Iterable[Sequence[Span]]) -> Exposure:
-    """How much of the exchanges between experts shows, on devices that were at these nodes."""
+def exchanges(dag: Dag, spans: Sequence[Span]) -> Exposure:
+    """How much of the exchanges between experts shows, on a device that was at these nodes."""
     total = uncovered = 0.0
-    for spans in devices:
-        computing = sorted(
-            (s for s in spans if isinstance(dag.nodes[s.node].op, Compute)), key=lambda s: s.start
-        )
-        starts = [span.start for span in computing]
-        for one in spans:
-            if not _exchanges(dag, one.node):
-                continue
-            total += one.end - one.start
-            uncovered += one.end - one.start
-            for other in computing[max(0, bisect_right(starts, one.start) - 1) :]:
-                if other.start >= one.end:
-                    break
-                if _microbatch(dag, other.node) != _microbatch(dag, one.node):
-                    both = min(one.end, other.end) - max(one.start, other.start)
-                    uncovered -= max(0.0, both)
+    computing = sorted(
+        (s for s in spans if isinstance(dag.nodes[s.node].op, Compute)), key=lambda s: s.start
+    )
+    starts = [span.start for span in computing]
+    for one in spans:
+        if not _exchanges(dag, one.node):
+            continue
+        total += one.end - one.start
+        uncovered += one.end - one.start
+        for place in range(max(0, bisect_right(starts, one.start) - 1), len(computing)):
+            other = computing[place]
+            if other.start >= one.end:
+                break
+            if _microbatch(dag, other.node) != _microbatch(dag, one.node):
+                uncovered -= max(0.0, min(one.end, other.end) - max(one.start, other.start))
     return Exposure(total, uncovered)
 
 

@@ -59,13 +59,10 @@ class Timetable:
 
     @property
     def exchanges(self) -> Exposure:
-        """How much of the exchanges between experts shows."""
-        every = (
-            spans
-            for members, spans in zip(self.classes.members, self.spans, strict=True)
-            for _ in members
-        )
-        return exchanges(self.dag, every)
+        """How much of the exchanges between experts shows, over all devices."""
+        rows = zip(self.classes.members, self.spans, strict=True)
+        parts = (exchanges(self.dag, spans).times(len(members)) for members, spans in rows)
+        return sum(parts, start=Exposure(0.0, 0.0))
 
     def __str__(self) -> str:
         return str(self.grid)

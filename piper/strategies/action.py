@@ -1,0 +1,19 @@
+"""The words of a schedule."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from piper.capture.program import Pass
+from piper.view.grid import LETTERS
+
+
+class Action(NamedTuple):
+    """One pass of one stage for one microbatch."""
+
+    stage: int
+    which: Pass
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{LETTERS[self.which]}{self.microbatch}"
