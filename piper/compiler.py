@@ -39,7 +39,7 @@ from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
     check_divisible,
-    state_bytes,
+    cost_of,
     try_scheduler,
 )
 from piper.program import Code, Program, Training
@@ -92,12 +92,12 @@ def compile(
         captured = {n: how.at(n) for n in shape.groups}
         settings = Settings(
             clip=training.clip_norm is not None,
-            optimizer_bytes=state_bytes(training.optimizer),
+            optimizer=cost_of(training.optimizer, _first(captured).device),
             memory_limit=memory_limit,
             costs=costs or Costs(),
         )
         found = _compile(strategy, captured, training, settings)
-        first = next(iter(captured.values()))
+        first = _first(captured)
         if _depends_on_mode(first, model, loss):
             with _evaluating(model, loss):
                 again = {n: how.at(n) for n in shape.groups}
@@ -196,6 +196,10 @@ class _Capture:
             remat=self.remat,
             precision=self.precision,
         )
+
+
+def _first(captured: Mapping[int, Captured]) -> Captured:
+    return next(iter(captured.values()))
 
 
 @dataclass(frozen=True, slots=True)

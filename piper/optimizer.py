@@ -1,4 +1,4 @@
-"""What the compiler must know of an optimizer: how much it keeps, and whether it may see parts.
+"""What the compiler must know of an optimizer: how much it takes, and whether it may see parts.
 
 Both are found by trying it on a small parameter: no list of known optimizers.
 """
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from piper.errors import DirectiveError, PiperError
 from piper.ir.dag import Dag
+from piper.lower.memory import OptimizerCost
+from piper.tracking import Tracker
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -69,27 +71,41 @@ def try_scheduler(factory: OptimizerFactory | None, scheduler: SchedulerFactory 
         make_scheduler(scheduler, make(factory, [nn.Parameter(_sample(0))]))
 
 
-def state_bytes(factory: OptimizerFactory | None) -> float:
-    """Bytes of state for each byte of parameters."""
+def cost_of(factory: OptimizerFactory | None, device: torch.device) -> OptimizerCost:
+    """What the optimizer keeps, and what it needs while it updates."""
     if factory is None:
-        return 0.0
-    parameter = nn.Parameter(_sample(0))
-    optimizer = make(factory, [parameter])
+        return OptimizerCost(0.0)
+    one, kept = _tried(factory, 1, device)
+    two, _ = _tried(factory, 2, device)
+    return OptimizerCost(kept, one, together=two > 1.5 * one)
+
+
+def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> tuple[float, float]:
+    """What a step on ``count`` parameters needs while it runs, and what is kept of it, for each
+    byte of one parameter."""
+    parameters = [nn.Parameter(_sample(0).to(device)) for _ in range(count)]
+    gradients = [_sample(1).to(device) for _ in range(count)]
+    optimizer = make(factory, parameters)
     try:
-        _step(optimizer, [parameter], [_sample(1)])
+        _step(optimizer, parameters, gradients)
+        tracker = Tracker()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with tracker:
+            optimizer.step()
     except RuntimeError as error:
         name = type(optimizer).__name__
         raise PiperError(
             f"the optimizer {name} cannot update a plain parameter: {error}"
         ) from error
-    state = optimizer.state.get(parameter, {}).values()
+    state = optimizer.state.get(parameters[0], {}).values()
     kept = sum(x.nbytes for x in state if isinstance(x, Tensor) and x.numel() > 1)
-    return kept / parameter.nbytes
+    return tracker.peak // parameters[0].nbytes, kept / parameters[0].nbytes
 
 
 def check_divisible(factory: OptimizerFactory, dag: Dag) -> None:
     """Refuse to divide state of an optimizer that looks at a parameter as a whole."""
-    divided = [b for b in dag.buckets if b.trained and b.rule.zero and len(b.groups[0]) > 1]
+    divided = [b for b in dag.buckets if b.trained and b.level]
     if not divided or _works_on_parts(factory):
         return
     rule = divided[0].rule

@@ -62,6 +62,7 @@ def check(
     checker.check_order()
     checker.check_buffers()
     checker.check_state()
+    checker.check_under_way()
     for c, found in zip(range(len(plans)), memory, strict=bool(memory)):
         checker.check_memory(c, found, optimizer_bytes)
 
@@ -177,6 +178,8 @@ class _Holding:
     devices: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     gradients: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     parts: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    places: set[Group] = field(default_factory=set)
+    """The groups that compute with it."""
 
 
 class _Checker:
@@ -277,6 +280,33 @@ class _Checker:
                 alike = (bucket.trained, bucket.dtype, bucket.gradient)
                 if (facts.trained, facts.dtype, facts.gradient) != alike:
                     raise PlanError(f"{p} is {facts}, in bucket {i}: {bucket}")
+                self._check_blocks(i, p)
+
+    def _check_blocks(self, i: int, p: str) -> None:
+        """The holders of a parameter are those of its bucket, and a copy is divided as its rule
+        says: where it must be gathered, among devices that compute together."""
+        bucket, held = self.dag.buckets[i], self.holding[p]
+        groups = [sorted(group) for group in bucket.groups]
+        if groups != [sorted(held.devices[part]) for part in sorted(held.devices)]:
+            raise PlanError(f"bucket {i} is over {groups}, but {p} is held by {held.devices}")
+        rule = bucket.rule
+        divided = rule.zero == 3 or (rule.zero > 0 and bucket.trained)
+        most = len(groups[0]) if divided else 1
+        if rule.zero == 3:
+            alike = [
+                Counter(frozenset(g for g in held.places if d in g) for d in group)
+                for group in groups
+            ]
+            most = math.gcd(*(n for counts in alike for n in counts.values()))
+        wanted = rule.within if rule.within is not None and divided else most
+        if bucket.within != wanted:
+            raise PlanError(f"bucket {i} divides a copy over {bucket.within}, not {wanted}")
+        for group in bucket.groups:
+            for first in range(0, len(group), bucket.within):
+                block = set(group[first : first + bucket.within])
+                apart = [g for g in held.places if block & set(g) and not block <= set(g)]
+                if rule.zero == 3 and apart:
+                    raise PlanError(f"bucket {i}: {block} is only partly in {apart}")
 
     def check_meetings(self) -> None:
         """All members of a communicator (a stream and a group) enter its communications in one
@@ -653,7 +683,8 @@ class _Checker:
             self._must(self._divided(bucket), at, "gathers what is whole")
             self.uses[c, bucket].append(at[1])
         self._is(at, ExtraRole.GATHERED, bucket)
-        self._over_holders(at, op, bucket)
+        for group in op.groups:
+            self._must(group in self._blocks(bucket), at, f"is among {group}, who have no copy")
         self._write(at, target, _OfBucket(ExtraRole.GATHERED, bucket))
 
     def _bucket(self, at: At) -> int:
@@ -662,22 +693,27 @@ class _Checker:
         self._must(value >= self.dag.first_extra, at, "makes a value of the model")
         return self.dag.extra[value - self.dag.first_extra].of
 
-    def _over_holders(self, at: At, op: Collective, bucket: int) -> None:
-        """The groups of ``op`` are exactly those who hold equal parts of the bucket."""
-        groups = sorted(sorted(group) for group in op.groups)
-        for p in self.dag.buckets[bucket].parameters:
-            held = sorted(sorted(devices) for devices in self.holding[p].devices.values())
-            self._must(groups == held, at, f"is over {groups}, but {p} is held by {held}")
+    def _blocks(self, bucket: int) -> list[Group]:
+        """The devices that have a copy of a bucket together, a part each, in their order."""
+        found = self.dag.buckets[bucket]
+        return [
+            group[first : first + found.within]
+            for group in found.groups
+            for first in range(0, len(group), found.within)
+        ]
 
     def _reduce(self, together: list[At], op: Collective) -> None:
         bucket = self._bucket(together[0])
+        again = self.get(together[0]).role is ExtraRole.SUMMED
         local: dict[int, Counter[tuple[int, int]]] = {}
         for at in together:
             c = at[0]
-            self._is(at, ExtraRole.REDUCED, bucket)
+            self._is(at, ExtraRole.SUMMED if again else ExtraRole.REDUCED, bucket)
             for slot in self.get(at).reads:
                 content = self.slots[c][slot]
-                good = isinstance(content, _Gradients) and content.bucket is None
+                self._must(isinstance(content, _Gradients), at, f"reduces {content}")
+                own = content.bucket == bucket and content.scattered
+                good = own if again else content.bucket is None
                 self._must(good, at, f"reduces {content}")
                 for d, part in content.parts.items():
                     local[d] = local.get(d, Counter()) + part
@@ -687,7 +723,8 @@ class _Checker:
             for d in group:
                 summed += local.get(d, Counter())
             total.update(dict.fromkeys(group, summed))
-        scattered = op.kind is CollectiveKind.REDUCE_SCATTER
+        scattered = again or op.kind is CollectiveKind.REDUCE_SCATTER
+        self._check_sides(together[0], op, bucket, again)
         for at in together:
             target = self._one(at, self.get(at).writes)
             count = self._part(bucket, at[0]) if scattered else self._whole(bucket, at[0])
@@ -695,6 +732,17 @@ class _Checker:
             parts = {d: total[d] for d in self.plans[at[0]].devices}
             self._write(at, target, _Gradients(parts, nbytes, bucket, scattered))
         # over whom is judged by what arrives: see _update
+
+    def _check_sides(self, at: At, op: Collective, bucket: int, again: bool) -> None:
+        """Parts are scattered among those who have a copy together, and summed among those who
+        have the same part; whether all of these are there is judged by what arrives."""
+        blocks = self._blocks(bucket)
+        if op.kind is CollectiveKind.REDUCE_SCATTER:
+            self._must(all(g in blocks for g in op.groups), at, f"scatters among {op.groups}")
+        elif again:
+            rank = {d: i for block in blocks for i, d in enumerate(block)}
+            alike = all(len({rank[d] for d in group}) == 1 for group in op.groups)
+            self._must(alike, at, f"sums different parts: {op.groups}")
 
     def _sum_up(self, together: list[At], op: Collective) -> None:
         """The sum of a scalar over all devices: the losses, or the squares of the gradients."""
@@ -909,7 +957,7 @@ class _Checker:
             self.bucket_of[p] for p, h in self.holding.items() if plan.devices[0] in h.parts
         }:
             rule = self.dag.buckets[bucket]
-            kept = self._part(bucket, c) if rule.rule.zero == 3 else self._whole(bucket, c)
+            kept = self._part(bucket, c) if self._divided(bucket) else self._whole(bucket, c)
             held[Holder.PARAMETERS] += kept * rule.dtype.itemsize
             copied = rule.gradient != rule.dtype
             updated = self._part(bucket, c) * rule.gradient.itemsize
@@ -920,32 +968,108 @@ class _Checker:
         for slot, _, _, _ in plan.given:
             held[Holder.BATCH] += plan.slot_bytes[slot]
         live = {g.slot for g in plan.given}
-        moments = [(held.total(), dict(held))]
+        moments = [(held.total(), -1, dict(held))]
         over_time = []
-        for x in plan.instructions:
+        over = self._over(plan)
+        size = plan.slot_bytes
+        later: defaultdict[int, Counter[Holder]] = defaultdict(Counter)
+        """For each instruction, what is let go before it, and what is put in order then."""
+        for place, x in enumerate(plan.instructions):
+            for done in [p for p, end in over.items() if end == place]:
+                if plan.instructions[done].role is ExtraRole.EXCHANGED:
+                    extra = size[plan.instructions[done].writes[0]]
+                    busy = held + Counter({Holder.WORKSPACE: extra})
+                    moments.append((busy.total(), place, dict(busy)))
+                held.subtract(later.pop(done, Counter()))
             if x.verb is Verb.FREE:
                 (slot,) = x.reads
                 live.remove(slot)
-                held[self.kinds[c][slot]] -= plan.slot_bytes[slot]
+                if not any(self._turns_into(y) and slot in y.reads for y in plan.instructions):
+                    gone = Counter({self.kinds[c][slot]: size[slot]})
+                    sends = [
+                        p
+                        for p, y in enumerate(plan.instructions[:place])
+                        if slot in y.reads
+                        and (y.verb is Verb.SEND or y.role is ExtraRole.EXCHANGED)
+                        and over[p] > place
+                    ]
+                    if sends:
+                        later[max(sends, key=lambda p: over[p])].update(gone)
+                    else:
+                        held.subtract(gone)
             for slot in x.writes:
                 if slot not in live:
                     live.add(slot)
-                    held[self.kinds[c][slot]] += plan.slot_bytes[slot]
+                    held[self.kinds[c][slot]] += 0 if self._turns_into(x) else size[slot]
+            beside = self._beside(c, x)
+            held[Holder.COMMUNICATION] += beside
+            if beside:
+                later[place][Holder.COMMUNICATION] += beside
             over_time.append(held.total())
-            busy = held + Counter({Holder.WORKSPACE: self._workspace(c, x)})
-            moments.append((busy.total(), dict(busy)))
-        peak = max(total for total, _ in moments)
+            if x.verb is not Verb.FREE:
+                busy = held + Counter({Holder.WORKSPACE: self._workspace(c, x)})
+                moments.append((busy.total(), place, dict(busy)))
+        peak = max(total for total, _, _ in moments)
         self._agree(c, "peak", peak, memory.peak)
         self._agree(c, "over_time", tuple(over_time), memory.over_time)
-        self._agree(c, "peak_at", [m[0] for m in moments].index(peak) - 1, memory.peak_at)
+        first = next(moment for moment in moments if moment[0] == peak)
+        self._agree(c, "peak_at", first[1], memory.peak_at)
         found = {holder: n for holder, n in memory.at_peak.items() if n}
-        wanted = {holder: n for holder, n in moments[memory.peak_at + 1][1].items() if n}
+        wanted = {holder: n for holder, n in first[2].items() if n}
         self._agree(c, "at_peak", wanted, found)
         self._agree(c, "sum of at_peak", sum(memory.at_peak.values()), memory.peak)
 
     def _agree(self, c: int, what: str, wanted: object, found: object) -> None:
         if wanted != found:
             raise PlanError(f"plan of {self.plans[c].devices}: {what} is {wanted}, not {found}")
+
+    def _over(self, plan: Plan) -> dict[int, int]:
+        """For each communication, the first instruction that does not start before it is over."""
+        over = {
+            p: len(plan.instructions) for p, x in enumerate(plan.instructions) if x.verb in MEETING
+        }
+        brings: dict[int, int] = {}
+        for place, x in enumerate(plan.instructions):
+            if x.verb is Verb.FREE:
+                continue
+            needed = [*x.waits, *(brings[s] for s in (*x.reads, *x.adds) if s in brings)]
+            for p in needed:
+                if p in over:
+                    over[p] = min(over[p], place)
+            if x.verb in MEETING:
+                brings |= dict.fromkeys(x.writes, place)
+        return over
+
+    def check_under_way(self) -> None:
+        """Of messages on a stream, and of scattering reductions, two are under way at most."""
+        for c, plan in enumerate(self.plans):
+            over = self._over(plan)
+            rows: defaultdict[str, list[int]] = defaultdict(list)
+            for place, x in enumerate(plan.instructions):
+                scatters = (
+                    isinstance(x.op, Collective) and x.op.kind is CollectiveKind.REDUCE_SCATTER
+                )
+                if x.verb is Verb.SEND or scatters:
+                    rows[x.stream].append(place)
+                    if sum(over[p] > place for p in rows[x.stream]) > 2:
+                        raise PlanError(f"{self.say((c, place))} is the third under way")
+
+    def _turns_into(self, x: Instruction) -> bool:
+        """Whether what an instruction reads becomes what it writes."""
+        return x.role is ExtraRole.SUMMED and len(x.reads) == 1
+
+    def _beside(self, c: int, x: Instruction) -> int:
+        """Bytes that a communication keeps until it is over, beside its slots."""
+        size = self.plans[c].slot_bytes
+        if x.role is ExtraRole.PARTIAL and x.verb is Verb.COLLECTIVE:
+            return size[x.reads[0]]
+        if x.role is ExtraRole.REDUCED:  # the bucket in one piece, and what is to be added
+            assert isinstance(x.op, Collective)
+            whole = self._whole(x.of, c) * self.dag.buckets[x.of].gradient.itemsize
+            if x.op.kind is CollectiveKind.REDUCE_SCATTER:
+                return whole + sum(size[slot] for slot in x.adds)
+            return whole if x.adds else 0
+        return 0
 
     def _workspace(self, c: int, x: Instruction) -> int:
         """Bytes that only the instruction itself needs."""
@@ -955,10 +1079,6 @@ class _Checker:
             variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
             new = sum(size[slot] for slot in x.adds)
             return variant.passes[x.op.which].workspace + new
-        if x.role is ExtraRole.REDUCED:  # of the bucket in one piece, what is kept stays there
-            (slot,) = x.writes
-            whole = self._whole(x.of, c) * self.dag.buckets[x.of].gradient.itemsize
-            return whole - (0 if x.adds else size[slot])
         return 0
 
     def _model(self, group: Group) -> Model:
@@ -977,7 +1097,7 @@ class _Checker:
             case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
                 found = self.dag.buckets[bucket]
                 whole = self._whole(bucket, c) * found.dtype.itemsize
-                return whole if found.rule.zero == 3 else 0
+                return whole if self._divided(bucket) else 0
             case _OfAll(role=ExtraRole.TOTAL):
                 return 2 * SCALAR
         return SCALAR
@@ -1010,12 +1130,7 @@ class _Checker:
 
     def _sharing(self, bucket: int, c: int) -> int:
         """How many devices divide among them what a device of class ``c`` holds of a bucket."""
-        found = self.dag.buckets[bucket]
-        if found.rule.zero < (1 if found.trained else 3):  # what is never updated: whole, or parts
-            return 1
-        held = self.holding[found.parameters[0]]
-        (part,) = held.parts[self.plans[c].devices[0]]
-        return len(held.devices[part])
+        return self.dag.buckets[bucket].within  # judged by check_buckets
 
     def _kind(self, at: At, content: Any) -> Holder:
         """What a slot with ``content`` counts as, written by ``at``."""
@@ -1040,6 +1155,7 @@ class _Checker:
                     made = self._made_gradients(
                         chunk.index, node.op.which, node.op.microbatch, role
                     )
+                found[p].places.add(node.devices)
                 for i, d in enumerate(node.devices):
                     held = found[p]
                     held.devices[i % ways].add(d)
@@ -1069,8 +1185,7 @@ class _Checker:
 
     def _divided(self, bucket: int) -> bool:
         found = self.dag.buckets[bucket]
-        held = self.holding[found.parameters[0]]
-        return found.rule.zero == 3 and any(len(devices) > 1 for devices in held.devices.values())
+        return found.rule.zero == 3 and found.within > 1
 
 
 def _parts(op: object, devices: Group) -> list[tuple[Verb, Group]]:

@@ -32,7 +32,7 @@ from piper.ir.dag import Collective, Compute, Group, Transfer, Update
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole
 from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.memory import Holder
+from piper.lower.memory import Holder, OptimizerCost
 from piper.lower.plan import Instruction, Plan, Verb
 from piper.strategy import Strategy
 from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
@@ -1304,7 +1304,8 @@ def test_the_limit_is_for_every_device() -> None:
 def test_the_state_of_the_optimizer_counts() -> None:
     steps = [split(parts=2), place({}, devices=[0])]
     none, adam = (
-        lowered(chain(2), *steps, settings=Settings(optimizer_bytes=n)).memory[0] for n in (0, 2)
+        lowered(chain(2), *steps, settings=Settings(optimizer=OptimizerCost(n))).memory[0]
+        for n in (0, 2)
     )
     assert none.optimizer == 0
     assert adam.optimizer == 2 * adam.parameters

@@ -34,6 +34,7 @@ from piper.directives import (
 from piper.errors import DirectiveError
 from piper.ir import ChunkFacts, Dag, Model, ParameterFacts, build
 from piper.lower.lower import Settings, lower
+from piper.lower.memory import OptimizerCost
 from piper.strategy import Strategy
 from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
 from tests.plan_checker import check
@@ -316,16 +317,21 @@ def states(draw: st.DrawFn, kind: str, stages: int) -> list[Directive]:
         wheres = [draw(st.sampled_from([{"embed": 0}, {"head": 0}, {"layer": 0}]))]
     elif kind == "moe" and draw(st.booleans()):
         wheres = [{"EP": "*"}, {"EP": "-"}]
-    return [
-        replicate(
-            where,
-            zero=draw(st.integers(0, 3)),
-            bucket_mb=draw(st.sampled_from([25, 0.0001, 0.0005])),
-            reduce_stream=draw(st.sampled_from(STREAMS)),
-            gather_stream=draw(st.sampled_from(STREAMS)),
+    found: list[Directive] = []
+    for where in wheres:
+        zero = draw(st.integers(0, 3))
+        within = draw(st.sampled_from([None, None, 1, 2])) if zero else None
+        found.append(
+            replicate(
+                where,
+                zero=zero,
+                bucket_mb=draw(st.sampled_from([25, 0.0001, 0.0005])),
+                reduce_stream=draw(st.sampled_from(STREAMS)),
+                gather_stream=draw(st.sampled_from(STREAMS)),
+                within=within,
+            )
         )
-        for where in wheres
-    ]
+    return found
 
 
 def outcome(case: Case) -> str:
@@ -335,7 +341,7 @@ def outcome(case: Case) -> str:
         dag = case.strategy.apply(build(models[case.first]))
         if case.forward_only:
             dag = forwards(dag)
-        lowered = lower(dag, models, Settings(clip=case.clip, optimizer_bytes=1.5))
+        lowered = lower(dag, models, Settings(clip=case.clip, optimizer=OptimizerCost(1.5)))
     except DirectiveError as error:
         if DIRECTIVE.search(str(error)):
             return "refused"

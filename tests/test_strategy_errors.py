@@ -28,6 +28,7 @@ from piper.directives import (
 from piper.errors import DirectiveError
 from piper.ir import Model, build
 from piper.lower.lower import Settings, lower
+from piper.lower.memory import OptimizerCost
 from piper.strategy import Strategy
 from tests.facts import at, chain, changing, masked, moe, reading, tied
 
@@ -424,9 +425,27 @@ REFUSALS = [
         lambda: masked(3),
     ),
     Refusal(
-        "zero=3 on two groups",
-        [*ON_TWO, replicate({}, zero=3)],
-        ["'embed.weight'", "[0], [1]", "zero=3", "lower level"],
+        "a copy divided over a number that does not divide its holders",
+        [place({}, devices=range(4)), replicate({}, zero=1, within=3)],
+        ["within=3", "'embed.weight'", "held by 4 devices", "within=1 or 2 or 4"],
+    ),
+    Refusal(
+        "a copy divided over devices that do not compute together",
+        [*ON_TWO, replicate({}, zero=3, within=2)],
+        ["within=2", "'embed.weight'", "held by 1 devices", "use within=1"],
+    ),
+    Refusal(
+        "experts divided by shard and by ZeRO-3 over the same devices",
+        [place({}, devices=[0, 1]), replicate({}, zero=3), shard({"EP": "*"})],
+        [
+            "replicate({}, zero=3)",
+            "shard({'EP': '*'})",
+            "EP[0]",
+            "over 0,1",
+            "replicate({'EP': '-'}, zero=3)",
+            "replicate({'EP': '*'}, zero=0)",
+        ],
+        lambda: moe(1, 4),
     ),
     Refusal(
         "two parts of the experts",
@@ -522,7 +541,7 @@ REFUSALS = [
             "largest holders: optimizer 150.0 KiB, activations 5.0 KiB",
             "zero level",
         ],
-        settings=Settings(memory_limit=1000, optimizer_bytes=100.0),
+        settings=Settings(memory_limit=1000, optimizer=OptimizerCost(100.0)),
     ),
 ]
 

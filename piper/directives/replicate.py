@@ -4,6 +4,10 @@ zero=0  gradients summed          everything whole on every device
 zero=1  … optimizer state divided
 zero=2  … and gradients divided
 zero=3  … and parameters divided, gathered when they are used
+
+within=2 divides over two neighbours only, and keeps such copies equal:
+
+    [0 1 2 3]: one copy in four parts        within=2: [0 1] [2 3]: two copies in two parts each
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ from piper.directives.base import (
     check_stream,
     device_group,
     plain_filter,
+    positive,
     whole_chunks,
 )
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, StateRule
 from piper.ir.filters import Filter, FilterLike
+from piper.ir.text import region_of
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,18 @@ class Replicate(Directive):
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     devices: tuple[int, ...] | None = None
+    within: int | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         if isinstance(self.zero, bool) or self.zero not in range(4):
             raise DirectiveError(f"zero={self.zero!r}: must be 0, 1, 2 or 3")
+        if self.within is not None:
+            positive("within", self.within)
+            if self.zero == 0:
+                raise DirectiveError(
+                    f"within={self.within} says over how many devices state is divided, but zero=0 "
+                    "divides nothing: use zero=1, 2 or 3"
+                )
         check_stream("reduce_stream", self.reduce_stream)
         check_stream("gather_stream", self.gather_stream)
         size = self.bucket_mb
@@ -47,12 +61,12 @@ class Replicate(Directive):
         numbers = whole_chunks(dag, Filter.of(self.where), "the state")
         self._check_devices(dag, numbers)
         bucket = int(self.bucket_mb * 1024 * 1024)
-        rule = StateRule(self.zero, bucket, self.reduce_stream, self.gather_stream, me)
+        rule = StateRule(self.zero, bucket, self.reduce_stream, self.gather_stream, me, self.within)
         chunks = sorted({dag.nodes[number].compute.chunk for number in numbers})
         for chunk in chunks:
             if chunk in dag.state:
                 raise DirectiveError(
-                    f"the state of {_region(dag, chunk)} is ruled already, by "
+                    f"the state of {region_of(dag, chunk)} is ruled already, by "
                     f"{dag.history[dag.state[chunk].made_by]}: make the two filters disjoint, for "
                     "instance with {'EP': '-'}"
                 )
@@ -71,22 +85,22 @@ class Replicate(Directive):
             )
 
 
-def _region(dag: Dag, chunk: int) -> str:
-    tags = dag.model.chunks[chunk].tags
-    return " ".join(f"{name}[{index}]" for name, index in tags.items()) or f"chunk {chunk}"
-
-
 def _refuse_two_levels(dag: Dag, state: dict[int, StateRule]) -> None:
     """A parameter that several chunks use has one owner and so one level."""
-    levels: dict[str, tuple[int, int]] = {}
+    levels: dict[str, tuple[StateRule, int]] = {}
     for chunk, rule in state.items():
         for name in dag.model.chunks[chunk].parameters:
-            zero, other = levels.setdefault(name, (rule.zero, chunk))
-            if zero != rule.zero:
+            first, other = levels.setdefault(name, (rule, chunk))
+            if (first.zero, first.within) != (rule.zero, rule.within):
+                one, two = region_of(dag, other), region_of(dag, chunk)
                 raise DirectiveError(
-                    f"the parameter {name!r} is used by {_region(dag, other)} with zero={zero} and "
-                    f"by {_region(dag, chunk)} with zero={rule.zero}: give both the same level"
+                    f"the parameter {name!r} is used by {one} with {_level(first)} and by {two} "
+                    f"with {_level(rule)}: give both the same level"
                 )
+
+
+def _level(rule: StateRule) -> str:
+    return f"zero={rule.zero}" + (f", within={rule.within}" if rule.within else "")
 
 
 def replicate(
@@ -97,11 +111,16 @@ def replicate(
     reduce_stream: str = "reduce",
     gather_stream: str = "gather",
     devices: Sequence[int] | None = None,
+    within: int | None = None,
 ) -> Replicate:
     """Sum the gradients of the matched regions' parameters over all devices that hold them.
 
     ``zero`` says what is divided over those devices: 1 the optimizer state, 2 also gradients, 3
-    also parameters. ``devices``, if given, are checked against where the regions are placed.
+    also parameters. ``within`` divides it over that many neighbours only, and keeps a copy in each
+    such group (hybrid sharding). ``devices``, if given, are checked against where the regions are
+    placed.
     """
     group = None if devices is None else device_group(devices)
-    return Replicate(plain_filter(where), zero, bucket_mb, reduce_stream, gather_stream, group)
+    return Replicate(
+        plain_filter(where), zero, bucket_mb, reduce_stream, gather_stream, group, within
+    )

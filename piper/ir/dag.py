@@ -122,6 +122,8 @@ class StateRule:
     reduce_stream: str
     gather_stream: str
     made_by: int
+    within: int | None = None
+    """Over how many devices one copy of the state is divided; None for as many as can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,9 @@ class Bucket:
     parameters: tuple[str, ...]
     groups: tuple[Group, ...]
     """Each group holds equal copies; several groups hold different experts."""
+    within: int
+    """Over how many neighbours in a group one copy is divided; there are several copies if the
+    group has more."""
     rule: StateRule
     elements: int
     """Numbers in one of the equal copies."""
@@ -152,6 +157,28 @@ class Bucket:
     dtype: torch.dtype
     gradient: torch.dtype
     """What gradients are summed in; if not ``dtype``, the optimizer has a copy in it."""
+
+    @property
+    def level(self) -> int:
+        """What is divided: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also
+        parameters."""
+        return self.rule.zero if self.within > 1 else 0
+
+    @property
+    def copies(self) -> int:
+        """How many copies a group holds together."""
+        return len(self.groups[0]) // self.within
+
+    @property
+    def blocks(self) -> tuple[Group, ...]:
+        """The devices that divide one copy among them."""
+        n = self.within
+        return tuple(g[i : i + n] for g in self.groups for i in range(0, len(g), n))
+
+    @property
+    def across(self) -> tuple[Group, ...]:
+        """The devices that have the same part of different copies."""
+        return tuple(g[i :: self.within] for g in self.groups for i in range(self.within))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from piper.ir.dag import (
 )
 from piper.ir.values import ExtraRole, Role, Value
 
-_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.UPDATED, ExtraRole.GATHERED)
+_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.UPDATED, ExtraRole.GATHERED)
 
 _SHORT = {
     Role.BATCH: "x",
@@ -49,6 +49,12 @@ def group_text(group: Group) -> str:
 def name_of(dag: Dag, number: int) -> str:
     """A node in the user's own names: its pass and tags."""
     return _label(dag, dag.nodes[number])
+
+
+def region_of(dag: Dag, chunk: int) -> str:
+    """A chunk in the user's own names."""
+    tags = dag.model.chunks[chunk].tags
+    return " ".join(f"{name}[{index}]" for name, index in tags.items()) or f"chunk {chunk}"
 
 
 def _node(dag: Dag, node: Node) -> str:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from piper.runtime.portable import Portions
 from piper.runtime.recording import Measured
+from piper.tracking import Alive
+
+
+class Watch(Enum):
+    """What is to be measured of a step."""
+
+    TIME = "time"
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +33,18 @@ class Report:
     """The most bytes that one device has held."""
     measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
     """By device, what its instructions took, if that was asked for."""
+    alive: Mapping[int, Alive] = field(default_factory=dict)
+    """By device, the memory that its tensors took, if that was asked for."""
+
+    @staticmethod
+    def joined(reports: Sequence[Report]) -> Report:
+        """One report from those of all devices."""
+        return replace(
+            reports[0],
+            memory=max(report.memory for report in reports),
+            measured={d: row for report in reports for d, row in report.measured.items()},
+            alive={d: one for report in reports for d, one in report.alive.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +75,8 @@ class Crew(Protocol):
         """Train on one batch."""
         ...
 
-    def profile(self, batch: Sequence[Tensor]) -> Report:
-        """Train on one batch, and measure every instruction."""
+    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
+        """Train on one batch, and measure what happens."""
         ...
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from piper.capture.codegen import Runners
-from piper.launch.crew import Report, Restored
+from piper.launch.crew import Report, Restored, Watch
 from piper.program import Program
 from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, Place
@@ -20,6 +20,7 @@ from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState, Fetch
 from piper.runtime.streams import streams_for
+from piper.tracking import Alive, Tracker
 
 
 class Device:
@@ -47,15 +48,18 @@ class Device:
         """Keep the place in the plan in ``at``, which others may read."""
         self.executor.at = at
 
-    def step(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
+    def step(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         """One step of training."""
         totals = yield from self.executor.run(self._training, given)
         self.state.advance()
         assert totals.loss is not None
         return Report(totals.loss, totals.norm, memory_of(self.state.where))
 
-    def profile(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
-        """One step of training, timed instruction by instruction."""
+    def watch(self, given: list[Tensor], what: Watch) -> Generator[Pending, None, Report]:
+        """One step of training, and what it took."""
+        return self._timed(given) if what is Watch.TIME else self._weighed(given)
+
+    def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         recorder, program = Recorder(), self._program
         loaded = self.executor.load(program.plan_of(self.number), program.code, recorder)
         usual, self._training = self._training, loaded
@@ -65,7 +69,19 @@ class Device:
             self._training = usual
         return replace(report, measured={self.number: recorder.take()})
 
-    def evaluate(self, given: Sequence[Tensor]) -> Generator[Pending, None, Report]:
+    def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        tracker = Tracker(lambda: self.executor.at[0])
+        tracker.count(self.state.tensors())
+        state = tracker.now
+        with tracker:
+            own = [x.clone() for x in given]
+        report = yield from tracker.over(self.step(own))
+        at = "the start"
+        if tracker.peak_at >= 0:
+            at = self._program.plan_of(self.number).instructions[tracker.peak_at].name
+        return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
+
+    def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         """The forwards alone."""
         totals = yield from self.executor.run(self._evaluation, given)
         assert totals.loss is not None

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, dumped, receive
-from piper.launch.crew import Report, Restored
+from piper.launch.crew import Report, Restored, Watch
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
@@ -104,8 +104,8 @@ class ProcessCrew:
     def step(self, batch: Sequence[Tensor]) -> Report:
         return self._run("step", batch)
 
-    def profile(self, batch: Sequence[Tensor]) -> Report:
-        return self._run("profile", batch)
+    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
+        return self._run("watch", batch, what)
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         return self._run("evaluate", batch)
@@ -208,7 +208,7 @@ class ProcessCrew:
 
     # running
 
-    def _run(self, method: str, batch: Sequence[Tensor]) -> Report:
+    def _run(self, method: str, batch: Sequence[Tensor], what: Watch | None = None) -> Report:
         program = self._program
         plans, code = program.plans, program.code
         if method == "evaluate":
@@ -218,13 +218,11 @@ class ProcessCrew:
         messages = []
         for worker in self._workers:
             given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
-            messages.append(dumped(Call(method, given)))
+            messages.append(dumped(Call(method, given if what is None else (given, what))))
             with self._place(worker).open("r+b") as place:
                 place.write(_NOWHERE)
         reports: list[Report] = self._ask(messages)
-        measured = {device: row for report in reports for device, row in report.measured.items()}
-        memory = max(report.memory for report in reports)
-        return replace(reports[0], memory=memory, measured=measured)
+        return Report.joined(reports)
 
     def _ask(self, messages: Sequence[bytes]) -> list[Any]:
         """What the workers answer. Whatever interrupts this ends them: calls that only some of them

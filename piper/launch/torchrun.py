@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.launch.crew import Report, Restored
+from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
 from piper.program import Program
 from piper.runtime.distributed import Distributed
@@ -65,13 +64,13 @@ class TorchrunCrew:
         plan = program.plan_of(self._number)
         return _finished(self._device.step(cut(plan, program.code, self._number, batch)))
 
-    def profile(self, batch: Sequence[Tensor]) -> Report:
+    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
-        report = _finished(self._device.profile(cut(plan, program.code, self._number, batch)))
+        report = _finished(self._device.watch(cut(plan, program.code, self._number, batch), what))
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, dict(report.measured), group=self._objects)
-        return replace(report, measured={d: row for one in everyone for d, row in one.items()})
+        dist.all_gather_object(everyone, report, group=self._objects)
+        return Report.joined([report, *everyone])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program

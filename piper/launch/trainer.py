@@ -16,9 +16,10 @@ from torch import Tensor
 
 from piper.errors import PiperError
 from piper.launch.checkpoint import read, whole_state, write
-from piper.launch.crew import Crew, Report, Restored
+from piper.launch.crew import Crew, Report, Restored, Watch
 from piper.launch.profile import Profile
 from piper.program import Program
+from piper.tracking import Alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,19 @@ class Trainer:
         """Train on one global batch, and measure every instruction of every device."""
         if self.program.device.type != "cpu":
             raise PiperError("profile() reads the host's clock, and runs on CPUs only")
-        report = self._devices.profile(self._tensors(batch, None))
+        report = self._devices.watch(self._tensors(batch, None), Watch.TIME)
         self.steps += 1
         return Profile(self.program, report.measured)
+
+    def measure_memory(self, *batch: Any) -> Mapping[int, Alive]:
+        """Train on one global batch, and count the bytes of tensors that each device holds.
+
+        To be compared with ``program.memory``, which foretells them. The first step of an optimizer
+        makes its state: measure a later one.
+        """
+        report = self._devices.watch(self._tensors(batch, None), Watch.MEMORY)
+        self.steps += 1
+        return dict(sorted(report.alive.items()))
 
     def fit(
         self, batches: Iterable[Sequence[Any]], *, steps: int | None = None, progress: bool = True

@@ -7,13 +7,12 @@ waits for whom.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.launch.crew import Report, Restored
+from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
 from piper.lower.plan import Plan
 from piper.program import Code, Program
@@ -45,9 +44,9 @@ class VirtualCrew:
         parts = self._cut(self._program.plans, self._program.code, batch)
         return self._drive([d.step(p) for d, p in zip(self._devices, parts, strict=True)])
 
-    def profile(self, batch: Sequence[Tensor]) -> Report:
+    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
-        return self._drive([d.profile(p) for d, p in zip(self._devices, parts, strict=True)])
+        return self._drive([d.watch(p, what) for d, p in zip(self._devices, parts, strict=True)])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program
@@ -98,8 +97,7 @@ class VirtualCrew:
                     reports.append(end.value)
             if not moved:
                 raise PiperError(self._stuck(waiting))
-        measured = {d: row for report in reports for d, row in report.measured.items()}
-        return replace(reports[0], measured=measured)
+        return Report.joined(reports)
 
     def _stuck(self, waiting: dict[int, Pending | None]) -> str:
         lines = ["no device can go on:"]

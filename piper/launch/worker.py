@@ -146,8 +146,8 @@ def _serve(connection: Connection, folder: Path) -> None:
         match call := _next(connection):
             case Call("step", given):
                 _answer(connection, _finished(device.step(given)))
-            case Call("profile", given):
-                _answer(connection, _finished(device.profile(given)))
+            case Call("watch", (given, what)):
+                _answer(connection, _finished(device.watch(given, what)))
             case Call("evaluate", given):
                 _answer(connection, _finished(device.evaluate(given)))
             case Call("export", optimizer):

@@ -24,12 +24,12 @@ def add_gathers(dag: Dag, order: Schedule) -> Dag:
     if not buckets:
         return dag
     out = Rewriter(dag)
+    blocks = _Blocks(dag)
     rows: defaultdict[int, list[int]] = defaultdict(list)
     for number in order.order:
         if isinstance(dag.nodes[number].op, Compute):
             rows[id(dag.nodes[number].devices)].append(number)
     for row in rows.values():
-        devices = dag.nodes[row[0]].devices
         if any(_uses(dag, number, buckets) for number in row):
             _keep_order(out, row)  # the gathers are right for this order of passes only
         held: dict[int, int] = {}
@@ -39,7 +39,7 @@ def add_gathers(dag: Dag, order: Schedule) -> Dag:
             for bucket in used:
                 if bucket not in held:
                     before = row[place - _AHEAD] if place >= _AHEAD else None
-                    held[bucket] = _gather(dag, out, bucket, number, before, devices)
+                    held[bucket] = _gather(dag, out, bucket, number, before, blocks)
             if held:
                 node = out.nodes[number]
                 out.nodes[number] = replace(node, reads=(*node.reads, *held.values()))
@@ -60,7 +60,7 @@ def _divided(dag: Dag) -> dict[str, int]:
     return {
         name: index
         for index, bucket in enumerate(dag.buckets)
-        if bucket.rule.zero == 3 and len(bucket.groups[0]) > 1
+        if bucket.level == 3
         for name in bucket.parameters
     }
 
@@ -74,13 +74,30 @@ def _uses(dag: Dag, number: int, buckets: dict[str, int]) -> list[int]:
     return list(dict.fromkeys(buckets[name] for name in chunk.parameters if name in buckets))
 
 
+class _Blocks:
+    """Who divides a copy of a bucket, among the devices of a group."""
+
+    def __init__(self, dag: Dag) -> None:
+        self._dag = dag
+        self._known: dict[tuple[int, int], tuple[Group, ...]] = {}
+
+    def of(self, bucket: int, devices: Group) -> tuple[Group, ...]:
+        key = bucket, id(devices)
+        if key not in self._known:
+            members = frozenset(devices)
+            blocks = self._dag.buckets[bucket].blocks
+            self._known[key] = tuple(block for block in blocks if members.issuperset(block))
+        return self._known[key]
+
+
 def _gather(
-    dag: Dag, out: Rewriter, bucket: int, number: int, before: int | None, devices: Group
+    dag: Dag, out: Rewriter, bucket: int, number: int, before: int | None, blocks: _Blocks
 ) -> int:
+    devices = dag.nodes[number].devices
     whole = out.value(ExtraRole.GATHERED, bucket, devices)
     rule = dag.buckets[bucket].rule
     made = out.add(
-        Collective(CollectiveKind.ALL_GATHER, dag.buckets[bucket].groups),
+        Collective(CollectiveKind.ALL_GATHER, blocks.of(bucket, devices)),
         tags=dag.nodes[number].tags,
         devices=devices,
         stream=rule.gather_stream,

@@ -12,7 +12,7 @@ from piper.lower.buffers import keep_buffers
 from piper.lower.classes import Classes, classes_of
 from piper.lower.exchanges import add_exchanges
 from piper.lower.gathers import add_gathers
-from piper.lower.memory import Memory, check_limit, memory_of
+from piper.lower.memory import Memory, OptimizerCost, check_limit, memory_of
 from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
 from piper.lower.schedule import Costs, Schedule, schedule
@@ -41,8 +41,7 @@ class Settings:
 
     clip: bool = False
     """Whether updates wait for the norm of all gradients."""
-    optimizer_bytes: float = 2.0
-    """Bytes of the optimizer's state for each byte of trained parameters."""
+    optimizer: OptimizerCost = field(default_factory=OptimizerCost)
     memory_limit: int | None = None
     """Bytes that a device has."""
     costs: Costs = field(default_factory=Costs)
@@ -63,13 +62,13 @@ def lower(
     dag = tie_gradients(add_exchanges(dag))
     dag = add_totals(add_state(dag, buckets), clip=settings.clip)
     verify(dag)
-    if any(bucket.rule.zero == 3 for bucket in dag.buckets):
+    if any(bucket.level == 3 for bucket in dag.buckets):
         dag = add_gathers(dag, _run(dag, models, costs)[1])
         verify(dag)
     classes, order, sizes = _run(dag, models, costs)
     plans = plans_of(dag, classes, order, sizes)
     verify_plans(dag, classes, plans)
-    memory = tuple(memory_of(dag, plan, sizes, settings.optimizer_bytes) for plan in plans)
+    memory = tuple(memory_of(dag, plan, sizes, settings.optimizer) for plan in plans)
     if settings.memory_limit is not None:
         for plan, found in zip(plans, memory, strict=True):
             check_limit(found, plan, settings.memory_limit)

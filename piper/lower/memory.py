@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Compute, Dag
+from piper.ir.dag import Compute, Dag, Update
 from piper.ir.text import group_text
 from piper.ir.values import ExtraRole, Role
-from piper.lower.plan import Instruction, Plan, Verb
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed
 from piper.lower.sizes import Sizes
 
 
@@ -64,52 +64,137 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer_bytes: float) -> Memory:
-    """The memory of ``plan``; ``optimizer_bytes`` is the optimizer's state for each byte of
-    parameters (2 for Adam in the parameters' own precision)."""
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """What an optimizer takes, in bytes for each byte that it updates."""
+
+    state: float = 2.0
+    """Kept between steps: 2 for Adam."""
+    update: float = 0.0
+    """Needed while it updates a parameter."""
+    together: bool = False
+    """Whether it needs that for all parameters at once, and not one after another."""
+
+
+def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> Memory:
+    """The memory of ``plan``: an upper bound that nothing but chance keeps a run below."""
     mine = plan.devices[0]
     buckets = [
         i for i, bucket in enumerate(dag.buckets) if any(mine in group for group in bucket.groups)
     ]
     parameters = sum(sizes.state(i) for i in buckets)
-    optimizer = sum(sizes.optimizer(i, optimizer_bytes) for i in buckets)
+    kept = sum(sizes.optimizer(i, optimizer.state) for i in buckets)
     holders = _holders(dag, plan)
     size = plan.slot_bytes
-    live = dict.fromkeys(Holder, 0)
+    book = _Book({Holder.PARAMETERS: parameters, Holder.OPTIMIZER: kept})
     for given in plan.given:
-        live[Holder.BATCH] += size[given.slot]
-    held = parameters + optimizer + live[Holder.BATCH]
-    peak, at, breakdown = held, -1, dict(live)
+        book.add(Holder.BATCH, size[given.slot])
+    book.look(-1)
     over_time = []
+    way = _UnderWay(plan)
+    moved = {x.reads[0] for x in plan.instructions if _in_place(x)}
     for place, x in enumerate(plan.instructions):
+        for other in way.ends[place]:
+            book.look(place, _unpacked(plan.instructions[other], size))
+            for holder, nbytes in way.end(other):
+                book.add(holder, -nbytes)
         if x.verb is Verb.FREE:
             slot = x.reads[0]
-            held -= size[slot]
-            live[holders[slot]] -= size[slot]
+            if slot not in moved and not way.keeps(slot, holders[slot], size[slot]):
+                book.add(holders[slot], -size[slot])
         else:
             for slot in x.writes:
-                if slot not in x.adds:
-                    held += size[slot]
-                    live[holders[slot]] += size[slot]
-            extra = _workspace(dag, sizes, x, size)
-            if held + extra > peak:
-                peak, at = held + extra, place
-                breakdown = {**live, Holder.WORKSPACE: extra}
-        over_time.append(held)
-    state = {Holder.PARAMETERS: parameters, Holder.OPTIMIZER: optimizer}
-    found = {holder: {**breakdown, **state}.get(holder, 0) for holder in Holder}
-    return Memory(plan.devices, parameters, optimizer, peak, at, found, tuple(over_time))
+                if slot not in x.adds and not _in_place(x):
+                    book.add(holders[slot], size[slot])
+            if x.verb in COMMUNICATING:
+                beside = _beside(dag, sizes, x, size)
+                book.add(Holder.COMMUNICATION, beside)
+                way.begin(place, x, beside)
+            book.look(place, _workspace(dag, sizes, x, size, optimizer))
+        over_time.append(book.total)
+    found = {holder: book.at_peak.get(holder, 0) for holder in Holder}
+    return Memory(plan.devices, parameters, kept, book.peak, book.at, found, tuple(over_time))
 
 
-def _workspace(dag: Dag, sizes: Sizes, x: Instruction, size: tuple[int, ...]) -> int:
+class _Book:
+    """Bytes by what holds them, and the moment at which they were most."""
+
+    def __init__(self, held: Mapping[Holder, int]) -> None:
+        self.held = {**dict.fromkeys(Holder, 0), **held}
+        self.total = sum(held.values())
+        self.peak, self.at = -1, -1
+        self.at_peak: Mapping[Holder, int] = {}
+
+    def add(self, holder: Holder, nbytes: int) -> None:
+        self.held[holder] += nbytes
+        self.total += nbytes
+
+    def look(self, place: int, workspace: int = 0) -> None:
+        """Note what is held now, with ``workspace`` bytes more."""
+        if self.total + workspace > self.peak:
+            self.peak, self.at = self.total + workspace, place
+            self.at_peak = {**self.held, Holder.WORKSPACE: workspace}
+
+
+class _UnderWay:
+    """Communications that have begun and hold memory until they are over."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.ends = completed(plan)
+        self._over = {other: place for place, row in enumerate(self.ends) for other in row}
+        self._held: dict[int, list[tuple[Holder, int]]] = {}
+        self._sends: dict[int, list[int]] = {}
+
+    def begin(self, place: int, x: Instruction, beside: int) -> None:
+        self._held[place] = [(Holder.COMMUNICATION, beside)]
+        if x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED:
+            for slot in x.reads:  # goes out as it is
+                self._sends.setdefault(slot, []).append(place)
+
+    def keeps(self, slot: int, holder: Holder, nbytes: int) -> bool:
+        """Whether what is freed lives on until it is sent."""
+        senders = [place for place in self._sends.pop(slot, ()) if place in self._held]
+        if senders:
+            last = max(senders, key=lambda place: self._over.get(place, len(self.ends)))
+            self._held[last].append((holder, nbytes))
+        return bool(senders)
+
+    def end(self, place: int) -> list[tuple[Holder, int]]:
+        return self._held.pop(place)
+
+
+def _beside(dag: Dag, sizes: Sizes, x: Instruction, size: tuple[int, ...]) -> int:
+    """Bytes that a communication holds until it is over, beside what it reads and writes."""
+    if x.role is ExtraRole.REDUCED:
+        # all that is reduced lies in one buffer: of a sum for everyone that is the result itself
+        whole = sizes.whole(x.of) * dag.buckets[x.of].gradient.itemsize
+        if not sizes.divided(x.of):
+            return whole if x.adds else whole - size[x.writes[0]]
+        return whole + sum(size[slot] for slot in x.adds)
+    if x.role is ExtraRole.PARTIAL:
+        return size[x.reads[0]]  # its rows in another order
+    return 0
+
+
+def _in_place(x: Instruction) -> bool:
+    """Whether what is read becomes what is written."""
+    return x.role is ExtraRole.SUMMED and bool(x.reads)
+
+
+def _unpacked(x: Instruction, size: tuple[int, ...]) -> int:
+    """Bytes that a communication needs beside when it is over, to put what came in order."""
+    return size[x.writes[0]] if x.role is ExtraRole.EXCHANGED else 0
+
+
+def _workspace(
+    dag: Dag, sizes: Sizes, x: Instruction, size: tuple[int, ...], optimizer: OptimizerCost
+) -> int:
     """Bytes that an instruction needs while it runs beside what it reads and writes."""
     if isinstance(x.op, Compute):
         new = sum(size[slot] for slot in x.adds)  # made first, then added
         return sizes.facts(x.op, len(dag.nodes[x.node].devices)).workspace + new
-    if x.role is ExtraRole.REDUCED:
-        # all that is reduced lies in one buffer; some of it stays
-        whole = sizes.whole(x.of) * dag.buckets[x.of].gradient.itemsize
-        return whole if x.adds else whole - size[x.writes[0]]
+    if isinstance(x.op, Update):
+        return sizes.updating(x.op.bucket, optimizer.update, together=optimizer.together)
     return 0
 
 
@@ -136,7 +221,7 @@ def _holders(dag: Dag, plan: Plan) -> dict[int, Holder]:
                 else:
                     found[slot] = _BY_ROLE[dag.table.value(value)[0].role]
         elif x.verb is not Verb.FREE:
-            reduced = x.role is ExtraRole.REDUCED
+            reduced = x.role in (ExtraRole.REDUCED, ExtraRole.SUMMED)
             for slot in x.writes:
                 found[slot] = Holder.GRADIENTS if reduced else Holder.COMMUNICATION
     return found

@@ -33,6 +33,9 @@ class Verb(Enum):
     FREE = "free"
 
 
+COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+
+
 class Given(NamedTuple):
     """A slot that holds a tensor of the batch when the step begins."""
 
@@ -46,8 +49,9 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One thing that a device does. ``waits`` are places of instructions on other streams that
-    must be done before; order within a stream is implied."""
+    """One thing that a device does. ``waits`` are places of instructions that must be done before:
+    of other streams, since order within a stream is implied; and of its own where what that one
+    holds must be let go first."""
 
     verb: Verb
     node: int
@@ -142,6 +146,35 @@ class Plan:
             tuple(Given(s, v, m, groups[g]) for s, v, m, g in data["given"]),
             tuple(data["slot_bytes"]),
         )
+
+
+def awaited(plan: Plan) -> list[tuple[int, ...]]:
+    """For each instruction the places of all that must be complete before it starts: what it waits
+    for, and the communications that bring what it reads or adds to, on its own stream too."""
+    writers: dict[int, int] = {}
+    found: list[tuple[int, ...]] = []
+    for place, x in enumerate(plan.instructions):
+        if x.verb is Verb.FREE:
+            found.append(())
+            continue
+        brought = {writers[s] for s in (*x.reads, *x.adds) if s in writers}
+        found.append(tuple(sorted({*x.waits, *brought})))
+        if x.verb in COMMUNICATING:
+            writers |= dict.fromkeys(x.writes, place)
+    return found
+
+
+def completed(plan: Plan) -> list[tuple[int, ...]]:
+    """For each instruction, the communications that are taken to their end just before it; those
+    that nobody waits for are, at the end of the step."""
+    under_way: set[int] = set()
+    found: list[tuple[int, ...]] = []
+    for place, (x, waits) in enumerate(zip(plan.instructions, awaited(plan), strict=True)):
+        found.append(tuple(w for w in waits if w in under_way))
+        under_way.difference_update(waits)
+        if x.verb in COMMUNICATING:
+            under_way.add(place)
+    return found
 
 
 class _Table:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from piper.errors import DirectiveError
 from piper.ir.dag import (
     Collective,
+    CollectiveKind,
     Compute,
     Dag,
     Group,
@@ -24,6 +25,10 @@ from piper.lower.classes import Classes
 from piper.lower.plan import Given, Instruction, Plan, Verb
 from piper.lower.schedule import Schedule
 from piper.lower.sizes import Sizes
+
+_UNDER_WAY = 2
+"""How many messages of a stream, and how many scattering reductions, may be under way at a time:
+each holds what it sends until it is over."""
 
 
 def plans_of(dag: Dag, classes: Classes, order: Schedule, sizes: Sizes) -> tuple[Plan, ...]:
@@ -139,6 +144,11 @@ def _kind(dag: Dag, value: int) -> object | None:
     return found if found.role in gradients else None
 
 
+def _scatters(node: Node) -> bool:
+    op = node.op
+    return isinstance(op, Collective) and op.kind is CollectiveKind.REDUCE_SCATTER
+
+
 class _Planner:
     """Gives slots to values as they come and go on one class of devices."""
 
@@ -154,6 +164,8 @@ class _Planner:
         self.made_at: dict[int, list[int]] = {}
         self.read_at: dict[int, list[int]] = {}
         self.node_at: dict[int, int] = {}
+        self.holding: defaultdict[str, list[int]] = defaultdict(list)
+        """By stream, the communications that hold what they send."""
 
     def plan(self, row: list[int]) -> Plan:
         parts = [(number, part) for number in row for part in self._parts(self.dag.nodes[number])]
@@ -270,7 +282,7 @@ class _Planner:
                 reads=tuple([self._slot(v) for v in reads]),
                 writes=tuple([self._slot(v) for v in writes]),
                 adds=tuple([self._slot(v) for v in added]),
-                waits=self._latest(before, stream) if before else (),
+                waits=self._waits(before, verb, node, stream),
             )
         )
         self.node_at[number] = here
@@ -278,6 +290,15 @@ class _Planner:
             made_at.setdefault(value, []).append(here)
         for value in reads:
             self.read_at.setdefault(value, []).append(here)
+
+    def _waits(self, before: list[int], verb: Verb, node: Node, stream: str) -> tuple[int, ...]:
+        waits = self._latest(before, stream) if before else ()
+        if verb is Verb.SEND or _scatters(node):
+            row = self.holding[stream]
+            row.append(len(self.out))
+            if len(row) > _UNDER_WAY:
+                waits = tuple(sorted({*waits, row[-1 - _UNDER_WAY]}))
+        return waits
 
     def _latest(self, before: Iterable[int], stream: str | None) -> tuple[int, ...]:
         """Of each stream but ``stream``, the last instruction to wait for."""

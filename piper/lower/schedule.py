@@ -45,8 +45,7 @@ class Costs:
             return self.overhead + flops / self.flops_per_second
         if isinstance(node.op, Update):
             return self.overhead
-        moved = sum(sizes.nbytes(value) for value in node.reads or node.writes)
-        return self.overhead + moved / self.bytes_per_second
+        return self.overhead + sizes.moved(node) / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +72,17 @@ def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> S
     followers, waiting = _edges(dag)
     urgency = _urgency(dag, followers, waiting, lengths)
     needs = _needs(dag, classes)
+    reduces = [_reduces(node) for node in dag.nodes]
     free: defaultdict[Resource, float] = defaultdict(float)
     start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
-    ready: list[tuple[float, tuple[int, float, int], int]] = []
+    ready: list[tuple[float, tuple[int, float, float], int]] = []
 
     def push(number: int, earliest: float) -> None:
         possible = max(earliest, *(free[r] for r in needs[number]))
-        heapq.heappush(ready, (possible, urgency[number], number))
+        rank = urgency[number]
+        if reduces[number]:
+            rank = (*_LATE, earliest)  # whoever waits longest holds its gradients longest
+        heapq.heappush(ready, (possible, rank, number))
 
     earliest = [0.0] * len(dag.nodes)
     issue = _Issue(dag)
@@ -155,7 +158,12 @@ def _eager(node: Node) -> bool:
             return False
 
 
+_LATE = (1, 0.0)
 _REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
+
+
+def _reduces(node: Node) -> bool:
+    return isinstance(node.op, Collective) and node.op.kind in _REDUCING
 
 
 def _needs(dag: Dag, classes: Classes) -> list[tuple[Resource, ...]]:
@@ -186,7 +194,7 @@ def _edges(dag: Dag) -> tuple[list[list[int]], list[int]]:
 
 def _urgency(
     dag: Dag, followers: Sequence[list[int]], waiting: Sequence[int], lengths: Sequence[float]
-) -> list[tuple[int, float, int]]:
+) -> list[tuple[int, float, float]]:
     """Smaller is more urgent: reductions and updates last, then by the length of what follows,
     then sends before all else that starts at once."""
     left = list(waiting)
@@ -200,9 +208,8 @@ def _urgency(
     for number in reversed(order):
         after = max((tail[f] for f in followers[number]), default=0.0)
         tail[number] = after + lengths[number]
-    urgency = []
+    urgency: list[tuple[int, float, float]] = []
     for number, node in enumerate(dag.nodes):
-        reduces = isinstance(node.op, Collective) and node.op.kind in _REDUCING
-        late = int(reduces or isinstance(node.op, Update))
+        late = int(_reduces(node) or isinstance(node.op, Update))
         urgency.append((late, -tail[number], 0 if isinstance(node.op, Transfer) else 1))
     return urgency

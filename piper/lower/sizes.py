@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from piper.capture.saving import Remat
-from piper.ir.dag import Compute, Dag
+from piper.ir.dag import Compute, Dag, Node
 from piper.ir.facts import Model, PassFacts
 from piper.ir.values import ExtraRole, Role, parameters_of
 
@@ -65,7 +65,7 @@ class Sizes:
             match extra.role:
                 case ExtraRole.RECEIVED | ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
                     return self._of_model(self._plain(extra.of), len(extra.devices))
-                case ExtraRole.REDUCED:
+                case ExtraRole.REDUCED | ExtraRole.SUMMED:
                     return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
                 case ExtraRole.UPDATED | ExtraRole.NORM:
                     return _SCALAR
@@ -73,8 +73,8 @@ class Sizes:
                     return 2 * _SCALAR
                 case ExtraRole.GATHERED:
                     bucket = dag.buckets[extra.of]
-                    whole = bucket.rule.zero == 3
-                    return self.whole(extra.of) * bucket.dtype.itemsize if whole else 0
+                    kept = bucket.level < 3  # where the parameters are
+                    return 0 if kept else self.whole(extra.of) * bucket.dtype.itemsize
         return self._of_model(number, self._groups.get(number, 1))
 
     def whole(self, bucket: int) -> int:
@@ -87,8 +87,9 @@ class Sizes:
 
     def state(self, bucket: int) -> int:
         """Bytes of a bucket's parameters that stay on a device between uses."""
-        elements = self.part(bucket, 3) if self._level(bucket) == 3 else self.whole(bucket)
-        return elements * self.dag.buckets[bucket].dtype.itemsize
+        found = self.dag.buckets[bucket]
+        elements = self.part(bucket, 3) if found.level == 3 else self.whole(bucket)
+        return elements * found.dtype.itemsize
 
     def optimizer(self, bucket: int, per_byte: float) -> int:
         """Bytes of a bucket's optimizer state on a device, ``per_byte`` of what is updated, and
@@ -97,14 +98,38 @@ class Sizes:
         updated = self.part(bucket, 1) * found.gradient.itemsize
         return int(updated * (per_byte * found.trained + (found.gradient != found.dtype)))
 
+    def updating(self, bucket: int, per_byte: float, *, together: bool) -> int:
+        """Bytes that an update takes while it runs, ``per_byte`` of the largest parameter on a
+        device, or of all of them together."""
+        found = self.dag.buckets[bucket]
+        updated = self.part(bucket, 1)
+        if not together:
+            shapes = (self.dag.model.parameters[name].shape for name in found.parameters)
+            updated = min(updated, max(math.prod(shape) // found.ways for shape in shapes))
+        return int(updated * found.gradient.itemsize * per_byte)
+
+    def divided(self, bucket: int) -> bool:
+        """Whether each holder of a bucket updates a part of its own."""
+        return self.holders(bucket, 1) > 1
+
     def holders(self, bucket: int, level: int) -> int:
         """Over how many devices that is divided which ZeRO divides from ``level`` on."""
         found = self.dag.buckets[bucket]
-        needed = level if found.trained else 3  # what is never updated is divided as a whole only
-        return len(found.groups[0]) if found.rule.zero >= needed else 1
+        return found.within if found.level >= level else 1
 
-    def _level(self, bucket: int) -> int:
-        return self.dag.buckets[bucket].rule.zero
+    def moved(self, node: Node) -> int:
+        """Bytes of what a communication is about, on each device: of a reduction what goes in, of
+        a gather what comes out."""
+        (made,) = node.writes
+        if made >= self._first_extra:
+            extra = self.dag.extra[made - self._first_extra]
+            bucket = self.dag.buckets[extra.of] if extra.role in _OF_BUCKETS else None
+            if extra.role is ExtraRole.REDUCED and bucket:
+                return self.whole(extra.of) * bucket.gradient.itemsize
+            if extra.role is ExtraRole.GATHERED and bucket:
+                return self.whole(extra.of) * bucket.dtype.itemsize
+            return self.nbytes(made)
+        return self.nbytes(node.reads[0])
 
     def _plain(self, number: int) -> int:
         while number >= self._first_extra:
@@ -132,4 +157,5 @@ class Sizes:
                 return model.values[value.of].nbytes
 
 
+_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.GATHERED)
 _FORMS = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)

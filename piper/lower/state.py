@@ -5,62 +5,34 @@
     zero=2   B ─▶ reduce_scatter, every microbatch … ─▶ update ─▶ all_gather
     zero=3   the same without the last gather: gathers.py gathers before each use
 
+Where there are several copies of divided state, the parts of a sum are scattered within each, and
+summed across them once, before the update.
+
 Every trained parameter is in exactly one bucket, and every gradient of it enters one reduction.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
-
 from piper.capture.program import Pass
-from piper.errors import DirectiveError
 from piper.ir.dag import (
+    COMPUTE,
     Bucket,
     Collective,
     CollectiveKind,
     Compute,
     Dag,
     Group,
-    StateRule,
+    Op,
+    Tags,
     Update,
 )
-from piper.ir.facts import Model
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
+from piper.lower.holders import Held, holders_of
 from piper.lower.rewriter import Rewriter
-
-DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What parameters must have in common to share a bucket."""
-
-    groups: tuple[Group, ...]
-    rule: StateRule
-    ways: int
-    dim: int
-    trained: bool
-    dtype: torch.dtype
-    gradient: torch.dtype
-
-    def bucket(self, parameters: list[str], model: Model) -> Bucket:
-        sizes = [math.prod(model.parameters[name].shape) for name in parameters]
-        return Bucket(
-            parameters=tuple(parameters),
-            groups=self.groups,
-            elements=sum(sizes) // self.ways,
-            rule=self.rule,
-            ways=self.ways,
-            dim=self.dim,
-            trained=self.trained,
-            dtype=self.dtype,
-            gradient=self.gradient,
-        )
 
 
 def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
@@ -83,13 +55,13 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
 def _buckets(dag: Dag, known: tuple[Bucket, ...]) -> Iterable[Bucket]:
     """Consecutive parameters with the same holders and rule, up to the bucket's size."""
     done = {name for bucket in known for name in bucket.parameters}
-    open_: dict[_Held, list[str]] = {}
-    sizes: dict[_Held, int] = {}
-    for name, held in _holders(dag).items():
+    open_: dict[Held, list[str]] = {}
+    sizes: dict[Held, int] = {}
+    for name, held in holders_of(dag).items():
         if name in done:
             continue
         if known:  # the step that is known trains none of these
-            held = replace(held, trained=False)
+            held = held.fixed()
         nbytes = dag.model.parameters[name].nbytes // held.ways
         if held in open_ and sizes[held] + nbytes > held.rule.bucket_bytes:
             yield held.bucket(open_.pop(held), dag.model)
@@ -98,70 +70,6 @@ def _buckets(dag: Dag, known: tuple[Bucket, ...]) -> Iterable[Bucket]:
         sizes[held] = sizes.get(held, 0) + nbytes
     for held, names in open_.items():
         yield held.bucket(names, dag.model)
-
-
-def _holders(dag: Dag) -> dict[str, _Held]:
-    """For each parameter, the groups of devices with equal copies, and the rule for its state."""
-    devices: dict[str, None] = {}
-    places: defaultdict[str, set[Group]] = defaultdict(set)
-    ways: dict[str, tuple[int, int]] = {}
-    rules: dict[str, StateRule] = {}
-    seen: set[tuple[int, int]] = set()
-    for node in dag.nodes:
-        if not isinstance(node.op, Compute):
-            continue
-        chunk = node.op.chunk
-        shard = dag.shards.get(chunk)
-        if (chunk, id(node.devices)) in seen:
-            continue
-        seen.add((chunk, id(node.devices)))
-        for name in dag.model.chunks[chunk].parameters:
-            devices[name] = None
-            places[name].add(node.devices)
-            ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
-            rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
-    found = {}
-    copies: dict[tuple[object, ...], tuple[Group, ...]] = {}
-    for name in devices:
-        if rules[name].zero == 3 and len(places[name]) > 1:
-            raise DirectiveError(
-                f"the parameter {name!r} is held by several groups of devices "
-                f"({', '.join(str(list(g)) for g in sorted(places[name]))}) and cannot be divided "
-                "with zero=3: replicate its regions with a lower level"
-            )
-        parts, dim = ways[name]
-        key = (parts, *sorted(map(id, places[name])))  # groups are shared objects
-        if key not in copies:
-            copies[key] = _equal_copies(name, sorted(places[name], key=min), parts)
-        groups = copies[key]
-        facts = dag.model.parameters[name]
-        found[name] = _Held(
-            groups, rules[name], parts, dim, facts.trained, facts.dtype, facts.gradient
-        )
-    return found
-
-
-def _equal_copies(name: str, places: list[Group], ways: int) -> tuple[Group, ...]:
-    """The devices that hold each part of a parameter that is divided ``ways`` ways."""
-    parts: dict[int, int] = {}
-    for group in places:
-        for rank, device in enumerate(group):
-            if parts.setdefault(device, rank % ways) != rank % ways:
-                raise DirectiveError(
-                    f"device {device} would hold two parts of {name!r}: its groups "
-                    f"({', '.join(str(list(g)) for g in places)}) must agree on who holds which "
-                    "experts; list the devices in the same order in every place"
-                )
-    holders: list[list[int]] = [[] for _ in range(ways)]
-    for device, part in parts.items():
-        holders[part].append(device)
-    if len({len(group) for group in holders}) > 1:
-        raise DirectiveError(
-            f"the parts of {name!r} would be held by different numbers of devices "
-            f"({', '.join(str(group) for group in holders)}): place its regions so that every part "
-            "has as many holders (place, shard)"
-        )
-    return tuple(map(tuple, holders))
 
 
 def _contributions(dag: Dag) -> dict[Value, list[int]]:
@@ -204,54 +112,89 @@ def _update(
     uses: tuple[int, ...],
 ) -> None:
     rule = bucket.rule
-    devices = tuple(dict.fromkeys(d for group in bucket.groups for d in group))
-    alone = len(bucket.groups[0]) == 1
-    batches = [gradients]
-    if rule.zero >= 2 and not alone:
-        by_microbatch: defaultdict[int, list[int]] = defaultdict(list)
-        for value in gradients:
-            by_microbatch[dag.table.value(value)[1]].append(value)
-        batches = list(by_microbatch.values())
-    kind = CollectiveKind.REDUCE_SCATTER if rule.zero else CollectiveKind.ALL_REDUCE
-    reduced: list[int] = []
-    for values in batches:
-        if alone:
-            reduced.extend(values)
-            continue
-        total = out.value(ExtraRole.REDUCED, index, devices)
-        microbatch = dag.nodes[dag.producers[values[0]]].tags if rule.zero >= 2 else {}
+    everyone = tuple(dict.fromkeys(d for group in bucket.groups for d in group))
+
+    def add(
+        op: Op,
+        reads: Iterable[int],
+        role: ExtraRole,
+        *,
+        stream: str = rule.reduce_stream,
+        devices: Group = everyone,
+        tags: Tags | None = None,
+    ) -> int:
+        """A node about this bucket; gives the value that it makes."""
+        made = out.value(role, index, devices)
         out.add(
-            Collective(kind, bucket.groups),
-            tags=microbatch,
+            op,
+            tags=tags or {},
             devices=devices,
-            stream=rule.reduce_stream,
-            reads=tuple(values),
-            writes=(total,),
+            stream=stream,
+            reads=tuple(reads),
+            writes=(made,),
             made_by=rule.made_by,
         )
-        reduced.append(total)
-    done = out.value(ExtraRole.UPDATED, index, devices)
-    update = out.add(
-        Update(index),
-        tags={},
-        devices=devices,
-        stream="compute",
-        reads=tuple(reduced),
-        writes=(done,),
-        made_by=rule.made_by,
-    )
+        return made
+
+    reduced = gradients
+    match bucket.level:
+        case 0 if bucket.copies > 1:
+            op = Collective(CollectiveKind.ALL_REDUCE, bucket.groups)
+            reduced = [add(op, gradients, ExtraRole.REDUCED)]
+        case 1:
+            op = Collective(CollectiveKind.REDUCE_SCATTER, bucket.blocks)
+            reduced = [add(op, gradients, ExtraRole.REDUCED)]
+        case 2 | 3:
+            reduced = []
+            for part in _parts(dag, bucket, everyone, gradients):
+                op = Collective(CollectiveKind.REDUCE_SCATTER, part.blocks)
+                total = add(
+                    op, part.gradients, ExtraRole.REDUCED, devices=part.devices, tags=part.tags
+                )
+                reduced.append(total)
+    if bucket.level and bucket.copies > 1:
+        op = Collective(CollectiveKind.ALL_REDUCE, bucket.across)
+        reduced = [add(op, reduced, ExtraRole.SUMMED)]
+    done = add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE)
     by = (rule.made_by,) * len(uses)
-    out.nodes[update] = replace(out.nodes[update], after=uses, after_by=by)
-    if rule.zero in (1, 2) and not alone:
-        out.add(
-            Collective(CollectiveKind.ALL_GATHER, bucket.groups),
-            tags={},
-            devices=devices,
-            stream=rule.gather_stream,
-            reads=(done,),
-            writes=(out.value(ExtraRole.GATHERED, index, devices),),
-            made_by=rule.made_by,
-        )
+    out.nodes[-1] = replace(out.nodes[-1], after=uses, after_by=by)
+    if bucket.level in (1, 2):
+        op = Collective(CollectiveKind.ALL_GATHER, bucket.blocks)
+        add(op, (done,), ExtraRole.GATHERED, stream=rule.gather_stream)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Gradients of one microbatch that are made by the same devices."""
+
+    blocks: tuple[Group, ...]
+    devices: Group
+    tags: Tags
+    gradients: list[int]
+
+
+def _parts(dag: Dag, bucket: Bucket, everyone: Group, gradients: Iterable[int]) -> Iterable[_Part]:
+    """What is reduced at once: by whom, and what."""
+    blocks = bucket.blocks
+    block_of = {device: i for i, block in enumerate(blocks) for device in block}
+    touched: dict[int, tuple[int, ...]] = {}
+    sides: dict[tuple[int, ...], tuple[tuple[Group, ...], Group]] = {
+        tuple(range(len(blocks))): (blocks, everyone)
+    }
+    found: dict[tuple[int, tuple[int, ...]], _Part] = {}
+    for value in gradients:
+        node = dag.nodes[dag.producers[value]]
+        if id(node.devices) not in touched:
+            touched[id(node.devices)] = tuple(sorted({block_of[d] for d in node.devices}))
+        side = touched[id(node.devices)]
+        if side not in sides:
+            chosen = tuple(blocks[i] for i in side)
+            sides[side] = (chosen, tuple(d for block in chosen for d in block))
+        key = (dag.table.value(value)[1], side)
+        if key not in found:
+            found[key] = _Part(*sides[side], node.tags, [])
+        found[key].gradients.append(value)
+    return found.values()
 
 
 def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:

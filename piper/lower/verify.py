@@ -15,9 +15,7 @@ from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Dag, Group, Node, Transfer, Update
 from piper.ir.values import ExtraRole, Role, parameters_of
 from piper.lower.classes import Classes
-from piper.lower.plan import Plan, Verb
-
-_COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+from piper.lower.plan import COMMUNICATING, Plan, Verb
 
 
 def verify_plans(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
@@ -57,7 +55,7 @@ def _meetings(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
     sequences: defaultdict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(dict)
     for c, plan in enumerate(plans):
         for x in plan.instructions:
-            if x.verb not in _COMMUNICATING:
+            if x.verb not in COMMUNICATING:
                 continue
             there[x.node] += 1
             node = dag.nodes[x.node]
@@ -126,6 +124,11 @@ def _parts(dag: Dag, value: int) -> tuple[int, ...]:
     """The gradients that a value is a sum of."""
     if value < dag.first_extra:
         return (value,)
-    if dag.extra[value - dag.first_extra].role is ExtraRole.REDUCED:
-        return dag.nodes[dag.producers[value]].reads
-    return ()
+    reads = dag.nodes[dag.producers[value]].reads
+    match dag.extra[value - dag.first_extra].role:
+        case ExtraRole.REDUCED:
+            return reads
+        case ExtraRole.SUMMED:
+            return tuple(part for read in reads for part in _parts(dag, read))
+        case _:
+            return ()

@@ -119,7 +119,7 @@ class Board:
 
     def _slot_buckets(self) -> dict[int, int]:
         """For each slot with something of a bucket, the bucket."""
-        of_bucket = (ExtraRole.REDUCED, ExtraRole.GATHERED)
+        of_bucket = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
         return {s: x.of for x in self.plan.instructions if x.role in of_bucket for s in x.writes}
 
     def _slot_gradients(self) -> dict[int, tuple[str, ...]]:

@@ -6,7 +6,7 @@ resolved: nothing is looked up by name while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
-from piper.lower.plan import Instruction, Plan, Verb
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, awaited, completed
 from piper.program import Code
 from piper.runtime.board import Board, Totals
 from piper.runtime.comm import Comm
@@ -26,9 +26,7 @@ from piper.runtime.pending import Act, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
 from piper.runtime.streams import Streams
-from piper.runtime.updating import gather, norm, reduce, total, update
-
-_COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
 
 
 class Place(Protocol):
@@ -52,7 +50,7 @@ class Op(NamedTuple):
 
     place: int
     waits: tuple[int, ...]
-    """Communications that must be complete before."""
+    """Communications that are taken to their end before."""
     act: Act
     frees: tuple[int, ...]
 
@@ -80,42 +78,36 @@ class Executor:
     def load(self, plan: Plan, code: Code, recorder: Recorder | None = None) -> Loaded:
         """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
         board = Board(self.state, self.comm, self.runners, plan, code)
-        writers: dict[int, int] = {}
-        begun: set[int] = set()
         ops: list[Op] = []
-        for place, x in enumerate(plan.instructions):
+        rows = zip(plan.instructions, awaited(plan), completed(plan), strict=True)
+        for place, (x, waits, complete) in enumerate(rows):
             if x.verb is Verb.FREE:  # what is being communicated is kept by who communicates it
                 ops[-1] = ops[-1]._replace(frees=(*ops[-1].frees, *x.reads))
                 continue
-            # what a communication brings is there when it is complete, on its own stream too
-            implied = {writers[s] for s in (*x.reads, *x.adds) if s in writers}
-            waits = tuple(sorted({*x.waits, *implied}))
             act = _load(board, x)
             if recorder is not None:
                 act = recorder.wrapped(act, place)
             act = self.streams.wrapped(act, place, x, waits)
-            ops.append(Op(place, tuple(w for w in waits if w in begun), act, ()))
-            if x.verb in _COMMUNICATING:
-                begun.add(place)
-                writers |= dict.fromkeys(x.writes, place)
+            ops.append(Op(place, complete, act, ()))
         return Loaded(board, tuple(ops), self.streams.freeing(board.slots, plan))
 
-    def run(self, loaded: Loaded, given: Sequence[Tensor]) -> Generator[Pending, None, Totals]:
-        """One step on this device's part of the batch, in the order of the plan's ``given``."""
+    def run(self, loaded: Loaded, given: list[Tensor]) -> Generator[Pending, None, Totals]:
+        """One step on this device's part of the batch, in the order of the plan's ``given``; the
+        list is emptied, so that the plan alone says how long they are kept."""
         board, at = loaded.board, self.at
         slots, free = board.slots, loaded.free
         pending: dict[int, Pending] = {}
         place = 0
         try:
             board.begin(given)
+            given.clear()
             self.streams.begin()
             for place, waits, act, frees in loaded.ops:
                 at[0] = place
                 for other in waits:
-                    if other in pending:
-                        while not pending[other].done():
-                            yield pending[other]
-                        self._complete(board, pending, other)
+                    while not pending[other].done():
+                        yield pending[other]
+                    self._complete(board, pending, other)
                 begun = act()
                 if begun is not None:
                     pending[place] = begun
@@ -132,7 +124,7 @@ class Executor:
             raise
         except Exception as error:
             x = board.plan.instructions[place]
-            kind = CommunicationError if x.verb in _COMMUNICATING else InstructionError
+            kind = CommunicationError if x.verb in COMMUNICATING else InstructionError
             raise self._failed(board, place, kind, error) from error
         self.streams.finish()
         board.end()
@@ -175,6 +167,8 @@ def _collective(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
             return exchange(board, x, group)
         case ExtraRole.REDUCED:
             return reduce(board, x)
+        case ExtraRole.SUMMED:
+            return sum_copies(board, x)
         case ExtraRole.GATHERED:
             return gather(board, x)
         case ExtraRole.TOTAL:

@@ -33,8 +33,8 @@ class Layout:
     specs: Mapping[str, TensorSpec]
     """The whole parameters."""
     group: tuple[int, ...]
-    """The devices that hold the same values as this one."""
-    rank: int
+    """The devices that hold the same values as this one, in this or in other copies."""
+    place: int
     """This device's place among them."""
     part: int
     """Which share of the experts it has."""
@@ -49,19 +49,35 @@ class Layout:
         return None
 
     @property
-    def holders(self) -> int:
-        return len(self.group)
+    def copy(self) -> int:
+        """Which of the equal copies of the bucket this device has, or has a part of."""
+        return self.place // self.bucket.within
+
+    @property
+    def rank(self) -> int:
+        """Which part of its copy it has."""
+        return self.place % self.bucket.within
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The devices that divide this copy among them."""
+        first = self.copy * self.bucket.within
+        return self.group[first : first + self.bucket.within]
+
+    @property
+    def across(self) -> tuple[int, ...]:
+        """The devices that have the same part of other copies."""
+        return self.group[self.rank :: self.bucket.within]
 
     @property
     def divided(self) -> bool:
-        """Whether each holder updates a part of its own."""
-        level = 1 if self.bucket.trained else 3
-        return self.bucket.rule.zero >= level and self.holders > 1
+        """Whether each device updates a part of its own."""
+        return self.bucket.level >= 1
 
     @property
     def scattered(self) -> bool:
         """Whether the parameters themselves are kept in parts."""
-        return self.bucket.rule.zero == 3 and self.holders > 1
+        return self.bucket.level == 3
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -87,18 +103,18 @@ class Layout:
 
     @cached_property
     def share(self) -> int:
-        """Elements of one holder's part."""
-        return -(-self.elements // self.holders) if self.divided else self.elements
+        """Elements of one device's part."""
+        return -(-self.elements // self.bucket.within)
 
     @property
     def padded(self) -> int:
         """Elements of the whole buffer, filled up to even parts."""
-        return self.share * self.holders if self.divided else self.elements
+        return self.share * self.bucket.within
 
     @property
     def mine(self) -> tuple[int, int]:
         """The range of the whole buffer that this device updates."""
-        start = self.rank * self.share if self.divided else 0
+        start = self.rank * self.share
         return start, start + self.share
 
     def view(self, flat: Tensor, name: str) -> Tensor:

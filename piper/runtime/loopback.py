@@ -1,4 +1,7 @@
-"""Communication between devices that live in one process: whoever comes last does it for all."""
+"""Communication between devices that live in one process: whoever comes last does it for all.
+
+Sums are added in the order of the group, as every way to communicate must.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,7 @@ class Hub:
                 _keep(everything)
             meeting.over = _event() if self._accelerator else True
             del self._open[key]
+            meeting.arrived.clear()  # the parties keep what is theirs
         return meeting
 
     def waiting(self) -> list[str]:
@@ -125,8 +129,10 @@ class Loopback:
 
     def all_reduce(self, node: int, stream: str, group: Group, data: Tensor) -> Meeting:
         def act(tensors: list[Tensors]) -> None:
-            total = _sum([x for (x,) in tensors])
-            for (x,) in tensors:
+            (total,), *others = tensors
+            for (x,) in others:
+                total += x
+            for (x,) in others:
                 x.copy_(total)
 
         return self._together("all_reduce", node, group, (data,), act)
@@ -137,7 +143,9 @@ class Loopback:
         def act(tensors: list[Tensors]) -> None:
             parts = [x.chunk(len(group)) for x, _ in tensors]
             for rank, (_, result) in enumerate(tensors):
-                result.copy_(_sum([part[rank] for part in parts]))
+                result.copy_(parts[0][rank])
+                for part in parts[1:]:
+                    result += part[rank]
 
         return self._together("reduce_scatter", node, group, (data, out), act)
 
@@ -145,9 +153,8 @@ class Loopback:
         self, node: int, stream: str, group: Group, part: Tensor, out: Tensor
     ) -> Meeting:
         def act(tensors: list[Tensors]) -> None:
-            whole = torch.cat([x for x, _ in tensors])
             for _, result in tensors:
-                result.copy_(whole)
+                torch.cat([x for x, _ in tensors], out=result)
 
         return self._together("all_gather", node, group, (part, out), act)
 
@@ -172,11 +179,3 @@ class Loopback:
         parties = [f"device {device}" for device in group]
         name = f"{kind} (node {node})"
         return self._hub.meet((node, group), name, parties, f"device {self._device}", tensors, act)
-
-
-def _sum(tensors: list[Tensor]) -> Tensor:
-    """The sum in the order given: every way of communicating must add in the same order."""
-    total = tensors[0].clone()
-    for x in tensors[1:]:
-        total += x
-    return total

@@ -28,10 +28,11 @@ class Pending:
             handle.wait()
 
     def complete(self) -> None:
-        """Wait for it, and take in what it brings."""
+        """Wait for it, take in what it brings, and keep none of it."""
         self.wait()
         if self._finish is not None:
             self._finish()
+        self._handles, self._finish = (), None
 
     @property
     def span(self) -> tuple[float, float] | None:

@@ -53,7 +53,7 @@ def export(state: DeviceState, *, optimizer: bool) -> Portions:
     numbers: dict[tuple[str, str], Any] = {}
     for held in state.held.values():
         layout = held.layout
-        if not layout.divided and layout.rank > 0:
+        if layout.copy > 0:
             continue
         source = held.updated if layout.bucket.trained or held.is_copy else _own_range(held)
         for place, fragment in enumerate(layout.fragments):

@@ -80,6 +80,16 @@ class DeviceState:
             parameter.grad = None
         held.publish()
 
+    def tensors(self) -> Iterable[Tensor]:
+        """All that is kept between steps."""
+        for held in self.held.values():
+            yield held.flat
+            yield held.updated
+        yield from self.buffers.values()
+        if self.optimizer is not None:
+            for kept in self.optimizer.state.values():
+                yield from (item for item in kept.values() if isinstance(item, Tensor))
+
     def advance(self) -> None:
         """A step is over."""
         self.steps += 1

@@ -32,13 +32,35 @@ def reduce(board: Board, x: Instruction) -> Act:
                 view.add_(slots[slot][i])
         if layout.divided:
             out = torch.empty(layout.share, dtype=kind, device=where)
-            handle = comm.reduce_scatter(x.node, x.stream, layout.group, flat, out)
+            handle = comm.reduce_scatter(x.node, x.stream, layout.block, flat, out)
         else:
             out = flat
             handle = comm.all_reduce(x.node, x.stream, layout.group, flat)
 
         def finish() -> None:
             store(target, slots[target].add_(out) if adds else out)
+
+        return Pending(x.name, [handle], finish)
+
+    return act
+
+
+def sum_copies(board: Board, x: Instruction) -> Act:
+    slots, comm, where = board.slots, board.comm, board.where
+    store = board.store
+    layout = board.state.held[x.of].layout
+    (target,) = x.writes
+
+    def act() -> Pending:
+        if x.reads:
+            (source,) = x.reads
+            data = slots[source]
+        else:  # this copy saw no microbatch
+            data = torch.zeros(layout.share, dtype=layout.bucket.gradient, device=where)
+        handle = comm.all_reduce(x.node, x.stream, layout.across, data)
+
+        def finish() -> None:
+            store(target, data)
 
         return Pending(x.name, [handle], finish)
 
@@ -66,7 +88,7 @@ def gather(board: Board, x: Instruction) -> Act:
     def whole() -> Pending:
         low, high = layout.mine
         part = held.flat[low:high].clone()
-        handle = comm.all_gather(x.node, x.stream, layout.group, part, held.flat)
+        handle = comm.all_gather(x.node, x.stream, layout.block, part, held.flat)
 
         def finish() -> None:
             store(target, ())
@@ -75,7 +97,7 @@ def gather(board: Board, x: Instruction) -> Act:
 
     def parts() -> Pending:
         out = torch.empty(layout.padded, dtype=held.flat.dtype, device=where)
-        handle = comm.all_gather(x.node, x.stream, layout.group, held.flat, out)
+        handle = comm.all_gather(x.node, x.stream, layout.block, held.flat, out)
 
         def finish() -> None:
             store(target, {n: layout.view(out, n) for n in layout.bucket.parameters})
@@ -204,7 +226,7 @@ def _clip(board: Board, limit: float, counted: bool) -> Tensor:
 
 def _counts(held: Held) -> bool:
     """Whether this device's gradients of a bucket enter the norm: equal ones do once."""
-    return held.layout.divided or held.layout.rank == 0
+    return held.layout.copy == 0
 
 
 def _squares(gradients: Sequence[Tensor]) -> Tensor:

@@ -77,6 +77,8 @@ def mesh(
     ep: int = 1,
     schedule: str | Schedule = "1f1b",
     zero: int = 0,
+    expert_zero: int | None = None,
+    within: int | None = None,
     microbatches: int | None = None,
     virtual: int | None = None,
     layout: str | Layout = Layout.PIPELINE_OUTER,
@@ -89,7 +91,9 @@ def mesh(
 
     The regions named ``regions`` are cut into stages ``by`` their cost, which ``schedule`` orders:
     the name of one of ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp``
-    devices with ``zero``; the regions named ``experts`` are divided over ``ep`` of them.
+    devices with ``zero``, each copy of the state divided ``within`` so many; the regions named
+    ``experts`` are divided over ``ep`` of them, and replicated over the rest with ``expert_zero``,
+    which is ``zero`` unless given.
     ``virtual`` is the number of stages a rank, for schedules that leave it open. ``microbatches``
     is 1, or as many as a schedule of your own has.
     """
@@ -107,12 +111,14 @@ def mesh(
     ]
     placed = 2 + sum(d.name == "place" for d in directives)
     state: list[Directive] = []
-    if ep > 1:
-        state.append(replicate({experts: "-"}, zero=zero, bucket_mb=bucket_mb))
-        state.append(replicate({experts: "*"}, zero=zero, bucket_mb=bucket_mb))
-        state.append(shard({experts: "*"}, ways=ep))
+    if ep > 1 or expert_zero is not None:
+        theirs = zero if expert_zero is None else expert_zero
+        state.append(replicate({experts: "-"}, zero=zero, bucket_mb=bucket_mb, within=within))
+        state.append(replicate({experts: "*"}, zero=theirs, bucket_mb=bucket_mb))
     else:
-        state.append(replicate({}, zero=zero, bucket_mb=bucket_mb))
+        state.append(replicate({}, zero=zero, bucket_mb=bucket_mb, within=within))
+    if ep > 1:
+        state.append(shard({experts: "*"}, ways=ep))
     return Strategy([*directives[:placed], *state, *directives[placed:]])
 
 

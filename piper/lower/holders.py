@@ -1,0 +1,167 @@
+"""Who holds a parameter: the devices with equal copies, and over which of them a copy is divided.
+
+zero=1, 2   [0 1 2 3]          one copy, divided over all holders
+within=2    [0 1 | 2 3]        two copies, each divided over neighbours
+zero=3      [0 1 | 2 3]        the same by itself where 0,1 and 2,3 run regions of their own: a
+                               copy is gathered by those who compute together
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from piper.errors import DirectiveError
+from piper.ir.dag import Bucket, Compute, Dag, Group, StateRule
+from piper.ir.facts import Model
+from piper.ir.text import group_text, region_of
+
+DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What parameters must have in common to share a bucket."""
+
+    groups: tuple[Group, ...]
+    within: int
+    rule: StateRule
+    ways: int
+    dim: int
+    trained: bool
+    dtype: torch.dtype
+    gradient: torch.dtype
+
+    def bucket(self, parameters: list[str], model: Model) -> Bucket:
+        sizes = [math.prod(model.parameters[name].shape) for name in parameters]
+        return Bucket(
+            parameters=tuple(parameters),
+            groups=self.groups,
+            within=self.within,
+            elements=sum(sizes) // self.ways,
+            rule=self.rule,
+            ways=self.ways,
+            dim=self.dim,
+            trained=self.trained,
+            dtype=self.dtype,
+            gradient=self.gradient,
+        )
+
+    def fixed(self) -> Held:
+        """The same for parameters that are not trained: they are divided as a whole or not."""
+        within = self.within if self.rule.zero == 3 else 1
+        return replace(self, trained=False, within=within)
+
+
+def holders_of(dag: Dag) -> dict[str, Held]:
+    """For each parameter, the groups of devices with equal copies, and the rule for its state."""
+    devices: dict[str, None] = {}
+    places: defaultdict[str, set[Group]] = defaultdict(set)
+    ways: dict[str, tuple[int, int]] = {}
+    rules: dict[str, StateRule] = {}
+    seen: dict[tuple[int, int], Group] = {}
+    for node in dag.nodes:
+        if not isinstance(node.op, Compute):
+            continue
+        chunk = node.op.chunk
+        shard = dag.shards.get(chunk)
+        if (chunk, id(node.devices)) in seen:
+            continue
+        seen[chunk, id(node.devices)] = node.devices
+        for name in dag.model.chunks[chunk].parameters:
+            devices[name] = None
+            places[name].add(node.devices)
+            ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
+            rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
+    _refuse_both(dag, seen)
+    found = {}
+    known: dict[tuple[object, ...], tuple[tuple[Group, ...], int]] = {}
+    for name in devices:
+        parts, dim = ways[name]
+        rule = rules[name]
+        key = (parts, rule, *sorted(map(id, places[name])))  # groups are shared objects
+        if key not in known:
+            where = sorted(places[name], key=min)
+            known[key] = _blocks(dag, name, where, _equal_copies(name, where, parts), rule)
+        groups, within = known[key]
+        facts = dag.model.parameters[name]
+        held = Held(groups, within, rule, parts, dim, True, facts.dtype, facts.gradient)
+        found[name] = held if facts.trained else held.fixed()
+    return found
+
+
+def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
+    """A rule for all regions cannot divide the parameters of experts over devices that have
+    different experts each."""
+    for (chunk, _), devices in places.items():
+        shard, rule = dag.shards.get(chunk), dag.state.get(chunk)
+        if shard is None or rule is None or rule.zero < 3 or shard.ways < max(2, len(devices)):
+            continue
+        others = [c for c, other in dag.state.items() if other is rule and c not in dag.shards]
+        if others:
+            tag = list(dag.model.chunks[chunk].tags)[-1]
+            raise DirectiveError(
+                f"{dag.history[rule.made_by]} would divide the parameters of "
+                f"{region_of(dag, chunk)} over {group_text(devices)}, but these have different "
+                f"experts each by {dag.history[shard.made_by]}, and nothing that they could "
+                f"divide: give the experts a rule of their own, replicate({{{tag!r}: '-'}}, "
+                f"zero=3) for the rest and replicate({{{tag!r}: '*'}}, zero=0); or shard them "
+                "fewer ways="
+            )
+
+
+def _equal_copies(name: str, places: list[Group], ways: int) -> tuple[Group, ...]:
+    """The devices that hold each part of a parameter that is divided ``ways`` ways."""
+    parts: dict[int, int] = {}
+    for group in places:
+        for rank, device in enumerate(group):
+            if parts.setdefault(device, rank % ways) != rank % ways:
+                raise DirectiveError(
+                    f"device {device} would hold two parts of {name!r}: its groups "
+                    f"({', '.join(str(list(g)) for g in places)}) must agree on who holds which "
+                    "experts; list the devices in the same order in every place"
+                )
+    holders: list[list[int]] = [[] for _ in range(ways)]
+    for device, part in parts.items():
+        holders[part].append(device)
+    if len({len(group) for group in holders}) > 1:
+        raise DirectiveError(
+            f"the parts of {name!r} would be held by different numbers of devices "
+            f"({', '.join(str(group) for group in holders)}): place its regions so that every part "
+            "has as many holders (place, shard)"
+        )
+    return tuple(map(tuple, holders))
+
+
+def _blocks(
+    dag: Dag, name: str, places: Sequence[Group], groups: tuple[Group, ...], rule: StateRule
+) -> tuple[tuple[Group, ...], int]:
+    """``groups`` with the devices that divide one copy side by side, and how many these are."""
+    if rule.zero == 0:
+        return groups, 1
+    most = len(groups[0])
+    if rule.zero == 3:
+        together = [_together(group, places) for group in groups]
+        most = math.gcd(*(len(run) for runs in together for run in runs))
+        groups = tuple(tuple(d for run in runs for d in run) for runs in together)
+    within = most if rule.within is None else rule.within
+    if most % within:
+        fits = [str(n) for n in range(1, most + 1) if most % n == 0]
+        raise DirectiveError(
+            f"{dag.history[rule.made_by]}: {name!r} is held by {most} devices that can divide it, "
+            f"and {within} does not divide them: use within={' or '.join(fits)}"
+        )
+    return groups, within
+
+
+def _together(group: Group, places: Sequence[Group]) -> list[list[int]]:
+    """The devices of ``group`` in runs that every place takes in wholly or not at all."""
+    members = [frozenset(place) for place in places]
+    runs: defaultdict[tuple[bool, ...], list[int]] = defaultdict(list)
+    for device in group:
+        runs[tuple(device in place for place in members)].append(device)
+    return list(runs.values())
