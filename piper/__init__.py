@@ -6,7 +6,9 @@ from piper.compiler import compile
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
 from piper.errors import CaptureError, DirectiveError, PiperError
 from piper.launch import Trainer, launch
+from piper.lower.memory import Holder, Memory
 from piper.lower.schedule import Costs
+from piper.lower.traffic import Traffic
 from piper.program import Program
 from piper.strategy import Strategy
 from piper.weights import Source
@@ -15,10 +17,13 @@ __all__ = [
     "CaptureError",
     "Costs",
     "DirectiveError",
+    "Holder",
+    "Memory",
     "PiperError",
     "Program",
     "Source",
     "Strategy",
+    "Traffic",
     "Trainer",
     "annotate",
     "compile",

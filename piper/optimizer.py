@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -75,14 +76,13 @@ def cost_of(factory: OptimizerFactory | None, device: torch.device) -> Optimizer
     """What the optimizer keeps, and what it needs while it updates."""
     if factory is None:
         return OptimizerCost(0.0)
-    one, kept = _tried(factory, 1, device)
-    two, _ = _tried(factory, 2, device)
-    return OptimizerCost(kept, one, together=two > 1.5 * one)
+    one = _tried(factory, 1, device)
+    two = _tried(factory, 2, device)
+    return replace(one, together=two.update > 1.5 * one.update)
 
 
-def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> tuple[float, float]:
-    """What a step on ``count`` parameters needs while it runs, and what is kept of it, for each
-    byte of one parameter."""
+def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> OptimizerCost:
+    """What a step on ``count`` equal parameters takes."""
     parameters = [nn.Parameter(_sample(0).to(device)) for _ in range(count)]
     gradients = [_sample(1).to(device) for _ in range(count)]
     optimizer = make(factory, parameters)
@@ -98,9 +98,11 @@ def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> tuple
         raise PiperError(
             f"the optimizer {name} cannot update a plain parameter: {error}"
         ) from error
-    state = optimizer.state.get(parameters[0], {}).values()
-    kept = sum(x.nbytes for x in state if isinstance(x, Tensor) and x.numel() > 1)
-    return tracker.peak // parameters[0].nbytes, kept / parameters[0].nbytes
+    state = [x for x in optimizer.state.get(parameters[0], {}).values() if isinstance(x, Tensor)]
+    kept = sum(x.nbytes for x in state if x.numel() > 1)
+    scalars = sum(x.nbytes for x in state if x.numel() == 1)
+    size = parameters[0].nbytes
+    return OptimizerCost(kept / size, tracker.peak // size, scalars=scalars)
 
 
 def check_divisible(factory: OptimizerFactory, dag: Dag) -> None:

@@ -30,6 +30,8 @@ from piper.ir.text import text
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
+from piper.lower.sizes import Sizes
+from piper.lower.traffic import Traffic, traffic_of
 from piper.optimizer import OptimizerFactory, SchedulerFactory
 from piper.strategy import Strategy
 from piper.view.timetable import Timetable
@@ -159,6 +161,13 @@ class Program:
     def dag(self) -> Dag:
         """The whole step over all devices, as lowered."""
         return self.lowered.dag
+
+    @cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What each class of devices sends in one step, in the order of ``plans``."""
+        dag = self.dag
+        sizes = Sizes(dag, self.models)
+        return tuple(traffic_of(dag, plan, sizes) for plan in self.plans)
 
     @property
     def schedule(self) -> Timetable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -88,6 +89,11 @@ class StateNames:
                     keys[prefix + key] = firsts[id(tensor)]
                     shapes[prefix + key] = tuple(tensor.shape)
         return StateNames(keys, shapes)
+
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """How many numbers each key's tensor has."""
+        return {key: math.prod(shape) for key, shape in self.shapes.items()}
 
     def checked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state dict by their first names; another model's are refused."""

@@ -963,6 +963,9 @@ class _Checker:
             updated = self._part(bucket, c) * rule.gradient.itemsize
             state_bytes = optimizer_bytes if rule.trained else 0
             held[Holder.OPTIMIZER] += int(updated * (state_bytes + copied))
+        used = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
+        for name in {b for chunk in used for b in self.dag.model.chunks[chunk].buffers}:
+            held[Holder.BUFFERS] += self.dag.model.buffers.get(name, 0)
         state = (held[Holder.PARAMETERS], held[Holder.OPTIMIZER])
         self._agree(c, "state", state, (memory.parameters, memory.optimizer))
         for slot, _, _, _ in plan.given:
@@ -971,7 +974,13 @@ class _Checker:
         moments = [(held.total(), -1, dict(held))]
         over_time = []
         over = self._over(plan)
-        size = plan.slot_bytes
+        together = self._in_one_buffer(c)
+        begun: set[int] = set()
+        size = [
+            n - sum(nbytes for slots in together.values() for s, nbytes in slots.items() if s == i)
+            for i, n in enumerate(plan.slot_bytes)
+        ]
+        """What a slot takes for itself."""
         later: defaultdict[int, Counter[Holder]] = defaultdict(Counter)
         """For each instruction, what is let go before it, and what is put in order then."""
         for place, x in enumerate(plan.instructions):
@@ -997,17 +1006,32 @@ class _Checker:
                         later[max(sends, key=lambda p: over[p])].update(gone)
                     else:
                         held.subtract(gone)
+            reduced = x.of if x.role is ExtraRole.REDUCED and x.of in together else None
+            whole = 0 if reduced is None else self._whole(reduced, c)
+            whole *= 0 if reduced is None else self.dag.buckets[reduced].gradient.itemsize
+            scatters = isinstance(x.op, Collective) and (x.op.kind is CollectiveKind.REDUCE_SCATTER)
+            fresh = 0
             for slot in x.writes:
                 if slot not in live:
                     live.add(slot)
-                    held[self.kinds[c][slot]] += 0 if self._turns_into(x) else size[slot]
+                    is_buffer = reduced is not None and not scatters
+                    held[self.kinds[c][slot]] += (
+                        0 if self._turns_into(x) or is_buffer else size[slot]
+                    )
+                    for bucket in [b for b, slots in together.items() if slot in slots]:
+                        fresh += together[bucket][slot]
+                        if bucket not in begun:
+                            begun.add(bucket)
+                            itemsize = self.dag.buckets[bucket].gradient.itemsize
+                            held[Holder.GRADIENTS] += self._whole(bucket, c) * itemsize
             beside = self._beside(c, x)
+            held[Holder.GRADIENTS] -= whole if scatters else 0
             held[Holder.COMMUNICATION] += beside
             if beside:
                 later[place][Holder.COMMUNICATION] += beside
             over_time.append(held.total())
             if x.verb is not Verb.FREE:
-                busy = held + Counter({Holder.WORKSPACE: self._workspace(c, x)})
+                busy = held + Counter({Holder.WORKSPACE: self._workspace(c, x) + fresh})
                 moments.append((busy.total(), place, dict(busy)))
         peak = max(total for total, _, _ in moments)
         self._agree(c, "peak", peak, memory.peak)
@@ -1022,6 +1046,38 @@ class _Checker:
     def _agree(self, c: int, what: str, wanted: object, found: object) -> None:
         if wanted != found:
             raise PlanError(f"plan of {self.plans[c].devices}: {what} is {wanted}, not {found}")
+
+    def _in_one_buffer(self, c: int) -> dict[int, dict[int, int]]:
+        """The buckets whose gradients are added up in one buffer: those that are reduced once, if
+        no two slots have a gradient of one parameter. For each, bytes of it by slot."""
+        plan = self.plans[c]
+        names: dict[int, list[str]] = {}
+        for x in plan.instructions:
+            if isinstance(x.op, Compute):
+                for value, slot in zip(self.dag.nodes[x.node].writes, x.writes, strict=True):
+                    if value < self.dag.first_extra and self._role(value) in OF_PARAMETERS:
+                        chunk = self.dag.model.chunks[x.op.chunk]
+                        names[slot] = [p for p in chunk.parameters if self._is_of(value, p)]
+        found: dict[int, dict[int, int]] = {}
+        for x in plan.instructions:
+            if x.role is not ExtraRole.REDUCED:
+                continue
+            bucket = self.dag.buckets[x.of]
+            if bucket.rule.zero > 1 and bucket.within > 1:
+                continue
+            each = Counter(p for slot in x.reads for p in names[slot] if p in bucket.parameters)
+            if max(each.values(), default=0) <= 1:
+                found[x.of] = {
+                    slot: sum(
+                        math.prod(self.dag.model.parameters[p].shape)
+                        // len(self.holding[p].devices)
+                        for p in names[slot]
+                        if p in bucket.parameters
+                    )
+                    * bucket.gradient.itemsize
+                    for slot in x.reads
+                }
+        return found
 
     def _over(self, plan: Plan) -> dict[int, int]:
         """For each communication, the first instruction that does not start before it is over."""

@@ -7,7 +7,7 @@ model; a test may write them down by hand.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -102,6 +102,8 @@ class Model:
     """The policy of chunks that no directive speaks of."""
     count: int | None = None
     """The value that the sum of losses is divided by, if the loss gives one."""
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of buffers and constants, by name."""
 
 
 Variants = dict[int, Mapping[Remat, Variant]]
@@ -144,6 +146,7 @@ def facts_of(
         ValueFacts(value.name, value.spec.shape, value.spec.nbytes) for value in captured.cut.values
     )
     parameters: dict[str, ParameterFacts] = {}
+    buffers: dict[str, int] = {}
     for chunk, program in zip(captured.chunks, captured.programs, strict=True):
         for i, name in enumerate(chunk.parameters):
             spec = program.specs[Ref(Kind.PARAMETER, i)]
@@ -151,9 +154,11 @@ def facts_of(
             trained |= name in parameters and parameters[name].trained
             kept = captured.master or spec.dtype
             parameters[name] = ParameterFacts(spec.shape, spec.nbytes, trained, spec.dtype, kept)
+        for i, name in enumerate(chunk.buffers):
+            buffers[name] = program.specs[Ref(Kind.BUFFER, i)].nbytes
     size = captured.example.size
     cut = captured.cut
-    return Model(chunks, values, parameters, cut.loss, size, remat, cut.count)
+    return Model(chunks, values, parameters, cut.loss, size, remat, cut.count, buffers)
 
 
 def _variants(joint: Joint) -> Mapping[Remat, Variant]:

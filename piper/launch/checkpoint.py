@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,14 @@ from piper.program import Program
 from piper.runtime.portable import Portions, assemble
 
 _FORMAT = "piper training state 1"
+_AT_ONCE = 4 * 1024 * 1024
+"""Elements that are brought together, or handed out, at a time."""
 
 
 def whole_state(program: Program, portions: list[Portions], rest: Mapping[str, Tensor]) -> Restored:
     """All devices' portions put together, and what no device holds: from ``rest``, or as it was
     at first."""
-    parameters = assemble(program, [p for found in portions for p in found.parameters])
-    buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
-    known = {**rest, **buffers, **parameters}
-    first = fetcher(program)
-    tensors = program.names.named(
-        lambda name: known[name].clone() if name in known else first(name).cpu().clone()
-    )
+    tensors = program.names.named(tensor_of(program, portions, rest))
     kinds = dict.fromkeys(kind for found in portions for kind in found.optimizer)
     return Restored(
         tensors=tensors,
@@ -44,6 +40,34 @@ def whole_state(program: Program, portions: list[Portions], rest: Mapping[str, T
         groups=next((f.groups for f in portions if f.groups), []),
         kind=next((f.kind for f in portions if f.kind), ""),
     )
+
+
+def tensor_of(
+    program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
+) -> Callable[[str], Tensor]:
+    """Gives a whole tensor by its first name, from the devices' portions of it."""
+    parameters = assemble(program, [p for found in portions for p in found.parameters])
+    buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
+    known = {**rest, **buffers, **parameters}
+
+    def find(name: str) -> Tensor:
+        return known[name].clone() if name in known else fetcher(program)(name).cpu().clone()
+
+    return find
+
+
+def in_turn(keys: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """``keys`` in runs of a few megabytes; ``sizes`` are their elements."""
+    run: list[str] = []
+    total = 0
+    for key in keys:
+        if run and total + sizes[key] > _AT_ONCE:
+            yield run
+            run, total = [], 0
+        run.append(key)
+        total += sizes[key]
+    if run:
+        yield run
 
 
 def write(path: str | Path, program: Program, state: Restored) -> None:

@@ -60,6 +60,18 @@ class Restored:
     kind: str = ""
     """The name of the optimizer's class."""
 
+    def part(self, names: Sequence[str]) -> Restored:
+        """The same with some of the tensors only."""
+        of = frozenset(names)
+        kinds, numbers = self.optimizer, self.numbers
+        return replace(
+            self,
+            tensors={n: self.tensors[n] for n in names},
+            optimizer=kinds
+            and {k: {n: x for n, x in row.items() if n in of} for k, row in kinds.items()},
+            numbers=numbers and {key: item for key, item in numbers.items() if key[0] in of},
+        )
+
 
 class Crew(Protocol):
     """All devices of a program."""
@@ -83,8 +95,8 @@ class Crew(Protocol):
         """The loss of one batch; nothing changes."""
         ...
 
-    def export(self, *, optimizer: bool) -> list[Portions]:
-        """The state of all devices."""
+    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
+        """The state of all devices, or of the tensors named in ``only``."""
         ...
 
     def restore(self, state: Restored) -> None:

@@ -71,7 +71,7 @@ class Device:
 
     def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         tracker = Tracker(lambda: self.executor.at[0])
-        tracker.count(self.state.tensors())
+        tracker.count((*self.state.tensors(), *self._training.board.constants.values()))
         state = tracker.now
         with tracker:
             own = [x.clone() for x in given]
@@ -92,8 +92,8 @@ class Device:
         self._training.board.abandon()
         self._evaluation.board.abandon()
 
-    def export(self, *, optimizer: bool) -> Portions:
-        return export(self.state, optimizer=optimizer)
+    def export(self, *, optimizer: bool, only: frozenset[str] | None) -> Portions:
+        return export(self.state, optimizer=optimizer, only=only)
 
     def restore(self, restored: Restored) -> None:
         state = self.state

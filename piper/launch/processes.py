@@ -110,9 +110,9 @@ class ProcessCrew:
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         return self._run("evaluate", batch)
 
-    def export(self, *, optimizer: bool) -> list[Portions]:
+    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
         self._running = ()
-        return self._ask([dumped(Call("export", optimizer))] * len(self._workers))
+        return self._ask([dumped(Call("export", (optimizer, only)))] * len(self._workers))
 
     def restore(self, state: Restored) -> None:
         self._running = ()

@@ -78,8 +78,8 @@ class TorchrunCrew:
         given = cut(plan, program.evaluation_code, self._number, batch)
         return _finished(self._device.evaluate(given))
 
-    def export(self, *, optimizer: bool) -> list[Portions]:
-        mine = self._device.export(optimizer=optimizer)
+    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
+        mine = self._device.export(optimizer=optimizer, only=only)
         everyone: list[Portions | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._objects)
         return [portions for portions in everyone if portions is not None]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from piper.errors import PiperError
-from piper.launch.checkpoint import read, whole_state, write
+from piper.launch.checkpoint import in_turn, read, tensor_of, whole_state, write
 from piper.launch.crew import Crew, Report, Restored, Watch
 from piper.launch.profile import Profile
 from piper.program import Program
@@ -130,6 +130,17 @@ class Trainer:
         portions = self._devices.export(optimizer=False)
         return dict(whole_state(self.program, portions, self._rest).tensors)
 
+    def stream_state(self) -> Iterator[tuple[str, Tensor]]:
+        """What ``state_dict`` gives, a few tensors at a time: nobody ever holds the whole model,
+        neither a device nor the caller, unless it keeps what it is given."""
+        names = self.program.names
+        for keys in in_turn(names.keys, names.elements):
+            only = frozenset(names.keys[key] for key in keys)
+            portions = self._devices.export(optimizer=False, only=only)
+            find = tensor_of(self.program, portions, self._rest)
+            for key in keys:
+                yield key, find(names.keys[key])
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from other parameters and buffers; the optimizer's state stays as it is."""
         self._refuse_closed()
@@ -150,7 +161,10 @@ class Trainer:
         self.steps = restored.steps or 0
 
     def _restore(self, state: Restored) -> None:
-        self._devices.restore(state)
+        names = {name: name for name in state.tensors}
+        sizes = {name: tensor.numel() for name, tensor in state.tensors.items()}
+        for run in in_turn(names, sizes):  # no device is sent the whole model
+            self._devices.restore(state.part(run))
         held = self.program.held_names
         self._rest = {n: x.clone() for n, x in state.tensors.items() if n not in held}
 

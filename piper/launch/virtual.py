@@ -53,8 +53,8 @@ class VirtualCrew:
         parts = self._cut(program.evaluation_plans, program.evaluation_code, batch)
         return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
 
-    def export(self, *, optimizer: bool) -> list[Portions]:
-        return [device.export(optimizer=optimizer) for device in self._devices]
+    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
+        return [device.export(optimizer=optimizer, only=only) for device in self._devices]
 
     def restore(self, state: Restored) -> None:
         for device in self._devices:

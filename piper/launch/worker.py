@@ -150,8 +150,8 @@ def _serve(connection: Connection, folder: Path) -> None:
                 _answer(connection, _finished(device.watch(given, what)))
             case Call("evaluate", given):
                 _answer(connection, _finished(device.evaluate(given)))
-            case Call("export", optimizer):
-                _answer(connection, device.export(optimizer=optimizer))
+            case Call("export", (optimizer, only)):
+                _answer(connection, device.export(optimizer=optimizer, only=only))
             case Call("restore", Restored() as state):
                 device.restore(state)
                 _answer(connection, None)

@@ -1,7 +1,8 @@
 """ZeRO-3: the whole parameters of a bucket are gathered before they are used, and let go after.
 
-Uses that follow one another on a device share one gather. A gather may begin when the pass two
-before its first use is done: one bucket ahead, no more.
+Uses that follow one another on a device, with no use of another bucket in between, share one
+gather. A gather may begin when the pass some places before its first use is done: one bucket ahead,
+or as far as memory allows.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from piper.ir.values import ExtraRole
 from piper.lower.rewriter import Rewriter
 from piper.lower.schedule import Schedule
 
-_AHEAD = 2
+AHEAD = 2
 
 
-def add_gathers(dag: Dag, order: Schedule) -> Dag:
-    """``dag`` with a gather for every run of uses, in the order in which ``order`` runs them."""
+def add_gathers(dag: Dag, order: Schedule, ahead: int = AHEAD) -> Dag:
+    """``dag`` with a gather for every run of uses, in the order in which ``order`` runs them; each
+    may begin when the pass ``ahead`` places before the first use is done."""
     buckets = _divided(dag)
     if not buckets:
         return dag
@@ -35,14 +37,15 @@ def add_gathers(dag: Dag, order: Schedule) -> Dag:
         held: dict[int, int] = {}
         for place, number in enumerate(row):
             used = _uses(dag, number, buckets)
+            if not used:  # a loss between the last layer's forward and backward parts no run
+                continue
             held = {bucket: held[bucket] for bucket in used if bucket in held}
             for bucket in used:
                 if bucket not in held:
-                    before = row[place - _AHEAD] if place >= _AHEAD else None
+                    before = row[place - ahead] if place >= ahead else None
                     held[bucket] = _gather(dag, out, bucket, number, before, blocks)
-            if held:
-                node = out.nodes[number]
-                out.nodes[number] = replace(node, reads=(*node.reads, *held.values()))
+            node = out.nodes[number]
+            out.nodes[number] = replace(node, reads=(*node.reads, *held.values()))
     return out.dag()
 
 

@@ -35,6 +35,9 @@ class Held:
     trained: bool
     dtype: torch.dtype
     gradient: torch.dtype
+    chunk: int | None
+    """The chunk that uses them, where gradients or parameters are divided: they come and go with
+    its passes."""
 
     def bucket(self, parameters: list[str], model: Model) -> Bucket:
         sizes = [math.prod(model.parameters[name].shape) for name in parameters]
@@ -53,8 +56,9 @@ class Held:
 
     def fixed(self) -> Held:
         """The same for parameters that are not trained: they are divided as a whole or not."""
-        within = self.within if self.rule.zero == 3 else 1
-        return replace(self, trained=False, within=within)
+        if self.rule.zero == 3:
+            return replace(self, trained=False)
+        return replace(self, trained=False, within=1, chunk=None)
 
 
 def holders_of(dag: Dag) -> dict[str, Held]:
@@ -63,6 +67,7 @@ def holders_of(dag: Dag) -> dict[str, Held]:
     places: defaultdict[str, set[Group]] = defaultdict(set)
     ways: dict[str, tuple[int, int]] = {}
     rules: dict[str, StateRule] = {}
+    users: dict[str, int] = {}
     seen: dict[tuple[int, int], Group] = {}
     for node in dag.nodes:
         if not isinstance(node.op, Compute):
@@ -74,6 +79,7 @@ def holders_of(dag: Dag) -> dict[str, Held]:
         seen[chunk, id(node.devices)] = node.devices
         for name in dag.model.chunks[chunk].parameters:
             devices[name] = None
+            users.setdefault(name, chunk)
             places[name].add(node.devices)
             ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
@@ -89,7 +95,8 @@ def holders_of(dag: Dag) -> dict[str, Held]:
             known[key] = _blocks(dag, name, where, _equal_copies(name, where, parts), rule)
         groups, within = known[key]
         facts = dag.model.parameters[name]
-        held = Held(groups, within, rule, parts, dim, True, facts.dtype, facts.gradient)
+        user = users[name] if rule.zero >= 2 else None
+        held = Held(groups, within, rule, parts, dim, True, facts.dtype, facts.gradient, user)
         found[name] = held if facts.trained else held.fixed()
     return found
 

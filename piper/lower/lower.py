@@ -11,7 +11,7 @@ from piper.ir.verify import verify
 from piper.lower.buffers import keep_buffers
 from piper.lower.classes import Classes, classes_of
 from piper.lower.exchanges import add_exchanges
-from piper.lower.gathers import add_gathers
+from piper.lower.gathers import AHEAD, add_gathers
 from piper.lower.memory import Memory, OptimizerCost, check_limit, memory_of
 from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
@@ -22,6 +22,9 @@ from piper.lower.ties import tie_gradients
 from piper.lower.totals import add_totals
 from piper.lower.transfers import add_transfers, refuse_undivided
 from piper.lower.verify import verify_plans
+
+_AHEAD_WITHIN_LIMIT = (8, 4, AHEAD, 1)
+"""How far ahead gathers may be tried to begin where memory is limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +59,39 @@ def lower(
     """Plans for ``dag``, whose nodes are all placed. ``models`` are the model's facts at the
     shapes of each size of group; ``buckets`` are those of another step on the same state."""
     settings = settings or Settings()
-    costs = settings.costs
     dag = add_transfers(keep_buffers(_shared_groups(dag)))
     refuse_undivided(dag, models)
     dag = tie_gradients(add_exchanges(dag))
     dag = add_totals(add_state(dag, buckets), clip=settings.clip)
     verify(dag)
-    if any(bucket.level == 3 for bucket in dag.buckets):
-        dag = add_gathers(dag, _run(dag, models, costs)[1])
-        verify(dag)
-    classes, order, sizes = _run(dag, models, costs)
+    if all(bucket.level < 3 for bucket in dag.buckets):
+        found = _planned(dag, models, settings)
+    else:
+        found = _gathering(dag, models, settings)
+    if settings.memory_limit is not None:
+        for plan, memory in zip(found.plans, found.memory, strict=True):
+            check_limit(found.dag, memory, plan, settings.memory_limit)
+    return found
+
+
+def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
+    """Plans that gather divided parameters as early as the limit allows."""
+    order = _run(dag, models, settings.costs)[1]
+    limit = settings.memory_limit
+    for ahead in (AHEAD,) if limit is None else _AHEAD_WITHIN_LIMIT:
+        gathered = add_gathers(dag, order, ahead)
+        verify(gathered)
+        found = _planned(gathered, models, settings)
+        if limit is None or all(memory.peak <= limit for memory in found.memory):
+            break
+    return found
+
+
+def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
+    classes, order, sizes = _run(dag, models, settings.costs)
     plans = plans_of(dag, classes, order, sizes)
     verify_plans(dag, classes, plans)
     memory = tuple(memory_of(dag, plan, sizes, settings.optimizer) for plan in plans)
-    if settings.memory_limit is not None:
-        for plan, found in zip(plans, memory, strict=True):
-            check_limit(found, plan, settings.memory_limit)
     return Lowered(dag, classes, order, plans, memory)
 
 
@@ -90,6 +110,7 @@ def _shared_groups(dag: Dag) -> Dag:
 
 
 def _run(dag: Dag, models: Mapping[int, Model], costs: Costs) -> tuple[Classes, Schedule, Sizes]:
+    """``dag`` run in simulated time."""
     sizes = Sizes(dag, models)
     classes = classes_of(dag)
     order = schedule(dag, classes, lambda node: costs.duration(dag, sizes, node))

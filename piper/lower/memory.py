@@ -3,14 +3,17 @@ are freed, and what an instruction needs only while it runs."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from piper.errors import DirectiveError
 from piper.ir.dag import Compute, Dag, Update
-from piper.ir.text import group_text
+from piper.ir.text import group_text, region_of
 from piper.ir.values import ExtraRole, Role
+from piper.lower.accumulation import adds_up_in_place, gradient_names
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed
 from piper.lower.sizes import Sizes
 
@@ -20,6 +23,8 @@ class Holder(Enum):
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
+    BUFFERS = "buffers"
+    """Buffers of the model, and constants of its code."""
     GRADIENTS = "gradients"
     """Of parameters, whole or reduced."""
     SAVED = "saved activations"
@@ -74,6 +79,8 @@ class OptimizerCost:
     """Needed while it updates a parameter."""
     together: bool = False
     """Whether it needs that for all parameters at once, and not one after another."""
+    scalars: int = 0
+    """Bytes kept for each parameter, whatever its size."""
 
 
 def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> Memory:
@@ -83,15 +90,22 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
         i for i, bucket in enumerate(dag.buckets) if any(mine in group for group in bucket.groups)
     ]
     parameters = sum(sizes.state(i) for i in buckets)
-    kept = sum(sizes.optimizer(i, optimizer.state) for i in buckets)
+    kept = sum(_optimizer(dag, sizes, i, optimizer) for i in buckets)
     holders = _holders(dag, plan)
     size = plan.slot_bytes
-    book = _Book({Holder.PARAMETERS: parameters, Holder.OPTIMIZER: kept})
+    book = _Book(
+        {
+            Holder.PARAMETERS: parameters,
+            Holder.OPTIMIZER: kept,
+            Holder.BUFFERS: _buffers(dag, plan),
+        }
+    )
     for given in plan.given:
         book.add(Holder.BATCH, size[given.slot])
     book.look(-1)
     over_time = []
     way = _UnderWay(plan)
+    sums = _Sums(dag, plan, sizes)
     moved = {x.reads[0] for x in plan.instructions if _in_place(x)}
     for place, x in enumerate(plan.instructions):
         for other in way.ends[place]:
@@ -100,20 +114,36 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
                 book.add(holder, -nbytes)
         if x.verb is Verb.FREE:
             slot = x.reads[0]
-            if slot not in moved and not way.keeps(slot, holders[slot], size[slot]):
-                book.add(holders[slot], -size[slot])
+            own = size[slot] - sums.within(slot)
+            if slot not in moved and not way.keeps(slot, holders[slot], own):
+                book.add(holders[slot], -own)
         else:
             for slot in x.writes:
-                if slot not in x.adds and not _in_place(x):
-                    book.add(holders[slot], size[slot])
+                if slot not in x.adds and not _in_place(x) and not sums.becomes(x):
+                    book.add(holders[slot], size[slot] - sums.within(slot))
+                    book.add(Holder.GRADIENTS, sums.begun(slot))
             if x.verb in COMMUNICATING:
                 beside = _beside(dag, sizes, x, size)
+                book.add(Holder.GRADIENTS, -sums.taken(x))
                 book.add(Holder.COMMUNICATION, beside)
                 way.begin(place, x, beside)
-            book.look(place, _workspace(dag, sizes, x, size, optimizer))
+            book.look(place, _workspace(dag, sizes, x, size, optimizer) + sums.copied(x))
         over_time.append(book.total)
     found = {holder: book.at_peak.get(holder, 0) for holder in Holder}
     return Memory(plan.devices, parameters, kept, book.peak, book.at, found, tuple(over_time))
+
+
+def _optimizer(dag: Dag, sizes: Sizes, bucket: int, cost: OptimizerCost) -> int:
+    found = dag.buckets[bucket]
+    scalars = cost.scalars * len(found.parameters) if found.trained else 0
+    return sizes.optimizer(bucket, cost.state) + scalars
+
+
+def _buffers(dag: Dag, plan: Plan) -> int:
+    """Bytes of what the passes of a plan read that is no parameter and no value."""
+    chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
+    names = {name for chunk in chunks for name in dag.model.chunks[chunk].buffers}
+    return sum(dag.model.buffers.get(name, 0) for name in names)
 
 
 class _Book:
@@ -134,6 +164,57 @@ class _Book:
         if self.total + workspace > self.peak:
             self.peak, self.at = self.total + workspace, place
             self.at_peak = {**self.held, Holder.WORKSPACE: workspace}
+
+
+class _Sums:
+    """Gradients that are added up where they are reduced: of a bucket whose gradients are not
+    divided between passes, all lie in one buffer, from the first one on."""
+
+    def __init__(self, dag: Dag, plan: Plan, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._buckets = dag.buckets
+        names = gradient_names(dag, plan)
+        self._parts: dict[int, dict[int, int]] = {}
+        self._whole: dict[int, int] = {}
+        for x in plan.instructions:
+            if x.role is not ExtraRole.REDUCED or not adds_up_in_place(
+                dag.buckets[x.of], [names[slot] for slot in x.reads]
+            ):
+                continue
+            bucket = dag.buckets[x.of]
+            self._whole[x.of] = sizes.whole(x.of) * bucket.gradient.itemsize
+            for slot in x.reads:
+                mine = set(names[slot]).intersection(bucket.parameters)
+                elements = sum(math.prod(dag.model.parameters[name].shape) for name in mine)
+                nbytes = elements // bucket.ways * bucket.gradient.itemsize
+                self._parts.setdefault(slot, {})[x.of] = nbytes
+        self._open: set[int] = set()
+
+    def within(self, slot: int) -> int:
+        """Bytes of a slot that lie in such buffers."""
+        return sum(self._parts.get(slot, {}).values())
+
+    def begun(self, slot: int) -> int:
+        """Bytes of the buffers that the first gradients in ``slot`` make necessary."""
+        new = self._parts.get(slot, {}).keys() - self._open
+        self._open |= new
+        return sum(self._whole[bucket] for bucket in new)
+
+    def becomes(self, x: Instruction) -> bool:
+        """Whether the buffer itself becomes the result of a reduction."""
+        return x.of in self._whole and x.role is ExtraRole.REDUCED and not self._scatters(x)
+
+    def taken(self, x: Instruction) -> int:
+        """Bytes of the buffer that a reduction scatters."""
+        scattered = x.of in self._whole and x.role is ExtraRole.REDUCED and self._scatters(x)
+        return self._whole[x.of] if scattered else 0
+
+    def copied(self, x: Instruction) -> int:
+        """Bytes of first gradients before they are copied into such buffers."""
+        return sum(self.within(slot) for slot in x.writes if slot not in x.adds)
+
+    def _scatters(self, x: Instruction) -> bool:
+        return self._sizes.divided(x.of)
 
 
 class _UnderWay:
@@ -227,7 +308,7 @@ def _holders(dag: Dag, plan: Plan) -> dict[int, Holder]:
     return found
 
 
-def check_limit(memory: Memory, plan: Plan, limit: int) -> None:
+def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
     """Refuse a plan that needs more than ``limit`` bytes, saying when and what for."""
     if memory.peak <= limit:
         return
@@ -237,8 +318,24 @@ def check_limit(memory: Memory, plan: Plan, limit: int) -> None:
     raise DirectiveError(
         f"memory_limit={limit:,} is not enough: devices {group_text(memory.devices)} need "
         f"{memory.peak:,} bytes ({_size(memory.peak)}) at instruction {memory.peak_at} ({when}); "
-        f"the largest holders: {shown}. {_advice(largest[0][0])}"
+        f"the largest holders: {shown}{_named(dag, memory, plan)}. {_advice(largest[0][0])}"
     )
+
+
+def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
+    """Whose values take most, of those that are live at the peak."""
+    live: dict[int, str] = {}
+    for x in plan.instructions[: memory.peak_at + 1]:
+        if x.verb is Verb.FREE:
+            live.pop(x.reads[0], None)
+        elif isinstance(x.op, Compute):
+            live |= dict.fromkeys(x.writes, region_of(dag, x.op.chunk))
+    holders = _holders(dag, plan)
+    found: Counter[tuple[Holder, str]] = Counter()
+    for slot, region in live.items():
+        found[holders[slot], region] += plan.slot_bytes[slot]
+    rows = [f"{h.value} of {region} {_size(n)}" for (h, region), n in found.most_common(3) if n]
+    return f" (most of all: {', '.join(rows)})" if rows else ""
 
 
 def _advice(holder: Holder) -> str:

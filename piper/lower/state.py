@@ -53,7 +53,8 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
 
 
 def _buckets(dag: Dag, known: tuple[Bucket, ...]) -> Iterable[Bucket]:
-    """Consecutive parameters with the same holders and rule, up to the bucket's size."""
+    """Consecutive parameters with the same holders and rule, up to the bucket's size; those of one
+    chunk, if they are divided between its passes."""
     done = {name for bucket in known for name in bucket.parameters}
     open_: dict[Held, list[str]] = {}
     sizes: dict[Held, int] = {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from piper.capture.batch import strided_like
@@ -14,6 +15,7 @@ from piper.capture.program import Kind, Ref
 from piper.ir.dag import Compute
 from piper.ir.facts import bundled
 from piper.ir.values import ExtraRole, parameters_of, tied_chunks
+from piper.lower.accumulation import adds_up_in_place
 from piper.lower.plan import Instruction, Plan, Verb
 from piper.program import Code
 from piper.runtime.comm import Comm
@@ -67,6 +69,9 @@ class Board:
         }
         self.buckets = self._slot_buckets()
         self.grads = self._slot_gradients()
+        self.sums = self._summed_in_place()
+        self.buffers_of_sums: dict[int, Tensor] = {}
+        """By bucket, where its gradients are being added up."""
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
         self.runners = runners
 
@@ -80,10 +85,12 @@ class Board:
     def end(self) -> None:
         """Everything that the plan made must have been let go by it."""
         assert all(content is None for content in self.slots)
+        assert not self.buffers_of_sums
 
     def abandon(self) -> None:
         """Let go of everything after a step that failed."""
         self.slots[:] = [None] * len(self.slots)
+        self.buffers_of_sums.clear()
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of the model, or a constant of its code."""
@@ -153,6 +160,37 @@ class Board:
         """A chunk's own trained parameters, and those that it shares with other chunks."""
         model = next(iter(self.state.program.models.values()))
         return parameters_of(model, model.chunks[chunk], tied_chunks(model))
+
+    def _summed_in_place(self) -> dict[int, list[tuple[int, int, str]]]:
+        """For each slot whose gradients are added up in their buckets' buffers: their places in the
+        slot, their buckets and parameters."""
+        found: dict[int, list[tuple[int, int, str]]] = {}
+        for x in self.plan.instructions:
+            if x.role is not ExtraRole.REDUCED:
+                continue
+            bucket = self.state.held[x.of].layout.bucket
+            if adds_up_in_place(bucket, [self.grads[slot] for slot in x.reads]):
+                for slot in x.reads:
+                    for place, name in enumerate(self.grads[slot]):
+                        if name in bucket.parameters:
+                            found.setdefault(slot, []).append((place, x.of, name))
+        return found
+
+    def settle(self, slot: int) -> None:
+        """Move the first gradients in ``slot`` to where they are added up."""
+        content = self.slots[slot]
+        moved = self.sums[slot]
+        views = [self._sum_of(bucket, name) for _, bucket, name in moved]
+        torch._foreach_copy_(views, [content[place] for place, _, _ in moved])
+        for (place, _, _), view in zip(moved, views, strict=True):
+            content[place] = view
+
+    def _sum_of(self, bucket: int, name: str) -> Tensor:
+        layout = self.state.held[bucket].layout
+        if bucket not in self.buffers_of_sums:
+            kind = layout.bucket.gradient
+            self.buffers_of_sums[bucket] = torch.zeros(layout.padded, dtype=kind, device=self.where)
+        return layout.view(self.buffers_of_sums[bucket], name)
 
     def store(self, slot: int, content: Any) -> None:
         """Keep what a communication brought, unless nobody reads it: then it is freed already."""

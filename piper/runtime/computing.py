@@ -48,7 +48,9 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
     bundles = [(m.slot, m.places) for m in written if m.bundle and m.slot not in x.adds]
     adds = [(m.slot, m.places) for m in written if m.slot in x.adds]
     master = board.state.program.training.master
-    widened = [m.slot for m in written if m.names and m.slot not in x.adds and master]
+    first = [m.slot for m in written if m.names and m.slot not in x.adds]
+    widened = [slot for slot in first if master]
+    settled = [slot for slot in first if slot in board.sums]
     ties = _ties(board, [slot for slot in extra if slot in board.grads], written)
     updates = [
         (board.buffer(piece.updates[r.index]), i)
@@ -73,6 +75,8 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
             slots[slot] = [results[i] for i in places]
         for slot in widened:
             slots[slot] = [gradient.to(master) for gradient in slots[slot]]
+        for slot in settled:
+            board.settle(slot)
         for slot, places in adds:
             torch._foreach_add_(slots[slot], [results[i] for i in places])
         for buffer, i in updates:

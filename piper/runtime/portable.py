@@ -46,8 +46,9 @@ class Portions:
     """The name of the optimizer's class."""
 
 
-def export(state: DeviceState, *, optimizer: bool) -> Portions:
-    """What ``state`` holds that no other device gives: of equal copies the first one's."""
+def export(state: DeviceState, *, optimizer: bool, only: frozenset[str] | None = None) -> Portions:
+    """What ``state`` holds that no other device gives: of equal copies the first one's; of the
+    tensors named in ``only``, if that is given."""
     parameters: list[Portion] = []
     kinds: dict[str, list[Portion]] = {}
     numbers: dict[tuple[str, str], Any] = {}
@@ -57,6 +58,8 @@ def export(state: DeviceState, *, optimizer: bool) -> Portions:
             continue
         source = held.updated if layout.bucket.trained or held.is_copy else _own_range(held)
         for place, fragment in enumerate(layout.fragments):
+            if only is not None and fragment.name not in only:
+                continue
             data = source[fragment.start : fragment.stop]
             parameters.append(Portion(fragment.name, layout.part, fragment.offset, data.cpu()))
             if optimizer and state.optimizer is not None and held.trained:
@@ -69,7 +72,9 @@ def export(state: DeviceState, *, optimizer: bool) -> Portions:
                         kinds.setdefault(kind, []).append(portion)
                     else:
                         numbers[fragment.name, kind] = item
-    buffers = {name: x.cpu().clone() for name, x in state.buffers.items()}
+    buffers = {
+        name: x.cpu().clone() for name, x in state.buffers.items() if only is None or name in only
+    }
     groups = state.optimizer.param_groups if optimizer and state.optimizer else []
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
@@ -128,16 +133,18 @@ def restore(
     optimizer: Mapping[str, Mapping[str, Tensor]] | None = None,
     numbers: Mapping[tuple[str, str], Any] | None = None,
 ) -> None:
-    """Take parameters and buffers, and perhaps the optimizer's state, from whole tensors."""
+    """Take parameters and buffers, and perhaps the optimizer's state, from whole tensors; what is
+    not among ``tensors`` stays as it is."""
     for held in state.held.values():
         layout = held.layout
         names = [n for n in layout.bucket.parameters if n in tensors]
         if names:
             _restore_bucket(held, {n: tensors[n] for n in names}, state.where)
         if optimizer is not None and state.optimizer is not None:
-            for parameter in held.trained:
-                state.optimizer.state.pop(parameter, None)
             for fragment, parameter in zip(layout.fragments, held.trained, strict=False):
+                if fragment.name not in tensors:
+                    continue
+                state.optimizer.state.pop(parameter, None)
                 kept = state.optimizer.state[parameter]
                 for kind, whole in optimizer.items():
                     if fragment.name in whole:

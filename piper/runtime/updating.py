@@ -23,13 +23,16 @@ def reduce(board: Board, x: Instruction) -> Act:
     (target,) = x.writes
     sources = _sources(board, held, x.reads)
     adds = target in x.adds
+    summed = board.buffers_of_sums
 
     def act() -> Pending:
-        flat = torch.zeros(layout.padded, dtype=kind, device=where)
-        for name, places in sources:
-            view = layout.view(flat, name)
-            for slot, i in places:
-                view.add_(slots[slot][i])
+        flat = summed.pop(x.of, None)
+        if flat is None:
+            flat = torch.zeros(layout.padded, dtype=kind, device=where)
+            for name, places in sources:
+                view = layout.view(flat, name)
+                for slot, i in places:
+                    view.add_(slots[slot][i])
         if layout.divided:
             out = torch.empty(layout.share, dtype=kind, device=where)
             handle = comm.reduce_scatter(x.node, x.stream, layout.block, flat, out)
