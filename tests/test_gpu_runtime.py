@@ -166,3 +166,37 @@ def test_memory_is_as_foretold(microbatches: int, remat: str, compiler: str) -> 
     assert ratio < 1.05
     if compiler == "eager":
         assert ratio > 0.95
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_counted_memory_is_the_allocators(zero: int) -> None:
+    """Two equal devices on one GPU: what is counted on both, and what the allocator gave out."""
+    model = made(LARGE)
+    x = torch.randint(8192, (8, 512))
+    program = piper.compile(
+        model,
+        piper.strategies.mesh(dp=2, zero=zero, microbatches=2),
+        inputs=(x,),
+        targets=(x,),
+        loss=lm_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        device="cuda",
+    )
+    (memory,) = program.memory
+    with piper.launch(program) as trainer:
+        for _ in range(2):
+            trainer.step(x, x)
+        torch.cuda.synchronize()
+        held = 2 * (memory.parameters + memory.optimizer + memory.at_peak[piper.Holder.BUFFERS])
+        other = torch.cuda.memory_allocated() - held
+        torch.cuda.reset_peak_memory_stats()
+        counted = trainer.measure_memory(x, x)
+        torch.cuda.synchronize()
+        allocated = torch.cuda.max_memory_allocated() - other
+    total = sum(found.peak for found in counted.values())
+    print(
+        f"\nzero={zero}: counted {total:,}, allocated {allocated:,}: {total / allocated:.3f}; "
+        f"counted / foretold {total / 2 / memory.peak:.3f}"
+    )
+    assert all(found.peak <= 1.01 * memory.peak for found in counted.values())
+    assert 0.95 < total / allocated < 1.05
