@@ -1097,7 +1097,8 @@ class _Checker:
         return over
 
     def check_under_way(self) -> None:
-        """Of messages on a stream, and of scattering reductions, two are under way at most."""
+        """Of messages on a stream two are under way at most, and one reduction that scatters the
+        gradients of one microbatch."""
         for c, plan in enumerate(self.plans):
             over = self._over(plan)
             rows: defaultdict[str, list[int]] = defaultdict(list)
@@ -1107,8 +1108,9 @@ class _Checker:
                 )
                 if x.verb is Verb.SEND or scatters:
                     rows[x.stream].append(place)
-                    if sum(over[p] > place for p in rows[x.stream]) > 2:
-                        raise PlanError(f"{self.say((c, place))} is the third under way")
+                    early = scatters and self.dag.buckets[x.of].rule.zero > 1
+                    if sum(over[p] > place for p in rows[x.stream]) > (1 if early else 2):
+                        raise PlanError(f"{self.say((c, place))} is one too many under way")
 
     def _turns_into(self, x: Instruction) -> bool:
         """Whether what an instruction reads becomes what it writes."""

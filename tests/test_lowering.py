@@ -246,41 +246,41 @@ GOLDEN: dict[str, str] = {
           27 [compute] compute B head[0] MB[1]: s12 s22 -> s26 s27
           28 free s12
           29 free s22
-          30 [reduce] collective reduce_scatter 0,1 head[0] MB[1]: s27 -> +s25 waits 27
+          30 [reduce] collective reduce_scatter 0,1 head[0] MB[1]: s27 -> +s25 waits 25 27
           31 free s27
           32 [compute] compute B layer[1] MB[0]: s11 s6 s23 -> s28 s29
           33 free s11
           34 free s6
           35 free s23
-          36 [reduce] collective reduce_scatter 0,1 layer[1] MB[0]: s29 -> s30 waits 25 32
+          36 [reduce] collective reduce_scatter 0,1 layer[1] MB[0]: s29 -> s30 waits 30 32
           37 free s29
           38 [compute] compute B layer[1] MB[1]: s13 s8 s26 -> s31 s32
           39 free s13
           40 free s8
           41 free s26
-          42 [reduce] collective reduce_scatter 0,1 layer[1] MB[1]: s32 -> +s30 waits 30 38
+          42 [reduce] collective reduce_scatter 0,1 layer[1] MB[1]: s32 -> +s30 waits 36 38
           43 free s32
           44 [compute] compute B layer[0] MB[0]: s7 s4 s28 -> s33 s34
           45 free s7
           46 free s4
           47 free s28
-          48 [reduce] collective reduce_scatter 0,1 layer[0] MB[0]: s34 -> s35 waits 36 44
+          48 [reduce] collective reduce_scatter 0,1 layer[0] MB[0]: s34 -> s35 waits 42 44
           49 free s34
           50 [compute] compute B layer[0] MB[1]: s9 s5 s31 -> s36 s37
           51 free s9
           52 free s5
           53 free s31
-          54 [reduce] collective reduce_scatter 0,1 layer[0] MB[1]: s37 -> +s35 waits 42 50
+          54 [reduce] collective reduce_scatter 0,1 layer[0] MB[1]: s37 -> +s35 waits 48 50
           55 free s37
           56 [compute] compute B embed[0] MB[0]: s0 s33 -> s38
           57 free s0
           58 free s33
-          59 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s38 -> s39 waits 48 56
+          59 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s38 -> s39 waits 54 56
           60 free s38
           61 [compute] compute B embed[0] MB[1]: s1 s36 -> s40
           62 free s1
           63 free s36
-          64 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s40 -> +s39 waits 54 61
+          64 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s40 -> +s39 waits 59 61
           65 free s40
           66 [compute] update bucket3: s25 -> s41 waits 30
           67 free s25
@@ -346,13 +346,13 @@ GOLDEN: dict[str, str] = {
           36 free s16
           37 free s26
           38 free s15
-          39 [reduce] collective reduce_scatter 0,1 head[0] MB[1]: s32 -> +s29 waits 35
+          39 [reduce] collective reduce_scatter 0,1 head[0] MB[1]: s32 -> +s29 waits 32 35
           40 free s32
           41 [compute] compute B layer[1] MB[0]: s14 s8 s27 s30 -> s33 s34 waits 34
           42 free s14
           43 free s8
           44 free s27
-          45 [reduce] collective reduce_scatter 0,1 layer[1] MB[0]: s34 -> s35 waits 32 41
+          45 [reduce] collective reduce_scatter 0,1 layer[1] MB[0]: s34 -> s35 waits 39 41
           46 free s34
           47 [gather] collective all_gather 0,1 layer[0] MB[0]:  -> s36 waits 41
           48 [compute] compute B layer[1] MB[1]: s17 s11 s31 s30 -> s37 s38 waits 34
@@ -360,7 +360,7 @@ GOLDEN: dict[str, str] = {
           50 free s11
           51 free s31
           52 free s30
-          53 [reduce] collective reduce_scatter 0,1 layer[1] MB[1]: s38 -> +s35 waits 39 48
+          53 [reduce] collective reduce_scatter 0,1 layer[1] MB[1]: s38 -> +s35 waits 45 48
           54 free s38
           55 [compute] update bucket3: s29 -> s39 waits 39
           56 free s29
@@ -368,24 +368,24 @@ GOLDEN: dict[str, str] = {
           58 free s9
           59 free s5
           60 free s33
-          61 [reduce] collective reduce_scatter 0,1 layer[0] MB[0]: s41 -> s42 waits 45 57
+          61 [reduce] collective reduce_scatter 0,1 layer[0] MB[0]: s41 -> s42 waits 53 57
           62 free s41
           63 [compute] compute B layer[0] MB[1]: s12 s7 s37 s36 -> s43 s44 waits 47
           64 free s12
           65 free s7
           66 free s37
           67 free s36
-          68 [reduce] collective reduce_scatter 0,1 layer[0] MB[1]: s44 -> +s42 waits 53 63
+          68 [reduce] collective reduce_scatter 0,1 layer[0] MB[1]: s44 -> +s42 waits 61 63
           69 free s44
           70 [compute] compute B embed[0] MB[0]: s0 s40 -> s45
           71 free s0
           72 free s40
-          73 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s45 -> s46 waits 61 70
+          73 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s45 -> s46 waits 68 70
           74 free s45
           75 [compute] compute B embed[0] MB[1]: s1 s43 -> s47
           76 free s1
           77 free s43
-          78 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s47 -> +s46 waits 68 75
+          78 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s47 -> +s46 waits 73 75
           79 free s47
           80 [compute] update bucket1: s42 -> s48 waits 68
           81 free s42

@@ -350,7 +350,7 @@ TWO_FOURS = [[0, 1, 2, 3], [4, 5, 6, 7]]
         ([*pipeline([[0, 1], [2, 3]], 4, *zero_bubble(2, 4)), shard({"EP": "*"})], 2),
         ([*pipeline(TWO_FOURS, 2, *overlapped(2, 2)), shard({"EP": "*"}, ways=2)], 0),
         ([*pipeline(TWO_FOURS, 2, *overlapped(2, 2)), shard({"EP": "*"}, ways=2)], 3),
-        ([*pipeline(TWO_FOURS, 2), shard({"EP": 1})], 3),
+        ([*pipeline(TWO_FOURS, 2), shard({"EP": 1}, ways=2)], 3),
         ([*pipeline([[0, 1, 2, 3], [4, 5]], 2), shard({"EP": "*"}, ways=2)], 2),
         ([*pipeline([[0, 1], [4, 5, 6, 7]], 2), shard({"EP": "*"})], 1),
     ],

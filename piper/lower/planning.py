@@ -27,8 +27,8 @@ from piper.lower.schedule import Schedule
 from piper.lower.sizes import Sizes
 
 _UNDER_WAY = 2
-"""How many messages of a stream, and how many scattering reductions, may be under way at a time:
-each holds what it sends until it is over."""
+"""How many messages of a stream, or reductions that scatter, may be under way at a time: each holds
+what it sends until it is over. Of gradients that are scattered microbatch by microbatch, one."""
 
 
 def plans_of(dag: Dag, classes: Classes, order: Schedule, sizes: Sizes) -> tuple[Plan, ...]:
@@ -144,11 +144,6 @@ def _kind(dag: Dag, value: int) -> object | None:
     return found if found.role in gradients else None
 
 
-def _scatters(node: Node) -> bool:
-    op = node.op
-    return isinstance(op, Collective) and op.kind is CollectiveKind.REDUCE_SCATTER
-
-
 class _Planner:
     """Gives slots to values as they come and go on one class of devices."""
 
@@ -165,7 +160,7 @@ class _Planner:
         self.read_at: dict[int, list[int]] = {}
         self.node_at: dict[int, int] = {}
         self.holding: defaultdict[str, list[int]] = defaultdict(list)
-        """By stream, the communications that hold what they send."""
+        """By stream, the communications that may still hold what they send."""
 
     def plan(self, row: list[int]) -> Plan:
         parts = [(number, part) for number in row for part in self._parts(self.dag.nodes[number])]
@@ -293,12 +288,20 @@ class _Planner:
 
     def _waits(self, before: list[int], verb: Verb, node: Node, stream: str) -> tuple[int, ...]:
         waits = self._latest(before, stream) if before else ()
-        if verb is Verb.SEND or _scatters(node):
+        limit = _UNDER_WAY if verb is Verb.SEND else self._scatters(node)
+        if limit:
             row = self.holding[stream]
             row.append(len(self.out))
-            if len(row) > _UNDER_WAY:
-                waits = tuple(sorted({*waits, row[-1 - _UNDER_WAY]}))
+            waits = tuple(sorted({*waits, *row[:-limit]}))
+            del row[:-limit]
         return waits
+
+    def _scatters(self, node: Node) -> int:
+        """How many scatters like this one may be under way; 0 if it is none."""
+        if not isinstance(node.op, Collective) or node.op.kind is not CollectiveKind.REDUCE_SCATTER:
+            return 0
+        bucket = self.dag.buckets[self.shared.about(node)[1]]
+        return 1 if bucket.level > 1 else _UNDER_WAY
 
     def _latest(self, before: Iterable[int], stream: str | None) -> tuple[int, ...]:
         """Of each stream but ``stream``, the last instruction to wait for."""

@@ -177,7 +177,7 @@ ON_TWO: dict[str, Case] = {
         [*two_way([[0], [1]]), replicate({}, zero=1)], ASKING, options={"precision": "bf16"}
     ),
     "experts, ZeRO-3, counted, clipped": Case(
-        [*data_parallel(2, 4), shard({"EP": "*"}), replicate({}, zero=3)],
+        [*data_parallel(2, 4), shard({"EP": "*"}), replicate({"EP": "-"}, zero=3)],
         ASKING,
         sum_and_count,
         {"clip_norm": 0.1},
