@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,11 @@ from tests.training import (
 )
 
 STEPS, CLIP = 3, 0.05
+
+
+def slow(*values: Any, id: str | None = None) -> Any:
+    """Parameters of a test that is run by hand."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,15 +105,27 @@ def expected(model: nn.Module, parts: int) -> Run:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("within", [1, 2, 4])
+@pytest.mark.parametrize("within", [slow(1), 2, slow(4)])
 def test_state_divided_within_and_replicated_across(zero: int, within: int) -> None:
     strategy = mesh(dp=4, zero=zero, within=within, microbatches=2, bucket_mb=1e-3)
     program = check(experts(), strategy.directives, 8)
     assert {bucket.copies for bucket in program.buckets} == {4 // within}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev", "dualpipe"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [
+        slow("1f1b", 1),
+        slow("1f1b", 2),
+        ("1f1b", 3),
+        slow("dualpipev", 1),
+        ("dualpipev", 2),
+        slow("dualpipev", 3),
+        ("dualpipe", 1),
+        slow("dualpipe", 2),
+        slow("dualpipe", 3),
+    ],
+)
 def test_hybrid_sharding_under_pipelines(schedule: str, zero: int) -> None:
     strategy = mesh(
         pp=2, dp=4, zero=zero, within=2, schedule=schedule, microbatches=4, bucket_mb=1e-3
@@ -115,7 +133,7 @@ def test_hybrid_sharding_under_pipelines(schedule: str, zero: int) -> None:
     check(experts(), strategy.directives, 16)
 
 
-@pytest.mark.parametrize(("dense", "theirs"), [(3, 0), (1, 3), (2, 1), (0, 2)])
+@pytest.mark.parametrize(("dense", "theirs"), [(3, 0), (1, 3), slow(2, 1), slow(0, 2)])
 def test_experts_have_a_level_of_their_own(dense: int, theirs: int) -> None:
     within = 2 if dense else None
     strategy = mesh(
@@ -276,11 +294,12 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [slow(0), 1, 2, 3])
 @pytest.mark.parametrize(
-    ("layers", "width", "tokens"), [(8, 32, 2), (4, 8, 32)], ids=["state", "activations"]
+    ("layers", "width", "tokens"),
+    [pytest.param(8, 32, 2, id="state"), slow(4, 8, 32, id="activations")],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("dualpipev", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("dualpipev")])
 def test_a_device_holds_what_was_foretold(
     zero: int, layers: int, width: int, tokens: int, schedule: str
 ) -> None:
@@ -307,7 +326,7 @@ def test_a_device_holds_what_was_foretold(
 @functools.cache
 def deep() -> nn.Module:
     torch.manual_seed(0)
-    return Stack(48)
+    return Stack(32)
 
 
 def test_divided_state_saves_what_theory_says() -> None:
@@ -328,7 +347,7 @@ def test_divided_state_saves_what_theory_says() -> None:
         with piper.launch(program, on="virtual") as trainer:
             trainer.step(x, x)
             found[zero] = trainer.measure_memory(x, x)[0].peak
-    held = 24 * LAYER // 4
+    held = 16 * LAYER // 4
     theory = [16 * held, (8 + 8 / 4) * held, (4 + 12 / 4) * held, 4 * held]
     beside = found[0] - theory[0]  # activations: the same for all
     for zero in (1, 2, 3):
@@ -338,7 +357,7 @@ def test_divided_state_saves_what_theory_says() -> None:
 
 def test_recomputing_shows_in_the_breakdown() -> None:
     """All of a layer, what is cheap, or nothing: each region as it is told."""
-    model, x = decoder(4, 8, 32)
+    model, x = decoder(2, 8, 32)
 
     def saved(*policies: str) -> int:
         layers = [piper.remat({"layer": i}, policy) for i, policy in enumerate(policies)]
@@ -346,18 +365,23 @@ def test_recomputing_shows_in_the_breakdown() -> None:
         program = piper.compile(model, strategy, inputs=(x,), targets=(x,), loss=lm_loss)
         return program.memory[0].at_peak[piper.Holder.SAVED]
 
-    none, some, every = (saved(*[policy] * 4) for policy in ("none", "min-cut", "all"))
+    none, some, every = (saved(*[policy] * 2) for policy in ("none", "min-cut", "all"))
     assert none > some > every
-    assert every < saved("all", "all", "none", "none") < none
+    assert every < saved("all", "none") < none
 
 
 def test_parameters_are_gathered_as_early_as_the_limit_allows() -> None:
-    model, x = decoder(8, 16, 4)
-    strategy = mesh(dp=2, zero=3, microbatches=2, bucket_mb=16**2 * 64 / 2**20)
+    x = torch.zeros(4, 16)
+    strategy = mesh(dp=2, zero=3, microbatches=2)
 
     def peak(limit: int | None) -> int:
         program = piper.compile(
-            model, strategy, inputs=(x,), targets=(x,), loss=lm_loss, memory_limit=limit
+            deep(),
+            strategy,
+            inputs=(x,),
+            targets=(x,),
+            loss=nn.functional.mse_loss,
+            memory_limit=limit,
         )
         return program.memory[0].peak
 
