@@ -232,10 +232,13 @@ class _Members:
 def _sum_everywhere(data: Tensor, members: _Members) -> None:
     """``data`` summed over all members, in their order, for each of them."""
     flat, count = data.view(-1), members.count
+    if count == 2:  # a sum of two has no order, and gloo's own copies less
+        dist.all_reduce(flat, group=members.communicator)
+        return
     if flat.numel() <= _SMALL:
         every = flat.new_empty(count * flat.numel())
         members.all_gather(every, flat)
-        flat.copy_(_sum_of_rows(every.view(count, -1)))
+        _sum_of_rows(every.view(count, -1), flat)
         return
     share = -(-flat.numel() // count)
     padded = flat
@@ -253,14 +256,13 @@ def _sum_of_parts(data: Tensor, out: Tensor, members: _Members) -> None:
     """This member's part of the sum of ``data``, added in the order of the members."""
     parts = torch.empty_like(data)
     members.all_to_all(parts, data)
-    out.copy_(_sum_of_rows(parts.view(members.count, -1)))
+    _sum_of_rows(parts.view(members.count, -1), out)
 
 
-def _sum_of_rows(rows: Tensor) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
+def _sum_of_rows(rows: Tensor, out: Tensor) -> None:
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out += row
 
 
 def _pair(stream: str, source: int, to: int) -> tuple[str, Group]:

@@ -28,11 +28,14 @@ def reduce(board: Board, x: Instruction) -> Act:
     def act() -> Pending:
         flat = summed.pop(x.of, None)
         if flat is None:
-            flat = torch.zeros(layout.padded, dtype=kind, device=where)
+            flat = torch.empty(layout.padded, dtype=kind, device=where)
+            flat[layout.elements :].zero_()
             for name, places in sources:
                 view = layout.view(flat, name)
-                for slot, i in places:
-                    view.add_(slots[slot][i])
+                if not places:
+                    view.zero_()  # this device computes none of the sum's parts
+                for first, (slot, i) in enumerate(places):
+                    view.add_(slots[slot][i]) if first else view.copy_(slots[slot][i])
         if layout.divided:
             out = torch.empty(layout.share, dtype=kind, device=where)
             handle = comm.reduce_scatter(x.node, x.stream, layout.block, flat, out)
@@ -149,8 +152,7 @@ def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
     def act() -> Pending:
         data = torch.zeros((), dtype=torch.float64, device=where)
         for held, gradients in collect:
-            if _counts(held):
-                data += _squares(gradients())
+            data += _squares(_counted(held, gradients()))
         for slot in () if before else x.reads:
             data += slots[slot]
         handle = comm.all_reduce(x.node, x.stream, group, data)
@@ -196,12 +198,11 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
     collect = _gradients(board, x)
     counted, clip = board.code.count is not None, training.clip_norm
     (target,) = x.writes
-    counts = _counts(held)
 
     def act() -> None:
         gradients = collect()
-        if clip is None and counts:
-            slots[target] = _squares(gradients)  # of sums: the count is divided off at the end
+        if clip is None:  # of sums: the count is divided off at the end
+            slots[target] = _squares(_counted(held, gradients))
         if counted:
             assert board.totals.loss is not None
             for gradient in gradients:
@@ -210,7 +211,6 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
             coefficient = _clip(board, clip, counted)
             for gradient in gradients:
                 gradient.mul_(coefficient.to(gradient.dtype))
-        if slots[target] is None:
             slots[target] = torch.zeros((), dtype=torch.float64, device=board.where)
         state.update(held, gradients)
 
@@ -227,9 +227,9 @@ def _clip(board: Board, limit: float, counted: bool) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _counts(held: Held) -> bool:
-    """Whether this device's gradients of a bucket enter the norm: equal ones do once."""
-    return held.layout.copy == 0
+def _counted(held: Held, gradients: list[Tensor]) -> list[Tensor]:
+    """Those that this device adds to the norm: holders of equal ones share them out."""
+    return gradients[held.layout.copy :: len(held.layout.across)]
 
 
 def _squares(gradients: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,184 @@
+"""Torch's own data parallelism on two worker processes, driven over pipes as ours is.
+
+A worker gets its rows as bytes, trains on them, and answers with its loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from piper.launch.calls import dumped, receive
+from piper.models import DenseConfig, DenseTransformer, lm_loss
+
+WORKERS = 2
+Step = Callable[[list[Tensor], list[Tensor]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is trained, on what."""
+
+    config: DenseConfig
+    microbatches: int
+    rows: int
+    """Sequences of a microbatch on each worker."""
+    fused: bool
+    """Whether AdamW is."""
+
+    def model(self) -> DenseTransformer:
+        torch.manual_seed(0)
+        return DenseTransformer(self.config)
+
+    @property
+    def optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
+        return partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=self.fused)
+
+    def batch(self, seed: int) -> tuple[Tensor, Tensor]:
+        shape = (WORKERS * self.microbatches * self.rows, self.config.max_seq + 1)
+        draws = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(self.config.vocab, shape, generator=draws)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """``DistributedDataParallel``."""
+
+    bucket_mb: float
+
+    def __str__(self) -> str:
+        return f"DDP, buckets of {self.bucket_mb:g} MB"
+
+    def begin(self, work: Work) -> Step:
+        net = DistributedDataParallel(
+            work.model(), bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True
+        )
+        optimizer = work.optimizer(net.parameters())
+
+        def step(xs: list[Tensor], ys: list[Tensor]) -> float:
+            total = torch.zeros(())
+            for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+                with net.no_sync() if i + 1 < len(xs) else contextlib.nullcontext():
+                    loss = lm_loss(net(x), y) / len(xs)
+                    loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total.item()
+
+        return step
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """``fully_shard``, block by block. Gradients are summed and divided with each microbatch, as
+    ours are."""
+
+    scattered: bool
+    """Whether parameters are let go after the forward and gathered again: ZeRO-3, not ZeRO-2."""
+    ahead: bool
+    """Whether gathers are begun one block ahead, which on CPUs must be asked for."""
+
+    def __str__(self) -> str:
+        return f"fully_shard, gathers {'ahead' if self.ahead else 'when used'}"
+
+    def begin(self, work: Work) -> Step:
+        net = work.model()
+        for module in (*net.layers, net):
+            fully_shard(module, reshard_after_forward=self.scattered)
+        assert isinstance(net, FSDPModule)
+        if self.ahead:
+            _gather_ahead([m for m in (net, *net.layers) if isinstance(m, FSDPModule)])
+        optimizer = work.optimizer(net.parameters())
+
+        def step(xs: list[Tensor], ys: list[Tensor]) -> float:
+            total = torch.zeros(())
+            for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+                last = i + 1 == len(xs)
+                net.set_is_last_backward(last)
+                net.set_reshard_after_backward(last or self.scattered)
+                loss = lm_loss(net(x), y) / len(xs)
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total.item()
+
+        return step
+
+
+def _gather_ahead(modules: list[FSDPModule]) -> None:
+    for module in modules:
+        module._set_unshard_async_op(True)
+    for module, following in itertools.pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([module])
+
+
+class Peers:
+    """Two workers that train in one of these ways."""
+
+    def __init__(self, work: Work, way: Replicated | Sharded, stack: contextlib.ExitStack) -> None:
+        """``stack`` ends them."""
+        self._parts = WORKERS * work.microbatches
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._ends: list[Connection] = []
+        self.pids: list[int] = []
+        context = multiprocessing.get_context("spawn")
+        for rank in range(WORKERS):
+            here, there = context.Pipe()
+            what = (there, rank, self._store.port, work, way)
+            process = context.Process(target=_serve, args=what, daemon=True)
+            process.start()
+            there.close()  # so that its end is noticed
+            stack.callback(_end, process, here)
+            assert process.pid is not None
+            self.pids.append(process.pid)
+            self._ends.append(here)
+        for end in self._ends:
+            receive(end)
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        """Train on a batch; the loss."""
+        for rank, end in enumerate(self._ends):
+            end.send_bytes(dumped([self._rows(x, rank), self._rows(y, rank)]))
+        return statistics.mean(receive(end) for end in self._ends)
+
+    def _rows(self, x: Tensor, rank: int) -> list[Tensor]:
+        """Those that our device of this rank gets, microbatch by microbatch."""
+        return [part.clone() for part in x.chunk(self._parts)[rank::WORKERS]]
+
+
+def _serve(
+    connection: Connection, rank: int, port: int, work: Work, way: Replicated | Sharded
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)
+    step = way.begin(work)
+    connection.send_bytes(dumped(None))
+    while (given := receive(connection)) is not None:
+        connection.send_bytes(dumped(step(*given)))
+    dist.destroy_process_group()
+
+
+def _end(process: Any, connection: Connection) -> None:
+    with contextlib.suppress(OSError):
+        connection.send_bytes(dumped(None))
+    process.join(5)
+    if process.is_alive():
+        process.kill()
