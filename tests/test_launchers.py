@@ -115,7 +115,8 @@ def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: P
         workers = [worker.process for worker in crew._workers]
         folder = Path(crew._folder.name)
         threading.Timer(0.2, os.kill, (workers[2].pid, signal.SIGKILL)).start()
-        with pytest.raises(piper.PiperError, match=r"device 2 died at instruction .*SIGKILL"):
+        # at an instruction, or at none if it died between two steps
+        with pytest.raises(piper.PiperError, match=r"device 2 died.*SIGKILL"):
             train_on(trainer)
     assert all(worker.poll() is not None for worker in workers)
     assert not folder.exists()

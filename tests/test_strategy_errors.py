@@ -525,7 +525,7 @@ REFUSALS = [
             "devices 0,1 need 39,865,344 bytes (38.0 MiB)",
             "at instruction 16 (B loss[0] MB[0])",
             "the largest holders: saved activations 16.0 MiB, activations 16.0 MiB, "
-            "workspace 4.0 MiB, batch 2.0 MiB.",
+            "workspace 4.0 MiB, batch 2.0 MiB",
             "remat",
             "more microbatches",
         ],
