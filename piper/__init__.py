@@ -3,8 +3,10 @@
 from piper import strategies
 from piper.capture.regions import annotate
 from piper.compiler import compile
+from piper.cost import Cluster, Device, Link, Machine, Recorded, Sharing, Simulation
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
 from piper.errors import CaptureError, DirectiveError, PiperError
+from piper.job import Job
 from piper.launch import Trainer, launch
 from piper.lower.memory import Holder, Memory
 from piper.lower.schedule import Costs
@@ -15,12 +17,20 @@ from piper.weights import Source
 
 __all__ = [
     "CaptureError",
+    "Cluster",
     "Costs",
+    "Device",
     "DirectiveError",
     "Holder",
+    "Job",
+    "Link",
+    "Machine",
     "Memory",
     "PiperError",
     "Program",
+    "Recorded",
+    "Sharing",
+    "Simulation",
     "Source",
     "Strategy",
     "Traffic",

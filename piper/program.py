@@ -21,6 +21,7 @@ from piper.capture.model import Captured, Precision
 from piper.capture.program import Kind, Pass, Ref
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.tensors import TensorSpec
+from piper.cost import Cluster, Recorded, Simulation, simulate
 from piper.directives.partition import Partition
 from piper.errors import PiperError
 from piper.ir.build import build
@@ -169,6 +170,12 @@ class Program:
         sizes = Sizes(dag, self.models)
         return tuple(traffic_of(dag, plan, sizes) for plan in self.plans)
 
+    def simulate(self, cluster: Cluster, recorded: Recorded | None = None) -> Simulation:
+        """A step on ``cluster``, which need not exist: its time, and when everything in it starts
+        and ends. ``recorded`` are measurements of passes and communications, of this strategy or
+        another (``trainer.profile(...).recorded``), to be used where they know better."""
+        return simulate(self, cluster, recorded)
+
     @property
     def schedule(self) -> Timetable:
         """When each node starts and ends in the simulated execution that ordered the plans;
@@ -219,6 +226,18 @@ class Program:
             if device in plan.devices:
                 return plan
         raise PiperError(f"the program has no device {device}; it runs on {list(self.devices)}")
+
+    def show_dag(self, path: str | Path) -> None:
+        """Write a page, one file that needs no server, with the DAG after each directive and as it
+        was lowered."""
+        from piper.view.dag_page import dag_page
+
+        first = build(next(iter(self.models.values())))
+        after = zip(self.strategy.directives, self.strategy.steps(first), strict=True)
+        steps = [("build", first), *((str(d), dag) for d, dag in after), ("lowered", self.dag)]
+        stages = tuple(d.into for d in self.strategy.directives if isinstance(d, Partition))
+        page = dag_page(f"{len(self.devices)} devices", steps, stages=stages, models=self.models)
+        Path(path).write_text(page, encoding="utf-8")
 
     def text(self) -> str:
         """The strategy, the DAG, the plans and their memory, to be read."""

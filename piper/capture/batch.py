@@ -101,6 +101,12 @@ class Batch:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
 
     @property
+    def given(self) -> tuple[Any, ...]:
+        """The batch as a caller gives it: the inputs, or the mapping of them, then the targets."""
+        args, kwargs, targets = self.spec.unflatten(list(self.leaves))
+        return (*([kwargs] if kwargs else args), *targets)
+
+    @property
     def size(self) -> int:
         """The batch size: dimension 0 of every tensor that has dimensions."""
         sizes = {

@@ -162,6 +162,29 @@ def flops(graph: fx.Graph) -> int:
     return sum(_node_flops(node) for node in graph.nodes if node.op == "call_function")
 
 
+def moved(graph: fx.Graph, *, fused: bool) -> int:
+    """Bytes that the operations of a graph read and write, each by itself; or, if all but those
+    that ``flops`` counts are ``fused``, those of the counted ones, and what goes in and out."""
+    total = 0
+    for node in graph.nodes:
+        if node.op != "call_function" or base_of(node) is not node:
+            continue
+        if fused and _node_flops(node) == 0:
+            continue
+        made, unused = _made(node)
+        read = set(node.all_input_nodes)
+        total += sum(made.values()) + unused + sum(map(_nbytes, read))
+    if fused:
+        ends = {*returned(graph), *(node for node in graph.nodes if node.op == "placeholder")}
+        total += sum(map(_nbytes, ends))
+    return total
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return TensorSpec.of(value).nbytes if isinstance(value, Tensor) else 0
+
+
 def _node_flops(node: fx.Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
     formula = flop_counter.flop_registry.get(packet)

@@ -19,6 +19,7 @@ from piper.capture.graphs import (
     flops,
     has_tensor,
     is_random,
+    moved,
     workspace,
 )
 from piper.capture.joint import Joint
@@ -106,6 +107,8 @@ def _function(
         arguments=tuple(sources.values()),
         results=tuple(ref for ref, _ in ends),
         flops=flops(module.graph),
+        moved=moved(module.graph, fused=False),
+        moved_fused=moved(module.graph, fused=True),
         workspace=workspace(module.graph),
         random=any(is_random(node) for node in module.graph.nodes),
     )

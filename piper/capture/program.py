@@ -70,6 +70,10 @@ class Function:
     arguments: tuple[Ref, ...]
     results: tuple[Ref, ...]
     flops: int
+    moved: int
+    """Bytes that its operations read and write, each by itself."""
+    moved_fused: int
+    """The same if all but matrix products and the like are fused."""
     workspace: int
     """Bytes it needs for a while beside its arguments and results."""
     random: bool

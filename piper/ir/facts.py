@@ -35,6 +35,10 @@ class PassFacts:
     uses_parameters: bool
     workspace: int = 0
     """Bytes it needs for a while beside what it reads and makes."""
+    moved: int = 0
+    """Bytes that its operations read and write, each by itself."""
+    moved_fused: int = 0
+    """The same if all but matrix products and the like are fused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,8 @@ def _pass(function: Function) -> PassFacts:
         flops=function.flops,
         uses_parameters=any(ref.kind is Kind.PARAMETER for ref in function.arguments),
         workspace=function.workspace,
+        moved=function.moved,
+        moved_fused=function.moved_fused,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from piper.runtime.kernels import Kernel
 from piper.runtime.portable import Portions
 from piper.runtime.recording import Measured
 from piper.tracking import Alive
@@ -18,6 +19,8 @@ class Watch(Enum):
     """What is to be measured of a step."""
 
     TIME = "time"
+    KERNELS = "kernels"
+    """The time, and the kernels of each instruction."""
     MEMORY = "memory"
 
 
@@ -33,8 +36,24 @@ class Report:
     """The most bytes that one device has held."""
     measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
     """By device, what its instructions took, if that was asked for."""
+    kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict)
+    """By device, the kernels of its instructions, if that was asked for; on the same clock."""
     alive: Mapping[int, Alive] = field(default_factory=dict)
     """By device, the memory that its tensors took, if that was asked for."""
+
+    def at_clock(self, ahead: float) -> Report:
+        """The same on a clock that this machine's is so many seconds ahead of."""
+        return replace(
+            self,
+            measured={
+                d: tuple(x._replace(start=x.start - ahead, end=x.end - ahead) for x in row)
+                for d, row in self.measured.items()
+            },
+            kernels={
+                d: tuple(x._replace(start=x.start - ahead, end=x.end - ahead) for x in row)
+                for d, row in self.kernels.items()
+            },
+        )
 
     @staticmethod
     def joined(reports: Sequence[Report]) -> Report:
@@ -43,6 +62,7 @@ class Report:
             reports[0],
             memory=max(report.memory for report in reports),
             measured={d: row for report in reports for d, row in report.measured.items()},
+            kernels={d: row for report in reports for d, row in report.kernels.items()},
             alive={d: one for report in reports for d, one in report.alive.items()},
         )
 

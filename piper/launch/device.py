@@ -17,7 +17,7 @@ from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, Place
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
-from piper.runtime.recording import Recorder
+from piper.runtime.recording import recorder_for
 from piper.runtime.state import DeviceState, Fetch
 from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
@@ -57,10 +57,11 @@ class Device:
 
     def watch(self, given: list[Tensor], what: Watch) -> Generator[Pending, None, Report]:
         """One step of training, and what it took."""
-        return self._timed(given) if what is Watch.TIME else self._weighed(given)
+        return self._weighed(given) if what is Watch.MEMORY else self._timed(given)
 
     def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        recorder, program = Recorder(), self._program
+        program = self._program
+        recorder = recorder_for(self.number, self.state.where)
         loaded = self.executor.load(program.plan_of(self.number), program.code, recorder)
         usual, self._training = self._training, loaded
         try:

@@ -1,23 +1,53 @@
-"""What a step took, instruction by instruction, on every device."""
+"""What steps took, instruction by instruction, on every device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
+from piper.cost.recorded import Recorded, Work, work_of
+from piper.ir.dag import Collective, Compute, Transfer, Update
+from piper.ir.text import name_of
+from piper.lower.plan import COMMUNICATING, Verb
+from piper.lower.sizes import Sizes
 from piper.program import Program
+from piper.runtime.kernels import Kernel
 from piper.runtime.recording import Measured
+from piper.view.busy import Busy, busy_of
 from piper.view.exposed import Exposure, Span, exchanges
+from piper.view.runs import Run
+from piper.view.shown import Shown
+from piper.view.spans import Spans, run_of
+from piper.view.trace import Inner, write_trace
+from piper.view.units import seconds_text
+
+Step = Mapping[int, tuple[Measured, ...]]
+"""By device, the instructions of its plan with the time at which each began and ended, in seconds
+on a clock that all devices share."""
 
 
 @dataclass(frozen=True)
-class Profile:
-    """By device, the instructions of its plan with the time at which each began and ended, in
-    seconds on a clock that all processes of one machine share."""
+class Profile(Shown):
+    """Steps that were measured."""
 
     program: Program = field(repr=False)
-    measured: Mapping[int, tuple[Measured, ...]] = field(repr=False)
+    steps: tuple[Step, ...] = field(repr=False)
+    kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict, repr=False)
+    """By device, the kernels of the last step, if that was asked for."""
+
+    @cached_property
+    def measured(self) -> Step:
+        """The step whose time is the median; with kernels the last one, which has them."""
+        if self.kernels:
+            return self.steps[-1]
+        return sorted(self.steps, key=_seconds)[(len(self.steps) - 1) // 2]
+
+    @property
+    def seconds(self) -> float:
+        """From the first instruction's begin to the last one's end."""
+        return _seconds(self.measured)
 
     @cached_property
     def spans(self) -> Mapping[int, list[Span]]:
@@ -29,13 +59,158 @@ class Profile:
         }
 
     @property
-    def seconds(self) -> float:
-        """From the first instruction's begin to the last one's end."""
-        every = [one for row in self.measured.values() for one in row]
-        return max(one.end for one in every) - min(one.start for one in every)
-
-    @property
     def exchanges(self) -> Exposure:
         """How much of the exchanges between experts shows, over all devices."""
         parts = (exchanges(self.program.dag, spans) for spans in self.spans.values())
         return sum(parts, start=Exposure(0.0, 0.0))
+
+    @cached_property
+    def busy(self) -> Mapping[int, Busy]:
+        """How each device spends the step."""
+        rows = zip(sorted(self.measured), self._relative, strict=True)
+        return {d: busy_of(self.program.plan_of(d), row, self.seconds) for d, row in rows}
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The figures, to be read."""
+        busy = self.busy.values()
+        idle = sum(one.idle for one in busy) / len(busy)
+        exposed = sum(one.exposed for one in busy) / len(busy)
+        return {
+            "step": seconds_text(self.seconds),
+            "bubble": f"{idle / self.seconds:.1%}",
+            "exposed communication": seconds_text(exposed),
+            "devices": str(len(busy)),
+            "steps measured": str(len(self.steps)),
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """The figures as plain data."""
+        return {
+            "seconds": self.seconds,
+            "steps_seconds": [_seconds(step) for step in self.steps],
+            "devices": {
+                device: {
+                    "compute_seconds": busy.computing,
+                    "communication_seconds": busy.communicating,
+                    "exposed_communication_seconds": busy.exposed,
+                    "idle_seconds": busy.idle,
+                }
+                for device, busy in self.busy.items()
+            },
+        }
+
+    def run(self, title: str | None = None) -> Run:
+        """The step as pictures need it."""
+        devices = sorted(self.measured)
+        plan_at = {d: i for i, plan in enumerate(self.program.plans) for d in plan.devices}
+        return run_of(
+            self.program,
+            [(f"device {device}", plan_at[device]) for device in devices],
+            self._relative,
+            title=title or "measured",
+            facts=self.facts,
+            limits=[self.program.settings.memory_limit] * len(devices),
+        )
+
+    def trace(self, path: str | Path, *, beside: Shown | None = None) -> None:
+        """Write a trace for Perfetto or chrome://tracing, with kernels if they were measured; each
+        carries the name of its node."""
+        others = [] if beside is None else [beside.run()]
+        write_trace(Path(path), self.run(), *others, inner=self._inner())
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        """What passes and communications took, for simulating other strategies with."""
+        return Recorded.of(self._passes(), self._communications())
+
+    def __str__(self) -> str:
+        head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
+        rows = [
+            f"  device {device}: computes {busy.computing / self.seconds:.1%}, communicates "
+            f"meanwhile uncovered {busy.exposed / self.seconds:.1%}, "
+            f"waits {(busy.idle - busy.exposed) / self.seconds:.1%}"
+            for device, busy in self.busy.items()
+        ]
+        return "\n".join([head, *rows])
+
+    @cached_property
+    def _begin(self) -> float:
+        return min(one.start for row in self.measured.values() for one in row)
+
+    @cached_property
+    def _relative(self) -> list[Spans]:
+        """By device, the times from the begin of the step."""
+        first = self._begin
+        return [
+            Spans(
+                tuple(one.place for one in row),
+                tuple(one.start - first for one in row),
+                tuple(one.end - first for one in row),
+            )
+            for _, row in sorted(self.measured.items())
+        ]
+
+    def _inner(self) -> Iterator[Inner]:
+        devices = sorted(self.measured)
+        for device, row in self.kernels.items():
+            instructions = self.program.plan_of(device).instructions
+            for one in row:
+                node = name_of(self.program.dag, instructions[one.place].node)
+                times = one.start - self._begin, one.end - self._begin
+                yield Inner(devices.index(device), one.row, one.name, node, *times)
+
+    def _passes(self) -> Iterator[tuple[Work, int, float]]:
+        dag = self.program.dag
+        sizes = Sizes(dag, self.program.models)
+        for step in self.steps:
+            for device, row in step.items():
+                instructions = self.program.plan_of(device).instructions
+                for one in row:
+                    node = dag.nodes[instructions[one.place].node]
+                    if isinstance(node.op, Compute):
+                        group = len(node.devices)
+                        flops = sizes.facts(node.op, group).flops
+                        yield work_of(dag, node.op, group), flops, one.end - one.start
+
+    def _communications(self) -> Iterator[tuple[str, int, int, float]]:
+        """Each from the moment at which its last party came. Who sends a message or waits late for
+        one does not know when it arrived: of messages of one size, the quickest tells."""
+        dag = self.program.dag
+        sizes = Sizes(dag, self.program.models)
+        sends: dict[tuple[int, int], float] = {}
+        for step in self.steps:
+            parties: dict[int, list[tuple[Verb, float, float]]] = {}
+            for device, row in step.items():
+                instructions = self.program.plan_of(device).instructions
+                for one in row:
+                    x = instructions[one.place]
+                    if x.verb in COMMUNICATING:
+                        parties.setdefault(x.node, []).append((x.verb, one.start, one.end))
+                    elif isinstance(x.op, Update):
+                        bucket = dag.buckets[x.op.bucket]
+                        updated = sizes.part(x.op.bucket, 1) * bucket.gradient.itemsize
+                        yield "update", 1, updated, one.end - one.start
+            for number, row_ in parties.items():
+                node = dag.nodes[number]
+                nbytes = sizes.moved(node)
+                if isinstance(node.op, Transfer):
+                    arrived = max(end for verb, _, end in row_ if verb is Verb.RECV)
+                    taken = arrived - max(start for _, start, _ in row_)
+                    members = 1 + max(
+                        1,
+                        len(node.op.target) // len(node.op.source),
+                        len(node.op.source) // len(node.op.target),
+                    )
+                    key = members, nbytes
+                    sends[key] = min(taken, sends.get(key, taken))
+                elif isinstance(node.op, Collective):
+                    taken = max(end for *_, end in row_) - max(start for _, start, _ in row_)
+                    yield node.op.kind.value, len(node.op.groups[0]), nbytes, taken
+        for (members, nbytes), taken in sends.items():
+            yield "send", members, nbytes, max(0.0, taken)
+
+
+def _seconds(step: Step) -> float:
+    every = [one for row in step.values() for one in row]
+    return max(one.end for one in every) - min(one.start for one in every)

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
+from piper.launch.clock import seconds_ahead
 from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
+from piper.launch.watching import watched
 from piper.program import Program
 from piper.runtime.distributed import Distributed
 from piper.runtime.feeding import cut
@@ -67,7 +69,10 @@ class TorchrunCrew:
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
-        report = _finished(self._device.watch(cut(plan, program.code, self._number, batch), what))
+        run = self._device.watch(cut(plan, program.code, self._number, batch), what)
+        ahead = seconds_ahead(self._objects)
+        report = watched(lambda: _finished(run), what, self._device.state.where)
+        report = report.at_clock(ahead)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, report, group=self._objects)
         return Report.joined([report, *everyone])

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.errors import PiperError
 from piper.launch.checkpoint import in_turn, read, tensor_of, whole_state, write
@@ -85,13 +86,33 @@ class Trainer:
         """The loss of one batch in evaluation mode; nothing is changed."""
         return self._run(self._devices.evaluate, batch, pad)
 
-    def profile(self, *batch: Any) -> Profile:
-        """Train on one global batch, and measure every instruction of every device."""
-        if self.program.device.type != "cpu":
-            raise PiperError("profile() reads the host's clock, and runs on CPUs only")
-        report = self._devices.watch(self._tensors(batch, None), Watch.TIME)
-        self.steps += 1
-        return Profile(self.program, report.measured)
+    def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
+        """Train ``steps`` times on one global batch, and measure every instruction of every device:
+        by clocks on CPUs, by events on GPUs. Without a batch, on the one that the program was
+        compiled with. With ``kernels`` the last step is watched by torch's profiler too, which
+        makes it slower.
+        """
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
+        tensors = self._tensors(batch or self.example, None)
+        found = []
+        for step in range(steps):
+            last = kernels and step == steps - 1
+            report = self._devices.watch(tensors, Watch.KERNELS if last else Watch.TIME)
+            self.steps += 1
+            found.append(report.measured)
+        return Profile(self.program, tuple(found), report.kernels)
+
+    @property
+    def example(self) -> tuple[Any, ...]:
+        """The batch that the program was compiled with, inputs and then targets, if it has
+        content."""
+        example = self.program.example
+        if any(x.is_meta or isinstance(x, FakeTensor) for x in example.tensors):
+            raise PiperError(
+                "the program was compiled with an example that has shapes only: give a batch"
+            )
+        return example.given
 
     def measure_memory(self, *batch: Any) -> Mapping[int, Alive]:
         """Train on one global batch, and count the bytes of tensors that each device holds.

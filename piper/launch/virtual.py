@@ -14,6 +14,7 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
+from piper.launch.watching import watched
 from piper.lower.plan import Plan
 from piper.program import Code, Program
 from piper.runtime.feeding import cut
@@ -46,7 +47,8 @@ class VirtualCrew:
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
-        return self._drive([d.watch(p, what) for d, p in zip(self._devices, parts, strict=True)])
+        runs = [d.watch(p, what) for d, p in zip(self._devices, parts, strict=True)]
+        return watched(lambda: self._drive(runs), what, self._program.device)
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program

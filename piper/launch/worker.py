@@ -30,8 +30,9 @@ from torch import Tensor
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, receive, send
-from piper.launch.crew import Report, Restored
+from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
+from piper.launch.watching import watched
 from piper.program import Program
 from piper.runtime.distributed import Distributed
 from piper.runtime.executor import CommunicationError, InstructionError
@@ -147,7 +148,7 @@ def _serve(connection: Connection, folder: Path) -> None:
             case Call("step", given):
                 _answer(connection, _finished(device.step(given)))
             case Call("watch", (given, what)):
-                _answer(connection, _finished(device.watch(given, what)))
+                _answer(connection, _watched(device, given, what))
             case Call("evaluate", given):
                 _answer(connection, _finished(device.evaluate(given)))
             case Call("export", (optimizer, only)):
@@ -160,6 +161,11 @@ def _serve(connection: Connection, folder: Path) -> None:
                 return
             case _:
                 raise AssertionError(f"a worker cannot {call.method}")
+
+
+def _watched(device: Device, given: list[Tensor], what: Watch) -> Report:
+    run = device.watch(given, what)
+    return watched(lambda: _finished(run), what, device.state.where)
 
 
 def _next(connection: Connection) -> Call:

@@ -1,0 +1,5 @@
+"""``python -m piper``."""
+
+from piper.cli import main
+
+main()

@@ -1,0 +1,44 @@
+"""All commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from piper.cli.check import check
+from piper.cli.compare import compare
+from piper.cli.profile import profile
+from piper.cli.show import show
+from piper.cli.simulate import simulate
+from piper.cli.train import train
+
+app = typer.Typer(
+    name="piper",
+    help="Train a PyTorch model on many devices from named regions and a short strategy.",
+    epilog="A script defines `def job() -> piper.Job`. Exit codes: 0 done, 1 refused, 2 wrong "
+    "usage, 3 a run failed, 130 interrupted.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as found
+
+        typer.echo(found("piper-train"))
+        raise typer.Exit
+
+
+for command in (train, check, show, simulate, profile, compare):
+    app.command(no_args_is_help=True)(command)
+
+
+def main() -> None:
+    """The program ``piper``."""
+    app()

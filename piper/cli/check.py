@@ -1,0 +1,67 @@
+"""``piper check``: compile and verify, and say what it will need."""
+
+from __future__ import annotations
+
+from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, Target, nbytes_of
+from piper.cli.output import Output
+from piper.cli.scripts import program_of, strategy_of
+from piper.cli.tables import memory_json, memory_table
+from piper.view.units import bytes_text
+
+
+def check(
+    target: Target,
+    strategy: StrategyFile = None,
+    mesh: MeshSpec = None,
+    memory_limit: Limit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a job under a strategy and verify it: plans, memory, communication. Runs nothing.
+
+    Exits with 0 if it would run, with 1 and the reason if it is refused.
+
+    Example: piper check train.py --mesh pp=4,dp=2,schedule=1f1b,microbatches=8,zero=1 \
+--memory-limit 80GiB
+    """
+    output = Output(as_json)
+    with output.guarded():
+        chosen = strategy_of(strategy, mesh)
+        limit = nbytes_of(memory_limit)
+        with output.doing("compiling"):
+            program = program_of(target, chosen, memory_limit=limit)
+            traffic = program.traffic
+        output.say(
+            f"{len(program.devices)} devices, {program.microbatches} microbatches, "
+            f"{len(program.dag.nodes):,} nodes, {len(program.plans)} distinct plans: verified",
+            memory_table(program.memory),
+            *(f"each of {one}" for one in traffic if one.flows),
+        )
+        if limit is not None:
+            most = max(memory.peak for memory in program.memory)
+            output.say(f"fits {bytes_text(limit)}: {most / limit:.1%} of it at most")
+        output.give(
+            {
+                "devices": list(program.devices),
+                "microbatches": program.microbatches,
+                "nodes": len(program.dag.nodes),
+                "plans": len(program.plans),
+                "memory_limit": limit,
+                "memory": memory_json(program.memory),
+                "traffic": [
+                    {
+                        "devices": list(one.devices),
+                        "bytes": one.nbytes,
+                        "flows": [
+                            {
+                                "kind": flow.kind,
+                                "stream": flow.stream,
+                                "count": flow.count,
+                                "bytes": flow.nbytes,
+                            }
+                            for flow in one.flows
+                        ],
+                    }
+                    for one in traffic
+                ],
+            }
+        )

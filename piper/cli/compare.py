@@ -1,0 +1,102 @@
+"""``piper compare``: two strategies, or two results, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from piper.cli.options import AsJson, ClusterOption, Costs, Timeline, cluster_of
+from piper.cli.output import Output
+from piper.cli.scripts import program_of
+from piper.cli.tables import comparison_table
+from piper.cost import Recorded, Simulation
+from piper.errors import PiperError
+from piper.strategy import Strategy
+from piper.view.units import bytes_text, seconds_text
+
+_FIGURES = {
+    "seconds": ("step", seconds_text),
+    "tokens_per_second": ("tokens/s", lambda x: f"{x:,.0f}"),
+    "mfu": ("MFU", lambda x: f"{x:.1%}"),
+    "bubble": ("bubble", lambda x: f"{x:.1%}"),
+    "exposed_communication_seconds": ("exposed communication", seconds_text),
+    "peak_bytes": ("peak memory", bytes_text),
+}
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        help="A strategy, or what `simulate --json` or `profile --json` printed.",
+        show_default=False,
+    ),
+]
+
+
+def compare(
+    first: File,
+    second: File,
+    script: Annotated[
+        Path | None,
+        typer.Option("--script", help="The script with the job, to compare strategies."),
+    ] = None,
+    cluster: ClusterOption = None,
+    profile: Costs = None,
+    timeline: Timeline = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two strategies on a cluster, or two results that are there already.
+
+    Example: piper compare a.json b.json --script train.py --cluster 8xH100 --timeline both.html
+    """
+    output = Output(as_json)
+    with output.guarded():
+        recorded = Recorded.load(profile) if profile else None
+        found: list[tuple[dict[str, Any], Simulation | None]] = []
+        for path in (first, second):
+            with output.doing(f"{path}"):
+                found.append(_result(path, script, cluster, recorded))
+        (a, one), (b, other) = found
+        rows = []
+        for key, (name, shown) in _FIGURES.items():
+            if key in a and key in b:
+                ratio = b[key] / a[key] if a[key] else None
+                rows.append((name, shown(a[key]), shown(b[key]), ratio))
+        output.say(comparison_table([first.name, second.name], rows))
+        ratios = {k: b[k] / a[k] for k in _FIGURES if a.get(k) and k in b}
+        output.give({"first": a, "second": b, "second_over_first": ratios})
+        if timeline is not None:
+            if one is None or other is None:
+                raise PiperError(
+                    "a timeline needs the strategies themselves: results have figures only"
+                )
+            Path(timeline).write_text(_page(one, other, first, second), encoding="utf-8")
+            output.wrote("timeline", timeline)
+
+
+def _page(one: Simulation, other: Simulation, first: Path, second: Path) -> str:
+    from piper.view.page import timeline_page
+
+    return timeline_page(one.run(first.stem), other.run(second.stem))
+
+
+def _result(
+    path: Path, script: Path | None, cluster: str | None, recorded: Recorded | None
+) -> tuple[dict[str, Any], Simulation | None]:
+    """The figures of a file, and the simulation that they come from if it is a strategy."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PiperError(f"{path} cannot be read: {error}") from error
+    if isinstance(data, dict) and data.get("kind") in ("simulation", "profile"):
+        return data, None
+    if script is None or cluster is None:
+        raise PiperError(
+            f"{path} is a strategy: say with --script what to train and with --cluster where"
+        )
+    where = cluster_of(cluster)
+    strategy = Strategy.load(path)
+    found = program_of(script, strategy, costs=where.costs()).simulate(where, recorded)
+    return {"kind": "simulation", **found.to_json()}, found

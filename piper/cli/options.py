@@ -1,0 +1,117 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piper.cost import Cluster
+from piper.errors import PiperError
+from piper.launch.launch import Where
+
+Target = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TARGET",
+        help="A script that defines `job`, or the folder of a saved program.",
+        show_default=False,
+    ),
+]
+Script = Annotated[
+    Path,
+    typer.Argument(metavar="SCRIPT", help="A script that defines `job`.", show_default=False),
+]
+StrategyFile = Annotated[
+    Path | None,
+    typer.Option("--strategy", "-s", help="A strategy as a JSON file.", show_default=False),
+]
+MeshSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        "-m",
+        help="A ready strategy: what piper.strategies.mesh takes, pp=2,dp=2,schedule=dualpipev.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+On = Annotated[Where, typer.Option("--on", help="What a device is.")]
+Limit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit", help="What a device has, such as 80GiB: refuse more.", show_default=False
+    ),
+]
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="A TOML file, or DEVICESxKIND such as 8xH100, or MACHINESxDEVICESxKIND: 4x8xH100.",
+        show_default=False,
+    ),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="A TOML file, or DEVICESxKIND such as 8xH100, or MACHINESxDEVICESxKIND: 4x8xH100.",
+        show_default=False,
+    ),
+]
+Costs = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        "-p",
+        help="Costs that `piper profile --costs` wrote, used where they know.",
+        show_default=False,
+    ),
+]
+Timeline = Annotated[
+    Path | None,
+    typer.Option("--timeline", help="Write a page with the timeline.", show_default=False),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write a trace for Perfetto.", show_default=False),
+]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 2**10,
+    "KIB": 2**10,
+    "KB": 10**3,
+    "M": 2**20,
+    "MIB": 2**20,
+    "MB": 10**6,
+    "G": 2**30,
+    "GIB": 2**30,
+    "GB": 10**9,
+    "T": 2**40,
+    "TIB": 2**40,
+    "TB": 10**12,
+}
+
+
+def nbytes_of(text: str | None) -> int | None:
+    """Bytes, from a number with a unit."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].upper() not in _UNITS:
+        raise PiperError(f"--memory-limit {text!r} is no size: write 80GiB, 512MiB or 24e9 as 24GB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def cluster_of(text: str) -> Cluster:
+    """A cluster, from a file or its short form."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text)
+    if found is not None and not Path(text).exists():
+        return Cluster.of(found[3], int(found[2]), int(found[1] or 1))
+    return Cluster.load(text)

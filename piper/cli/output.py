@@ -1,0 +1,77 @@
+"""What commands print: results on standard output, as text or JSON; progress and errors on standard
+error. A mistake ends the command with a message and a code, never with a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from piper.errors import PiperError
+from piper.launch.processes import WorkerError
+from piper.runtime.executor import InstructionError
+
+REFUSED, FAILED = 1, 3
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where one command's words go."""
+
+    as_json: bool
+    out: Console = field(default_factory=lambda: Console(highlight=False))
+    err: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one that prints: of several that torchrun started, one."""
+        return os.environ.get("RANK", "0") == "0"
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show that something takes time."""
+        if not self.err.is_terminal or not self.speaks:
+            yield
+            return
+        with self.err.status(what):
+            yield
+
+    def say(self, *items: Any) -> None:
+        """Print for a person; nothing if a program listens."""
+        if not self.as_json and self.speaks:
+            for item in items:
+                self.out.print(item if isinstance(item, str | Table) else Text.from_ansi(str(item)))
+
+    def give(self, data: Any) -> None:
+        """Print for a program, as one line of JSON; nothing if a person reads."""
+        if self.as_json and self.speaks:
+            typer.echo(json.dumps(data))
+
+    def wrote(self, what: str, path: object) -> None:
+        """Tell of a file."""
+        if self.speaks:
+            self.err.print(f"{what}: {path}", markup=False, soft_wrap=True)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Turn mistakes into messages and exit codes."""
+        try:
+            yield
+        except PiperError as error:
+            failed = isinstance(error, WorkerError | InstructionError)
+            kind = type(error).__name__
+            self.give({"error": {"kind": kind, "message": str(error)}})
+            if not self.as_json and self.speaks:
+                self.err.print("error: ", style="red", end="")
+                self.err.print(str(error), markup=False, soft_wrap=True)
+            raise typer.Exit(FAILED if failed else REFUSED) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None

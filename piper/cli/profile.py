@@ -1,0 +1,79 @@
+"""``piper profile``: run a few steps and measure every instruction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from piper.cli.options import (
+    AsJson,
+    ClusterOption,
+    MeshSpec,
+    On,
+    Script,
+    StrategyFile,
+    Timeline,
+    Trace,
+    cluster_of,
+)
+from piper.cli.output import Output
+from piper.cli.scripts import job_in, strategy_of
+from piper.cli.tables import facts_table
+from piper.launch import launch
+from piper.launch.launch import Where
+
+
+def profile(
+    script: Script,
+    strategy: StrategyFile = None,
+    mesh: MeshSpec = None,
+    on: On = Where.VIRTUAL,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 1,
+    kernels: Annotated[bool, typer.Option(help="Also the kernels of the last step.")] = False,
+    timeline: Timeline = None,
+    trace: Trace = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option("--costs", help="Write what was measured, for `piper simulate --profile`."),
+    ] = None,
+    cluster: ClusterOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a few steps and measure every instruction of every device.
+
+    With --cluster, the timeline shows the simulated step beside the measured one.
+
+    Example: piper profile train.py --strategy s.json --on processes --timeline t.html
+    """
+    output = Output(as_json)
+    with output.guarded():
+        chosen = strategy_of(strategy, mesh)
+        where = cluster_of(cluster) if cluster else None
+        with output.doing("compiling"):
+            program = job_in(script).compile(chosen, costs=where.costs() if where else None)
+        with output.doing(f"starting {len(program.devices)} devices"):
+            trainer = launch(program, on=on.value)
+        with trainer:
+            quiet = not (output.err.is_terminal and output.speaks)
+            for _ in track(range(warmup), "warming up", console=output.err, disable=quiet):
+                trainer.step(*trainer.example)
+            with output.doing(f"measuring {steps} steps"):
+                found = trainer.profile(steps=steps, kernels=kernels)
+        output.say(facts_table(found.facts, "measured"), *str(found).splitlines()[1:])
+        output.give({"kind": "profile", **found.to_json()})
+        if not output.speaks:
+            return
+        beside = program.simulate(where, found.recorded) if where else None
+        if timeline is not None:
+            found.show(timeline, beside=beside)
+            output.wrote("timeline", timeline)
+        if trace is not None:
+            found.trace(trace, beside=beside)
+            output.wrote("trace", trace)
+        if costs is not None:
+            found.recorded.save(costs)
+            output.wrote("costs", costs)

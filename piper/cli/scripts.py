@@ -1,0 +1,109 @@
+"""What a command works on: a script that defines a job, or the folder of a saved program."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from piper.errors import PiperError
+from piper.job import Job
+from piper.lower.memory import check_limit
+from piper.lower.schedule import Costs
+from piper.program import Program
+from piper.strategies import mesh
+from piper.strategy import Strategy
+
+
+def job_in(script: Path) -> Job:
+    """The job that a script defines."""
+    module = _loaded(script)
+    found = getattr(module, "job", None)
+    if callable(found) and not isinstance(found, Job):
+        found = found()
+    if not isinstance(found, Job):
+        raise PiperError(
+            f"{script} defines no job: write `def job() -> piper.Job: ...` "
+            f"(found {type(found).__name__ if found is not None else 'nothing'} by that name)"
+        )
+    return found
+
+
+def program_of(
+    target: Path,
+    strategy: Strategy | None,
+    *,
+    memory_limit: int | None = None,
+    costs: Costs | None = None,
+) -> Program:
+    """The program that ``target`` stands for."""
+    if target.is_dir():
+        return _saved(target, strategy, memory_limit)
+    return job_in(target).compile(strategy, memory_limit=memory_limit, costs=costs)
+
+
+def strategy_of(path: Path | None, spec: str | None) -> Strategy | None:
+    """A strategy from a JSON file, or from what ``mesh`` takes, "pp=2,dp=2,schedule=zb-v"."""
+    if path is not None and spec is not None:
+        raise PiperError("give --strategy or --mesh, not both")
+    if path is not None:
+        return Strategy.load(path)
+    return meshed(spec) if spec is not None else None
+
+
+def meshed(spec: str) -> Strategy:
+    """``mesh`` with the arguments in ``spec``."""
+    arguments: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in spec.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not name or not value:
+            raise PiperError(f"--mesh {spec!r}: {part!r} is not of the form name=value")
+        arguments[name] = _value(value)
+    try:
+        return mesh(**arguments)
+    except TypeError as error:
+        raise PiperError(f"--mesh {spec!r}: {error}") from None
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _saved(folder: Path, strategy: Strategy | None, limit: int | None) -> Program:
+    if strategy is not None:
+        raise PiperError(
+            f"{folder} is a program compiled already, whose strategy is fixed: give a script to "
+            "compile another"
+        )
+    program = Program.load(folder)
+    if limit is None:
+        return program
+    for plan, memory in zip(program.plans, program.memory, strict=True):
+        check_limit(program.dag, memory, plan, limit)
+    return replace(program, settings=replace(program.settings, memory_limit=limit))
+
+
+def _loaded(script: Path) -> ModuleType:
+    if not script.is_file():
+        raise PiperError(f"there is no script {script}")
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    if spec is None or spec.loader is None:
+        raise PiperError(f"{script} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(script.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as Python itself does for a script
+    sys.modules[script.stem] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)  # workers cannot import it
+    return module

@@ -1,0 +1,52 @@
+"""``piper simulate``: a step on a cluster that need not exist."""
+
+from __future__ import annotations
+
+from piper.cli.options import (
+    AsJson,
+    ClusterName,
+    Costs,
+    MeshSpec,
+    StrategyFile,
+    Target,
+    Timeline,
+    Trace,
+    cluster_of,
+)
+from piper.cli.output import Output
+from piper.cli.scripts import program_of, strategy_of
+from piper.cli.tables import facts_table
+from piper.cost import Recorded
+
+
+def simulate(
+    target: Target,
+    cluster: ClusterName,
+    strategy: StrategyFile = None,
+    mesh: MeshSpec = None,
+    profile: Costs = None,
+    timeline: Timeline = None,
+    trace: Trace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a step on a cluster: its time, bubbles, exposed communication, memory.
+
+    Example: piper simulate train.py --strategy s.json --cluster cluster.toml --timeline t.html
+    """
+    output = Output(as_json)
+    with output.guarded():
+        where = cluster_of(cluster)
+        recorded = Recorded.load(profile) if profile else None
+        chosen = strategy_of(strategy, mesh)
+        with output.doing("compiling"):
+            program = program_of(target, chosen, costs=where.costs())
+        with output.doing("simulating"):
+            found = program.simulate(where, recorded)
+        output.say(facts_table(found.facts, str(where)), *str(found).splitlines()[1:])
+        output.give({"kind": "simulation", **found.to_json()})
+        if timeline is not None:
+            found.show(timeline)
+            output.wrote("timeline", timeline)
+        if trace is not None:
+            found.trace(trace)
+            output.wrote("trace", trace)

@@ -1,0 +1,86 @@
+"""``piper train``: train a job under a strategy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile, nbytes_of
+from piper.cli.output import Output
+from piper.cli.scripts import job_in, strategy_of
+from piper.job import Job
+from piper.launch import Trainer, launch
+from piper.launch.launch import Where
+from piper.launch.trainer import StepResult
+
+
+def train(
+    script: Script,
+    strategy: StrategyFile = None,
+    mesh: MeshSpec = None,
+    on: On = Where.VIRTUAL,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps; without it, until the batches end.")
+    ] = None,
+    load: Annotated[Path | None, typer.Option(help="Go on from this file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the state to this file.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between lines, and saves.")] = 10,
+    memory_limit: Limit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a job under a strategy.
+
+    The state is saved to --save after every so many steps and at the end; --load goes on from
+    there, under this or another strategy, with the batches that follow.
+
+    Example: piper train train.py --strategy s.json --on processes --steps 100 --save state.pt
+    """
+    output = Output(as_json)
+    with output.guarded():
+        chosen = strategy_of(strategy, mesh)
+        limit = nbytes_of(memory_limit)
+        job = job_in(script)
+        with output.doing("compiling"):
+            program = job.compile(chosen, memory_limit=limit)
+        with output.doing(f"starting {len(program.devices)} devices"):
+            trainer = launch(program, on=on.value)
+        with trainer:
+            if load is not None:
+                trainer.load(load)
+                output.say(f"going on after step {trainer.steps}")
+            batches = _batches(job, trainer, steps)
+            for result in trainer.fit(batches, steps=steps, progress=not as_json):
+                _report(output, trainer, result, every)
+                if save is not None and trainer.steps % every == 0:
+                    trainer.save(save)
+            if save is not None:
+                trainer.save(save)
+                output.wrote(f"state after step {trainer.steps}", save)
+
+
+def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[Sequence[Any]]:
+    if job.batches is None:
+        return itertools.repeat(trainer.example, steps if steps is not None else 10)
+    return itertools.islice(job.batches(), trainer.steps, None)
+
+
+def _report(output: Output, trainer: Trainer, result: StepResult, every: int) -> None:
+    norm = None if result.grad_norm is None else float(result.grad_norm)
+    output.give(
+        {
+            "step": trainer.steps,
+            "loss": float(result.loss),
+            "grad_norm": norm,
+            "seconds": result.seconds,
+            "tokens_per_second": result.tokens_per_second,
+            "memory_bytes": result.memory,
+        }
+    )
+    if trainer.steps % every == 0 or trainer.steps == 1:
+        rate = f"{result.tokens_per_second:,.0f} tokens/s"
+        shown = "" if norm is None else f"  norm {norm:.3f}"
+        output.say(f"step {trainer.steps}: loss {float(result.loss):.4f}{shown}  {rate}")

@@ -1,0 +1,16 @@
+"""How long a step takes on devices that need not be there: clusters, costs, simulation."""
+
+from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
+from piper.cost.recorded import Recorded
+from piper.cost.simulation import Simulation, simulate
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Link",
+    "Machine",
+    "Recorded",
+    "Sharing",
+    "Simulation",
+    "simulate",
+]

@@ -1,0 +1,169 @@
+"""Devices that take the same time for everything: a simulation runs one of them for all.
+
+Devices with one plan may still differ: in their kind, or in the links that their communications go
+over, or because one they talk to does. ``lanes_of`` divides them as far as that makes a difference
+and no further, so that a thousand equal replicas are one lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from piper.cost.cluster import Cluster, Way
+from piper.ir.dag import Collective, Group, Transfer
+from piper.lower.plan import Instruction, Plan, Verb
+
+
+class Party(NamedTuple):
+    """A lane's side of a communication."""
+
+    lane: int
+    verb: Verb
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Devices that communicate with one another, of several sets that do the same."""
+
+    devices: tuple[tuple[int, Verb], ...]
+    way: Way
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Who talks to whom in one communication: for each device and side, the meeting it is in."""
+
+    meetings: tuple[Meeting, ...]
+    of: dict[tuple[int, Verb], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Devices that take the same time for everything."""
+
+    devices: Group
+    plan: int
+    """The place of their plan."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """All lanes of a program on a cluster."""
+
+    lanes: tuple[Lane, ...]
+    patterns: Patterns
+
+    @cached_property
+    def _of(self) -> dict[int, int]:
+        return {device: i for i, lane in enumerate(self.lanes) for device in lane.devices}
+
+    def meeting(self, lane: int, x: Instruction) -> tuple[frozenset[Party], Way]:
+        """Those that a lane meets in a communication, itself included, and what is between."""
+        pattern = self.patterns.of(x)
+        found = pattern.meetings[pattern.of[self.lanes[lane].devices[0], x.verb]]
+        return frozenset(Party(self._of[d], verb) for d, verb in found.devices), found.way
+
+
+class Patterns:
+    """The patterns of communications on a cluster; those of the same groups share one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[tuple[object, ...], Pattern] = {}
+        self._ways: dict[Group, Way] = {}
+        self._kept: list[object] = []
+
+    def of(self, x: Instruction) -> Pattern:
+        match x.op:
+            case Transfer(source=source, target=target):
+                key: tuple[object, ...] = id(source), id(target)
+                if key not in self._known:
+                    self._kept += [source, target]  # their identities are keys
+                    self._known[key] = self._transfer(source, target)
+            case Collective(groups=groups):
+                key = (id(groups),)
+                if key not in self._known:
+                    self._kept.append(groups)
+                    self._known[key] = self._collective(groups)
+            case _:
+                raise AssertionError(f"{x.name} is no communication")
+        return self._known[key]
+
+    def _way(self, devices: Group) -> Way:
+        if devices not in self._ways:
+            self._ways[devices] = self._cluster.way(devices)
+        return self._ways[devices]
+
+    def _transfer(self, source: Group, target: Group) -> Pattern:
+        small, large = sorted((source, target), key=len)
+        each = len(large) // len(small)
+        meetings = []
+        for i, one in enumerate(small):
+            many = large[i * each : (i + 1) * each]
+            a, b = ((one,), many) if small is source else (many, (one,))
+            sides = (*((d, Verb.SEND) for d in a), *((d, Verb.RECV) for d in b))
+            meetings.append(Meeting(sides, self._way(tuple(dict.fromkeys((*a, *b))))))
+        return _pattern(meetings)
+
+    def _collective(self, groups: Sequence[Group]) -> Pattern:
+        return _pattern(
+            [Meeting(tuple((d, Verb.COLLECTIVE) for d in g), self._way(g)) for g in groups]
+        )
+
+
+def _pattern(meetings: Sequence[Meeting]) -> Pattern:
+    return Pattern(
+        tuple(meetings), {side: i for i, one in enumerate(meetings) for side in one.devices}
+    )
+
+
+def lanes_of(plans: Sequence[Plan], cluster: Cluster) -> Lanes:
+    """The lanes of ``plans`` on ``cluster``: the coarsest division of devices such that those of
+    one lane have the same plan, the same kind, the same ways, and talk to the same lanes."""
+    patterns = Patterns(cluster)
+    mine = [_sides(plan, patterns) for plan in plans]
+    plan_of = {d: i for i, plan in enumerate(plans) for d in plan.devices}
+    colour = _numbered({d: (p, id(cluster.device(d))) for d, p in plan_of.items()})
+    while True:
+        seen: dict[int, tuple[object, ...]] = {}
+        marks: dict[tuple[int, int], int] = {}
+        distinct: dict[tuple[object, ...], int] = {}
+        for device, plan in plan_of.items():
+            found: list[object] = [colour[device]]
+            for pattern, verb in mine[plan]:
+                number = pattern.of[device, verb]
+                key = id(pattern), number
+                if key not in marks:
+                    one = pattern.meetings[number]
+                    sides = sorted((colour[d], v.value) for d, v in one.devices)
+                    marks[key] = distinct.setdefault((one.way, *sides), len(distinct))
+                found.append(marks[key])
+            seen[device] = tuple(found)
+        finer = _numbered(seen)
+        if len(set(finer.values())) == len(set(colour.values())):
+            break
+        colour = finer
+    members: dict[int, list[int]] = {}
+    for device in sorted(plan_of):
+        members.setdefault(colour[device], []).append(device)
+    lanes = tuple(Lane(tuple(ds), plan_of[ds[0]]) for ds in members.values())
+    return Lanes(lanes, patterns)
+
+
+def _sides(plan: Plan, patterns: Patterns) -> list[tuple[Pattern, Verb]]:
+    """Every pattern that a plan takes part in, and on which side."""
+    found: dict[tuple[int, Verb], tuple[Pattern, Verb]] = {}
+    for x in plan.instructions:
+        if isinstance(x.op, Transfer | Collective):
+            pattern = patterns.of(x)
+            found.setdefault((id(pattern), x.verb), (pattern, x.verb))
+    return list(found.values())
+
+
+def _numbered(marks: dict[int, tuple[object, ...]]) -> dict[int, int]:
+    """Equal marks as equal numbers."""
+    numbers: dict[tuple[object, ...], int] = {}
+    return {device: numbers.setdefault(mark, len(numbers)) for device, mark in marks.items()}

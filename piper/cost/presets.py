@@ -1,0 +1,126 @@
+"""Common devices and networks, by name. Peak figures are the makers' for dense arithmetic; what is
+reached of them is a rule of thumb: a recorded profile knows better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
+from piper.errors import PiperError
+
+_GPU = ((1e7, 0.02), (1e9, 0.2), (1e10, 0.45), (1e11, 0.65), (1e12, 0.72))
+"""Small passes leave a GPU idle."""
+_GIB = 2**30
+
+
+def _gpu(
+    name: str, half: float, single: float, memory: int, bandwidth: float, sms: int | None = None
+) -> Device:
+    flops = {torch.bfloat16: half, torch.float16: half, torch.float32: single}
+    return Device(name, flops, memory * _GIB, bandwidth, _GPU, 5e-6, 5e-6, sms=sms)
+
+
+def _named(*devices: Device) -> Mapping[str, Device]:
+    return {device.name: device for device in devices}
+
+
+DEVICES = _named(
+    _gpu("V100", 125e12, 15.7e12, 32, 0.9e12, 80),
+    _gpu("T4", 65e12, 8.1e12, 16, 0.32e12, 40),
+    _gpu("L4", 121e12, 30e12, 24, 0.3e12, 58),
+    _gpu("A10", 125e12, 31e12, 24, 0.6e12, 72),
+    _gpu("RTX4090", 165e12, 82e12, 24, 1.0e12, 128),
+    _gpu("A100-40", 312e12, 19.5e12, 40, 1.55e12, 108),
+    _gpu("A100-80", 312e12, 19.5e12, 80, 2.0e12, 108),
+    _gpu("H100", 989e12, 67e12, 80, 3.35e12, 132),
+    _gpu("H200", 989e12, 67e12, 141, 4.8e12, 132),
+    _gpu("B200", 2250e12, 80e12, 180, 8.0e12, 148),
+    _gpu("MI250X", 383e12, 47.9e12, 128, 3.2e12),
+    _gpu("MI300X", 1307e12, 163e12, 192, 5.3e12),
+    # One core.
+    Device("CPU", {torch.float32: 6e10}, 8 * _GIB, 1e10, ((1.0, 0.5),), 2e-5, 2e-5, True),
+)
+
+LINKS: Mapping[str, Link] = {
+    "NVLink2": Link(150e9, 2e-6),
+    "NVLink3": Link(300e9, 2e-6),
+    "NVLink4": Link(450e9, 2e-6),
+    "NVLink5": Link(900e9, 2e-6),
+    "InfinityFabric": Link(448e9, 3e-6),
+    "PCIe3": Link(12e9, 4e-6),
+    "PCIe4": Link(24e9, 4e-6),
+    "PCIe5": Link(50e9, 4e-6),
+    "InfiniBand-HDR": Link(25e9, 5e-6),
+    "InfiniBand-NDR": Link(50e9, 5e-6),
+    "InfiniBand-XDR": Link(100e9, 5e-6),
+    "Ethernet-400G": Link(50e9, 1e-5),
+    "Ethernet-100G": Link(12.5e9, 1.5e-5),
+    "Ethernet-25G": Link(3.1e9, 2e-5),
+    "Ethernet-10G": Link(1.25e9, 3e-5),
+    "Ethernet-1G": Link(0.125e9, 1e-4),
+    "loopback": Link(1.5e9, 1.5e-4),
+}
+
+_INSIDE = {
+    "V100": "NVLink2",
+    "A100-40": "NVLink3",
+    "A100-80": "NVLink3",
+    "H100": "NVLink4",
+    "H200": "NVLink4",
+    "B200": "NVLink5",
+    "MI250X": "InfinityFabric",
+    "MI300X": "InfinityFabric",
+    "CPU": "loopback",
+}
+GPU_SHARING = Sharing(links=0.46, compute=0.08, communication=0.05)
+
+
+def device(name: str) -> Device:
+    """A common kind of device."""
+    return _found(DEVICES, name, "device")
+
+
+def link(name: str) -> Link:
+    """A common kind of link."""
+    return _found(LINKS, name, "link")
+
+
+def cluster(
+    kind: str | Device,
+    devices: int = 8,
+    machines: int = 1,
+    *,
+    inside: str | Link | None = None,
+    outside: str | Link = "InfiniBand-NDR",
+    sharing: Sharing | None = None,
+    name: str | None = None,
+) -> Cluster:
+    """``machines`` equal machines of ``devices`` equal devices.
+
+    ``inside`` is the link between devices of one machine, as is usual for the kind if not given;
+    ``outside`` is the link of each device to other machines.
+    """
+    if min(devices, machines) < 1:
+        raise PiperError(f"a cluster of {machines} machines of {devices} devices has none")
+    one = device(kind) if isinstance(kind, str) else kind
+    near = inside if inside is not None else _INSIDE.get(one.name, "PCIe4")
+    machine = Machine((one,) * devices, _as_link(near), _as_link(outside))
+    usual = Sharing() if one.synchronous else GPU_SHARING
+    title = name or f"{machines} x {devices} {one.name}"
+    return Cluster((machine,) * machines, sharing=sharing or usual, name=title)
+
+
+def _as_link(given: str | Link) -> Link:
+    return link(given) if isinstance(given, str) else given
+
+
+_Known = TypeVar("_Known")
+
+
+def _found(known: Mapping[str, _Known], name: str, what: str) -> _Known:
+    if name not in known:
+        raise PiperError(f"there is no {what} {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]

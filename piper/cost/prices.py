@@ -1,0 +1,109 @@
+"""What each node of a DAG takes on a cluster: from a recorded profile where there is one, otherwise
+from operations, bytes and links."""
+
+from __future__ import annotations
+
+import torch
+
+from piper.capture.program import Pass
+from piper.capture.saving import Remat
+from piper.cost.cluster import Cluster, Device, Way
+from piper.cost.communicating import collective_seconds, send_seconds
+from piper.cost.recorded import Recorded, work_of
+from piper.ir.dag import Collective, Compute, Dag, Node, Transfer, Update
+from piper.ir.facts import PassFacts
+from piper.lower.sizes import Sizes
+
+
+class Prices:
+    """Seconds, for one DAG on one cluster."""
+
+    def __init__(
+        self,
+        dag: Dag,
+        sizes: Sizes,
+        cluster: Cluster,
+        recorded: Recorded | None,
+        *,
+        dtype: torch.dtype,
+        fused: bool,
+        optimizer: float,
+    ) -> None:
+        """``dtype`` is what matrices are multiplied in; ``fused`` says whether a compiler fuses
+        the rest; ``optimizer`` is its state, in bytes for each byte it updates."""
+        self._dag, self._sizes, self._cluster = dag, sizes, cluster
+        self._recorded = recorded
+        self._dtype, self._fused, self._optimizer = dtype, fused, optimizer
+        self._computing: dict[tuple[object, ...], float] = {}
+        self._talking: dict[tuple[object, ...], float] = {}
+
+    def computing(self, node: Node, device: Device) -> float:
+        """Of a computation or an update, on each device of that kind."""
+        match node.op:
+            case Compute(chunk=chunk, which=which) as op:
+                key: tuple[object, ...] = chunk, which, len(node.devices), id(device)
+                if key not in self._computing:
+                    self._computing[key] = self._pass(op, len(node.devices), device)
+            case Update(bucket=bucket):
+                key = bucket, id(device)
+                if key not in self._computing:
+                    self._computing[key] = self._update(bucket, device)
+            case _:
+                raise AssertionError(f"{node.op} computes nothing")
+        return self._computing[key]
+
+    def talking(self, node: Node, way: Way) -> float:
+        """Of a communication."""
+        nbytes = self._sizes.moved(node)
+        kind = node.op.kind if isinstance(node.op, Collective) else None
+        key = kind, way, nbytes
+        if key not in self._talking:
+            self._talking[key] = self._communication(node, way, nbytes)
+        return self._talking[key]
+
+    def facts(self, node: Node) -> PassFacts:
+        """What is known of a computation, on each of its devices."""
+        return self._sizes.facts(node.compute, len(node.devices))
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes that a communication moves, of each of its devices."""
+        return self._sizes.moved(node)
+
+    def useful(self, node: Node) -> int:
+        """Operations of a computation on all its devices, without what is computed again."""
+        op = node.compute
+        group = len(node.devices)
+        model = self._sizes.models.get(group, self._dag.model)
+        passes = model.chunks[op.chunk].variants[Remat.NONE].passes
+        found = passes.get(op.which) or passes.get(Pass.B)
+        return found.flops * group if found else 0
+
+    def _pass(self, op: Compute, group: int, device: Device) -> float:
+        facts = self._sizes.facts(op, group)
+        if self._recorded is not None:
+            found = self._recorded.pass_seconds(work_of(self._dag, op, group), facts.flops)
+            if found is not None:
+                return found
+        moved = facts.moved_fused if self._fused else facts.moved
+        return device.seconds(facts.flops, moved, self._dtype)
+
+    def _update(self, bucket: int, device: Device) -> float:
+        found = self._dag.buckets[bucket]
+        updated = self._sizes.part(bucket, 1) * found.gradient.itemsize
+        if self._recorded is not None:
+            known = self._recorded.moved_seconds("update", 1, updated)
+            if known is not None:
+                return known
+        # reads gradients, parameters and state; writes parameters and state
+        return device.seconds(0, int(updated * (3 + 2 * self._optimizer)), self._dtype)
+
+    def _communication(self, node: Node, way: Way, nbytes: int) -> float:
+        name = node.op.kind.value if isinstance(node.op, Collective) else "send"
+        if self._recorded is not None:
+            known = self._recorded.moved_seconds(name, way.members, nbytes)
+            if known is not None:
+                return known
+        if isinstance(node.op, Collective):
+            return collective_seconds(node.op.kind, way, nbytes)
+        assert isinstance(node.op, Transfer)
+        return send_seconds(way, nbytes)

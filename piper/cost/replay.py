@@ -1,0 +1,246 @@
+"""Plans run in simulated time: streams in order, waits, meetings, and what is slowed by others.
+
+On a GPU the host runs ahead: an instruction starts when it is issued, its stream is free and what
+it waits for is done. On a CPU the host itself computes: nothing is issued while it computes or
+waits. A communication starts when all its parties have come to it. While several share a link, or
+a device computes and communicates, each goes on more slowly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from piper.cost.cluster import Sharing
+from piper.errors import PiperError
+
+
+@dataclass(slots=True)
+class Track:
+    """What one lane does: for each of its instructions but frees, in the order of its plan."""
+
+    streams: list[int]
+    """The number of the stream it runs on."""
+    waits: list[tuple[int, ...]]
+    """The instructions, by place in this track, that must be done before."""
+    seconds: list[float]
+    """What it takes if it computes."""
+    meetings: list[int]
+    """The number of the meeting if it communicates, otherwise -1."""
+    synchronous: bool
+    issue: float
+    start: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Meet:
+    """A communication of several lanes."""
+
+    seconds: float
+    parties: int
+    links: int
+    """Which links it uses, as bits."""
+    slows: float | None = None
+    """By how much it slows a computation beside it, if its stream has a share of the GPU."""
+
+
+def replay(tracks: Sequence[Track], meets: Sequence[Meet], sharing: Sharing) -> None:
+    """Fill in when every instruction starts and ends."""
+    _Replay(tracks, meets, sharing).run()
+
+
+_END, _RETRY, _HOST = range(3)
+
+
+class _Replay:
+    def __init__(self, tracks: Sequence[Track], meets: Sequence[Meet], sharing: Sharing) -> None:
+        self.tracks, self.meets, self.sharing = tracks, meets, sharing
+        self.now = 0.0
+        self.events: list[tuple[float, int, int, int, int]] = []
+        self.numbers = count()
+        sizes = [len(track.streams) for track in tracks]
+        for track, size in zip(tracks, sizes, strict=True):
+            track.start, track.end = [0.0] * size, [0.0] * size
+        self.left = [[len(waits) for waits in track.waits] for track in tracks]
+        self.followers: list[list[list[int]]] = [[[] for _ in range(size)] for size in sizes]
+        self.queues: list[dict[int, list[int]]] = []
+        for lane, track in enumerate(tracks):
+            queues: dict[int, list[int]] = {}
+            for i, (stream, waits) in enumerate(zip(track.streams, track.waits, strict=True)):
+                if not track.synchronous or track.meetings[i] >= 0:  # the host runs the others
+                    queues.setdefault(stream, []).append(i)
+                for other in waits:
+                    self.followers[lane][other].append(i)
+            self.queues.append({s: items[::-1] for s, items in queues.items()})
+        self.host = [0] * len(tracks)
+        self.held = [False] * len(tracks)
+        """Whether a synchronous host waits for something to be done."""
+        self.waiting = [[False] * size for size in sizes]
+        """Whether an instruction has come to its meeting."""
+        self.arrived: list[list[tuple[int, int]]] = [[] for _ in meets]
+        # What runs: meetings by their number, computations by numbers that follow those.
+        self.rest: dict[int, float] = {}
+        self.rate: dict[int, float] = {}
+        self.since: dict[int, float] = {}
+        self.version: dict[int, int] = {}
+        self.who: dict[int, list[tuple[int, int]]] = {}
+        self.talking: list[set[int]] = [set() for _ in tracks]
+        self.computing: list[set[int]] = [set() for _ in tracks]
+        self.shares = max(sharing.links, sharing.compute, sharing.communication) > 0
+        self.done = 0
+
+    def run(self) -> None:
+        for lane, track in enumerate(self.tracks):
+            if track.synchronous:
+                self.advance(lane)
+            else:
+                for stream in self.queues[lane]:
+                    self.try_head(lane, stream)
+        while self.events:
+            self.now, _, kind, a, b = heapq.heappop(self.events)
+            if kind == _END:
+                if self.version.get(a) == b:
+                    self.finish(a)
+            elif kind == _RETRY:
+                self.try_head(a, b)
+            else:
+                self.advance(a)
+        total = sum(len(track.streams) for track in self.tracks)
+        if self.done != total:
+            raise PiperError(f"the plans stop after {self.done} of {total} instructions")
+
+    def push(self, at: float, kind: int, a: int, b: int) -> None:
+        heapq.heappush(self.events, (at, next(self.numbers), kind, a, b))
+
+    def advance(self, lane: int) -> None:
+        """A synchronous host issues what comes next."""
+        track = self.tracks[lane]
+        while self.host[lane] < len(track.streams):
+            i = self.host[lane]
+            if self.left[lane][i]:
+                self.held[lane] = True
+                return
+            self.host[lane] += 1
+            if track.meetings[i] < 0:
+                self.compute(lane, i)
+                return
+            self.try_head(lane, track.streams[i])
+            if track.issue:
+                self.push(self.now + track.issue, _HOST, lane, 0)
+                return
+
+    def try_head(self, lane: int, stream: int) -> None:
+        """Start the first instruction of a stream, if it can."""
+        queue = self.queues[lane][stream]
+        if not queue:
+            return
+        i = queue[-1]
+        track = self.tracks[lane]
+        if self.left[lane][i] or self.waiting[lane][i]:
+            return
+        if track.synchronous:
+            if i >= self.host[lane]:
+                return
+        elif self.now < i * track.issue:
+            self.push(i * track.issue, _RETRY, lane, stream)
+            return
+        meeting = track.meetings[i]
+        self.waiting[lane][i] = True
+        if meeting < 0:
+            self.compute(lane, i)
+            return
+        arrived = self.arrived[meeting]
+        arrived.append((lane, i))
+        if len(arrived) == self.meets[meeting].parties:
+            self.begin(meeting, self.meets[meeting].seconds, arrived)
+
+    def compute(self, lane: int, i: int) -> None:
+        task = len(self.meets) + next(self.numbers)
+        self.begin(task, self.tracks[lane].seconds[i], [(lane, i)])
+
+    def begin(self, task: int, seconds: float, who: list[tuple[int, int]]) -> None:
+        self.who[task] = who
+        for lane, i in who:
+            self.tracks[lane].start[i] = self.now
+            (self.talking if task < len(self.meets) else self.computing)[lane].add(task)
+        self.rest[task], self.since[task], self.version[task] = seconds, self.now, 0
+        self.rate[task] = 0.0
+        if self.shares:
+            self.settle(who)
+        else:
+            self.rate[task] = 1.0
+            self.push(self.now + seconds, _END, task, 0)
+
+    def settle(self, who: list[tuple[int, int]]) -> None:
+        """Find the new pace of all that run on these lanes."""
+        affected: set[int] = set()
+        for lane, _ in who:
+            affected |= self.talking[lane]
+            affected |= self.computing[lane]
+        for task in sorted(affected):
+            pace = 1 / self.slowness(task)
+            if pace == self.rate[task]:
+                continue
+            self.rest[task] -= (self.now - self.since[task]) * self.rate[task]
+            self.since[task], self.rate[task] = self.now, pace
+            self.version[task] += 1
+            self.push(self.now + max(0.0, self.rest[task]) / pace, _END, task, self.version[task])
+
+    def slowness(self, task: int) -> float:
+        """How many times as long something takes now, beside what else runs."""
+        sharing = self.sharing
+        if task >= len(self.meets):
+            ((lane, _),) = self.who[task]
+            beside = [self.meets[m].slows for m in self.talking[lane]]
+            each = [sharing.compute if slows is None else slows for slows in beside]
+            return 1 + max(each, default=0.0)
+        mine = self.meets[task]
+        worst = 0.0
+        for lane, _ in self.who[task]:
+            others = sum(
+                1 for m in self.talking[lane] if m != task and self.meets[m].links & mine.links
+            )
+            slower = sharing.links * others
+            if self.computing[lane] and mine.slows is None:
+                slower += sharing.communication
+            worst = max(worst, slower)
+        return 1 + worst
+
+    def finish(self, task: int) -> None:
+        who = self.who.pop(task)
+        meeting = task < len(self.meets)
+        for table in (self.rest, self.rate, self.since, self.version):
+            del table[task]
+        for lane, _ in who:
+            (self.talking if meeting else self.computing)[lane].discard(task)
+        if self.shares:
+            self.settle(who)
+        for lane, i in who:
+            track = self.tracks[lane]
+            track.end[i] = self.now
+            self.done += 1
+            if meeting or not track.synchronous:
+                self.queues[lane][track.streams[i]].pop()
+        for lane, i in who:
+            self.release(lane, i, meeting)
+
+    def release(self, lane: int, i: int, meeting: bool) -> None:
+        """What an instruction that is over lets go on."""
+        track = self.tracks[lane]
+        left = self.left[lane]
+        for following in self.followers[lane][i]:
+            left[following] -= 1
+            if not track.synchronous and left[following] == 0:
+                self.try_head(lane, track.streams[following])
+        if meeting or not track.synchronous:
+            self.try_head(lane, track.streams[i])
+        if not track.synchronous:
+            return
+        if not meeting:
+            self.advance(lane)
+        elif self.held[lane] and left[self.host[lane]] == 0:
+            self.held[lane] = False
+            self.advance(lane)

@@ -1,0 +1,243 @@
+"""``simulate``: a program's plans run on a cluster that need not exist.
+
+What comes out is a ``Simulation``: the time of a step, and of everything in it, for each lane of
+devices that take the same time for everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from piper.capture.codegen import Eager
+from piper.cost.cluster import Cluster
+from piper.cost.lanes import Lane, Lanes, lanes_of
+from piper.cost.prices import Prices
+from piper.cost.recorded import Recorded
+from piper.cost.replay import Meet, Track, replay
+from piper.errors import PiperError
+from piper.ir.dag import Compute, StreamRule
+from piper.ir.text import group_text
+from piper.lower.plan import COMMUNICATING, Verb, awaited
+from piper.lower.sizes import Sizes
+from piper.view.busy import Busy, busy_of
+from piper.view.runs import Run
+from piper.view.shown import Shown
+from piper.view.spans import Spans, run_of
+from piper.view.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from piper.program import Program
+
+
+@dataclass(frozen=True)
+class Simulation(Shown):
+    """A simulated step."""
+
+    program: Program = field(repr=False)
+    cluster: Cluster = field(repr=False)
+    lanes: tuple[Lane, ...] = field(repr=False)
+    spans: tuple[Spans, ...] = field(repr=False)
+    """When each instruction starts and ends, by lane."""
+    flops: int
+    """Operations of a step, on all devices, without what is computed again."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the begin of the step to its end."""
+        return max((max(row.end) for row in self.spans if row.end), default=0.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Elements of the first input: tokens, for a language model."""
+        first = next(x for x in self.program.example.leaves if isinstance(x, torch.Tensor))
+        return first.numel() / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The share of what the devices could compute at best that the model needs."""
+        dtype = _dtype(self.program)
+        peaks = (self.cluster.device(d).peak(dtype) for d in self.program.devices)
+        return self.flops / (self.seconds * sum(peaks))
+
+    @cached_property
+    def busy(self) -> tuple[Busy, ...]:
+        """How each lane spends the step."""
+        plans = self.program.plans
+        rows = zip(self.lanes, self.spans, strict=True)
+        return tuple(busy_of(plans[lane.plan], spans, self.seconds) for lane, spans in rows)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which a device computes nothing, on average."""
+        return self._mean([one.idle for one in self.busy]) / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which a device communicates and computes nothing, on average."""
+        return self._mean([one.exposed for one in self.busy])
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return max(memory.peak for memory in self.program.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory it needs."""
+        rows = zip(self.program.plans, self.program.memory, strict=True)
+        return all(m.peak <= self.cluster.device(d).memory for p, m in rows for d in p.devices)
+
+    def memory(self, device: int) -> tuple[tuple[float, int], ...]:
+        """Bytes that a device holds, from a moment on."""
+        for lane, spans in zip(self.lanes, self.spans, strict=True):
+            if device in lane.devices:
+                return spans.memory(self.program.memory[lane.plan].over_time)
+        raise PiperError(f"the program has no device {device}")
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The figures, to be read."""
+        return {
+            "step": seconds_text(self.seconds),
+            "tokens/s": f"{self.tokens_per_second:,.0f}",
+            "MFU": f"{self.mfu:.1%}",
+            "bubble": f"{self.bubble:.1%}",
+            "exposed communication": seconds_text(self.exposed),
+            "peak memory": bytes_text(self.peak) + ("" if self.fits else " (too much)"),
+            "devices": str(len(self.program.devices)),
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """The figures as plain data."""
+        return {
+            "cluster": self.cluster.name,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "exposed_communication_seconds": self.exposed,
+            "peak_bytes": self.peak,
+            "fits": self.fits,
+            "devices": len(self.program.devices),
+            "lanes": [
+                {
+                    "devices": list(lane.devices),
+                    "compute_seconds": busy.computing,
+                    "communication_seconds": busy.communicating,
+                    "exposed_communication_seconds": busy.exposed,
+                    "idle_seconds": busy.idle,
+                    "peak_bytes": self.program.memory[lane.plan].peak,
+                    "memory_bytes": self.cluster.device(lane.devices[0]).memory,
+                }
+                for lane, busy in zip(self.lanes, self.busy, strict=True)
+            ],
+        }
+
+    def run(self, title: str | None = None) -> Run:
+        """The step as pictures need it."""
+        return run_of(
+            self.program,
+            [(f"device {group_text(lane.devices)}", lane.plan) for lane in self.lanes],
+            self.spans,
+            title=title or f"simulated on {self.cluster.name}",
+            facts=self.facts,
+            limits=[self.cluster.device(lane.devices[0]).memory for lane in self.lanes],
+        )
+
+    def __str__(self) -> str:
+        head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
+        rows = []
+        for lane, busy in zip(self.lanes, self.busy, strict=True):
+            shares = [busy.computing, busy.exposed, busy.idle - busy.exposed]
+            computes, exposed, waits = (x / self.seconds for x in shares)
+            rows.append(
+                f"  device {group_text(lane.devices)}: computes {computes:.1%}, communicates "
+                f"meanwhile uncovered {exposed:.1%}, waits {waits:.1%}"
+            )
+        return "\n".join([head, *rows])
+
+    def _mean(self, figures: Sequence[float]) -> float:
+        """Over all devices."""
+        weighed = sum(x * len(lane.devices) for x, lane in zip(figures, self.lanes, strict=True))
+        return weighed / sum(len(lane.devices) for lane in self.lanes)
+
+
+def simulate(program: Program, cluster: Cluster, recorded: Recorded | None = None) -> Simulation:
+    """Run the plans of ``program`` on ``cluster``; what was ``recorded`` is taken from there."""
+    if not isinstance(cluster, Cluster):
+        raise PiperError(f"cluster={cluster!r} must be a piper.Cluster")
+    if not isinstance(recorded, Recorded | None):
+        raise PiperError(f"recorded={recorded!r} must be piper.Recorded, or None")
+    cluster.refuse_smaller(program.devices)
+    dag = program.dag
+    prices = Prices(
+        dag,
+        Sizes(dag, program.models),
+        cluster,
+        recorded,
+        dtype=_dtype(program),
+        fused=not isinstance(program.compiler, Eager),
+        optimizer=program.settings.optimizer.state,
+    )
+    lanes = lanes_of(program.plans, cluster)
+    tracks, places = _tracks(program, lanes, cluster, prices)
+    spans = tuple(
+        Spans(tuple(row), tuple(track.start), tuple(track.end))
+        for row, track in zip(places, tracks, strict=True)
+    )
+    flops = sum(prices.useful(node) for node in dag.nodes if isinstance(node.op, Compute))
+    return Simulation(program, cluster, lanes.lanes, spans, flops)
+
+
+def _tracks(
+    program: Program, lanes: Lanes, cluster: Cluster, prices: Prices
+) -> tuple[list[Track], list[list[int]]]:
+    """The tracks of all lanes, run; and for each the places in the plan of its instructions."""
+    meets: list[Meet] = []
+    numbers: dict[tuple[int, frozenset[object]], int] = {}
+    waits = [awaited(plan) for plan in program.plans]
+    tracks, places = [], []
+    for number, lane in enumerate(lanes.lanes):
+        plan = program.plans[lane.plan]
+        device = cluster.device(lane.devices[0])
+        streams: dict[str, int] = {}
+        track = Track([], [], [], [], device.synchronous, device.issue)
+        mine: list[int] = []
+        at: dict[int, int] = {}
+        for place, x in enumerate(plan.instructions):
+            if x.verb is Verb.FREE:
+                continue
+            node = program.dag.nodes[x.node]
+            at[place] = len(mine)
+            mine.append(place)
+            track.streams.append(streams.setdefault(x.stream, len(streams)))
+            track.waits.append(tuple(at[w] for w in waits[lane.plan][place]))
+            if x.verb not in COMMUNICATING:
+                track.seconds.append(prices.computing(node, device))
+                track.meetings.append(-1)
+                continue
+            parties, way = lanes.meeting(number, x)
+            key = x.node, frozenset[object](parties)
+            if key not in numbers:
+                numbers[key] = len(meets)
+                rule = program.streams.get(node.stream, StreamRule())
+                slows = min(1.0, rule.sms / device.sms) if rule.sms and device.sms else None
+                links = 2 if way.outside else 1
+                meets.append(Meet(prices.talking(node, way), len(parties), links, slows))
+            track.seconds.append(0.0)
+            track.meetings.append(numbers[key])
+        tracks.append(track)
+        places.append(mine)
+    replay(tracks, meets, cluster.sharing)
+    return tracks, places
+
+
+def _dtype(program: Program) -> torch.dtype:
+    """What matrices are multiplied in."""
+    floats = [s.dtype for s in program.code.parameters.values() if s.dtype.is_floating_point]
+    return max(set(floats), key=floats.count) if floats else torch.float32

@@ -1,0 +1,88 @@
+"""A job: all that is trained, but not how it is divided. The command line reads it from a script.
+
+A script defines ``job``, a ``Job`` or a function that makes one:
+
+    def job() -> piper.Job:
+        x, y = ...
+        return piper.Job(model, inputs=(x,), targets=(y,), loss=loss, optimizer=adamw)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper.capture.export import Loss
+from piper.compiler import compile
+from piper.errors import PiperError
+from piper.lower.schedule import Costs
+from piper.optimizer import OptimizerFactory, SchedulerFactory
+from piper.program import Program
+from piper.strategy import Strategy
+from piper.weights import Init
+
+Batches = Callable[[], Iterable[Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ``piper.compile`` takes, and the data to train on."""
+
+    model: nn.Module
+    inputs: Sequence[Any] | Mapping[str, Any]
+    targets: Sequence[Any] = ()
+    loss: Loss | None = None
+    optimizer: OptimizerFactory | None = None
+    scheduler: SchedulerFactory | None = None
+    tags: Mapping[str, str] | None = None
+    init: Init | None = None
+    batches: Batches | None = None
+    """Makes the batches, each ``(*inputs, *targets)``; without it, training goes on with the
+    example."""
+    strategy: Strategy | None = None
+    """The strategy, if none is named when the job is run."""
+    compiler: str = "eager"
+    device: torch.device | str | None = None
+    precision: str = "fp32"
+    remat: str | None = None
+    clip_norm: float | None = None
+    memory_limit: int | None = None
+    costs: Costs | None = None
+    seed: int = 0
+
+    def compile(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        memory_limit: int | None = None,
+        costs: Costs | None = None,
+    ) -> Program:
+        """The job under ``strategy``, or its own; what is given here goes before the job's own."""
+        chosen = strategy or self.strategy
+        if chosen is None:
+            raise PiperError("the job has no strategy: name one, or give it one (Job(strategy=))")
+        if self.loss is None:
+            raise PiperError("the job has no loss: give it one, Job(loss=)")
+        return compile(
+            self.model,
+            chosen,
+            inputs=self.inputs,
+            targets=self.targets,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            tags=self.tags,
+            init=self.init,
+            compiler=self.compiler,
+            device=self.device,
+            precision=self.precision,
+            remat=self.remat,
+            clip_norm=self.clip_norm,
+            memory_limit=memory_limit if memory_limit is not None else self.memory_limit,
+            costs=costs or self.costs,
+            seed=self.seed,
+        )

@@ -1,0 +1,546 @@
+// The page of the DAG: which step, which groups are open, what is chosen, and drawing it as SVG.
+
+const dag = readDag(readData());
+const SVG = 'http://www.w3.org/2000/svg';
+
+const state = {
+  step: dag.steps.length - 1, levels: GROUPINGS[0], open: new Set(), compare: false, order: true,
+  chosen: null, // { step, at } or { step, group }
+  matches: [], current: -1, query: '',
+  said: '', // what the last action could not do
+  x: 0, y: 0, k: 1, // the drawing moved and enlarged
+  most: 600, // boxes at once: more cannot be read, and slow the browser down
+};
+const panes = {
+  before: { figure: byId('before'), svg: byId('before').querySelector('svg'), boxes: new Map(), edges: [] },
+  after: { figure: byId('after'), svg: byId('after').querySelector('svg'), boxes: new Map(), edges: [] },
+};
+
+function draw(tag, attributes = {}, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(name, value);
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+// What is shown
+
+const now = () => dag.steps[state.step];
+const earlier = () => dag.steps[state.step - 1];
+const shownPanes = () => (state.compare && earlier() ? ['before', 'after'] : ['after']);
+
+function show({ refit = false } = {}) {
+  const both = shownPanes().length === 2;
+  byId('before').hidden = !both;
+  let kept = false;
+  for (const name of shownPanes()) kept = render(name) || kept;
+  byId('compare').disabled = !earlier();
+  showSteps();
+  showNote(kept);
+  showFacts();
+  if (refit) fit();
+  else transform();
+  mark();
+}
+
+/** Draw one pane; whether some group stayed closed for lack of room. */
+function render(name) {
+  const pane = panes[name], step = name === 'before' ? earlier() : now();
+  const marks = name === 'before' ? now().diff.before : now().diff?.after ?? null;
+  const tree = treeOf(dag, step, state.levels, state.open, state.most);
+  const leaves = leavesOf(tree.root), edges = edgesOf(dag, step, leaves);
+  const { width, height } = panes.after.svg.getBoundingClientRect();
+  const page = { w: Math.max(width - 48, 100), h: Math.max(height - 56, 100) };
+  pane.size = layOut(tree, edges, graphOf(dag, step).depth, page);
+  Object.assign(pane, { step, tree, marks, leaves, boxes: new Map(), edges: [] });
+  const under = draw('g'), lines = draw('g'), over = draw('g');
+  frames(pane, tree.root, under);
+  for (const edge of edges) if (edge.values || state.order) lines.append(...edgeDrawn(pane, edge));
+  for (const leaf of leaves) over.append(boxDrawn(pane, leaf));
+  const arrow = draw('marker', { id: `arrow-${name}`, viewBox: '0 0 8 8', refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: 'userSpaceOnUse', orient: 'auto-start-reverse' },
+    draw('path', { d: 'M0,0.5L8,4L0,7.5z', class: 'arrow' }));
+  pane.world = draw('g', {}, under, lines, over);
+  pane.svg.replaceChildren(draw('defs', {}, arrow), pane.world);
+  const what = name === 'before' ? 'Before' : both() ? 'After' : 'Step';
+  pane.figure.querySelector('figcaption').replaceChildren(el('b', {}, what), ` ${step.label} · ${count(step.size)} nodes`);
+  return tree.kept;
+}
+
+const both = () => shownPanes().length === 2;
+
+/** Frames around the groups that are open. */
+function frames(pane, group, into) {
+  for (const part of group.parts) {
+    if (!part.open) continue;
+    const head = draw('g', { class: 'head' },
+      draw('rect', { x: part.x, y: part.y, width: part.w, height: HEAD }),
+      draw('text', { x: part.x + INSET, y: part.y + 18 }, `▾ ${shortTo(part.label, part.w - 30)}`));
+    const drawn = draw('g', { class: 'container', tabindex: 0, role: 'button', 'aria-expanded': 'true', 'aria-label': `${part.label}, ${count(part.members.length)} nodes, open` },
+      draw('rect', { class: 'frame', x: part.x, y: part.y, width: part.w, height: part.h, rx: 8 }), head);
+    activate(drawn, () => close(part), head);
+    pane.boxes.set(part.path, { part, drawn });
+    into.append(drawn);
+    frames(pane, part, into);
+  }
+}
+
+function boxDrawn(pane, leaf) {
+  const group = leaf.kind === 'group';
+  const effect = pane.marks ? effectIn(leaf, pane.marks) : null;
+  const touched = effect && Object.keys(effect).filter((name) => effect[name]);
+  const status = !touched?.length ? '' : touched.length === 1 ? ` is-${touched[0]}` : ' is-changed';
+  const title = group ? leaf.label : labelOf(pane.step, leaf);
+  const under = group ? `${count(leaf.members.length)} nodes` : placeOf(pane.step, leaf.at);
+  const said = group ? `${title}, ${under}, closed` : textOf(dag, pane.step, leaf.at, 'name');
+  const drawn = draw('g', { class: `item ${leaf.kind}${status}`, tabindex: 0, role: 'button', transform: `translate(${leaf.x},${leaf.y})`, 'aria-expanded': group ? 'false' : null, 'aria-label': said },
+    draw('title', {}, group ? said : `#${leaf.at} ${said}`),
+    group ? draw('rect', { class: 'back', x: 4, y: 4, width: leaf.w, height: leaf.h, rx: 6 }) : null,
+    draw('rect', { class: 'box', width: leaf.w, height: leaf.h, rx: 6 }),
+    stripe(pane.step, leaf),
+    draw('text', { x: 14, y: group ? 21 : 18 }, shortTo(title, leaf.w - 24)),
+    draw('text', { class: 'small', x: 14, y: group ? 38 : 33 }, shortTo(under, leaf.w - 24 - (effect ? 50 : 0))),
+    effect ? draw('text', { class: 'effect', x: leaf.w - 10, y: group ? 38 : 33 }, signs(effect, group)) : null);
+  activate(drawn, () => (group ? open(leaf, pane) : choose({ step: pane.step.number, at: leaf.at })));
+  pane.boxes.set(leaf.path, { part: leaf, drawn });
+  return drawn;
+}
+
+/** The kinds of a box's nodes as a bar at its left, each as high as its share. */
+function stripe(step, leaf) {
+  const tally = new Map();
+  for (const at of leaf.members) { const kind = textOf(dag, step, at, 'kind'); tally.set(kind, (tally.get(kind) ?? 0) + 1); }
+  const kinds = [...tally].sort((a, b) => rank(a[0]) - rank(b[0])), room = leaf.h - 12;
+  let y = 6;
+  return kinds.map(([kind, n]) => {
+    const high = (n / leaf.members.length) * room;
+    const part = draw('rect', { x: 5, y, width: 4, height: high, fill: KIND_COLOURS[kind] ?? OTHER });
+    y += high;
+    return part;
+  });
+}
+
+function signs(effect, group) {
+  return [['added', '+'], ['changed', '±'], ['removed', '−']].filter(([name]) => effect[name])
+    .map(([name, sign], i) => draw('tspan', { class: name }, `${i ? ' ' : ''}${sign}${group ? count(effect[name]) : ''}`));
+}
+
+/** A node by its kind and those tags that no group around it has said. */
+function labelOf(step, leaf) {
+  const path = leaf.parent.path;
+  const tags = tagsOf(dag, step, leaf.at).filter(([name, value]) => name !== 'PASS' && !path.split('/').some((part) => part.split(', ').includes(`${name} ${value}`)));
+  const kind = textOf(dag, step, leaf.at, 'kind');
+  return tags.length ? `${kind} ${tags.map(([name, value]) => `${name} ${value}`).join(' ')}` : textOf(dag, step, leaf.at, 'name');
+}
+
+function placeOf(step, at) {
+  const devices = textOf(dag, step, at, 'devices'), stream = textOf(dag, step, at, 'stream');
+  return [`#${at}`, devices && `@${devices}`, stream !== 'compute' && stream].filter(Boolean).join(' · ');
+}
+
+const shortTo = (text, room) => (text.length * 6 <= room ? text : text.slice(0, Math.max(1, Math.floor(room / 6) - 1)) + '…');
+
+function edgeDrawn(pane, edge) {
+  const { path, x, y } = curve(edge.source, edge.target);
+  const many = edge.values + (state.order ? edge.orders : 0);
+  const said = [edge.values && `${count(edge.values)} values, ${bytes(edge.size)}`, edge.orders && `${count(edge.orders)} by order`].filter(Boolean).join('; ');
+  const line = draw('path', { class: `edge${edge.values ? '' : ' order'}${edge.source.parent === edge.target.parent ? '' : ' far'}`, d: path, 'stroke-width': 1 + Math.min(Math.log2(many) / 3, 2.5), 'marker-end': `url(#arrow-${pane === panes.before ? 'before' : 'after'})` }, draw('title', {}, said));
+  pane.edges.push({ edge, line });
+  return many > 1 ? [line, draw('text', { class: 'times', x, y: y + 3 }, `×${count(many)}`)] : [line];
+}
+
+/** Click, Enter or Space on a drawn thing; `target` is the part of it that is clicked. */
+function activate(drawn, action, target = drawn) {
+  target.addEventListener('click', () => { if (!moved) action(); });
+  drawn.addEventListener('keydown', (event) => {
+    if (event.key !== 'Enter' && event.key !== ' ') return;
+    event.preventDefault();
+    event.stopPropagation();
+    action();
+  });
+}
+
+// Groups
+
+function open(group, pane) {
+  const parts = partsOf(dag, pane.step, group, state.levels).length;
+  if (pane.tree.shown - 1 + parts > state.most) {
+    state.said = `${group.label} has ${count(parts)} parts, and ${count(state.most)} boxes are shown at once: close other groups first, or press x to close all.`;
+    showNote(false);
+    return;
+  }
+  state.open.add(group.path);
+  state.said = '';
+  show();
+  refocus(group.path);
+  announce(`${group.label} open, ${count(parts)} parts`);
+}
+
+function close(group) {
+  for (const path of [...state.open]) if (path === group.path || path.startsWith(`${group.path}/`)) state.open.delete(path);
+  state.said = '';
+  show();
+  refocus(group.path);
+  announce(`${group.label} closed`);
+}
+
+function refocus(path) {
+  panes.after.boxes.get(path)?.drawn.focus();
+}
+
+/** Open everything, level by level, until no more fits. */
+function openAll() {
+  state.said = '';
+  const step = now(), probe = new Set(state.open);
+  for (let grown = true; grown;) {
+    grown = false;
+    const tree = treeOf(dag, step, state.levels, probe, state.most);
+    const closed = leavesOf(tree.root).filter((leaf) => leaf.kind === 'group' && !probe.has(leaf.path));
+    const more = closed.reduce((sum, leaf) => sum + partsOf(dag, step, leaf, state.levels).length - 1, tree.shown);
+    if (closed.length && more <= state.most) { closed.forEach((leaf) => probe.add(leaf.path)); grown = true; }
+    else if (closed.length) state.said = `The next level has ${count(more)} boxes, and ${count(state.most)} are shown at once: open single groups instead.`;
+  }
+  state.open = probe;
+  show({ refit: true });
+}
+
+function closeAll() {
+  state.open.clear();
+  state.said = '';
+  show({ refit: true });
+}
+
+/** Open the groups around a node; only these, if all together would be too many. */
+function reveal(step, at) {
+  const paths = [];
+  const root = treeOf(dag, step, state.levels, new Set(), state.most).root;
+  for (let group = root; ;) {
+    const part = partsOf(dag, step, group, state.levels).find((one) => one.members.includes(at));
+    if (!part || part.kind === 'node') break;
+    paths.push(part.path);
+    group = part;
+  }
+  const all = new Set([...state.open, ...paths]);
+  state.open = treeOf(dag, step, state.levels, all, state.most).kept ? new Set(paths) : all;
+}
+
+// Steps
+
+function go(step) {
+  state.step = Math.min(Math.max(step, 0), dag.steps.length - 1);
+  state.chosen = null;
+  state.said = '';
+  find(state.query);
+  show({ refit: true });
+  details();
+  const { label, diff } = now();
+  showCurrent();
+  announce(`Step ${state.step}: ${label}${diff ? `; ${effectText(diff.counts)}` : ''}`);
+}
+
+function showSteps() {
+  byId('where').textContent = `Step ${state.step} of ${dag.steps.length - 1}`;
+  byId('slider').value = state.step;
+  byId('steps').querySelectorAll('button').forEach((button, i) => {
+    if (i === state.step) button.setAttribute('aria-current', 'step');
+    else button.removeAttribute('aria-current');
+  });
+}
+
+const showCurrent = () => byId('steps').querySelector('[aria-current]').scrollIntoView({ block: 'nearest' });
+
+function listSteps() {
+  byId('slider').max = dag.steps.length - 1;
+  byId('steps').append(...dag.steps.map((step, i) => {
+    const effect = step.diff ? effectOf(step.diff.counts) : [];
+    const said = [effect.length ? effect : null, ...step.notes].filter(Boolean);
+    const shown = said.flatMap((part, n) => (n ? [' · ', part] : [part]));
+    return el('li', {}, el('button', { onclick: () => go(i), title: step.label.length > 60 ? step.label.slice(0, 600) : null },
+      el('span', { class: 'place' }, String(i)), el('span', { class: 'directive' }, step.label.slice(0, 300)),
+      el('span', { class: 'effect' }, shown.length ? shown : i ? 'no node changed' : `${count(step.size)} nodes`)));
+  }));
+}
+
+function showFacts() {
+  const counts = now().diff?.counts;
+  const facts = [['Nodes', count(now().size)], ['Steps', count(dag.steps.length)], ...(counts ? [['Added', count(counts.added)], ['Changed', count(counts.changed)], ['Removed', count(counts.removed)]] : [])];
+  byId('facts').replaceChildren(...facts.map(([name, figure]) => el('div', {}, el('dt', {}, name), el('dd', { class: counts ? name.toLowerCase() : null }, figure))));
+}
+
+/** Why not everything is open. */
+function showNote(kept) {
+  const begin = now().size > state.most && !state.open.size;
+  const text = state.said
+    || (kept && `More than ${count(state.most)} boxes would be open here: some groups stay closed.`)
+    || (begin && `${count(now().size)} nodes begin in closed groups: click one to open it. At most ${count(state.most)} boxes are shown at once.`)
+    || '';
+  byId('note').textContent = text;
+  byId('note').hidden = !text;
+}
+
+// The chosen one
+
+function choose(chosen, { focus = false } = {}) {
+  state.chosen = chosen;
+  details();
+  mark();
+  if (!chosen) return;
+  announce(`#${chosen.at} ${textOf(dag, dag.steps[chosen.step], chosen.at, 'name')}`);
+  if (focus) centre(chosen);
+}
+
+function details() {
+  const { chosen } = state;
+  const pane = panes.after;
+  if (!chosen) {
+    const whole = groupDetails(dag, now(), pane.tree.root, now().diff?.counts ?? null);
+    byId('details').replaceChildren(...whole, el('p', { class: 'quiet hint' }, 'Click a group to open it and a node to see what is known of it; ? lists all keys.'));
+    return;
+  }
+  byId('details').replaceChildren(...nodeDetails(dag, dag.steps[chosen.step], chosen.at, (at) => jump(chosen.step, at)));
+}
+
+function jump(step, at) {
+  reveal(dag.steps[step], at);
+  show();
+  choose({ step, at }, { focus: true });
+}
+
+const boxOf = (pane, at) => pane.leaves.find((leaf) => leaf.members.includes(at));
+
+/** Bring a node's box into the middle. */
+function centre({ step, at }) {
+  const name = shownPanes().find((one) => panes[one].step.number === step);
+  const box = name && boxOf(panes[name], at);
+  if (!box) return;
+  const { width, height } = panes[name].svg.getBoundingClientRect();
+  state.k = Math.max(state.k, 0.8);
+  state.x = width / 2 - (box.x + box.w / 2) * state.k;
+  state.y = height / 2 - (box.y + box.h / 2) * state.k;
+  transform();
+}
+
+/** Mark what is chosen and found, and the edges of what is chosen. */
+function mark() {
+  for (const name of shownPanes()) {
+    const pane = panes[name];
+    const mine = state.chosen && state.chosen.step === pane.step.number ? boxOf(pane, state.chosen.at) : null;
+    const found = name === 'after' ? new Set(state.matches) : new Set();
+    for (const { part, drawn } of pane.boxes.values()) {
+      if (part.open) continue;
+      const hit = found.size > 0 && part.members.some((at) => found.has(at));
+      drawn.classList.toggle('is-chosen', part === mine);
+      drawn.classList.toggle('is-found', hit);
+      drawn.classList.toggle('dim', name === 'after' && state.query !== '' && !hit);
+    }
+    for (const { edge, line } of pane.edges) line.classList.toggle('near', mine !== null && (edge.source === mine || edge.target === mine));
+  }
+}
+
+// Search
+
+function find(query) {
+  state.query = query.trim().toLowerCase();
+  state.current = -1;
+  const step = now(), number = /^#(\d+)$/.exec(state.query);
+  const good = dag.strings.map((text) => text.toLowerCase().includes(state.query));
+  const has = (at) => ['name', 'kind', 'devices', 'stream', 'made_by'].some((column) => good[dag.nodes[column][step.nodes[at]]])
+    || tagText(tagsOf(dag, step, at)).toLowerCase().includes(state.query);
+  const all = Array.from({ length: step.size }, (_, at) => at);
+  state.matches = !state.query ? [] : number ? all.filter((at) => at === Number(number[1])) : all.filter(has);
+  showCount();
+}
+
+function showCount() {
+  const { matches, current, query } = state;
+  byId('matches').textContent = !query ? '' : current < 0 ? `${count(matches.length)} found` : `${count(current + 1)} of ${count(matches.length)}`;
+}
+
+function cycle(by) {
+  const { matches } = state;
+  if (!matches.length) return;
+  state.current = state.current < 0 ? (by > 0 ? 0 : matches.length - 1) : (state.current + by + matches.length) % matches.length;
+  showCount();
+  jump(state.step, matches[state.current]);
+}
+
+// Moving and zooming: both panes together
+
+function transform() {
+  for (const name of shownPanes()) panes[name].world.setAttribute('transform', `translate(${state.x},${state.y}) scale(${state.k})`);
+}
+
+function fit() {
+  const sizes = shownPanes().map((name) => panes[name].size), box = panes.after.svg.getBoundingClientRect();
+  const w = Math.max(...sizes.map((size) => size.w), 1), h = Math.max(...sizes.map((size) => size.h), 1);
+  state.k = Math.min(Math.max(Math.min((box.width - 48) / w, (box.height - 56) / h), 0.02), 1.25);
+  state.x = Math.max(24, (box.width - w * state.k) / 2);
+  state.y = Math.max(24, (box.height - h * state.k) / 2 - 12);
+  transform();
+}
+
+function zoom(factor, x, y) {
+  const box = panes.after.svg.getBoundingClientRect();
+  const [cx, cy] = [x ?? box.width / 2, y ?? box.height / 2];
+  const k = Math.min(Math.max(state.k * factor, 0.02), 4);
+  state.x = cx - ((cx - state.x) * k) / state.k;
+  state.y = cy - ((cy - state.y) * k) / state.k;
+  state.k = k;
+  transform();
+}
+
+function pan(dx, dy) {
+  state.x += dx;
+  state.y += dy;
+  transform();
+}
+
+let drag = null, moved = false;
+const fingers = new Map();
+
+for (const { svg } of Object.values(panes)) {
+  svg.addEventListener('wheel', (event) => {
+    event.preventDefault();
+    const box = svg.getBoundingClientRect();
+    if (event.shiftKey) pan(-(event.deltaY || event.deltaX), 0);
+    else zoom(Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.0015)), event.clientX - box.left, event.clientY - box.top);
+  }, { passive: false });
+  svg.addEventListener('pointerdown', (event) => {
+    if (event.button !== 0) return;
+    fingers.set(event.pointerId, event);
+    drag = { x: event.clientX, y: event.clientY };
+    moved = false;
+  });
+  svg.addEventListener('pointermove', (event) => {
+    if (!fingers.has(event.pointerId)) return;
+    if (fingers.size === 2) return pinch(svg, event);
+    if (!moved && Math.hypot(event.clientX - drag.x, event.clientY - drag.y) < 4) return undefined;
+    if (!moved) svg.setPointerCapture(event.pointerId);
+    moved = true;
+    svg.classList.add('pan');
+    pan(event.clientX - drag.x, event.clientY - drag.y);
+    drag = { x: event.clientX, y: event.clientY };
+    return undefined;
+  });
+  for (const type of ['pointerup', 'pointercancel', 'pointerleave']) {
+    svg.addEventListener(type, (event) => { fingers.delete(event.pointerId); svg.classList.remove('pan'); });
+  }
+  svg.addEventListener('dblclick', (event) => { if (event.target === svg) fit(); });
+}
+
+function pinch(svg, event) {
+  const other = [...fingers.values()].find((one) => one.pointerId !== event.pointerId), was = fingers.get(event.pointerId);
+  const far = (one) => Math.max(Math.hypot(one.clientX - other.clientX, one.clientY - other.clientY), 8);
+  const box = svg.getBoundingClientRect();
+  zoom(far(event) / far(was), other.clientX - box.left, other.clientY - box.top);
+  fingers.set(event.pointerId, event);
+  moved = true;
+}
+
+// Controls
+
+const help = byId('keys');
+const HELP = [
+  ['+ −', 'zoom; or the wheel, or two fingers'],
+  ['← → ↑ ↓', 'move; or drag'],
+  ['0', 'the whole graph; or double click'],
+  ['Tab', 'from box to box; Enter opens it'],
+  ['[ ]', 'the step before, the next step'],
+  ['v', 'before and after the step, side by side'],
+  ['o', 'order that no value asks for'],
+  ['g', 'group by stage, microbatch, pass, region'],
+  ['e x', 'expand, collapse'],
+  ['/', 'search: a name, tag, kind, or #number'],
+  ['n N', 'next and previous match; in the field Enter'],
+  ['t', 'light or dark'],
+  ['Esc', 'let go of what is chosen'],
+  ['?', 'this help'],
+];
+
+function toggle(name) {
+  if (byId(name).disabled) return;
+  state[name] = !state[name];
+  byId(name).setAttribute('aria-pressed', String(state[name]));
+  show({ refit: name === 'compare' });
+}
+
+function groupBy(number) {
+  byId('levels').value = number;
+  state.levels = GROUPINGS[number];
+  closeAll();
+}
+
+bindKeys({
+  '+': () => zoom(1.3), '=': () => zoom(1.3), '-': () => zoom(1 / 1.3), '−': () => zoom(1 / 1.3), 0: fit,
+  ArrowLeft: () => pan(60, 0), ArrowRight: () => pan(-60, 0), ArrowUp: () => pan(0, 60), ArrowDown: () => pan(0, -60),
+  '[': () => go(state.step - 1), ']': () => go(state.step + 1),
+  v: () => toggle('compare'), o: () => toggle('order'), e: openAll, x: closeAll,
+  g: () => groupBy((Number(byId('levels').value) + 1) % GROUPINGS.length),
+  '/': () => { byId('search').focus(); byId('search').select(); },
+  n: () => cycle(1), N: () => cycle(-1), t: () => byId('theme').click(),
+  Escape: () => { byId('search').value = ''; find(''); choose(null); },
+  '?': () => help.showModal(),
+});
+
+byId('search').addEventListener('input', (event) => { find(event.target.value); mark(); });
+byId('search').addEventListener('keydown', (event) => {
+  if (event.key === 'Enter') cycle(event.shiftKey ? -1 : 1);
+  else if (event.key === 'Escape') { event.target.value = ''; find(''); mark(); event.target.blur(); }
+  else return;
+  event.preventDefault();
+});
+byId('slider').addEventListener('input', (event) => go(Number(event.target.value)));
+byId('levels').addEventListener('change', (event) => groupBy(Number(event.target.value)));
+byId('compare').addEventListener('click', () => toggle('compare'));
+byId('order').addEventListener('click', () => toggle('order'));
+byId('expand').addEventListener('click', openAll);
+byId('collapse').addEventListener('click', closeAll);
+byId('fit').addEventListener('click', fit);
+byId('zoom-in').addEventListener('click', () => zoom(1.3));
+byId('zoom-out').addEventListener('click', () => zoom(1 / 1.3));
+byId('help').addEventListener('click', () => help.showModal());
+
+// Begin
+
+function legend() {
+  const kinds = [...new Set(Array.from(dag.nodes.kind, (kind) => dag.strings[kind]))].sort((a, b) => rank(a) - rank(b));
+  const swatch = (colour) => draw('svg', { viewBox: '0 0 11 11' }, draw('rect', { width: 11, height: 11, rx: 2.5, fill: colour }));
+  const marks = [['added', '+ added'], ['changed', '± changed'], ['removed', '− removed']];
+  byId('legend').append(...kinds.map((kind) => el('span', {}, swatch(KIND_COLOURS[kind] ?? OTHER), kind)), el('span', { class: 'spring' }), el('span', {}, marks.map(([name, text]) => el('span', { class: name }, text))));
+}
+
+document.title = dag.title;
+byId('title').textContent = dag.title || 'Graph';
+byId('levels').append(...GROUPINGS.map((levels, i) => el('option', { value: i }, levels.slice(0, 3).join(' › '))));
+listSteps();
+legend();
+fillHelp(help, HELP);
+startTheme(byId('theme'), () => {});
+show({ refit: true });
+showCurrent();
+details();
+
+let size = byId('panes').getBoundingClientRect();
+new ResizeObserver(() => {
+  const next = byId('panes').getBoundingClientRect();
+  const slight = next.width === size.width && Math.abs(next.height - size.height) < 60; // a note came or went
+  if (!slight) { size = next; show({ refit: true }); }
+}).observe(byId('panes'));
+
+// For tests, and for the curious.
+
+window.piper = {
+  steps: () => dag.steps.map(({ label, size, diff, notes }) => ({ label, size, notes, counts: diff?.counts ?? null })),
+  shown: (name = 'after') => panes[name].leaves.map((leaf) => ({ kind: leaf.kind, label: leaf.kind === 'group' ? leaf.label : labelOf(panes[name].step, leaf), path: leaf.path, nodes: leaf.members.length })),
+  edges: (name = 'after') => panes[name].edges.map(({ edge }) => ({ from: edge.source.path, to: edge.target.path, values: edge.values, orders: edge.orders })),
+  overlaps: (name = 'after') => overlapping(panes[name].leaves),
+  state, go,
+};
+
+/** Boxes that lie on each other: there should be none. */
+function overlapping(boxes) {
+  const found = [];
+  boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b) => {
+    if (a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h) found.push([a.path, b.path]);
+  }));
+  return found;
+}

@@ -1,0 +1,204 @@
+// The panel beside the timeline, and the tooltip: events, ranges, pairs and comparisons in words.
+
+const rate = (amount, seconds, unit) => (amount > 0 && seconds > 0 ? si(amount / seconds, unit) : null);
+
+/** Everything known of an event; `jump` goes to another one. */
+function detailsOf(runs, which, jump) {
+  const run = runs[which.run], event = eventOf(run, which.index);
+  const length = event.end - event.start;
+  const others = sameNode(run, which.index);
+  const link = (i) => {
+    const other = eventOf(run, i);
+    const text = `${other.device} · ${other.stream} · ${duration(other.start)}`;
+    return el('button', { class: 'link', onclick: () => jump({ run: which.run, index: i }) }, text);
+  };
+  return [
+    el('h2', {}, runs.length > 1 ? `Event of ${'AB'[which.run]}` : 'Event'),
+    el('p', { class: 'event-name' }, event.name),
+    pairs([
+      ['Node', `#${event.node}`],
+      ['Device', event.device],
+      ['Stream', event.stream],
+      ['Place in plan', String(event.place)],
+      ['Kind', event.kind],
+      ['Stage', event.stage],
+      ['Microbatch', event.microbatch === null ? null : String(event.microbatch)],
+      ['Tags', event.tags],
+      ['Start', duration(event.start)],
+      ['End', duration(event.end)],
+      ['Duration', duration(length)],
+      ['Bytes', event.nbytes ? bytes(event.nbytes) : null],
+      ['Bandwidth', rate(event.nbytes, length, 'B/s')],
+      ['FLOPs', event.flops ? si(event.flops, 'FLOP') : null],
+      ['Speed', rate(event.flops, length, 'FLOP/s')],
+      ['Critical', event.critical ? 'yes: the step waits for it' : 'no'],
+      ['Directive', el('code', { class: 'mono directive' }, event.directive || '–')],
+    ]),
+    ...comparedWith(runs, which, jump),
+    ...(others.length ? [el('h3', {}, 'The same node elsewhere'), shortList(others, 48, link)] : []),
+  ];
+}
+
+/** The same event in the other run. */
+function comparedWith(runs, which, jump) {
+  const index = partnerOf(runs, which.run, which.index);
+  if (index === null) return [];
+  const other = { run: 1 - which.run, index };
+  const text = `${duration(durationOf(runs, other))} (${differenceOf(runs, which, other)})`;
+  const name = `In ${'AB'[other.run]}`;
+  return [el('h3', {}, name), el('p', {}, el('button', { class: 'link', onclick: () => jump(other) }, text))];
+}
+
+const durationOf = (runs, { run, index }) => runs[run].end[index] - runs[run].start[index];
+
+/** How much longer the second event takes. */
+function differenceOf(runs, mine, other) {
+  const now = durationOf(runs, mine), then = durationOf(runs, other);
+  const more = then - now;
+  return now > 0 ? `${signed(more, duration)}, ${signed(more / now, percent)}` : signed(more, duration);
+}
+
+const NOTHING = [
+  el('h2', {}, 'Event'),
+  el('p', { class: 'quiet' }, 'Click an event, or press ] to step through them. Shift-drag selects a range of time; ? lists all keys.'),
+];
+
+/** What a tooltip says of an event. */
+function tipOf(runs, which) {
+  const event = eventOf(runs[which.run], which.index);
+  const length = event.end - event.start;
+  const moved = event.nbytes ? `${bytes(event.nbytes)}${length > 0 ? ` · ${rate(event.nbytes, length, 'B/s')}` : ''}` : null;
+  const made = event.flops ? `${si(event.flops, 'FLOP')}${length > 0 ? ` · ${rate(event.flops, length, 'FLOP/s')}` : ''}` : null;
+  const index = partnerOf(runs, which.run, which.index);
+  const other = index === null ? null : { run: 1 - which.run, index };
+  return [
+    el('p', { class: 'name' }, event.name),
+    el('p', { class: 'quiet' }, `#${event.node} · ${event.device} · ${event.stream}`),
+    pairs([
+      ['Duration', duration(length)],
+      ['Start', duration(event.start)],
+      ['Bytes', moved],
+      ['FLOPs', made],
+      ['Critical', event.critical ? 'yes' : null],
+    ]),
+    other && el('p', { class: 'other' }, `In ${'AB'[other.run]}: ${duration(durationOf(runs, other))}, ${differenceOf(runs, which, other)}`),
+  ].filter(Boolean);
+}
+
+function memoryTip(device, t) {
+  const { times, bytes: held } = device.memory;
+  const i = upperBound(times, t, 0, times.length) - 1;
+  const shown = i < 0 ? 'nothing yet' : bytes(held[i]);
+  return [
+    el('p', { class: 'name' }, device.name),
+    pairs([
+      ['Held', shown],
+      ['At', duration(t)],
+      ['Peak', bytes(device.memory.peak)],
+      ['Limit', device.limit === null ? null : bytes(device.limit)],
+    ]),
+  ];
+}
+
+function bar(share) {
+  const made = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
+  made.setAttribute('class', 'bar');
+  made.setAttribute('viewBox', '0 0 64 6');
+  made.setAttribute('aria-hidden', 'true');
+  for (const [name, wide] of [['all', 64], ['part', 64 * Math.min(share, 1)]]) {
+    const rect = document.createElementNS('http://www.w3.org/2000/svg', 'rect');
+    for (const [key, value] of Object.entries({ class: name, width: wide, height: 6, rx: 2 })) rect.setAttribute(key, value);
+    made.append(rect);
+  }
+  return made;
+}
+
+/** How busy every device is in a range of time. */
+function rangeOf(runs, spans, zoom, clear) {
+  const rows = runs.flatMap((run) => run.devices.filter((d) => d.computes).map((device) => {
+    const { from, to } = spans[run.number];
+    const busy = to > from ? busyWithin(device.busy, from, to) / (to - from) : 0;
+    const name = runs.length > 1 ? `${'AB'[run.number]} ${device.name}` : device.name;
+    return el('tr', {}, el('td', {}, name), el('td', {}, bar(busy)), el('td', { class: 'number' }, percent(busy)), el('td', { class: 'number' }, percent(1 - busy)));
+  }));
+  const lengths = runs.map((run) => duration(spans[run.number].to - spans[run.number].from));
+  const begins = runs.map((run) => duration(spans[run.number].from));
+  return [
+    el('h2', {}, 'Range'),
+    pairs([['Length', [...new Set(lengths)].join(' · ')], ['From', [...new Set(begins)].join(' · ')]]),
+    el('table', {},
+      el('thead', {}, el('tr', {}, el('th', {}, 'Compute'), el('th', {}), el('th', { class: 'number' }, 'busy'), el('th', { class: 'number' }, 'idle'))),
+      el('tbody', {}, rows)),
+    el('div', { class: 'actions' }, el('button', { onclick: zoom }, 'Zoom to it'), el('button', { onclick: clear }, 'Clear')),
+  ];
+}
+
+/** Every two passes that overlap. */
+function pairsShown(runs, pairsByRun, jump) {
+  const all = pairsByRun.flatMap((list, run) => list.map((pair) => ({ run, ...pair })));
+  const text = (pair) => `${runs[pair.run].devices[pair.device].name}: ${pair.first.label} + ${pair.second.label} · ${duration(pair.end - pair.start)}`;
+  return [
+    el('h2', {}, `Overlapped pairs: ${count(all.length)}`),
+    all.length
+      ? shortList(all, 120, (pair) => el('button', { class: 'link', onclick: () => jump(pair) }, (runs.length > 1 ? `${'AB'[pair.run]} ` : '') + text(pair)))
+      : el('p', { class: 'quiet' }, 'No device is at two passes at a time.'),
+  ];
+}
+
+const UNITS = new Map([...TIMES, ...SIZES].map(([size, unit]) => [unit, size]));
+
+/** A figure as a number, if it is one with a unit: "1,234.5 ms (slow)" is 1.2345 in seconds. */
+function figureOf(text) {
+  const found = /^\s*([+\-−]?[\d,]*\.?\d+(?:e[+-]?\d+)?)\s*([^\s(]*)\s*(?:\(.*\))?\s*$/i.exec(text);
+  if (!found) return null;
+  const value = Number(found[1].replaceAll(',', '').replace('−', '-')), unit = found[2];
+  if (!Number.isFinite(value)) return null;
+  const kind = TIMES.some(([, name]) => name === unit) ? 'time' : SIZES.some(([, name]) => name === unit) || unit === 'B' ? 'bytes' : unit;
+  return { value: value * (UNITS.get(unit) ?? 1), kind };
+}
+
+/** What the second figure has more than the first, as text. */
+function changeOf(first, second) {
+  const a = figureOf(first), b = figureOf(second);
+  if (!a || !b || a.kind !== b.kind) return '';
+  const more = b.value - a.value, { kind } = a;
+  if (kind === '%') return `${signed(more, (x) => x.toFixed(1))} pp`;
+  const text = kind === 'time' ? duration : kind === 'bytes' ? bytes : (x) => count(Number(x.toPrecision(4)));
+  return a.value ? signed(more / a.value, percent) : signed(more, text);
+}
+
+/** What the page itself finds out about a run. */
+function ownFacts(run) {
+  const idle = run.devices.filter((d) => d.idle !== null).map((d) => d.idle);
+  const peaks = run.devices.map((d) => d.memory.peak);
+  const mean = idle.length ? idle.reduce((a, b) => a + b, 0) / idle.length : null;
+  return [
+    ['step', duration(run.seconds)],
+    ['devices', count(run.devices.length)],
+    ...(mean === null ? [] : [['bubble', percent(mean)]]),
+    ...(Math.max(0, ...peaks) ? [['peak memory', bytes(Math.max(...peaks))]] : []),
+    ['events', count(run.size)],
+  ];
+}
+
+/** Our own facts, in the words of the given ones where there are such, and the other given ones. */
+function factsOf(run) {
+  const given = new Map(run.facts.map(([name, figure]) => [name.toLowerCase(), [name, figure]]));
+  const own = ownFacts(run).map(([name, figure]) => given.get(name.toLowerCase()) ?? [name, figure]);
+  const named = new Set(own.map(([name]) => name));
+  return [...own, ...run.facts.filter(([name]) => !named.has(name))];
+}
+
+function comparisonOf(runs) {
+  const [a, b] = runs.map((run) => new Map(factsOf(run)));
+  const rows = [...new Set([...a.keys(), ...b.keys()])].map((name) => {
+    const first = a.get(name) ?? '–', second = b.get(name) ?? '–';
+    return el('tr', {}, el('th', { scope: 'row' }, name), el('td', { class: 'number' }, first), el('td', { class: 'number' }, second), el('td', { class: 'number' }, changeOf(first, second)));
+  });
+  return [
+    el('h2', {}, 'A and B'),
+    el('table', {},
+      el('thead', {}, el('tr', {}, ['', 'A', 'B', 'B − A'].map((name, i) => el('th', { class: i ? 'number' : '', scope: 'col' }, name)))),
+      el('tbody', {}, rows)),
+  ];
+}

@@ -1,0 +1,29 @@
+"""What every step that can be looked at has in common, simulated or measured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from piper.view.page import timeline_page
+from piper.view.runs import Run
+from piper.view.trace import write_trace
+
+
+class Shown(ABC):
+    """A step that becomes a ``Run``, and so a page and a trace."""
+
+    @abstractmethod
+    def run(self, title: str | None = None) -> Run:
+        """The step as pictures need it."""
+
+    def show(self, path: str | Path, *, beside: Shown | None = None) -> None:
+        """Write a page, one file that needs no server, that shows the step; ``beside`` is another
+        one to compare it with."""
+        others = [] if beside is None else [beside.run()]
+        Path(path).write_text(timeline_page(self.run(), *others), encoding="utf-8")
+
+    def trace(self, path: str | Path, *, beside: Shown | None = None) -> None:
+        """Write a trace for Perfetto or chrome://tracing."""
+        others = [] if beside is None else [beside.run()]
+        write_trace(Path(path), self.run(), *others)

@@ -1,0 +1,149 @@
+"""When the instructions of one device ran, and how that becomes a picture.
+
+``run_of`` puts together what the plan, the DAG and the clock know of each instruction. The same
+serves simulated and measured steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from piper.capture.program import Pass
+from piper.directives.partition import Partition
+from piper.ir.dag import PASS, Collective, Compute, Node, Transfer
+from piper.ir.text import name_of
+from piper.lower.plan import Instruction, Verb
+from piper.lower.sizes import Sizes
+from piper.view.critical import critical
+from piper.view.runs import Device, Event, Row, Run
+
+if TYPE_CHECKING:
+    from piper.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """One device's instructions but frees: their places in its plan, and when each began and
+    ended, in seconds from the begin of the step."""
+
+    places: tuple[int, ...]
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+
+    def memory(self, over_time: Sequence[int]) -> tuple[tuple[float, int], ...]:
+        """Bytes held from a moment on: an instruction takes what it writes when it starts, and
+        what is freed after it goes when it ends."""
+        found: list[tuple[float, int]] = []
+        now = 0.0
+        for i, place in enumerate(self.places):
+            until = self.places[i + 1] if i + 1 < len(self.places) else len(over_time)
+            now = max(now, self.start[i])
+            found.append((now, over_time[place]))
+            if until - place > 1:
+                now = max(now, self.end[i])
+                found.append((now, over_time[until - 1]))
+        return tuple(found)
+
+
+def run_of(
+    program: Program,
+    devices: Sequence[tuple[str, int]],
+    spans: Sequence[Spans],
+    *,
+    title: str,
+    facts: Mapping[str, str],
+    limits: Sequence[int | None],
+) -> Run:
+    """A step on ``devices``, each with a name and the place of its plan."""
+    describe = _Describe(program)
+    plans = [program.plans[plan] for _, plan in devices]
+    on_path = critical(plans, spans)
+    shown: list[Device] = []
+    rows: list[Row] = []
+    events: list[Event] = []
+    for number, ((name, plan), one) in enumerate(zip(devices, spans, strict=True)):
+        held = one.memory(program.memory[plan].over_time)
+        shown.append(Device(name, held, limits[number]))
+        first = len(rows)
+        instructions = program.plans[plan].instructions
+        streams: dict[str, int] = {}
+        for place in one.places:
+            streams.setdefault(instructions[place].stream, len(streams))
+        order = sorted(streams, key=lambda stream: (stream != "compute", streams[stream]))
+        at = {stream: first + i for i, stream in enumerate(order)}
+        rows += [Row(number, stream) for stream in order]
+        mine = [
+            describe.event(
+                instructions[place],
+                place,
+                at[instructions[place].stream],
+                one.start[i],
+                one.end[i],
+                (number, i) in on_path,
+            )
+            for i, place in enumerate(one.places)
+        ]
+        events += sorted(mine, key=lambda event: (event.row, event.start, event.place))
+    seconds = max((max(one.end) for one in spans if one.end), default=0.0)
+    return Run(title, seconds, tuple(shown), tuple(rows), tuple(events), facts)
+
+
+class _Describe:
+    """What is known of the nodes of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._dag = program.dag
+        self._sizes = Sizes(self._dag, program.models)
+        directives = program.strategy.directives
+        self._stages = [d.into for d in directives if isinstance(d, Partition)]
+        self._split = self._dag.microbatches[0] if self._dag.microbatches else None
+
+    def event(
+        self, x: Instruction, place: int, row: int, start: float, end: float, critical: bool
+    ) -> Event:
+        node = self._dag.nodes[x.node]
+        return Event(
+            row=row,
+            start=start,
+            end=end,
+            name=name_of(self._dag, x.node),
+            node=x.node,
+            place=place,
+            kind=_kind(node, x.verb),
+            microbatch=self._microbatch(node),
+            stage=" ".join(f"{t} {node.tags[t]}" for t in self._stages if t in node.tags),
+            directive=self._dag.history[node.made_by],
+            tags=", ".join(f"{k} {_tag(v)}" for k, v in node.tags.items() if k != PASS),
+            nbytes=0 if isinstance(node.op, Compute) or not node.writes else self._moved(node),
+            flops=self._flops(node),
+            critical=critical,
+        )
+
+    def _microbatch(self, node: Node) -> int | None:
+        tag = node.tags.get(self._split) if self._split else None
+        return tag if isinstance(tag, int) else None
+
+    def _moved(self, node: Node) -> int:
+        return self._sizes.moved(node) if isinstance(node.op, Transfer | Collective) else 0
+
+    def _flops(self, node: Node) -> int:
+        if not isinstance(node.op, Compute):
+            return 0
+        return self._sizes.facts(node.op, len(node.devices)).flops
+
+
+def _kind(node: Node, verb: Verb) -> str:
+    match node.op:
+        case Compute(which=which):
+            return which.value
+        case Collective(kind=kind):
+            return kind.value
+        case _:
+            return verb.value
+
+
+def _tag(value: int | Pass) -> str:
+    return value.value if isinstance(value, Pass) else str(value)
