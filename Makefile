@@ -13,7 +13,7 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 unexport PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench clean
+.PHONY: help env demo test lint docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
@@ -31,12 +31,15 @@ lint: $(STAMP) ## check style, formatting and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+docs: $(STAMP) ## build the documentation into site/, to be read without a network
+	$(RUN) -m mkdocs build --strict --quiet
+
 bench: $(STAMP) ## measure compile time (bench/single_device.py needs a GPU: see docs/performance.md)
 	@$(RUN) bench/compile_time.py
 	@$(RUN) bench/plan_time.py
 
 clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is removed before anything changes and written last. An environment without one was

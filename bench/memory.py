@@ -52,8 +52,6 @@ MODELS = {
     "state": DenseConfig(vocab=4096, dim=256, layers=32, heads=8, mlp_dim=768, max_seq=4),
     "activations": DenseConfig(vocab=1024, dim=64, layers=8, heads=4, mlp_dim=128, max_seq=256),
 }
-ROWS = 2
-"""Sequences of a microbatch on each device, in the first table."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +185,11 @@ def main(
     pp: Annotated[int, typer.Option(min=2, help="Ranks of the pipeline.")] = 8,
     dp: Annotated[int, typer.Option(min=2, help="Devices of each.")] = 4,
     microbatches: Annotated[int | None, typer.Option(help="By default 2 for each rank.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks, if not the model's own.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary, if not the model's own.")] = None,
     virtual: Annotated[int, typer.Option(help="Stages a rank; more than 1: interleaved.")] = 1,
     remat: Annotated[bool, typer.Option(help="Compute blocks again in the backward.")] = False,
+    rows: Annotated[int, typer.Option(help="Of a microbatch, in the first table.")] = 2,
     fit: Annotated[
         list[int] | None, typer.Option(help="Rows of a microbatch that our ZeRO-2 shall just fit.")
     ] = None,
@@ -203,7 +204,9 @@ def main(
     if check:
         result["check"] = _checked(console)
     for name in model or MODELS:
-        case = Case(MODELS[name], pp, dp, microbatches or 2 * pp, ROWS, virtual, remat)
+        own = MODELS[name]
+        config = replace(own, layers=layers or own.layers, vocab=vocab or own.vocab)
+        case = Case(config, pp, dp, microbatches or 2 * pp, rows, virtual, remat)
         with console.status(f"{name}: one batch"):
             levels = [_level(case, zero) for zero in LEVELS]
         _print_levels(console, f"{name}, PP {pp} x DP {dp}", case, levels)

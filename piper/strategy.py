@@ -90,7 +90,11 @@ class Strategy:
     @staticmethod
     def load(path: str | Path) -> Strategy:
         """The strategy in a JSON file."""
-        return Strategy.from_json(Path(path).read_text())
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DirectiveError(f"the strategy {path} cannot be read: {error}") from error
+        return Strategy.from_json(text)
 
 
 def _read(item: Any, at: int) -> Directive:

@@ -70,7 +70,9 @@ _DIRECT: Mapping[object, Callable[..., Any]] = {
     _ATEN.sub.Tensor: torch.sub,
     _ATEN.t.default: torch.t,
     _ATEN.transpose.int: torch.transpose,
-    _ATEN.view.default: Tensor.view,
+    # Real tensors may have other strides than the fake ones that were traced (gradients of batch
+    # norms and of attention have): where a view is not possible, this copies.
+    _ATEN.view.default: torch.reshape,
 }
 """The commonest ops by torch's own functions: the same kernels for half the time of a call."""
 

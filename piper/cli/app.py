@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -24,15 +25,22 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("piper-train"))
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
-    if version:
-        from importlib.metadata import version as found
-
-        typer.echo(found("piper-train"))
-        raise typer.Exit
+    return
 
 
 for command in (train, check, show, simulate, profile, compare):

@@ -19,7 +19,14 @@ from piper.ir.values import ExtraRole, Role, Value
 from piper.lower.sizes import Sizes
 from piper.view.inline import Strings, page
 
-_SCRIPTS = ("common.js", "dag_data.js", "dag_layout.js", "dag_panel.js", "dag.js")
+_SCRIPTS = (
+    "common.js",
+    "dag_data.js",
+    "dag_layout.js",
+    "dag_draw.js",
+    "dag_panel.js",
+    "dag.js",
+)
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.UPDATED, ExtraRole.GATHERED)
 _OF_VALUES = (Role.BATCH, Role.ACTIVATION, Role.GRADIENT)
 

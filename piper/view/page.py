@@ -13,7 +13,14 @@ from piper.errors import PiperError
 from piper.view.inline import Strings, page
 from piper.view.runs import Device, Event, Run
 
-_SCRIPTS = ("common.js", "timeline_data.js", "timeline_draw.js", "timeline_panel.js", "timeline.js")
+_SCRIPTS = (
+    "common.js",
+    "timeline_data.js",
+    "timeline_layout.js",
+    "timeline_draw.js",
+    "timeline_panel.js",
+    "timeline.js",
+)
 _DIGITS = 12
 """After the point, of times in seconds: finer than any clock, and short to write."""
 

@@ -76,7 +76,7 @@ const natural = (a, b) => String(a).localeCompare(String(b), 'en', { numeric: tr
 // From the palettes of Okabe and Ito and of Paul Tol, which the colour-blind can tell apart;
 // passes take the strongest ones, and no colour stands without a label or a legend.
 const KIND_COLOURS = {
-  F: '#3f83c9', B: '#1b9e77', BI: '#74c3ea', BW: '#e8a61c',
+  F: '#2e72b8', B: '#1b9e77', BI: '#74c3ea', BW: '#e8a61c',
   send: '#c77bab', recv: '#8e3563', all_to_all: '#a64ca6',
   all_reduce: '#d55e00', reduce_scatter: '#e8d94a', all_gather: '#98972e',
   transfer: '#c77bab', update: '#7b8794',
@@ -93,6 +93,9 @@ const OTHER = '#9aa3af';
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
+/** A colour as pixels hold it, without its opacity: blue, green, red from the top. */
+const wordOf = (hex) => channels(hex).reduceRight((word, channel) => (word << 8) | channel, 0);
+
 /** A colour of the sequential palette for a share from 0 to 1. */
 function sequential(share) {
   const place = Math.min(Math.max(share, 0), 1) * (SEQUENTIAL.length - 1);
@@ -106,7 +109,7 @@ function sequential(share) {
 /** Black or white, whichever reads better on a colour. */
 function inkOn(hex) {
   const [r, g, b] = channels(hex).map((c) => (c / 255) ** 2.2);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.22 ? '#0d1117' : '#ffffff';
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? '#0d1117' : '#ffffff';
 }
 
 /** For distinct names, in order, a colour each: few get colours of their own, many a scale. */
@@ -151,6 +154,12 @@ function bindKeys(actions) {
     const action = actions[event.key];
     if (action && action(event) !== false) event.preventDefault();
   });
+}
+
+/** How many matches a search has, and which of them is visited. */
+function foundText({ matches, current, query }) {
+  if (!query.trim()) return '';
+  return current < 0 ? `${count(matches.length)} found` : `${count(current + 1)} of ${count(matches.length)}`;
 }
 
 /** Say something to those who listen and do not see. */

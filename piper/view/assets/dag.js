@@ -16,13 +16,6 @@ const panes = {
   after: { figure: byId('after'), svg: byId('after').querySelector('svg'), boxes: new Map(), edges: [] },
 };
 
-function draw(tag, attributes = {}, ...children) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(name, value);
-  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
-  return made;
-}
-
 // What is shown
 
 const now = () => dag.steps[state.step];
@@ -43,128 +36,13 @@ function show({ refit = false } = {}) {
   mark();
 }
 
-/** Draw one pane; whether some group stayed closed for lack of room. */
-function render(name) {
-  const pane = panes[name], step = name === 'before' ? earlier() : now();
-  const marks = name === 'before' ? now().diff.before : now().diff?.after ?? null;
-  const tree = treeOf(dag, step, state.levels, state.open, state.most);
-  const leaves = leavesOf(tree.root), edges = edgesOf(dag, step, leaves);
-  const { width, height } = panes.after.svg.getBoundingClientRect();
-  const page = { w: Math.max(width - 48, 100), h: Math.max(height - 56, 100) };
-  pane.size = layOut(tree, edges, graphOf(dag, step).depth, page);
-  Object.assign(pane, { step, tree, marks, leaves, boxes: new Map(), edges: [] });
-  const under = draw('g'), lines = draw('g'), over = draw('g');
-  frames(pane, tree.root, under);
-  for (const edge of edges) if (edge.values || state.order) lines.append(...edgeDrawn(pane, edge));
-  for (const leaf of leaves) over.append(boxDrawn(pane, leaf));
-  const arrow = draw('marker', { id: `arrow-${name}`, viewBox: '0 0 8 8', refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: 'userSpaceOnUse', orient: 'auto-start-reverse' },
-    draw('path', { d: 'M0,0.5L8,4L0,7.5z', class: 'arrow' }));
-  pane.world = draw('g', {}, under, lines, over);
-  pane.svg.replaceChildren(draw('defs', {}, arrow), pane.world);
-  const what = name === 'before' ? 'Before' : both() ? 'After' : 'Step';
-  pane.figure.querySelector('figcaption').replaceChildren(el('b', {}, what), ` ${step.label} · ${count(step.size)} nodes`);
-  return tree.kept;
-}
-
-const both = () => shownPanes().length === 2;
-
-/** Frames around the groups that are open. */
-function frames(pane, group, into) {
-  for (const part of group.parts) {
-    if (!part.open) continue;
-    const head = draw('g', { class: 'head' },
-      draw('rect', { x: part.x, y: part.y, width: part.w, height: HEAD }),
-      draw('text', { x: part.x + INSET, y: part.y + 18 }, `▾ ${shortTo(part.label, part.w - 30)}`));
-    const drawn = draw('g', { class: 'container', tabindex: 0, role: 'button', 'aria-expanded': 'true', 'aria-label': `${part.label}, ${count(part.members.length)} nodes, open` },
-      draw('rect', { class: 'frame', x: part.x, y: part.y, width: part.w, height: part.h, rx: 8 }), head);
-    activate(drawn, () => close(part), head);
-    pane.boxes.set(part.path, { part, drawn });
-    into.append(drawn);
-    frames(pane, part, into);
-  }
-}
-
-function boxDrawn(pane, leaf) {
-  const group = leaf.kind === 'group';
-  const effect = pane.marks ? effectIn(leaf, pane.marks) : null;
-  const touched = effect && Object.keys(effect).filter((name) => effect[name]);
-  const status = !touched?.length ? '' : touched.length === 1 ? ` is-${touched[0]}` : ' is-changed';
-  const title = group ? leaf.label : labelOf(pane.step, leaf);
-  const under = group ? `${count(leaf.members.length)} nodes` : placeOf(pane.step, leaf.at);
-  const said = group ? `${title}, ${under}, closed` : textOf(dag, pane.step, leaf.at, 'name');
-  const drawn = draw('g', { class: `item ${leaf.kind}${status}`, tabindex: 0, role: 'button', transform: `translate(${leaf.x},${leaf.y})`, 'aria-expanded': group ? 'false' : null, 'aria-label': said },
-    draw('title', {}, group ? said : `#${leaf.at} ${said}`),
-    group ? draw('rect', { class: 'back', x: 4, y: 4, width: leaf.w, height: leaf.h, rx: 6 }) : null,
-    draw('rect', { class: 'box', width: leaf.w, height: leaf.h, rx: 6 }),
-    stripe(pane.step, leaf),
-    draw('text', { x: 14, y: group ? 21 : 18 }, shortTo(title, leaf.w - 24)),
-    draw('text', { class: 'small', x: 14, y: group ? 38 : 33 }, shortTo(under, leaf.w - 24 - (effect ? 50 : 0))),
-    effect ? draw('text', { class: 'effect', x: leaf.w - 10, y: group ? 38 : 33 }, signs(effect, group)) : null);
-  activate(drawn, () => (group ? open(leaf, pane) : choose({ step: pane.step.number, at: leaf.at })));
-  pane.boxes.set(leaf.path, { part: leaf, drawn });
-  return drawn;
-}
-
-/** The kinds of a box's nodes as a bar at its left, each as high as its share. */
-function stripe(step, leaf) {
-  const tally = new Map();
-  for (const at of leaf.members) { const kind = textOf(dag, step, at, 'kind'); tally.set(kind, (tally.get(kind) ?? 0) + 1); }
-  const kinds = [...tally].sort((a, b) => rank(a[0]) - rank(b[0])), room = leaf.h - 12;
-  let y = 6;
-  return kinds.map(([kind, n]) => {
-    const high = (n / leaf.members.length) * room;
-    const part = draw('rect', { x: 5, y, width: 4, height: high, fill: KIND_COLOURS[kind] ?? OTHER });
-    y += high;
-    return part;
-  });
-}
-
-function signs(effect, group) {
-  return [['added', '+'], ['changed', '±'], ['removed', '−']].filter(([name]) => effect[name])
-    .map(([name, sign], i) => draw('tspan', { class: name }, `${i ? ' ' : ''}${sign}${group ? count(effect[name]) : ''}`));
-}
-
-/** A node by its kind and those tags that no group around it has said. */
-function labelOf(step, leaf) {
-  const path = leaf.parent.path;
-  const tags = tagsOf(dag, step, leaf.at).filter(([name, value]) => name !== 'PASS' && !path.split('/').some((part) => part.split(', ').includes(`${name} ${value}`)));
-  const kind = textOf(dag, step, leaf.at, 'kind');
-  return tags.length ? `${kind} ${tags.map(([name, value]) => `${name} ${value}`).join(' ')}` : textOf(dag, step, leaf.at, 'name');
-}
-
-function placeOf(step, at) {
-  const devices = textOf(dag, step, at, 'devices'), stream = textOf(dag, step, at, 'stream');
-  return [`#${at}`, devices && `@${devices}`, stream !== 'compute' && stream].filter(Boolean).join(' · ');
-}
-
-const shortTo = (text, room) => (text.length * 6 <= room ? text : text.slice(0, Math.max(1, Math.floor(room / 6) - 1)) + '…');
-
-function edgeDrawn(pane, edge) {
-  const { path, x, y } = curve(edge.source, edge.target);
-  const many = edge.values + (state.order ? edge.orders : 0);
-  const said = [edge.values && `${count(edge.values)} values, ${bytes(edge.size)}`, edge.orders && `${count(edge.orders)} by order`].filter(Boolean).join('; ');
-  const line = draw('path', { class: `edge${edge.values ? '' : ' order'}${edge.source.parent === edge.target.parent ? '' : ' far'}`, d: path, 'stroke-width': 1 + Math.min(Math.log2(many) / 3, 2.5), 'marker-end': `url(#arrow-${pane === panes.before ? 'before' : 'after'})` }, draw('title', {}, said));
-  pane.edges.push({ edge, line });
-  return many > 1 ? [line, draw('text', { class: 'times', x, y: y + 3 }, `×${count(many)}`)] : [line];
-}
-
-/** Click, Enter or Space on a drawn thing; `target` is the part of it that is clicked. */
-function activate(drawn, action, target = drawn) {
-  target.addEventListener('click', () => { if (!moved) action(); });
-  drawn.addEventListener('keydown', (event) => {
-    if (event.key !== 'Enter' && event.key !== ' ') return;
-    event.preventDefault();
-    event.stopPropagation();
-    action();
-  });
-}
-
 // Groups
 
 function open(group, pane) {
   const parts = partsOf(dag, pane.step, group, state.levels).length;
   if (pane.tree.shown - 1 + parts > state.most) {
-    state.said = `${group.label} has ${count(parts)} parts, and ${count(state.most)} boxes are shown at once: close other groups first, or press x to close all.`;
+    state.said = `${group.label} has ${count(parts)} parts, and ${count(state.most)} boxes are shown at once: `
+      + 'close other groups first, or press x to close all.';
     showNote(false);
     return;
   }
@@ -197,7 +75,10 @@ function openAll() {
     const closed = leavesOf(tree.root).filter((leaf) => leaf.kind === 'group' && !probe.has(leaf.path));
     const more = closed.reduce((sum, leaf) => sum + partsOf(dag, step, leaf, state.levels).length - 1, tree.shown);
     if (closed.length && more <= state.most) { closed.forEach((leaf) => probe.add(leaf.path)); grown = true; }
-    else if (closed.length) state.said = `The next level has ${count(more)} boxes, and ${count(state.most)} are shown at once: open single groups instead.`;
+    else if (closed.length) {
+      state.said = `The next level has ${count(more)} boxes, and ${count(state.most)} are shown at once: `
+        + 'open single groups instead.';
+    }
   }
   state.open = probe;
   show({ refit: true });
@@ -262,8 +143,9 @@ function listSteps() {
 
 function showFacts() {
   const counts = now().diff?.counts;
-  const facts = [['Nodes', count(now().size)], ['Steps', count(dag.steps.length)], ...(counts ? [['Added', count(counts.added)], ['Changed', count(counts.changed)], ['Removed', count(counts.removed)]] : [])];
-  byId('facts').replaceChildren(...facts.map(([name, figure]) => el('div', {}, el('dt', {}, name), el('dd', { class: counts ? name.toLowerCase() : null }, figure))));
+  const facts = [['nodes', now().size], ['steps', dag.steps.length], ...Object.entries(counts ?? {})];
+  byId('facts').replaceChildren(...facts.map(([name, n]) =>
+    el('div', {}, el('dt', {}, name), el('dd', { class: name }, count(n)))));
 }
 
 /** Why not everything is open. */
@@ -271,7 +153,8 @@ function showNote(kept) {
   const begin = now().size > state.most && !state.open.size;
   const text = state.said
     || (kept && `More than ${count(state.most)} boxes would be open here: some groups stay closed.`)
-    || (begin && `${count(now().size)} nodes begin in closed groups: click one to open it. At most ${count(state.most)} boxes are shown at once.`)
+    || (begin && `${count(now().size)} nodes begin in closed groups: click one to open it. `
+      + `At most ${count(state.most)} boxes are shown at once.`)
     || '';
   byId('note').textContent = text;
   byId('note').hidden = !text;
@@ -293,7 +176,8 @@ function details() {
   const pane = panes.after;
   if (!chosen) {
     const whole = groupDetails(dag, now(), pane.tree.root, now().diff?.counts ?? null);
-    byId('details').replaceChildren(...whole, el('p', { class: 'quiet hint' }, 'Click a group to open it and a node to see what is known of it; ? lists all keys.'));
+    const hint = 'Click a group to open it and a node to see what is known of it; ? lists all keys.';
+    byId('details').replaceChildren(...whole, el('p', { class: 'quiet hint' }, hint));
     return;
   }
   byId('details').replaceChildren(...nodeDetails(dag, dag.steps[chosen.step], chosen.at, (at) => jump(chosen.step, at)));
@@ -332,7 +216,9 @@ function mark() {
       drawn.classList.toggle('is-found', hit);
       drawn.classList.toggle('dim', name === 'after' && state.query !== '' && !hit);
     }
-    for (const { edge, line } of pane.edges) line.classList.toggle('near', mine !== null && (edge.source === mine || edge.target === mine));
+    for (const { edge, line } of pane.edges) {
+      line.classList.toggle('near', mine !== null && (edge.source === mine || edge.target === mine));
+    }
   }
 }
 
@@ -351,8 +237,7 @@ function find(query) {
 }
 
 function showCount() {
-  const { matches, current, query } = state;
-  byId('matches').textContent = !query ? '' : current < 0 ? `${count(matches.length)} found` : `${count(current + 1)} of ${count(matches.length)}`;
+  byId('matches').textContent = foundText(state);
 }
 
 function cycle(by) {
@@ -366,13 +251,14 @@ function cycle(by) {
 // Moving and zooming: both panes together
 
 function transform() {
-  for (const name of shownPanes()) panes[name].world.setAttribute('transform', `translate(${state.x},${state.y}) scale(${state.k})`);
+  const where = `translate(${state.x},${state.y}) scale(${state.k})`;
+  for (const name of shownPanes()) panes[name].world.setAttribute('transform', where);
 }
 
 function fit() {
   const sizes = shownPanes().map((name) => panes[name].size), box = panes.after.svg.getBoundingClientRect();
   const w = Math.max(...sizes.map((size) => size.w), 1), h = Math.max(...sizes.map((size) => size.h), 1);
-  state.k = Math.min(Math.max(Math.min((box.width - 48) / w, (box.height - 56) / h), 0.02), 1.25);
+  state.k = Math.min(Math.max(Math.min((box.width - SIDES) / w, (box.height - ENDS) / h), 0.02), 1.25);
   state.x = Math.max(24, (box.width - w * state.k) / 2);
   state.y = Math.max(24, (box.height - h * state.k) / 2 - 12);
   transform();
@@ -503,9 +389,14 @@ byId('help').addEventListener('click', () => help.showModal());
 
 function legend() {
   const kinds = [...new Set(Array.from(dag.nodes.kind, (kind) => dag.strings[kind]))].sort((a, b) => rank(a) - rank(b));
-  const swatch = (colour) => draw('svg', { viewBox: '0 0 11 11' }, draw('rect', { width: 11, height: 11, rx: 2.5, fill: colour }));
+  const swatch = (kind) => draw('svg', { viewBox: '0 0 11 11' },
+    draw('rect', { width: 11, height: 11, rx: 2.5, fill: KIND_COLOURS[kind] ?? OTHER }));
   const marks = [['added', '+ added'], ['changed', '± changed'], ['removed', '− removed']];
-  byId('legend').append(...kinds.map((kind) => el('span', {}, swatch(KIND_COLOURS[kind] ?? OTHER), kind)), el('span', { class: 'spring' }), el('span', {}, marks.map(([name, text]) => el('span', { class: name }, text))));
+  byId('legend').append(
+    ...kinds.map((kind) => el('span', {}, swatch(kind), kind)),
+    el('span', { class: 'spring' }),
+    el('span', {}, marks.map(([name, text]) => el('span', { class: name }, text))),
+  );
 }
 
 document.title = dag.title;
@@ -530,8 +421,13 @@ new ResizeObserver(() => {
 
 window.piper = {
   steps: () => dag.steps.map(({ label, size, diff, notes }) => ({ label, size, notes, counts: diff?.counts ?? null })),
-  shown: (name = 'after') => panes[name].leaves.map((leaf) => ({ kind: leaf.kind, label: leaf.kind === 'group' ? leaf.label : labelOf(panes[name].step, leaf), path: leaf.path, nodes: leaf.members.length })),
-  edges: (name = 'after') => panes[name].edges.map(({ edge }) => ({ from: edge.source.path, to: edge.target.path, values: edge.values, orders: edge.orders })),
+  shown: (name = 'after') => panes[name].leaves.map((leaf) => ({
+    kind: leaf.kind, path: leaf.path, nodes: leaf.members.length,
+    label: leaf.kind === 'group' ? leaf.label : labelOf(panes[name].step, leaf),
+  })),
+  edges: (name = 'after') => panes[name].edges.map(({ edge }) => ({
+    from: edge.source.path, to: edge.target.path, values: edge.values, orders: edge.orders,
+  })),
   overlaps: (name = 'after') => overlapping(panes[name].leaves),
   state, go,
 };

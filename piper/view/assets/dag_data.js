@@ -127,7 +127,8 @@ const CHANGES = [['tags', 'tags'], ['devices', 'devices'], ['stream', 'stream'],
 /** What differs between a node and what it became: rows of [what, before, after]. */
 function changesOf(dag, a, was, b, at) {
   const column = (name) => [dag.nodes[name][a.nodes[was]], dag.nodes[name][b.nodes[at]]];
-  const shown = (step, place, name) => (name === 'tags' ? tagText(tagsOf(dag, step, place)) : textOf(dag, step, place, name) || 'none');
+  const shown = (step, place, name) =>
+    (name === 'tags' ? tagText(tagsOf(dag, step, place)) : textOf(dag, step, place, name) || 'none');
   const found = CHANGES.filter(([name]) => { const [x, y] = column(name); return x !== y; })
     .map(([name, what]) => [what, shown(a, was, name), shown(b, at, name)]);
   const [earlier, later] = [followed(dag, a, was), followed(dag, b, at)];
@@ -149,7 +150,8 @@ function followed(dag, step, at) {
   return { key: names.join(), text: `after ${after.map((other) => textOf(dag, step, other, 'name')).join('; ')}` };
 }
 
-const valuesText = (dag, step, at, name) => listOf(dag, step, at, name).map((value) => valueOf(dag, value).text).join('; ') || 'nothing';
+const valuesText = (dag, step, at, name) =>
+  listOf(dag, step, at, name).map((value) => valueOf(dag, value).text).join('; ') || 'nothing';
 
 // Groups
 
@@ -186,9 +188,12 @@ function partsOf(dag, step, group, levels) {
 }
 
 function foundParts(dag, step, group, levels) {
-  const node = (at) => ({ kind: 'node', at, path: `${group.path}/#${at}`, members: [at], parent: group, deep: group.deep + 1 });
-  const inner = (label, members, level) => ({ kind: 'group', label, path: `${group.path}/${label}`, members, level, parent: group, deep: group.deep + 1, parts: null });
-  const ranges = (items, level, name, members) => cutEvenly(items).map((some) => inner(`${name(some[0])} … ${name(some[some.length - 1])}`, some.flatMap(members), level));
+  const here = { parent: group, deep: group.deep + 1 };
+  const node = (at) => ({ ...here, kind: 'node', at, path: `${group.path}/#${at}`, members: [at] });
+  const inner = (label, members, level) =>
+    ({ ...here, kind: 'group', label, path: `${group.path}/${label}`, members, level, parts: null });
+  const ranges = (items, level, name, members) => cutEvenly(items).map((some) =>
+    inner(`${name(some[0])} … ${name(some[some.length - 1])}`, some.flatMap(members), level));
   for (let level = group.level; level < levels.length && group.members.length > FEW; level++) {
     const byName = new Map();
     for (const at of group.members) push(byName, groupOf(dag, step, at, levels[level]), at);

@@ -5,7 +5,7 @@ const NODE = { w: 176, h: 42 }, GROUP = { w: 176, h: 50 };
 const HEAD = 28, INSET = 14;
 const INNER = { w: 1.3, h: 1 };
 /* What a group is like inside: somewhat wide. */
-const STRAIGHT = 1.4;
+const STRAIGHT = 1.7;
 /* How much smaller a drawing may be for its edges to be straight. */
 
 /** Give every box of a tree a place: x, y, w, h, in the coordinates of the whole, which is to fill
@@ -80,7 +80,7 @@ function untangled(layers, parts, before) {
 /** Layers one after another, downwards or to the right, in as many rows as fill the page best. */
 function inRows(layers, down, page) {
   const [along, across] = down ? ['h', 'w'] : ['w', 'h'];
-  const gaps = down ? { along: 20, beside: 20, rows: 40 } : { along: 56, beside: 16, rows: 44 };
+  const gaps = down ? { along: 20, beside: 20, rows: 40 } : { along: 56, beside: 16, rows: 34 };
   const most = Math.max(down ? 600 : 480, ...layers.flat().map((part) => part[across]));
   const strips = layers.flatMap((layer) => cut(layer, along, across, gaps.beside, most));
   const whole = strips.reduce((sum, strip) => sum + strip.along + gaps.along, 0);
@@ -168,5 +168,6 @@ function curve(a, b) {
 function bent([x, y], [u, v], dx, dy, ux = dx, uy = -dy) {
   const p = [x + dx, y + dy], q = [u - ux, v + uy];
   const middle = (a, b, c, d) => (a + 3 * b + 3 * c + d) / 8;
-  return { path: `M${x},${y}C${p[0]},${p[1]} ${q[0]},${q[1]} ${u},${v}`, x: middle(x, p[0], q[0], u), y: middle(y, p[1], q[1], v) };
+  const path = `M${x},${y}C${p[0]},${p[1]} ${q[0]},${q[1]} ${u},${v}`;
+  return { path, x: middle(x, p[0], q[0], u), y: middle(y, p[1], q[1], v) };
 }

@@ -11,10 +11,12 @@ const effectText = ({ added, removed, changed }) => `${count(added)} added, ${co
 /** Everything known of a node; `jump` goes to another node of the same step. */
 function nodeDetails(dag, step, at, jump) {
   const graph = graphOf(dag, step), text = (column) => textOf(dag, step, at, column);
-  const link = (other) => el('button', { class: 'link mono', onclick: () => jump(other) }, `#${other} ${textOf(dag, step, other, 'name')}`);
+  const link = (other) => el('button', { class: 'link mono', onclick: () => jump(other) },
+    `#${other} ${textOf(dag, step, other, 'name')}`);
   const after = listOf(dag, step, at, 'after'), why = listOf(dag, step, at, 'after_by');
   const reasons = new Map(after.map((other, i) => [other, dag.strings[why[i]]]));
-  const ordered = (other) => [link(other), reasons.get(other) ? el('span', { class: 'quiet' }, ` by ${shortened(reasons.get(other))}`) : ''];
+  const reason = (other) => reasons.get(other) && el('span', { class: 'quiet' }, ` by ${shortened(reasons.get(other))}`);
+  const ordered = (other) => [link(other), reason(other) || ''];
   return [
     el('h2', {}, `Node #${at}`),
     el('p', { class: 'node-name' }, text('name')),
@@ -44,7 +46,11 @@ function valueList(title, dag, values, ends, word, link) {
   const item = (value) => {
     const { text, size } = valueOf(dag, value), others = ends(value).filter((other) => other !== undefined);
     const more = others.length > 6 ? `and ${count(others.length - 6)} more` : '';
-    return [text, el('span', { class: 'quiet' }, ` · ${bytes(size)}${others.length ? ` ${word}` : ''}`), el('div', { class: 'ends' }, others.slice(0, 6).map(link), more)];
+    return [
+      text,
+      el('span', { class: 'quiet' }, ` · ${bytes(size)}${others.length ? ` ${word}` : ''}`),
+      el('div', { class: 'ends' }, others.slice(0, 6).map(link), more),
+    ];
   };
   return [el('h3', {}, title), shortList(values, 40, item)];
 }
@@ -62,14 +68,19 @@ function changeDetails(dag, step, at) {
   }
   const changes = step.diff.after[at] === CHANGED ? changesOf(dag, before, was, step, at) : [];
   if (!changes.length) return [title, el('p', { class: 'quiet' }, was === at ? 'not changed' : `not changed; it was #${was}`)];
-  return [title, pairs(changes.map(([what, earlier, later]) => [what, [el('span', { class: 'quiet' }, `${shortened(earlier)} → `), shortened(later)]]))];
+  const change = ([what, earlier, later]) =>
+    [what, [el('span', { class: 'quiet' }, `${shortened(earlier)} → `), shortened(later)]];
+  return [title, pairs(changes.map(change))];
 }
 
 /** A group in figures. */
 function groupDetails(dag, step, group, effect) {
   const tally = (column) => {
     const found = new Map();
-    for (const at of group.members) { const text = textOf(dag, step, at, column) || '–'; found.set(text, (found.get(text) ?? 0) + 1); }
+    for (const at of group.members) {
+      const text = textOf(dag, step, at, column) || '–';
+      found.set(text, (found.get(text) ?? 0) + 1);
+    }
     return [...found].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([text, n]) => `${text} × ${count(n)}`).join(', ');
   };
   return [

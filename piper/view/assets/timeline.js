@@ -121,7 +121,8 @@ function select(which, { show = true } = {}) {
   if (which) {
     if (show) centre(which);
     const event = eventOf(runs[which.run], which.index);
-    announce(`${event.name}, ${event.device}, ${event.stream}, from ${duration(event.start)} for ${duration(event.end - event.start)}`);
+    const when = `from ${duration(event.start)} for ${duration(event.end - event.start)}`;
+    announce(`${event.name}, ${event.device}, ${event.stream}, ${when}`);
   }
   redraw();
 }
@@ -194,7 +195,8 @@ function stepRow(by) {
 function search(query) {
   state.query = query;
   const found = runs.map((run) => matchesOf(run, query));
-  state.matches = found.flatMap((marks, run) => (marks ? [...marks.keys()].filter((i) => marks[i]).map((index) => ({ run, index })) : []));
+  const marked = (marks) => (marks ? [...marks.keys()].filter((i) => marks[i]) : []);
+  state.matches = found.flatMap((marks, run) => marked(marks).map((index) => ({ run, index })));
   state.matches.sort((a, b) => a.run - b.run || runs[a.run].start[a.index] - runs[b.run].start[b.index]);
   state.found = found;
   state.current = -1;
@@ -213,9 +215,7 @@ function cycle(by) {
 }
 
 function showCount() {
-  const { matches, current, query } = state;
-  const text = !query.trim() ? '' : current < 0 ? `${count(matches.length)} found` : `${count(current + 1)} of ${count(matches.length)}`;
-  byId('matches').textContent = text;
+  byId('matches').textContent = foundText(state);
 }
 
 /** Which events are lit: those found, of those the critical ones; null if all are. */
@@ -389,7 +389,8 @@ canvas.addEventListener('wheel', (event) => {
   if (x < scene.left && !event.ctrlKey) return; // over the names it scrolls
   event.preventDefault();
   const unit = event.deltaMode === 1 ? 16 : 1;
-  const sideways = event.shiftKey ? event.deltaY || event.deltaX : Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : 0;
+  const swiped = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : 0;
+  const sideways = event.shiftKey ? event.deltaY || event.deltaX : swiped;
   if (sideways) pan(sideways * unit);
   else zoom(Math.exp(-event.deltaY * unit * (event.ctrlKey ? 0.01 : 0.0018)), x);
   hover(x, within(event).y, event.clientX, event.clientY);

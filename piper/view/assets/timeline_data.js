@@ -184,9 +184,11 @@ function pairsOf(run) {
     for (const next of groups) {
       open = open.filter((one) => one.end > next.start + least);
       if (open.length === 1) {
-        candidates.push({ device: number, first: open[0], second: next, start: next.start, end: Math.min(open[0].end, next.end) });
+        const [first] = open, end = Math.min(first.end, next.end);
+        candidates.push({ device: number, first, second: next, start: next.start, end });
       } else if (open.length > 1) {
-        candidates = candidates.filter((pair) => pair.end <= next.start + least || !(open.includes(pair.first) && open.includes(pair.second)));
+        const crowded = (pair) => open.includes(pair.first) && open.includes(pair.second);
+        candidates = candidates.filter((pair) => pair.end <= next.start + least || !crowded(pair));
       }
       open.push(next);
     }
@@ -223,7 +225,8 @@ function coloured(runs, by) {
   const prefix = by === 'microbatch' ? 'mb' : by;
   const legend = named.map((v, i) => ({ label: name(v), colour: palette[i], query: `${prefix}:${name(v)}` }));
   if (by === 'kind') legend.sort((a, b) => rank(a.label) - rank(b.label));
-  return { palette: [...palette, OTHER], columns, legend };
+  const all = [...palette, OTHER];
+  return { palette: all, words: all.map(wordOf), columns, legend };
 }
 
 /** Kinds that have no colour of their own share those that no known kind has taken. */

@@ -1,83 +1,8 @@
-// The picture: where everything stands, and drawing what is in sight of it on a canvas.
-// Time runs to the right in shares of the step (view.from to view.to), devices run down in pixels.
+// The picture: drawing what is in sight on a canvas.
 
-const AXIS = 30, BAND = 30, ROW = 20, GAP = 3, MEMORY = 46, PAD = 7;
 const FONT = '11px ' + getComputedStyle(document.documentElement).getPropertyValue('--sans');
 const LETTER = 5.8;
 /* About the width of a letter: measuring every label would take longer than drawing it. */
-
-/** Blocks of devices under each other, and above those of each run a band with its name. */
-function layoutOf(runs, collapsed, memory) {
-  const blocks = [], bands = [];
-  let top = AXIS;
-  for (const run of runs) {
-    if (runs.length > 1) { bands.push({ run: run.number, top, height: BAND }); top += BAND; }
-    run.devices.forEach((device, number) => {
-      const block = { run: run.number, device: number, top, rows: [], memory: null, closed: collapsed.has(`${run.number}/${number}`) };
-      top += PAD;
-      const rows = block.closed ? shownWhenClosed(run, device) : device.rows;
-      for (const row of rows) { block.rows.push({ row, top }); top += ROW + GAP; }
-      if (!rows.length) top += ROW + GAP;
-      if (memory && !block.closed && device.memory.times.length) {
-        block.memory = top + 2;
-        top += MEMORY + 2 + GAP;
-      }
-      top += PAD - GAP;
-      block.height = top - block.top;
-      blocks.push(block);
-    });
-  }
-  return { blocks, bands, height: top };
-}
-
-/** Of a collapsed device, the stream that computes. */
-function shownWhenClosed(run, device) {
-  const row = device.rows.find((i) => run.rows[i].computes) ?? device.rows[0];
-  return row === undefined ? [] : [row];
-}
-
-const horizon = (scene, run) => (scene.scaled || scene.runs.length === 1 ? run.ends : Math.max(scene.runs[0].ends, scene.runs[1].ends));
-const plotWidth = (scene) => scene.width - scene.left;
-const perSecond = (scene, run) => plotWidth(scene) / ((scene.view.to - scene.view.from) * horizon(scene, run));
-const firstTime = (scene, run) => scene.view.from * horizon(scene, run);
-const xOf = (scene, run, t) => scene.left + (t - firstTime(scene, run)) * perSecond(scene, run);
-const timeAt = (scene, run, x) => firstTime(scene, run) + (x - scene.left) / perSecond(scene, run);
-
-/** The block at a height of the canvas, and what of it. */
-function partAt(scene, y) {
-  const down = y + scene.scroll;
-  if (y < AXIS) return null;
-  const block = scene.layout.blocks.find((one) => down >= one.top && down < one.top + one.height);
-  if (!block) return null;
-  const row = block.rows.find((one) => down >= one.top - GAP / 2 && down < one.top + ROW + GAP / 2);
-  const memory = block.memory !== null && down >= block.memory && down < block.memory + MEMORY;
-  return { block, row: row ? row.row : null, memory };
-}
-
-/** The event nearest to a point of a row, if one is within three pixels. */
-function eventNear(scene, run, row, x) {
-  const { first, last } = run.rows[row];
-  const reach = 3 / perSecond(scene, run), t = timeAt(scene, run, x);
-  let best = null, least = reach;
-  for (let i = upperBound(run.end, t - reach, first, last); i < last && run.start[i] <= t + reach; i++) {
-    const off = Math.max(run.start[i] - t, t - run.end[i], 0);
-    if (off < least || (off === least && best !== null && run.end[i] - run.start[i] > run.end[best] - run.start[best])) {
-      best = i;
-      least = off;
-    }
-  }
-  return best;
-}
-
-/** Where an event is drawn, in pixels of the canvas, or null if its row is not shown. */
-function rectOf(scene, run, i) {
-  const row = rowOf(run, i);
-  const block = scene.layout.blocks.find((one) => one.run === run.number && one.device === run.rows[row].device);
-  const at = block?.rows.find((one) => one.row === row);
-  if (!at) return null;
-  const x = xOf(scene, run, run.start[i]);
-  return { x, y: at.top - scene.scroll, width: Math.max(xOf(scene, run, run.end[i]) - x, 1), height: ROW };
-}
 
 /** Draw everything in sight. Returns how many events were looked at and shapes drawn. */
 function draw(scene) {
@@ -247,7 +172,9 @@ function drawGutter(scene, block) {
     if (device.idle !== null) ctx.fillText(`${percent(device.idle)} idle`, streams, middle);
     return;
   }
-  for (const { row, top: at } of block.rows) ctx.fillText(fitted(run.rows[row].stream, 96), streams, Math.round(at - scene.scroll) + ROW / 2);
+  for (const { row, top: at } of block.rows) {
+    ctx.fillText(fitted(run.rows[row].stream, 96), streams, Math.round(at - scene.scroll) + ROW / 2);
+  }
   if (block.memory === null) return;
   const y = Math.round(block.memory - scene.scroll) + MEMORY / 2;
   ctx.fillText('memory', streams, device.limit === null ? y : y - 8);
@@ -277,18 +204,20 @@ function drawBlock(scene, block, work) {
 }
 
 /** The events of a row. Those wider than a pixel are drawn one by one; of the rest, what falls on
- * one pixel is drawn as one, in the colour of the longest, the fainter the less of it is covered. */
+ * one pixel is one, in the colour of the longest, the fainter the less of it is covered: these go into
+ * a picture one pixel high, since a thousand pixels are written faster than shapes are drawn. */
 function drawRow(scene, run, row, y, work) {
   const { first, last } = run.rows[row];
   const scale = perSecond(scene, run), from = firstTime(scene, run), left = scene.left;
   const until = timeAt(scene, run, scene.width);
   const column = scene.colours.columns[run.number], lit = scene.lit[run.number];
-  const shapes = new Map(), labels = [], outlined = [];
+  const shapes = new Map(), labels = [], outlined = [], line = lineOf(scene);
   let pixel = null;
   const flush = () => {
     if (pixel === null) return;
-    const shade = Math.min(3, Math.ceil(pixel.covered * 4) - 1);
-    add(shapes, (column[pixel.best] * 4 + Math.max(shade, 0)) * 2 + pixel.lit, pixel.x, 1);
+    const alpha = Math.max(Math.min(pixel.covered, 1), 0.35) * (pixel.lit ? 1 : DIM);
+    if (pixel.x >= left) line.words[pixel.x - left] = scene.colours.words[column[pixel.best]] | (Math.round(alpha * 255) << 24);
+    line.used += 1;
     pixel = null;
   };
   let i = upperBound(run.end, from, first, last);
@@ -299,7 +228,7 @@ function drawRow(scene, run, row, y, work) {
     if (wide >= 1.5) {
       flush();
       const shown = Math.max(x, left - 8), end = Math.min(x + wide, scene.width + 8);
-      add(shapes, (column[i] * 4 + 3) * 2 + on, shown, Math.max(1, end - shown - (wide > 4 ? 1 : 0)));
+      add(shapes, column[i] * 2 + on, shown, Math.max(1, end - shown - (wide > 4 ? 1 : 0)));
       if (end - shown > 22) labels.push(i, shown, end - shown, on);
       if (scene.critical && run.critical[i] && wide > 7) outlined.push(shown, end - shown - 1);
       continue;
@@ -310,26 +239,46 @@ function drawRow(scene, run, row, y, work) {
     if (on > pixel.lit || (on === pixel.lit && wide > pixel.longest)) { pixel.best = i; pixel.longest = wide; pixel.lit = on; }
   }
   flush();
+  stretch(scene, line, y, work);
   paint(scene, shapes, y, work);
   for (let n = 0; n < labels.length; n += 4) drawLabel(scene, run, labels[n], labels[n + 1], labels[n + 2], y, labels[n + 3]);
   if (outlined.length) outline(scene.ctx, outlined, y, scene.ink.ink, 1.5);
 }
 
 function add(shapes, style, x, wide) {
-  let list = shapes.get(style);
-  if (!list) shapes.set(style, (list = []));
-  const n = list.length;
-  if (wide === 1 && n && list[n - 2] + list[n - 1] === x) list[n - 1] += 1;
-  else list.push(x, wide);
+  const list = shapes.get(style);
+  if (list) list.push(x, wide);
+  else shapes.set(style, [x, wide]);
 }
 
-const SHADES = [0.35, 0.55, 0.8, 1];
+const DIM = 0.16;
+
+/** An empty picture one pixel high and as wide as the plot. */
+function lineOf(scene) {
+  const wide = Math.ceil(plotWidth(scene)) + 1;
+  if (scene.line?.canvas.width !== wide) {
+    const canvas = new OffscreenCanvas(wide, 1), ctx = canvas.getContext('2d'), image = ctx.createImageData(wide, 1);
+    scene.line = { canvas, ctx, image, words: new Uint32Array(image.data.buffer), used: 0 };
+  }
+  return scene.line;
+}
+
+/** Draw the picture of a row as high as the row, and empty it. */
+function stretch({ ctx, left }, line, y, work) {
+  if (!line.used) return;
+  work.shapes += line.used;
+  line.ctx.putImageData(line.image, 0, 0);
+  ctx.imageSmoothingEnabled = false;
+  ctx.drawImage(line.canvas, left, y, line.canvas.width, ROW);
+  line.words.fill(0);
+  line.used = 0;
+}
 
 /** All shapes of one style together: changing the style costs more than a shape. */
 function paint({ ctx, colours }, shapes, y, work) {
   for (const [style, list] of shapes) {
-    ctx.fillStyle = colours.palette[style >> 3];
-    ctx.globalAlpha = SHADES[(style >> 1) & 3] * (style & 1 ? 1 : 0.16);
+    ctx.fillStyle = colours.palette[style >> 1];
+    ctx.globalAlpha = style & 1 ? 1 : DIM;
     work.shapes += list.length / 2;
     ctx.beginPath();
     let rounded = false;
@@ -361,7 +310,9 @@ function outline(ctx, list, y, colour, thick) {
   ctx.strokeStyle = colour;
   ctx.lineWidth = thick;
   ctx.beginPath();
-  for (let n = 0; n < list.length; n += 2) ctx.rect(list[n] + thick / 2, y + thick / 2, Math.max(list[n + 1] - thick, 0.5), ROW - thick);
+  for (let n = 0; n < list.length; n += 2) {
+    ctx.rect(list[n] + thick / 2, y + thick / 2, Math.max(list[n + 1] - thick, 0.5), ROW - thick);
+  }
   ctx.stroke();
 }
 
@@ -443,19 +394,23 @@ function drawMemory(scene, run, device, y) {
 
 /** The curve in steps; of many changes on one pixel, the most that was held. */
 function memoryPath(scene, run, times, held, from, to, yOf) {
-  let i = Math.max(0, upperBound(times, from, 0, times.length) - 1);
   const scale = perSecond(scene, run), zero = xOf(scene, run, 0);
-  const path = [[zero + from * scale, yOf(held[i])]];
-  let level = held[i], pixel = -1, most = 0;
+  let i = Math.max(0, upperBound(times, from, 0, times.length) - 1);
+  let level = held[i], most = level, x = zero + from * scale, pixel = Math.floor(x);
+  const path = [];
   for (i += 1; i < times.length && times[i] < to; i++) {
-    const x = zero + times[i] * scale, at = Math.floor(x);
-    if (at === pixel && held[i] <= most) { level = held[i]; continue; }
-    most = at === pixel ? held[i] : Math.max(held[i], level);
-    pixel = at;
-    path.push([x, yOf(level)], [x, yOf(held[i])]);
+    const next = zero + times[i] * scale, at = Math.floor(next);
+    if (at === pixel) most = Math.max(most, held[i]);
+    else {
+      path.push([x, yOf(most)]);
+      if (at > pixel + 1) path.push([x, yOf(level)], [next, yOf(level)]);
+      x = next;
+      pixel = at;
+      most = held[i];
+    }
     level = held[i];
   }
-  path.push([zero + to * scale, yOf(level)]);
+  path.push([x, yOf(most)], [x, yOf(level)], [zero + to * scale, yOf(level)]);
   return path;
 }
 

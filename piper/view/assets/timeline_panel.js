@@ -51,16 +51,20 @@ function comparedWith(runs, which, jump) {
 
 const durationOf = (runs, { run, index }) => runs[run].end[index] - runs[run].start[index];
 
-/** How much longer the second event takes. */
+/** How much longer the second event takes, and how much later it starts. */
 function differenceOf(runs, mine, other) {
-  const now = durationOf(runs, mine), then = durationOf(runs, other);
-  const more = then - now;
-  return now > 0 ? `${signed(more, duration)}, ${signed(more / now, percent)}` : signed(more, duration);
+  const now = durationOf(runs, mine), more = durationOf(runs, other) - now;
+  const later = runs[other.run].start[other.index] - runs[mine.run].start[mine.index];
+  const least = 1e-6 * Math.max(...runs.map((run) => run.ends)); // rounding
+  const share = now > 0 ? `, ${signed(more / now, percent)}` : '';
+  const longer = Math.abs(more) < 1e-6 * now ? 'as long' : signed(more, duration) + share;
+  return Math.abs(later) < least ? longer : `${longer}; starts ${duration(Math.abs(later))} ${later > 0 ? 'later' : 'earlier'}`;
 }
 
 const NOTHING = [
   el('h2', {}, 'Event'),
-  el('p', { class: 'quiet' }, 'Click an event, or press ] to step through them. Shift-drag selects a range of time; ? lists all keys.'),
+  el('p', { class: 'quiet' }, 'Click an event, or press ] to step through them. '
+    + 'Shift-drag selects a range of time; ? lists all keys.'),
 ];
 
 /** What a tooltip says of an event. */
@@ -81,7 +85,8 @@ function tipOf(runs, which) {
       ['FLOPs', made],
       ['Critical', event.critical ? 'yes' : null],
     ]),
-    other && el('p', { class: 'other' }, `In ${'AB'[other.run]}: ${duration(durationOf(runs, other))}, ${differenceOf(runs, which, other)}`),
+    other && el('p', { class: 'other' },
+      `In ${'AB'[other.run]}: ${duration(durationOf(runs, other))}, ${differenceOf(runs, which, other)}`),
   ].filter(Boolean);
 }
 
@@ -119,7 +124,8 @@ function rangeOf(runs, spans, zoom, clear) {
     const { from, to } = spans[run.number];
     const busy = to > from ? busyWithin(device.busy, from, to) / (to - from) : 0;
     const name = runs.length > 1 ? `${'AB'[run.number]} ${device.name}` : device.name;
-    return el('tr', {}, el('td', {}, name), el('td', {}, bar(busy)), el('td', { class: 'number' }, percent(busy)), el('td', { class: 'number' }, percent(1 - busy)));
+    const shares = [busy, 1 - busy].map((share) => el('td', { class: 'number' }, percent(share)));
+    return el('tr', {}, el('td', {}, name), el('td', {}, bar(busy)), shares);
   }));
   const lengths = runs.map((run) => duration(spans[run.number].to - spans[run.number].from));
   const begins = runs.map((run) => duration(spans[run.number].from));
@@ -127,7 +133,8 @@ function rangeOf(runs, spans, zoom, clear) {
     el('h2', {}, 'Range'),
     pairs([['Length', [...new Set(lengths)].join(' · ')], ['From', [...new Set(begins)].join(' · ')]]),
     el('table', {},
-      el('thead', {}, el('tr', {}, el('th', {}, 'Compute'), el('th', {}), el('th', { class: 'number' }, 'busy'), el('th', { class: 'number' }, 'idle'))),
+      el('thead', {}, el('tr', {}, el('th', {}, 'Compute'), el('th', {}),
+        ['busy', 'idle'].map((name) => el('th', { class: 'number' }, name)))),
       el('tbody', {}, rows)),
     el('div', { class: 'actions' }, el('button', { onclick: zoom }, 'Zoom to it'), el('button', { onclick: clear }, 'Clear')),
   ];
@@ -136,11 +143,14 @@ function rangeOf(runs, spans, zoom, clear) {
 /** Every two passes that overlap. */
 function pairsShown(runs, pairsByRun, jump) {
   const all = pairsByRun.flatMap((list, run) => list.map((pair) => ({ run, ...pair })));
-  const text = (pair) => `${runs[pair.run].devices[pair.device].name}: ${pair.first.label} + ${pair.second.label} · ${duration(pair.end - pair.start)}`;
+  const text = ({ run, device, first, second, start, end }) =>
+    `${runs.length > 1 ? `${'AB'[run]} ` : ''}${runs[run].devices[device].name}: `
+    + `${first.label} + ${second.label} · ${duration(end - start)}`;
+  const link = (pair) => el('button', { class: 'link', onclick: () => jump(pair) }, text(pair));
   return [
     el('h2', {}, `Overlapped pairs: ${count(all.length)}`),
     all.length
-      ? shortList(all, 120, (pair) => el('button', { class: 'link', onclick: () => jump(pair) }, (runs.length > 1 ? `${'AB'[pair.run]} ` : '') + text(pair)))
+      ? shortList(all, 120, link)
       : el('p', { class: 'quiet' }, 'No device is at two passes at a time.'),
   ];
 }
@@ -153,7 +163,8 @@ function figureOf(text) {
   if (!found) return null;
   const value = Number(found[1].replaceAll(',', '').replace('−', '-')), unit = found[2];
   if (!Number.isFinite(value)) return null;
-  const kind = TIMES.some(([, name]) => name === unit) ? 'time' : SIZES.some(([, name]) => name === unit) || unit === 'B' ? 'bytes' : unit;
+  const isOf = (units) => units.some(([, name]) => name === unit);
+  const kind = isOf(TIMES) ? 'time' : isOf(SIZES) || unit === 'B' ? 'bytes' : unit;
   return { value: value * (UNITS.get(unit) ?? 1), kind };
 }
 
@@ -162,6 +173,7 @@ function changeOf(first, second) {
   const a = figureOf(first), b = figureOf(second);
   if (!a || !b || a.kind !== b.kind) return '';
   const more = b.value - a.value, { kind } = a;
+  if (more === 0) return '=';
   if (kind === '%') return `${signed(more, (x) => x.toFixed(1))} pp`;
   const text = kind === 'time' ? duration : kind === 'bytes' ? bytes : (x) => count(Number(x.toPrecision(4)));
   return a.value ? signed(more / a.value, percent) : signed(more, text);
@@ -192,13 +204,18 @@ function factsOf(run) {
 function comparisonOf(runs) {
   const [a, b] = runs.map((run) => new Map(factsOf(run)));
   const rows = [...new Set([...a.keys(), ...b.keys()])].map((name) => {
-    const first = a.get(name) ?? '–', second = b.get(name) ?? '–';
-    return el('tr', {}, el('th', { scope: 'row' }, name), el('td', { class: 'number' }, first), el('td', { class: 'number' }, second), el('td', { class: 'number' }, changeOf(first, second)));
+    const first = a.get(name) ?? '–', second = b.get(name) ?? '–', head = el('th', { scope: 'row' }, name);
+    if (Math.max(first.length, second.length) > 14) {
+      const lines = first === second ? [first] : [`A: ${first}`, `B: ${second}`];
+      return el('tr', {}, head, el('td', { colspan: 3 }, lines.map((line) => el('div', {}, line))));
+    }
+    return el('tr', {}, head, [first, second, changeOf(first, second)].map((text) => el('td', { class: 'number' }, text)));
   });
   return [
     el('h2', {}, 'A and B'),
     el('table', {},
-      el('thead', {}, el('tr', {}, ['', 'A', 'B', 'B − A'].map((name, i) => el('th', { class: i ? 'number' : '', scope: 'col' }, name)))),
+      el('thead', {}, el('tr', {}, ['', 'A', 'B', 'B − A'].map((name, i) =>
+        el('th', { class: i ? 'number' : '', scope: 'col' }, name)))),
       el('tbody', {}, rows)),
   ];
 }

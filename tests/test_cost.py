@@ -1,0 +1,532 @@
+"""Clusters, costs and simulated steps, against figures that can be found by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import piper
+from bench.emulated import FLOPS, Sleepers, loss
+from piper.cost import toml
+from piper.cost.cluster import Way
+from piper.cost.communicating import collective_seconds, send_seconds
+from piper.cost.presets import DEVICES, LINKS
+from piper.cost.replay import Meet, Track, replay
+from piper.ir.dag import CollectiveKind, Compute
+from piper.lower.plan import Verb
+from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.strategies import mesh
+
+FREE = piper.Link(1e30, 0.0)
+ALONE = piper.Sharing(links=0.0)
+LAYERS = 8
+
+
+def sleeper(**other: Any) -> piper.Device:
+    """A device that takes for a sleep what the sleep says, and nothing for anything else."""
+    given: dict[str, Any] = {"flops": {torch.float32: FLOPS}, "memory": 2**40, "bandwidth": 1e30}
+    return piper.Device(**{"name": "sleeper", **given, **other})
+
+
+def ideal(devices: int, link: piper.Link = FREE, **other: Any) -> piper.Cluster:
+    return piper.Cluster.of(sleeper(**other), devices, inside=link, outside=link, sharing=ALONE)
+
+
+@cache
+def emulated(**arguments: Any) -> piper.Program:
+    """Layers, each two sleeps of a second forwards and two backwards, and nothing else."""
+    x = torch.zeros(32, 4, 8)
+    return piper.compile(
+        Sleepers(LAYERS, 4, 8, 1.0),
+        mesh(**arguments),
+        inputs=(x,),
+        targets=(x,),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        costs=piper.Costs(flops_per_second=FLOPS, bytes_per_second=1e30, overhead=0.0),
+    )
+
+
+@cache
+def experts() -> piper.Program:
+    config = MoEConfig(vocab=64, dim=32, layers=4, heads=2, experts=4, mlp_dim=32, max_seq=8)
+    torch.manual_seed(0)
+    x = torch.randint(0, 64, (32, 8))
+    return piper.compile(
+        MoETransformer(config),
+        mesh(pp=2, dp=4, ep=2, schedule="dualpipev", zero=1, microbatches=4),
+        inputs=(x,),
+        targets=(x,),
+        loss=lm_loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        clip_norm=1.0,
+    )
+
+
+# --- the time of a step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_pipeline_takes_what_the_formula_says(
+    schedule: str, stages: int, microbatches: int, synchronous: bool
+) -> None:
+    program = emulated(pp=stages, schedule=schedule, microbatches=microbatches)
+    found = program.simulate(ideal(stages, synchronous=synchronous))
+    of_stage = 4.0 * LAYERS / stages  # a forward and a backward
+    assert found.seconds == pytest.approx((microbatches + stages - 1) * of_stage)
+    bubble = (stages - 1) / (microbatches + stages - 1)
+    assert found.bubble == pytest.approx(bubble)
+    assert found.mfu == pytest.approx(1 - bubble)
+    assert found.tokens_per_second == pytest.approx(32 * 4 * 8 / found.seconds)
+
+
+def test_zb_v_has_less_of_a_bubble() -> None:
+    one = emulated(pp=4, schedule="1f1b", microbatches=8).simulate(ideal(4))
+    other = emulated(pp=4, schedule="zb-v", microbatches=8).simulate(ideal(4))
+    assert other.bubble < one.bubble / 1.5
+
+
+def test_messages_are_on_the_way_where_the_pipeline_fills() -> None:
+    """The first microbatch passes every border once forwards, the last once backwards; then all
+    four devices learn the sum of the losses, over a tree of two steps there and back."""
+    program = emulated(pp=4, schedule="gpipe", microbatches=4)
+    still = program.simulate(ideal(4)).seconds
+    slow = program.simulate(ideal(4, piper.Link(1e30, 0.5))).seconds
+    assert slow == pytest.approx(still + 2 * 3 * 0.5 + 2 * 2 * 0.5)
+
+
+def test_an_instruction_takes_its_overhead() -> None:
+    program = emulated(pp=1, microbatches=4)
+    count = sum(x.verb in (Verb.COMPUTE, Verb.UPDATE) for x in program.plans[0].instructions)
+    still, slow = program.simulate(ideal(1)), program.simulate(ideal(1, overhead=0.25))
+    assert slow.seconds == pytest.approx(still.seconds + 0.25 * count)
+
+
+def test_a_host_that_issues_slowly_is_the_limit() -> None:
+    program = emulated(pp=1, microbatches=4)
+    count = sum(len(row.places) for row in program.simulate(ideal(1)).spans)
+    assert program.simulate(ideal(1, issue=100.0)).seconds >= 100.0 * (count - 1)
+
+
+def test_a_slow_device_holds_up_its_pipeline_alone() -> None:
+    """Replicas meet once, for the sum of gradients: the slower pipeline decides."""
+    program = emulated(pp=2, dp=2, schedule="1f1b", microbatches=4)
+    plain = ideal(4)
+    (machine,) = plain.machines
+    half = sleeper(name="half", flops={torch.float32: FLOPS / 2})
+    one = replace(machine, devices=(half, *machine.devices[1:]))
+    found = program.simulate(replace(plain, machines=(one,)))
+    assert [lane.devices for lane in found.lanes] == [(0,), (1,), (2,), (3,)]
+    assert len(program.simulate(plain).lanes) == 2
+    other = replace(machine, devices=(half, machine.devices[1], half, machine.devices[3]))
+    both = program.simulate(replace(plain, machines=(other,)))
+    assert both.seconds == pytest.approx(2 * program.simulate(plain).seconds)
+    assert program.simulate(plain).seconds < found.seconds <= both.seconds
+
+
+def test_equal_devices_are_one_lane_however_many() -> None:
+    found = experts().simulate(piper.Cluster.of("H100", 8))
+    assert [len(lane.devices) for lane in found.lanes] == [4, 4]
+    split = experts().simulate(piper.Cluster.of("H100", 3, 3))  # groups that span machines
+    assert len(split.lanes) > 2
+    assert sorted(d for lane in split.lanes for d in lane.devices) == list(range(8))
+
+
+def test_exchanges_over_a_slow_link_take_longer() -> None:
+    near = experts().simulate(piper.Cluster.of("H100", 8))
+    far = experts().simulate(piper.Cluster.of("H100", 1, 8, outside="Ethernet-1G"))
+    assert far.seconds > 2 * near.seconds
+    assert far.exposed > near.exposed
+
+
+# --- what is known of a simulated step -----------------------------------------------------------
+
+
+def test_every_instruction_is_there_and_streams_run_in_order() -> None:
+    program = experts()
+    found = program.simulate(piper.Cluster.of("H100", 8))
+    run = found.run()
+    for a, b in zip(run.events, run.events[1:], strict=False):
+        assert (a.row, a.start) <= (b.row, b.start)
+        if a.row == b.row:
+            assert a.end <= b.start + 1e-12
+    for lane, spans in zip(found.lanes, found.spans, strict=True):
+        plan = program.plans[lane.plan]
+        ends = dict(zip(spans.places, spans.end, strict=True))
+        for place, start in zip(spans.places, spans.start, strict=True):
+            for other in plan.instructions[place].waits:
+                assert ends[other] <= start + 1e-12
+
+
+def test_memory_over_time_has_the_foretold_peak() -> None:
+    program = experts()
+    found = program.simulate(piper.Cluster.of("H100", 8))
+    for plan, memory in zip(program.plans, program.memory, strict=True):
+        curve = found.memory(plan.devices[0])
+        assert [t for t, _ in curve] == sorted(t for t, _ in curve)
+        assert max(memory.over_time) == max(n for _, n in curve) <= memory.peak
+    assert found.fits
+    assert found.peak == max(memory.peak for memory in program.memory)
+
+
+def test_the_critical_path_is_a_chain_to_the_end() -> None:
+    program = emulated(pp=4, schedule="1f1b", microbatches=8)
+    run = program.simulate(ideal(4)).run()
+    path = [event for event in run.events if event.critical]
+    assert max(event.end for event in path) == pytest.approx(run.seconds)
+    busy = sum(event.end - event.start for event in path)
+    assert busy == pytest.approx(run.seconds)  # with free messages, nothing on it waits
+
+
+def test_events_say_what_is_known_of_their_nodes() -> None:
+    program = experts()
+    run = program.simulate(piper.Cluster.of("H100", 8)).run("mine")
+    assert run.title == "mine"
+    exchange = next(e for e in run.events if e.kind == "all_to_all")
+    assert exchange.nbytes > 0
+    assert exchange.directive.startswith("shard(")
+    assert exchange.microbatch is not None
+    computing = next(e for e in run.events if e.kind == "F" and e.flops)
+    assert computing.stage.startswith("PP ")
+    assert "layer " in computing.tags
+    assert isinstance(program.dag.nodes[computing.node].op, Compute)
+
+
+def test_a_trace_names_every_slice(tmp_path: Path) -> None:
+    found = experts().simulate(piper.Cluster.of("H100", 8))
+    found.trace(tmp_path / "trace.json", beside=found)
+    data = json.loads((tmp_path / "trace.json").read_text())
+    slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    run = found.run()
+    assert len(slices) == 2 * len(run.events)
+    assert {e["name"] for e in slices} == {event.name for event in run.events}
+    starts = [e for e in data["traceEvents"] if e["ph"] == "s"]
+    ends = [e for e in data["traceEvents"] if e["ph"] == "f"]
+    assert starts
+    assert {e["id"] for e in starts} == {e["id"] for e in ends}
+
+
+def test_a_simulation_prints_and_serializes() -> None:
+    found = experts().simulate(piper.Cluster.of("H100", 8))
+    assert "bubble" in str(found)
+    again = json.loads(json.dumps(found.to_json()))
+    assert again["seconds"] == found.seconds
+    assert sum(len(lane["devices"]) for lane in again["lanes"]) == 8
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+def track(*items: tuple[str, float | int, tuple[int, ...]], synchronous: bool = False) -> Track:
+    """Items are a stream, seconds or, as an int, a meeting, and what is waited for."""
+    streams: dict[str, int] = {}
+    return Track(
+        [streams.setdefault(stream, len(streams)) for stream, _, _ in items],
+        [waits for *_, waits in items],
+        [0.0 if isinstance(x, int) else x for _, x, _ in items],
+        [x if isinstance(x, int) else -1 for _, x, _ in items],
+        synchronous,
+        0.0,
+    )
+
+
+def test_an_exchange_beside_a_reduction_takes_longer() -> None:
+    one = track(("dp", 0, ()), ("ep", 1, ()))
+    meets = [Meet(10.0, 1, links=1), Meet(1.0, 1, links=1)]
+    replay([one], meets, piper.Sharing(links=0.46))
+    assert one.end == pytest.approx([10.0 + 0.46, 1.46])
+
+
+def test_communications_on_different_links_do_not_meet() -> None:
+    one = track(("dp", 0, ()), ("ep", 1, ()))
+    replay([one], [Meet(10.0, 1, links=2), Meet(1.0, 1, links=1)], piper.Sharing(links=0.46))
+    assert one.end == pytest.approx([10.0, 1.0])
+
+
+def test_computing_and_communicating_slow_each_other() -> None:
+    one = track(("compute", 2.0, ()), ("ep", 0, ()))
+    replay([one], [Meet(1.0, 1, links=1)], piper.Sharing(compute=0.1, communication=0.5))
+    assert one.end[1] == pytest.approx(1.5)
+    assert one.end[0] == pytest.approx(2.0 + 0.1 * 1.5 / 1.1)
+
+
+def test_a_stream_with_a_share_of_the_gpu_takes_that_share() -> None:
+    one = track(("compute", 2.0, ()), ("ep", 0, ()))
+    replay([one], [Meet(1.0, 1, 1, slows=0.25)], piper.Sharing(compute=0.1, communication=0.5))
+    assert one.end[1] == pytest.approx(1.0)
+    assert one.end[0] == pytest.approx(2.0 + 0.25 * 1.0 / 1.25)
+
+
+def test_parties_wait_for_the_last() -> None:
+    one = track(("compute", 3.0, ()), ("p2p", 0, (0,)))
+    other = track(("p2p", 0, ()), ("compute", 1.0, (0,)))
+    replay([one, other], [Meet(0.5, 2, links=1)], ALONE)
+    assert other.start == pytest.approx([3.0, 3.5])
+    assert other.end[1] == pytest.approx(4.5)
+
+
+def test_a_synchronous_host_waits_before_it_issues_more() -> None:
+    """On a GPU the second computation overtakes the wait for the message; on a CPU it cannot."""
+    for synchronous, expected in ((False, 2.0), (True, 6.0)):
+        one = track(("p2p", 0, ()), ("a", 1.0, (0,)), ("b", 1.0, ()), synchronous=synchronous)
+        other = track(("compute", 4.0, ()), ("p2p", 0, (0,)))
+        replay([one, other], [Meet(0.0, 2, links=1)], ALONE)
+        assert one.end[2] == pytest.approx(expected - (not synchronous))
+
+
+# --- communications ------------------------------------------------------------------------------
+
+WAY = Way(8, bandwidth=1e9, latency=1e-3, near=1.0, near_bandwidth=1e9, far_bandwidth=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "seconds"),
+    [
+        (CollectiveKind.ALL_REDUCE, 8 * 10**9, 2 * 7 + 2 * 7 * 1e-3),  # a ring
+        (CollectiveKind.ALL_REDUCE, 8, 16e-9 + 2 * 3 * 1e-3),  # a tree
+        (CollectiveKind.ALL_GATHER, 8 * 10**9, 7 + 3e-3),
+        (CollectiveKind.REDUCE_SCATTER, 8 * 10**9, 7 + 3e-3),
+        (CollectiveKind.ALL_TO_ALL, 8 * 10**9, 7 + 1e-3),
+    ],
+)
+def test_collectives(kind: CollectiveKind, nbytes: int, seconds: float) -> None:
+    assert collective_seconds(kind, WAY, nbytes) == pytest.approx(seconds)
+    assert collective_seconds(kind, replace(WAY, members=1), nbytes) == 0
+
+
+def test_messages() -> None:
+    assert send_seconds(replace(WAY, members=2), 10**9) == pytest.approx(1.001)
+
+
+def test_ways_through_machines() -> None:
+    cluster = piper.Cluster.of("H100", 4, 2, inside=piper.Link(400, 1), outside=piper.Link(10, 2))
+    assert cluster.way((0, 1, 2)) == Way(3, 400, 1, 1.0, 400, math.inf)
+    # four devices of each machine go out together
+    assert cluster.way(tuple(range(8))) == Way(8, 40, 2, 3 / 7, 400, 10)
+    assert cluster.way((0, 4)) == Way(2, 10, 2, 0.0, math.inf, 10)
+    assert cluster.way((3,)).members == 1
+    slow = replace(cluster, between={(0, 1): piper.Link(1, 5)})
+    assert slow.way((0, 4)).bandwidth == 1
+    assert slow.way((0, 4)).latency == 5
+
+
+def test_an_exchange_between_machines_is_held_up_by_the_way_out() -> None:
+    cluster = piper.Cluster.of("H100", 4, 2, inside=piper.Link(400, 0), outside=piper.Link(10, 0))
+    way = cluster.way(tuple(range(8)))
+    # of 80 bytes, 40 go to the other machine
+    assert collective_seconds(CollectiveKind.ALL_TO_ALL, way, 80) == pytest.approx(4.0)
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def test_efficiency_lies_between_its_points() -> None:
+    device = sleeper(efficiency=((1e6, 0.1), (1e8, 0.5)))
+    assert [device.reached(n) for n in (1, 1e6, 1e7, 1e8, 1e12)] == pytest.approx(
+        [0.1, 0.1, 0.3, 0.5, 0.5]
+    )
+
+
+def test_a_pass_takes_the_longer_of_computing_and_reading() -> None:
+    device = sleeper(bandwidth=100.0, overhead=1.0)
+    assert device.seconds(int(2 * FLOPS), 100, torch.float32) == pytest.approx(3.0)
+    assert device.seconds(int(2 * FLOPS), 900, torch.float32) == pytest.approx(10.0)
+    assert device.seconds(0, 0, torch.float32) == 1.0
+
+
+@pytest.mark.parametrize("kind", sorted(DEVICES))
+def test_presets_simulate(kind: str) -> None:
+    found = experts().simulate(piper.Cluster.of(kind, 8))
+    assert 0 < found.seconds < 60
+    assert 0 < found.mfu < 1
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_a_cluster_survives_its_file(tmp_path: Path) -> None:
+    cluster = piper.Cluster.of("H100", 2, 3, name='the "big" one')
+    tired = replace(cluster.machines[0].devices[0], name="tired", memory=2**33)
+    machines = (*cluster.machines, replace(cluster.machines[0], devices=(tired,) * 2))
+    cluster = replace(cluster, machines=machines, between={(0, 3): LINKS["Ethernet-1G"]})
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster.to_toml())
+    assert piper.Cluster.load(path) == cluster
+
+
+def test_the_example_in_the_docstring_is_read() -> None:
+    text = toml.__doc__ or ""
+    example = text[text.index("name = ") :].replace("\n    ", "\n")
+    cluster = toml.parse(example)
+    assert len(cluster) == 2 * 8 + 3
+    assert cluster.device(18).peak(torch.bfloat16) == 700e12
+    assert cluster.device(18).peak(torch.float32) == DEVICES["H100"].peak(torch.float32)
+    assert cluster.link(0, 2) == piper.Link(1.25e9, 3e-5)
+    assert cluster.link(0, 1) == LINKS["InfiniBand-HDR"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("machines = ", "not TOML"),
+        ("", "[[machines]]"),
+        ("[[machines]]\ndevice = 'H999'", "no device 'H999'; known: A10,"),
+        ("[[machines]]\ndevice = 'H100'\ninside = 'string'", "no link 'string'; known:"),
+        ("[[machines]]\ndevice = 'H100'\nspeed = 3", "'speed', which nobody reads"),
+        ("[[machines]]\ndevice = 'H100'\ndevices = 0", "devices must be a whole number from 1"),
+        ("[[machines]]\ndevices = 2", "device must be the name"),
+        ("[[machines]]\ndevice = ['H100']\ndevices = 2", "has 2 devices, but names 1"),
+        ("[[machines]]\ndevice = []", "has no devices"),
+        ("[[machines]]\ndevice = 'x'\n[devices.x]\nmemory = 1", "lacks flops, bandwidth"),
+        ("[[machines]]\ndevice = 'x'\n[devices.x]\nlike = 'H100'\nmemory = 'much'", "a number"),
+        (
+            "[[machines]]\ndevice = 'x'\n[devices.x]\nlike = 'H100'\nflops = {float7 = 1}",
+            "no dtype",
+        ),
+        ("[[machines]]\ndevice = 'H100'\ninside = {bandwidth = 0}", "must be positive"),
+        ("[[machines]]\ndevice = 'H100'\n[[between]]\nmachines = [0, 1]\nlink = 'PCIe4'", "1 mach"),
+        ("[[machines]]\ndevice = 'H100'\n[sharing]\nlinks = -1", "nothing gets faster"),
+    ],
+)
+def test_wrong_files_are_refused_by_name(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(piper.PiperError) as error:
+        piper.Cluster.load(path)
+    assert says in str(error.value)
+    assert "c.toml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: piper.Cluster.of("H999"), "no device 'H999'"),
+        (lambda: piper.Cluster.of("H100", 0), "has none"),
+        (lambda: piper.Cluster(()), "must have a machine"),
+        (lambda: piper.Link(0, 0), "must be positive"),
+        (lambda: sleeper(efficiency=((10.0, 0.5), (1.0, 0.5))), "growing order"),
+        (lambda: sleeper(flops={}), "must be positive"),
+        (lambda: experts().simulate(piper.Cluster.of("H100", 4)), "up to number 7"),
+        (lambda: experts().simulate("H100"), "must be a piper.Cluster"),  # type: ignore[arg-type]
+        (
+            lambda: experts().simulate(piper.Cluster.of("H100", 8), "x"),  # type: ignore[arg-type]
+            "must be piper.Recorded",
+        ),
+    ],
+)
+def test_wrong_clusters_are_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(piper.PiperError, match=says):
+        make()
+
+
+# --- recorded costs ------------------------------------------------------------------------------
+
+
+class Net(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            with piper.annotate("layer"):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def net(strategy: piper.Strategy) -> tuple[piper.Program, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    model = Net(*(nn.Linear(8, 8) for _ in range(4)))
+    program = piper.compile(
+        model,
+        strategy,
+        inputs=(x,),
+        targets=(x,),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    return program, x
+
+
+@pytest.fixture(scope="module")
+def profiled() -> tuple[piper.Program, Any]:
+    program, x = net(mesh(pp=2, dp=2, microbatches=4, zero=1))
+    with piper.launch(program, on="virtual") as trainer:
+        trainer.step(x, x)
+        return program, trainer.profile(steps=3)
+
+
+def test_a_profile_knows_every_pass(profiled: tuple[piper.Program, Any], tmp_path: Path) -> None:
+    program, profile = profiled
+    recorded = profile.recorded
+    recorded.save(tmp_path / "costs.json")
+    assert piper.Recorded.load(tmp_path / "costs.json") == recorded
+    cluster = ideal(4, overhead=1e6)  # what is not recorded would stand out
+    found = program.simulate(cluster, recorded)
+    assert found.seconds < 1e3
+    busy = sum(one.computing for one in profile.busy.values())
+    assert found.seconds < busy
+
+
+def test_other_strategies_are_simulated_from_it(profiled: tuple[piper.Program, Any]) -> None:
+    """Other rows, halves of a backward, other groups."""
+    recorded = profiled[1].recorded
+    cluster = ideal(4, overhead=1e6)
+    for strategy in (
+        mesh(pp=2, microbatches=2),
+        mesh(pp=2, schedule="zb-h1", microbatches=4),
+        mesh(dp=4, microbatches=1),
+    ):
+        found = net(strategy)[0].simulate(cluster, recorded)
+        computing = [e for e in found.run().events if e.kind in ("F", "B", "BI", "BW")]
+        assert all(0 <= e.end - e.start < 1e3 for e in computing)
+
+
+def test_passes_scale_by_their_operations(profiled: tuple[piper.Program, Any]) -> None:
+    recorded = profiled[1].recorded
+    one = max(recorded.passes, key=lambda timed: timed.flops)
+    twice = replace(one.work, rows=2 * one.work.rows)
+    assert recorded.pass_seconds(twice, 2 * one.flops) == pytest.approx(2 * one.seconds)
+    assert recorded.pass_seconds(replace(one.work, chunk=99), one.flops) is None
+
+
+def test_messages_lie_between_those_measured() -> None:
+    recorded = piper.Recorded.of((), [("send", 2, 100, 1.0), ("send", 2, 300, 2.0)])
+    sizes = (50, 100, 200, 300, 600)
+    assert [recorded.moved_seconds("send", 2, n) for n in sizes] == [1.0, 1.0, 1.5, 2.0, 4.0]
+    assert recorded.moved_seconds("send", 4, 100) is None
+
+
+def test_the_middle_one_of_several_measurements_counts() -> None:
+    recorded = piper.Recorded.of((), [("send", 2, 8, s) for s in (1.0, 2.0, 90.0)])
+    assert recorded.moved_seconds("send", 2, 8) == 2.0
+    both = recorded + piper.Recorded.of((), [("send", 2, 8, 4.0)])
+    assert both.moved_seconds("send", 2, 8) == 3.0
+
+
+def test_wrong_costs_are_refused(tmp_path: Path) -> None:
+    for content in ("", "[]", '{"format": "x"}'):
+        (tmp_path / "c.json").write_text(content)
+        with pytest.raises(piper.PiperError, match=r"c\.json"):
+            piper.Recorded.load(tmp_path / "c.json")
+
+
+def test_a_cluster_orders_what_a_strategy_leaves_open() -> None:
+    costs = piper.Cluster.of("H100", 1, 2, outside="Ethernet-1G").costs(torch.bfloat16)
+    assert costs.bytes_per_second == LINKS["Ethernet-1G"].bandwidth
+    assert costs.flops_per_second == pytest.approx(989e12 * 0.72)
+
+
+def test_facts(profiled: tuple[piper.Program, Any]) -> None:
+    facts: Mapping[str, str] = profiled[1].facts
+    assert facts["devices"] == "4"
+    assert facts["steps measured"] == "3"
+    assert "device 3: computes" in str(profiled[1])
