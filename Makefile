@@ -13,7 +13,7 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 unexport PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint docs bench clean
+.PHONY: help env demo test browser lint docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
@@ -26,13 +26,26 @@ demo: $(STAMP) ## run the demonstration
 test: lint ## lint, then run the tests
 	$(RUN) -m pytest --numprocesses auto
 
+browser: ## install Chromium with apt, for the tests of the pages (skipped without it)
+	@if command -v chromium >/dev/null; then \
+		echo "chromium is there"; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		echo "installing chromium"; \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq update >/dev/null && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends --yes \
+			chromium fonts-liberation >/dev/null; \
+	else \
+		echo "install chromium by hand: the tests of the pages are skipped without it"; \
+	fi
+
 lint: $(STAMP) ## check style, formatting and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
 docs: $(STAMP) ## build the documentation into site/, to be read without a network
-	$(RUN) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 bench: $(STAMP) ## measure compile time (bench/single_device.py needs a GPU: see docs/performance.md)
 	@$(RUN) bench/compile_time.py

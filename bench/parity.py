@@ -7,11 +7,8 @@ one thread, each pinned to a core. Level by level:
     zero=2   mesh(dp=2, zero=2)    fully_shard, reshard_after_forward=False
     zero=3   mesh(dp=2, zero=3)    fully_shard, reshard_after_forward=True
 
-each in several settings, of which the best counts: the size of buckets, and when gathers begin. All
-take turns in one run, so that a noisy machine hits all of them; the workers of the others wait
-meanwhile. A step's time is taken by the caller, from before it sends each worker its rows until all
-have answered. Beside it stands the time that a worker's threads really ran, which says more where
-others use the cores too. The losses of all steps must agree: a faster wrong answer fails.
+each in several settings, of which the best counts: the size of buckets, and when gathers begin. How
+they are timed stands in turns.py. The losses of all steps must agree: a faster wrong answer fails.
 
     python bench/parity.py [--microbatches 4] [--level 0] [--rounds 20] [--json FILE]
 """
@@ -23,30 +20,20 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from peers import WORKERS, Peers, Replicated, Sharded, Work
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from turns import ENVIRONMENT, KEEPING, TOLERANCE, Launched, Side, difference, measure, ratio
 
 import piper
-from piper.launch.processes import ProcessCrew
 from piper.models import DenseConfig, lm_loss
 from piper.strategies import mesh
-
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-"""For every worker, before it imports torch."""
-KEEPING = {"MIMALLOC_PURGE_DELAY": "-1"}
-"""Torch's allocator, where it is mimalloc (as on 64-bit ARM), gives no memory back."""
-TOLERANCE = 1e-5
-"""Of losses, relative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +47,20 @@ class Piper:
         return f"piper, buckets of {self.bucket_mb:g} MB"
 
 
-class Ours:
-    """A launched program."""
-
-    def __init__(self, work: Work, way: Piper, stack: contextlib.ExitStack) -> None:
-        """``stack`` ends its workers."""
-        x, y = work.batch(0)
-        parts, size = work.microbatches, way.bucket_mb
-        program = piper.compile(
-            work.model(),
-            mesh(dp=WORKERS, zero=way.zero, microbatches=parts, bucket_mb=size),
-            inputs=(x,),
-            targets=(y,),
-            loss=lm_loss,
-            optimizer=work.optimizer,
-        )
-        self._trainer = stack.enter_context(piper.launch(program, on="processes", threads=1))
-        crew = self._trainer._crew
-        assert isinstance(crew, ProcessCrew)
-        self.pids = [worker.process.pid for worker in crew._workers]
-
-    def step(self, x: Tensor, y: Tensor) -> float:
-        """Train on a batch; the loss."""
-        return float(self._trainer.step(x, y).loss)
+def started(work: Work, way: Way, stack: contextlib.ExitStack) -> Side:
+    if not isinstance(way, Piper):
+        return Peers(work, way, stack)
+    x, y = work.batch(0)
+    parts, size = work.microbatches, way.bucket_mb
+    program = piper.compile(
+        work.model(),
+        mesh(dp=WORKERS, zero=way.zero, microbatches=parts, bucket_mb=size),
+        inputs=(x,),
+        targets=(y,),
+        loss=lm_loss,
+        optimizer=work.optimizer,
+    )
+    return Launched(program, stack)
 
 
 Way = Piper | Replicated | Sharded
@@ -93,80 +71,6 @@ def ways(zero: int) -> list[Way]:
     if zero == 0:
         return [*ours, Replicated(25), Replicated(4)]
     return [*ours, *(Sharded(zero == 3, ahead) for ahead in (False, True))]
-
-
-@dataclass(slots=True)
-class Found:
-    """What one side did."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    running: list[float] = field(default_factory=list)
-    """Seconds that a worker's threads ran, of each step."""
-
-    def take(self, side: Ours | Peers, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Let ``side`` train on ``batches``."""
-        for x, y in batches:
-            before, start = _running(side.pids), time.perf_counter()
-            self.losses.append(side.step(x, y))
-            self.seconds.append(time.perf_counter() - start)
-            self.running.append((_running(side.pids) - before) / WORKERS)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        values = sorted(self.seconds)
-        return values[len(values) // 10], values[-len(values) // 10 - 1]
-
-
-def measure(work: Work, zero: int, rounds: int, turn: int, warm: int) -> dict[Way, Found]:
-    """All settings of one level, ``turn`` steps each, round after round."""
-    with contextlib.ExitStack() as stack:
-        sides = {
-            way: Ours(work, way, stack) if isinstance(way, Piper) else Peers(work, way, stack)
-            for way in ways(zero)
-        }
-        found = {way: Found() for way in sides}
-        first = [work.batch(i) for i in range(warm)]
-        for way, side in sides.items():
-            found[way].take(side, first)
-            found[way].seconds.clear()
-            found[way].running.clear()
-            _pin(side.pids)
-        for number in range(rounds):
-            batches = [work.batch(warm + number * turn + i) for i in range(turn)]
-            for way in list(sides)[:: -1 if number % 2 else 1]:
-                found[way].take(sides[way], batches)
-    return found
-
-
-def _pin(pids: Iterable[int]) -> None:
-    """Each worker on a core of its own, with all threads that it has; later ones inherit it."""
-    cores = sorted(os.sched_getaffinity(0))
-    for rank, pid in enumerate(pids):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), {cores[rank % len(cores)]})
-
-
-def _running(pids: Iterable[int]) -> float:
-    """Seconds that the threads of these processes have run so far, all together."""
-    threads = (thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir())
-    return sum(int((t / "schedstat").read_text().split()[0]) for t in threads) / 1e9
-
-
-def ratio(mine: Iterable[float], theirs: Iterable[float]) -> float:
-    """The median over steps, of which each was measured in the same round."""
-    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-
-
-def difference(found: Iterable[Found]) -> float:
-    """The largest relative difference between the losses of any two, in any step."""
-    losses = torch.tensor([one.losses for one in found], dtype=torch.float64)
-    return float(((losses.amax(0) - losses.amin(0)) / losses.abs().amax(0)).max())
 
 
 def main(
@@ -197,7 +101,8 @@ def main(
     written: list[dict[str, Any]] = []
     wrong = []
     for zero in level or (0, 2, 3):
-        found = measure(work, zero, rounds, turn, warm)
+        start = partial(started, work)
+        found = measure(work, ways(zero), start, rounds=rounds, turn=turn, warm=warm)
         theirs = [one for way, one in found.items() if not isinstance(way, Piper)]
         best = min(theirs, key=lambda one: one.median)
         for way, one in found.items():

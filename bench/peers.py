@@ -1,4 +1,4 @@
-"""Torch's own data parallelism on two worker processes, driven over pipes as ours is.
+"""Torch's own data parallelism and pipelines on two worker processes, driven over pipes as ours is.
 
 A worker gets its rows as bytes, trains on them, and answers with its loss.
 """
@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pipelining import Case, Stage
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from piper.launch.calls import dumped, receive
@@ -63,6 +66,9 @@ class Replicated:
     def __str__(self) -> str:
         return f"DDP, buckets of {self.bucket_mb:g} MB"
 
+    def rows(self, x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
+        return _part(x, rank, microbatches)
+
     def begin(self, work: Work) -> Step:
         net = DistributedDataParallel(
             work.model(), bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True
@@ -96,6 +102,9 @@ class Sharded:
     def __str__(self) -> str:
         return f"fully_shard, gathers {'ahead' if self.ahead else 'when used'}"
 
+    def rows(self, x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
+        return _part(x, rank, microbatches)
+
     def begin(self, work: Work) -> Step:
         net = work.model()
         for module in (*net.layers, net):
@@ -121,6 +130,68 @@ class Sharded:
         return step
 
 
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """``torch.distributed.pipelining``, with shapes given, so that none are sent."""
+
+    schedule: str
+    """The name of its class, without "Schedule"."""
+
+    def __str__(self) -> str:
+        return f"torch {self.schedule}"
+
+    @property
+    def stages(self) -> int:
+        return WORKERS * (1 if self.schedule in ("GPipe", "1F1B") else 2)
+
+    def rows(self, x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
+        return [x.clone()]
+
+    def begin(self, work: Work) -> Step:
+        rank = dist.get_rank()
+        case = Case(work.config, WORKERS, 1, work.microbatches, WORKERS * work.rows)
+        case = replace(case, virtual=self.stages // WORKERS)
+        last = self.stages - 1
+        turns = self.schedule in ("ZBVZeroBubble", "DualPipeV")
+        numbers = [rank, last - rank] if turns else list(range(rank, self.stages, WORKERS))
+        whole = work.model()
+        modules = [Stage(whole, case, number) for number in numbers]
+        optimizer = work.optimizer([p for module in modules for p in module.parameters()])
+        tokens = torch.zeros(case.rows, work.config.max_seq, dtype=torch.int64)
+        hidden = torch.zeros(case.rows, work.config.max_seq, work.config.dim)
+        logits = torch.zeros(case.rows, work.config.max_seq, work.config.vocab)
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                self.stages,
+                torch.device("cpu"),
+                input_args=(tokens if number == 0 else hidden,),
+                output_args=(logits if number == last else hidden,),
+            )
+            for module, number in zip(modules, numbers, strict=True)
+        ]
+        kind: Any = getattr(schedules, f"Schedule{self.schedule}")
+        several = issubclass(kind, schedules.PipelineScheduleMulti)
+        run = kind(stages if several else stages[0], work.microbatches, loss_fn=lm_loss)
+
+        def step(xs: list[Tensor], ys: list[Tensor]) -> float:
+            losses: list[Tensor] = []
+            inputs = xs if 0 in numbers else []
+            targets = {"target": ys[0], "losses": losses} if last in numbers else {}
+            run.step(*inputs, **targets, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(torch.stack(losses).mean()) if losses else math.nan
+
+        return step
+
+
+def _part(x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
+    """The rows that our device of this rank gets, microbatch by microbatch."""
+    return [part.clone() for part in x.chunk(WORKERS * microbatches)[rank::WORKERS]]
+
+
 def _gather_ahead(modules: list[FSDPModule]) -> None:
     for module in modules:
         module._set_unshard_async_op(True)
@@ -129,12 +200,15 @@ def _gather_ahead(modules: list[FSDPModule]) -> None:
         following.set_modules_to_backward_prefetch([module])
 
 
+Way = Replicated | Sharded | Piped
+
+
 class Peers:
     """Two workers that train in one of these ways."""
 
-    def __init__(self, work: Work, way: Replicated | Sharded, stack: contextlib.ExitStack) -> None:
+    def __init__(self, work: Work, way: Way, stack: contextlib.ExitStack) -> None:
         """``stack`` ends them."""
-        self._parts = WORKERS * work.microbatches
+        self._way, self._microbatches = way, work.microbatches
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ends: list[Connection] = []
         self.pids: list[int] = []
@@ -156,16 +230,14 @@ class Peers:
         """Train on a batch; the loss."""
         for rank, end in enumerate(self._ends):
             end.send_bytes(dumped([self._rows(x, rank), self._rows(y, rank)]))
-        return statistics.mean(receive(end) for end in self._ends)
+        losses = [receive(end) for end in self._ends]
+        return statistics.mean(loss for loss in losses if not math.isnan(loss))
 
     def _rows(self, x: Tensor, rank: int) -> list[Tensor]:
-        """Those that our device of this rank gets, microbatch by microbatch."""
-        return [part.clone() for part in x.chunk(self._parts)[rank::WORKERS]]
+        return self._way.rows(x, rank, self._microbatches)
 
 
-def _serve(
-    connection: Connection, rank: int, port: int, work: Work, way: Replicated | Sharded
-) -> None:
+def _serve(connection: Connection, rank: int, port: int, work: Work, way: Way) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)

@@ -1,23 +1,25 @@
 """Simulated steps beside measured ones.
 
 Emulated: a model whose computations are sleeps of known length (see emulated.py) on 2 to 8 worker
-processes, so that the cores of the machine do not matter. The simulator knows the lengths, and of
-the machine what a loopback usually takes (``Cluster.of("CPU")``'s links); nothing is fitted.
+processes, so that the cores of the machine do not matter. Each strategy is simulated twice: from
+the lengths alone, with what a loopback usually takes (``Cluster.of("CPU")``), nothing fitted; and
+from the profile of one strategy, which knows what processes and messages really take here.
 
-Real (``--real``): the MoE model on two workers, with real kernels. One strategy is profiled; from
-that profile all are simulated, and the two orders, simulated and measured, are compared.
+Real (``--real``): the MoE model on two workers, with real kernels. Two strategies are profiled; by
+those profiles all are simulated, and the two orders, simulated and measured, are compared.
 
     python bench/prediction.py [--seconds 0.01] [--rounds 5] [--real] [--json FILE]
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,14 +48,16 @@ EMULATED: Mapping[str, piper.Strategy] = {
     "dualpipev, 2 x 2, experts": mesh(pp=2, dp=2, ep=2, schedule="dualpipev", microbatches=4),
     "1f1b, 4 x 2, zero 3": mesh(pp=4, dp=2, schedule="1f1b", microbatches=8, zero=3),
 }
+PROFILED = mesh(pp=2, dp=2, ep=2, schedule="1f1b", microbatches=8, zero=3)
 REAL: Mapping[str, piper.Strategy] = {
     "1f1b, 2 x 1": mesh(pp=2, schedule="1f1b", microbatches=8),
     "gpipe, 2 x 1, 2 microbatches": mesh(pp=2, schedule="gpipe", microbatches=2),
     "zb-v, 2 x 1": mesh(pp=2, schedule="zb-v", microbatches=8),
-    "data parallel": mesh(dp=2, microbatches=4),
-    "data parallel, experts divided": mesh(dp=2, ep=2, microbatches=4),
+    "data parallel": mesh(dp=2, microbatches=2),
+    "data parallel, experts divided": mesh(dp=2, ep=2, microbatches=2),
     "uneven stages": mesh(pp=2, schedule="1f1b", microbatches=8, by=[1, 5]),
 }
+PROFILED_REAL = ("1f1b, 2 x 1", "data parallel, experts divided")
 LAYERS, EXPERTS, DIM, ROWS = 16, 4, 64, 32
 TOKENS = 64
 
@@ -66,7 +70,10 @@ class Row:
     measured: float
     spread: tuple[float, float]
     simulated: float
+    """From what was recorded."""
     bubble: float
+    from_lengths: float | None = None
+    """From the lengths of sleeps."""
 
     @property
     def ratio(self) -> float:
@@ -112,6 +119,12 @@ def timed(program: piper.Program, x: torch.Tensor, rounds: int) -> list[float]:
         return [trainer.step(x, x).seconds for _ in range(rounds)]
 
 
+def profiled(program: piper.Program, x: torch.Tensor) -> piper.Recorded:
+    with piper.launch(program, on="processes", threads=1) as trainer:
+        trainer.step(x, x)
+        return trainer.profile(x, x, steps=5).recorded
+
+
 def sleepers() -> piper.Cluster:
     """Devices that compute by sleeping, on one machine's loopback."""
     usual = piper.Cluster.of("CPU", 8).machines[0]
@@ -139,12 +152,14 @@ def main(
     torch.set_num_threads(1)
     console = Console(width=110)
     rows = _real(console, rounds) if real_ else _emulated(console, seconds, rounds, only)
-    table = Table("strategy", "measured s", "10-90%", "simulated s", "ratio", "bubble")
+    names = ("strategy", "measured s", "10-90%", "simulated s", "ratio", "from lengths", "bubble")
+    table = Table(*names)
     for row in rows:
         low, high = row.spread
         span = f"{low:.3f} to {high:.3f}"
         figures = f"{row.measured:.4f}", span, f"{row.simulated:.4f}", f"{row.ratio:.3f}"
-        table.add_row(row.name, *figures, f"{row.bubble:.1%}")
+        plain = "" if row.from_lengths is None else f"{row.from_lengths / row.measured:.3f}"
+        table.add_row(row.name, *figures, plain, f"{row.bubble:.1%}")
     console.print(table)
     worst = max(abs(row.ratio - 1) for row in rows)
     console.print(f"largest difference {worst:.1%}; {_order(rows)}")
@@ -154,32 +169,42 @@ def main(
 
 def _emulated(console: Console, seconds: float, rounds: int, only: str) -> list[Row]:
     cluster = sleepers()
+    with console.status("profiling one strategy"):
+        recorded = profiled(*emulated(seconds, PROFILED))
     rows = []
     for name, strategy in EMULATED.items():
         if only in name:
             with console.status(name):
                 program, x = emulated(seconds, strategy)
-                found = program.simulate(cluster)
-                rows.append(_row(name, timed(program, x, rounds), found))
+                found = program.simulate(cluster, recorded)
+                row = _row(name, timed(program, x, rounds), found)
+                rows.append(replace(row, from_lengths=program.simulate(cluster).seconds))
     return rows
 
 
 def _real(console: Console, rounds: int) -> list[Row]:
+    """All take turns, so that a noisy machine hits all of them."""
     cluster = piper.Cluster.of("CPU", 2)
-    programs = {name: real(strategy) for name, strategy in REAL.items()}
+    times: dict[str, list[float]] = {name: [] for name in REAL}
     recorded = None
-    for name in ("1f1b, 2 x 1", "data parallel, experts divided"):
-        program, x = programs[name]
-        with console.status(f"profiling {name}"):
-            with piper.launch(program, on="processes", threads=1) as trainer:
-                trainer.step(x, x)
-                one = trainer.profile(x, x, steps=5).recorded
-        recorded = one if recorded is None else recorded + one
-    rows = []
-    for name, (program, x) in programs.items():
-        with console.status(name):
-            rows.append(_row(name, timed(program, x, rounds), program.simulate(cluster, recorded)))
-    return rows
+    with contextlib.ExitStack() as stack, console.status("compiling") as status:
+        trainers = {}
+        for name, strategy in REAL.items():
+            program, x = real(strategy)
+            trainers[name] = stack.enter_context(piper.launch(program, on="processes", threads=1))
+            trainers[name].step(x, x)
+        status.update("profiling")
+        for name in PROFILED_REAL:
+            one = trainers[name].profile(x, x, steps=7).recorded
+            recorded = one if recorded is None else recorded + one
+        for number in range(rounds):
+            status.update(f"round {number + 1} of {rounds}")
+            for name, trainer in trainers.items():
+                times[name] += [trainer.step(x, x).seconds for _ in range(2)]
+        return [
+            _row(name, times[name], trainer.program.simulate(cluster, recorded))
+            for name, trainer in trainers.items()
+        ]
 
 
 def _row(name: str, times: list[float], found: piper.Simulation) -> Row:

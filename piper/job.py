@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from piper.capture.export import Loss
+from piper.capture.model import Precision
 from piper.compiler import compile
+from piper.cost import Cluster
 from piper.errors import PiperError
 from piper.lower.schedule import Costs
 from piper.optimizer import OptimizerFactory, SchedulerFactory
@@ -54,14 +56,23 @@ class Job:
     costs: Costs | None = None
     seed: int = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrices are multiplied in."""
+        if self.precision == Precision.BF16.value:
+            return torch.bfloat16
+        floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return next(floats, torch.float32)
+
     def compile(
         self,
         strategy: Strategy | None = None,
         *,
         memory_limit: int | None = None,
-        costs: Costs | None = None,
+        cluster: Cluster | None = None,
     ) -> Program:
-        """The job under ``strategy``, or its own; what is given here goes before the job's own."""
+        """The job under ``strategy``, or its own; what is given here goes before the job's own.
+        What the strategy leaves open is ordered by what things take on ``cluster``."""
         chosen = strategy or self.strategy
         if chosen is None:
             raise PiperError("the job has no strategy: name one, or give it one (Job(strategy=))")
@@ -83,6 +94,6 @@ class Job:
             remat=self.remat,
             clip_norm=self.clip_norm,
             memory_limit=memory_limit if memory_limit is not None else self.memory_limit,
-            costs=costs or self.costs,
+            costs=cluster.costs(self.dtype) if cluster is not None else self.costs,
             seed=self.seed,
         )

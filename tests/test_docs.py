@@ -1,26 +1,41 @@
-"""Every Python snippet of the README and of docs/ runs and prints what the text says it does.
+"""Every Python snippet of the README and of docs/ runs and prints what the text says it does; links
+lead somewhere; and the index of errors has every message, and no other.
 
 A ```text block directly after a ```python block is that snippet's output.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from piper.errors import DirectiveError
+from piper.ir import build
+from piper.lower.lower import lower
+from piper.strategy import Strategy
+from tests.facts import at
+from tests.test_strategy_errors import MISTAKES, REFUSALS, WRONG_JSON
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 SNIPPET = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n?^```text\n(?P<output>.*?)^```\n)?", re.M | re.S
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name(page: Path) -> str:
+    return page.name if page.parent == ROOT else str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_snippets_run_and_print_what_the_page_says(page: Path) -> None:
     text = page.read_text()
     snippets = list(SNIPPET.finditer(text))
@@ -37,7 +52,7 @@ def test_snippets_run_and_print_what_the_page_says(page: Path) -> None:
             assert lines(printed.getvalue()) == lines(snippet["output"])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_to_files(page: Path) -> None:
     broken = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert not broken
@@ -45,3 +60,85 @@ def test_links_lead_to_files(page: Path) -> None:
 
 def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip("\n").splitlines()]
+
+
+# the index of errors
+
+INDEX = DOCS / "errors.md"
+ROWS = re.findall(r"^\| `([^`]+)` \|.*\|.*\|$", INDEX.read_text(), re.M)
+FAMILY = {"PiperError", "CaptureError", "DirectiveError", "WorkerError"}
+APART = ("models", "data.py", "view")
+"""Parts of piper whose messages are about themselves: example models, example text, pages."""
+
+
+def pattern(row: str) -> re.Pattern[str]:
+    """What a row of the index matches: … stands for anything."""
+    return re.compile(".*?".join(map(re.escape, row.split("…"))), re.S)
+
+
+PATTERNS = [pattern(row) for row in ROWS if len(re.sub(r"[^a-z]", "", row)) > 5]
+
+
+def template(node: ast.AST) -> str:
+    """A string in code, with … for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    return "…"
+
+
+def nodes() -> Iterator[ast.AST]:
+    for path in sorted((ROOT / "piper").rglob("*.py")):
+        if path.relative_to(ROOT / "piper").parts[0] not in APART:
+            yield from ast.walk(ast.parse(path.read_text()))
+
+
+def raised() -> Iterator[str]:
+    """The messages of all errors that are made of one string."""
+    for node in nodes():
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in FAMILY and node.args:
+            text = template(node.args[0])
+            if len(re.sub(r"[^a-z]", "", text)) > 5:  # else it is made elsewhere
+                yield text
+
+
+def test_every_row_of_the_index_is_a_message() -> None:
+    said = {template(n) for n in nodes() if isinstance(n, ast.Constant | ast.JoinedStr)}
+    stale = []
+    for row in ROWS:
+        words = max(row.split("…"), key=len)
+        near = (text for text in said if words in text)
+        if not any(pattern(row.removeprefix("…: ")).search(text) for text in near):
+            stale.append(row)
+    assert ROWS
+    assert not stale, "docs/errors.md has messages that nobody gives"
+
+
+def test_every_message_is_in_the_index() -> None:
+    missing = {text for text in raised() if not any(p.match(text) for p in PATTERNS)}
+    assert not missing, "add these to docs/errors.md, with their cause and what to do"
+
+
+def refusals() -> Iterator[str]:
+    """What the tables of wrong strategies are really answered with."""
+    for mistake in MISTAKES:
+        before = Strategy(mistake.after).apply(build(mistake.model()))
+        with pytest.raises(DirectiveError) as caught:
+            mistake.wrong.apply(before)
+        yield str(caught.value)
+    for refusal in REFUSALS:
+        model = refusal.model()
+        dag = Strategy(refusal.strategy).apply(build(model))
+        with pytest.raises(DirectiveError) as caught:
+            lower(dag, {n: at(model, n) for n in (1, 2, 4)}, refusal.settings)
+        yield str(caught.value)
+    for data, _ in WRONG_JSON.values():
+        with pytest.raises(DirectiveError) as caught:
+            Strategy.from_json(data)
+        yield str(caught.value)
+
+
+def test_every_refusal_of_the_tests_is_in_the_index() -> None:
+    missing = [text for text in refusals() if not any(p.search(text) for p in PATTERNS)]
+    assert not missing

@@ -83,8 +83,16 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
     """A profiled step is a step; it has every instruction of every device but the frees."""
     steps = trainer.steps
-    profile = trainer.profile(batch(0), batch(0))
-    assert trainer.steps == steps + 1
+    profile = trainer.profile(batch(0), batch(0), steps=2, kernels=True)
+    assert trainer.steps == steps + 2
+    assert len(profile.steps) == 2
+    for device, kernels in profile.kernels.items():
+        instructions = program.plan_of(device).instructions
+        spans = {one.place: one for one in profile.measured[device]}
+        for one in kernels:  # by two clocks that are brought together
+            if instructions[one.place].verb is Verb.COMPUTE:
+                assert spans[one.place].start - 0.05 < one.start <= one.end
+                assert one.end < spans[one.place].end + 0.05
     for plan in program.plans:
         places = [i for i, x in enumerate(plan.instructions) if x.verb is not Verb.FREE]
         for device in plan.devices:
@@ -130,12 +138,13 @@ def test_torchrun_equals_virtual_devices(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, piper\n"
-        "from tests.test_launchers import model, sgd, trained\n"
+        "from tests.test_launchers import assert_profiled, model, sgd, trained\n"
         "torch.set_num_threads(1)\n"
         "source = piper.Source(model())\n"
         "program = piper.Program.load(sys.argv[2], source=source, optimizer=sgd)\n"
         "with piper.launch(program, on='torchrun') as trainer:\n"
         "    found = trained(trainer, steps=2)\n"
+        "    assert_profiled(trainer, program)\n"
         "torch.save(found, sys.argv[1] + '.' + str(torch.distributed.get_rank()))\n"
     )
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

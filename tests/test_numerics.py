@@ -638,6 +638,20 @@ def test_batch_norm() -> None:
     )
 
 
+def test_batch_norm_over_a_transposed_view() -> None:
+    """Its gradient has other strides than those that were traced."""
+
+    def forward(self: Net, x: Tensor) -> Tensor:
+        with annotate("r"):
+            x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        with annotate("r"):
+            return self.b(x)
+
+    model = Net(forward, b=linear(), norm=nn.BatchNorm1d(6))
+    x, y = torch.randn(12, 4, 6), torch.randn(12, 4, 6)
+    assert_equal_to_eager(model, (x,), (y,), F.mse_loss, microbatches=3, remat=("none", "all"))
+
+
 def test_buffer_updated_then_used() -> None:
     def forward(self: Net, x: Tensor) -> Tensor:
         with annotate("r"):

@@ -98,5 +98,5 @@ def _result(
         )
     where = cluster_of(cluster)
     strategy = Strategy.load(path)
-    found = program_of(script, strategy, costs=where.costs()).simulate(where, recorded)
+    found = program_of(script, strategy, cluster=where).simulate(where, recorded)
     return {"kind": "simulation", **found.to_json()}, found

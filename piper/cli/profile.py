@@ -54,7 +54,7 @@ def profile(
         chosen = strategy_of(strategy, mesh)
         where = cluster_of(cluster) if cluster else None
         with output.doing("compiling"):
-            program = job_in(script).compile(chosen, costs=where.costs() if where else None)
+            program = job_in(script).compile(chosen, cluster=where)
         with output.doing(f"starting {len(program.devices)} devices"):
             trainer = launch(program, on=on.value)
         with trainer:

@@ -11,10 +11,10 @@ from typing import Any
 
 import cloudpickle
 
+from piper.cost import Cluster
 from piper.errors import PiperError
 from piper.job import Job
 from piper.lower.memory import check_limit
-from piper.lower.schedule import Costs
 from piper.program import Program
 from piper.strategies import mesh
 from piper.strategy import Strategy
@@ -39,12 +39,12 @@ def program_of(
     strategy: Strategy | None,
     *,
     memory_limit: int | None = None,
-    costs: Costs | None = None,
+    cluster: Cluster | None = None,
 ) -> Program:
     """The program that ``target`` stands for."""
     if target.is_dir():
         return _saved(target, strategy, memory_limit)
-    return job_in(target).compile(strategy, memory_limit=memory_limit, costs=costs)
+    return job_in(target).compile(strategy, memory_limit=memory_limit, cluster=cluster)
 
 
 def strategy_of(path: Path | None, spec: str | None) -> Strategy | None:

@@ -39,7 +39,7 @@ def simulate(
         recorded = Recorded.load(profile) if profile else None
         chosen = strategy_of(strategy, mesh)
         with output.doing("compiling"):
-            program = program_of(target, chosen, costs=where.costs())
+            program = program_of(target, chosen, cluster=where)
         with output.doing("simulating"):
             found = program.simulate(where, recorded)
         output.say(facts_table(found.facts, str(where)), *str(found).splitlines()[1:])

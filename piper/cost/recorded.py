@@ -1,7 +1,9 @@
 """What passes and communications took when they were measured, to foretell other strategies by.
 
 A pass is known by its chunk, its rows and how much it recomputes: whatever devices it runs on and
-whatever the order, it takes as long. A pass at another number of rows is scaled by its operations.
+whatever the order, it takes as long. A pass at another number of rows is scaled by its operations:
+in proportion, or, if several sizes were measured, on the line through them, which knows what does
+not shrink with the rows.
 """
 
 from __future__ import annotations
@@ -116,10 +118,9 @@ class Recorded:
         others = self._by_chunk.get((work.chunk, work.region, work.which))
         if not others:
             return self._halves(work, flops)
-        near = min(others, key=lambda one: (one.work.remat is not work.remat, _apart(one, work)))
-        if near.flops and flops:
-            return near.seconds * flops / near.flops
-        return near.seconds * work.rows / near.work.rows
+        near = sorted(others, key=lambda one: (one.work.remat is not work.remat, _apart(one, work)))
+        sizes = [(_size(one.work.rows, one.flops, flops), one.seconds) for one in near]
+        return _scaled(sizes, _size(work.rows, flops, near[0].flops))
 
     def _halves(self, work: Work, flops: int) -> float | None:
         """A backward from its two halves, or a half from the whole, where only that is known."""
@@ -128,12 +129,11 @@ class Recorded:
             known = [one for one in halves if one is not None]
             return sum(one.seconds * work.rows / one.work.rows for one in known) or None
         whole = self._other(work, Pass.B) if work.which in (Pass.BI, Pass.BW) else None
-        if whole is None:
+        if whole is None or (whole.flops and not flops):
             return None
-        share = flops / whole.flops if whole.flops and flops else 0.5
-        return whole.seconds * (
-            share if whole.flops and flops else share * work.rows / whole.work.rows
-        )
+        if whole.flops:
+            return whole.seconds * flops / whole.flops
+        return whole.seconds / 2 * work.rows / whole.work.rows
 
     def _other(self, work: Work, which: Pass) -> Timed | None:
         found = self._by_chunk.get((work.chunk, work.region, which))
@@ -179,6 +179,24 @@ class Recorded:
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise PiperError(f"{path} holds no recorded costs ({_FORMAT!r})")
         return decode(Recorded, data["costs"])
+
+
+def _size(rows: int, flops: int, other: int) -> int:
+    """How large a pass is: its operations, or its rows if this or the other has none."""
+    return flops if flops and other else rows
+
+
+def _scaled(measured: Sequence[tuple[int, float]], size: int) -> float:
+    """Seconds at ``size``, from sizes of which the nearest comes first: on a line through two of
+    them that rises and takes no negative time for nothing, or else in proportion to the first."""
+    first, seconds = measured[0]
+    for other, theirs in measured[1:]:
+        if other != first and (theirs - seconds) * (other - first) > 0:
+            slope = (theirs - seconds) / (other - first)
+            at_nothing = seconds - slope * first
+            if at_nothing >= 0:
+                return at_nothing + slope * size
+    return seconds * size / first
 
 
 def _apart(one: Timed, work: Work) -> float:

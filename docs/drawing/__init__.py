@@ -1,0 +1,1 @@
+"""What `docs/make_pictures.py` draws with."""
