@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from piper.cost.cluster import Cluster, Way
 from piper.ir.dag import Collective, Group, Transfer
+from piper.lower.meetings import Sides, meetings
 from piper.lower.plan import Instruction, Plan, Verb
 
 
@@ -28,7 +29,7 @@ class Party(NamedTuple):
 class Meeting:
     """Devices that communicate with one another, of several sets that do the same."""
 
-    devices: tuple[tuple[int, Verb], ...]
+    devices: Sides
     way: Way
 
 
@@ -77,47 +78,22 @@ class Patterns:
         self._kept: list[object] = []
 
     def of(self, x: Instruction) -> Pattern:
-        match x.op:
-            case Transfer(source=source, target=target):
-                key: tuple[object, ...] = id(source), id(target)
-                if key not in self._known:
-                    self._kept += [source, target]  # their identities are keys
-                    self._known[key] = self._transfer(source, target)
-            case Collective(groups=groups):
-                key = (id(groups),)
-                if key not in self._known:
-                    self._kept.append(groups)
-                    self._known[key] = self._collective(groups)
-            case _:
-                raise AssertionError(f"{x.name} is no communication")
+        op = x.op
+        assert isinstance(op, Transfer | Collective)
+        groups = (op.source, op.target) if isinstance(op, Transfer) else (op.groups,)
+        key = tuple(map(id, groups))
+        if key not in self._known:
+            self._kept += groups  # their identities are keys
+            met = [Meeting(sides, self._way(sides)) for sides in meetings(op)]
+            of = {side: i for i, one in enumerate(met) for side in one.devices}
+            self._known[key] = Pattern(tuple(met), of)
         return self._known[key]
 
-    def _way(self, devices: Group) -> Way:
+    def _way(self, sides: Sides) -> Way:
+        devices = tuple(dict.fromkeys(device for device, _ in sides))
         if devices not in self._ways:
             self._ways[devices] = self._cluster.way(devices)
         return self._ways[devices]
-
-    def _transfer(self, source: Group, target: Group) -> Pattern:
-        small, large = sorted((source, target), key=len)
-        each = len(large) // len(small)
-        meetings = []
-        for i, one in enumerate(small):
-            many = large[i * each : (i + 1) * each]
-            a, b = ((one,), many) if small is source else (many, (one,))
-            sides = (*((d, Verb.SEND) for d in a), *((d, Verb.RECV) for d in b))
-            meetings.append(Meeting(sides, self._way(tuple(dict.fromkeys((*a, *b))))))
-        return _pattern(meetings)
-
-    def _collective(self, groups: Sequence[Group]) -> Pattern:
-        return _pattern(
-            [Meeting(tuple((d, Verb.COLLECTIVE) for d in g), self._way(g)) for g in groups]
-        )
-
-
-def _pattern(meetings: Sequence[Meeting]) -> Pattern:
-    return Pattern(
-        tuple(meetings), {side: i for i, one in enumerate(meetings) for side in one.devices}
-    )
 
 
 def lanes_of(plans: Sequence[Plan], cluster: Cluster) -> Lanes:

@@ -10,22 +10,19 @@ from pathlib import Path
 from piper.cost.recorded import Recorded, Work, work_of
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.text import name_of
-from piper.lower.plan import COMMUNICATING, Verb
+from piper.launch.meeting import Step, met
+from piper.lower.meetings import meetings
+from piper.lower.plan import Verb
 from piper.lower.sizes import Sizes
 from piper.program import Program
 from piper.runtime.kernels import Kernel
-from piper.runtime.recording import Measured
 from piper.view.busy import Busy, busy_of
 from piper.view.exposed import Exposure, Span, exchanges
 from piper.view.runs import Run
 from piper.view.shown import Shown
 from piper.view.spans import Spans, run_of
 from piper.view.trace import Inner, write_trace
-from piper.view.units import seconds_text
-
-Step = Mapping[int, tuple[Measured, ...]]
-"""By device, the instructions of its plan with the time at which each began and ended, in seconds
-on a clock that all devices share."""
+from piper.view.units import bytes_text, seconds_text
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,7 @@ class Profile(Shown):
             "step": seconds_text(self.seconds),
             "bubble": f"{idle / self.seconds:.1%}",
             "exposed communication": seconds_text(exposed),
+            "peak memory": bytes_text(max(memory.peak for memory in self.program.memory)),
             "devices": str(len(busy)),
             "steps measured": str(len(self.steps)),
         }
@@ -140,7 +138,8 @@ class Profile(Shown):
 
     @cached_property
     def _relative(self) -> list[Spans]:
-        """By device, the times from the begin of the step."""
+        """By device, the times from the begin of the step; a communication from when all its
+        parties were there."""
         first = self._begin
         return [
             Spans(
@@ -148,7 +147,7 @@ class Profile(Shown):
                 tuple(one.start - first for one in row),
                 tuple(one.end - first for one in row),
             )
-            for _, row in sorted(self.measured.items())
+            for _, row in sorted(met(self.program, self.measured).items())
         ]
 
     def _inner(self) -> Iterator[Inner]:
@@ -174,41 +173,29 @@ class Profile(Shown):
                         yield work_of(dag, node.op, group), flops, one.end - one.start
 
     def _communications(self) -> Iterator[tuple[str, int, int, float]]:
-        """Each from the moment at which its last party came. Who sends a message or waits late for
-        one does not know when it arrived: of messages of one size, the quickest tells."""
+        """Who waits late for a message does not know when it arrived: of messages of one size, the
+        quickest tells."""
         dag = self.program.dag
         sizes = Sizes(dag, self.program.models)
         sends: dict[tuple[int, int], float] = {}
         for step in self.steps:
-            parties: dict[int, list[tuple[Verb, float, float]]] = {}
-            for device, row in step.items():
+            for device, row in met(self.program, step).items():
                 instructions = self.program.plan_of(device).instructions
                 for one in row:
                     x = instructions[one.place]
-                    if x.verb in COMMUNICATING:
-                        parties.setdefault(x.node, []).append((x.verb, one.start, one.end))
-                    elif isinstance(x.op, Update):
-                        bucket = dag.buckets[x.op.bucket]
-                        updated = sizes.part(x.op.bucket, 1) * bucket.gradient.itemsize
-                        yield "update", 1, updated, one.end - one.start
-            for number, row_ in parties.items():
-                node = dag.nodes[number]
-                nbytes = sizes.moved(node)
-                if isinstance(node.op, Transfer):
-                    arrived = max(end for verb, _, end in row_ if verb is Verb.RECV)
-                    taken = arrived - max(start for _, start, _ in row_)
-                    members = 1 + max(
-                        1,
-                        len(node.op.target) // len(node.op.source),
-                        len(node.op.source) // len(node.op.target),
-                    )
-                    key = members, nbytes
-                    sends[key] = min(taken, sends.get(key, taken))
-                elif isinstance(node.op, Collective):
-                    taken = max(end for *_, end in row_) - max(start for _, start, _ in row_)
-                    yield node.op.kind.value, len(node.op.groups[0]), nbytes, taken
+                    node = dag.nodes[x.node]
+                    taken = one.end - one.start
+                    match node.op:
+                        case Update(bucket=bucket):
+                            itemsize = dag.buckets[bucket].gradient.itemsize
+                            yield "update", 1, sizes.part(bucket, 1) * itemsize, taken
+                        case Collective(kind=kind, groups=groups):
+                            yield kind.value, len(groups[0]), sizes.moved(node), taken
+                        case Transfer() if x.verb is Verb.RECV:
+                            key = len(meetings(node.op)[0]), sizes.moved(node)
+                            sends[key] = min(taken, sends.get(key, taken))
         for (members, nbytes), taken in sends.items():
-            yield "send", members, nbytes, max(0.0, taken)
+            yield "send", members, nbytes, taken
 
 
 def _seconds(step: Step) -> float:
