@@ -16,6 +16,8 @@ from torch import nn
 
 import piper
 from bench.emulated import FLOPS, Sleepers, loss
+from piper.capture.program import Pass
+from piper.capture.saving import Remat
 from piper.cost import toml
 from piper.cost.cluster import Way
 from piper.cost.communicating import collective_seconds, send_seconds
@@ -343,6 +345,17 @@ def test_a_pass_takes_the_longer_of_computing_and_reading() -> None:
     assert device.seconds(int(2 * FLOPS), 100, torch.float32) == pytest.approx(3.0)
     assert device.seconds(int(2 * FLOPS), 900, torch.float32) == pytest.approx(10.0)
     assert device.seconds(0, 0, torch.float32) == 1.0
+
+
+def test_bytes_are_those_that_operations_touch() -> None:
+    """tanh(x @ w + b) of 4 rows and width 8: a product with its bias, then tanh."""
+    program, _ = net(mesh(microbatches=4))
+    rows, square, vector = 4 * 8 * 4, 8 * 8 * 4, 8 * 4
+    facts = program.models[1].chunks[0].variants[Remat.NONE].passes[Pass.F]
+    product = rows + square + vector + rows
+    assert facts.moved == product + 2 * rows
+    # fused: the product, and what goes in and out of the whole
+    assert facts.moved_fused == product + (rows + square + vector) + rows
 
 
 @pytest.mark.parametrize("kind", sorted(DEVICES))

@@ -34,7 +34,7 @@ from piper.directives import (
     stream,
 )
 from piper.errors import DirectiveError
-from piper.ir import Dag, Model, Node, build, facts_of, text
+from piper.ir import ChunkFacts, Dag, Model, Node, Variant, build, facts_of, text
 from piper.ir.dag import ShardRule, StateRule, StreamRule
 from piper.lower.lower import lower
 from piper.strategy import Strategy
@@ -736,13 +736,25 @@ def test_the_facts_by_hand_are_those_of_capture(
     inputs = (batch, torch.zeros(BATCH, SEQ, 1)) if isinstance(model, Masked) else (batch,)
     captured = capture(model, inputs=inputs, targets=(batch,), loss=loss)
     real = facts_of(captured, Remat.NONE)
-    assert written.chunks == real.chunks
+    assert written.chunks == tuple(map(without_traffic, real.chunks))
     assert [(v.shape, v.nbytes) for v in written.values] == [
         (v.shape, v.nbytes) for v in real.values
     ]
     assert written.parameters == real.parameters
     assert (written.loss, written.count) == (real.loss, real.count)
     assert (written.batch, written.remat) == (real.batch, real.remat)
+
+
+def without_traffic(chunk: ChunkFacts) -> ChunkFacts:
+    """``chunk`` without the bytes that its operations move, which only costs are made of."""
+
+    def plain(variant: Variant) -> Variant:
+        passes = {
+            which: replace(facts, moved=0, moved_fused=0) for which, facts in variant.passes.items()
+        }
+        return replace(variant, passes=passes)
+
+    return replace(chunk, variants={policy: plain(v) for policy, v in chunk.variants.items()})
 
 
 class Counting(Chain):
