@@ -334,6 +334,7 @@ def test_a_run_that_fails_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert run_json("train", path, "-m", TWO, code=3)["error"]["kind"] == "InstructionError"
 
 
+@pytest.mark.slow
 def test_the_program_itself_on_processes(script: str, tmp_path: Path) -> None:
     """As installed: a process of its own, with workers."""
     command = [sys.executable, "-m", "piper", "train", script, "--mesh", "pp=2,microbatches=2"]
@@ -348,6 +349,12 @@ def test_the_program_itself_on_processes(script: str, tmp_path: Path) -> None:
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
     here = run("train", script, "-m", "pp=2,microbatches=2", "--steps", 2, "--json").stdout
     assert losses == [json.loads(line)["loss"] for line in here.splitlines()]
+
+
+def test_it_is_a_program() -> None:
+    command = [sys.executable, "-m", "piper", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", done.stdout.strip())
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SMALL = ("--layers", "2", "--dim", "16", "--experts", "2", "--microbatches", "2")
 
@@ -48,6 +50,7 @@ def test_a_count_that_does_not_divide_is_one_message() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_unknown_choice_lists_those_that_exist() -> None:
     result = demo("--compiler", "gcc")
     assert result.returncode == 2

@@ -88,9 +88,9 @@ def check(
 @pytest.mark.parametrize(
     ("config", "remat"),
     [
-        (DENSE, ALL),
+        pytest.param(DENSE, ALL, marks=pytest.mark.slow),
         (replace(DENSE, kv_heads=2, tie_embeddings=True), ("min-cut",)),
-        (MOE, ("min-cut", "all")),
+        pytest.param(MOE, ("min-cut", "all"), marks=pytest.mark.slow),
         (replace(MOE, aux_loss_weight=0.1, kv_heads=1, tie_embeddings=True), ("none",)),
         (replace(MOE, top_k=1, capacity_factor=0.7), ("none",)),
     ],

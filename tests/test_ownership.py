@@ -178,6 +178,7 @@ def test_small_models(forward: Callable[[Net, Tensor], Any]) -> None:
                 DenseConfig(vocab=31, dim=16, layers=2, heads=2, mlp_dim=12, tie_embeddings=True)
             ),
             id="dense",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             lambda: MoETransformer(

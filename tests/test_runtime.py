@@ -1095,9 +1095,11 @@ GPT2_TAGS = {"transformer.wte": "embed", "transformer.h.*": "layer", "lm_head": 
 @pytest.mark.parametrize(
     ("make", "tags", "strategy", "tolerance"),
     [
-        (llama, LLAMA_TAGS, SPLIT, 0.0),
+        pytest.param(llama, LLAMA_TAGS, SPLIT, 0.0, marks=pytest.mark.slow),
         (llama, LLAMA_TAGS, [*REPLICAS, replicate({}, zero=3)], ULPS),
-        (gpt2, GPT2_TAGS, [*REPLICAS, replicate({}, zero=2)], ULPS),
+        pytest.param(
+            gpt2, GPT2_TAGS, [*REPLICAS, replicate({}, zero=2)], ULPS, marks=pytest.mark.slow
+        ),
     ],
     ids=["llama-split", "llama-zero-3", "gpt2-zero-2"],
 )
@@ -1240,7 +1242,7 @@ def outcome(case: Case) -> str:
 
 def test_random_strategies(request: pytest.FixtureRequest) -> None:
     """In fp64: whatever is not the rounding of a sum shows."""
-    examples = max(1, request.config.getoption("--examples") // 16)
+    examples = max(1, request.config.getoption("--examples") // 32)
     outcomes: Counter[str] = Counter()
 
     @settings(
