@@ -24,7 +24,7 @@ demo: $(STAMP) ## run the demonstration
 	@$(RUN) examples/demo.py
 
 test: lint ## lint, then run the tests
-	$(RUN) -m pytest --numprocesses auto
+	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 browser: ## install Chromium with apt, for the tests of the pages (skipped without it)
 	@if command -v chromium >/dev/null; then \

@@ -14,5 +14,5 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--examples", type=int, default=400, help="random strategies to try (test_properties.py)"
+        "--examples", type=int, default=300, help="random strategies to try (test_properties.py)"
     )

@@ -263,6 +263,7 @@ def test_dropout_makes_the_forward_random() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_recomputing_saves_memory() -> None:
     saved = {}
     for policy in POLICIES:

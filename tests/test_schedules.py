@@ -218,7 +218,10 @@ def expected(microbatches: int) -> Run:
 @pytest.mark.parametrize(
     "more", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["smallest", "more"]
 )
-@pytest.mark.parametrize(("name", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[1] == 8 else ()) for case in CASES],
+)
 def test_it_trains_as_one_device(name: str, ranks: int, more: int) -> None:
     """Bit for bit, but for DualPipe: there two ranks sum their gradients of a stage."""
     known = KNOWN[name]
@@ -322,8 +325,8 @@ COMPOSED = [
     ("1f1b", 2, 2, 1, 2),
     ("dualpipev", 2, 2, 2, 1),
     ("dualpipe", 2, 2, 2, 2),
-    ("zb-v", 2, 2, 2, 0),
-    ("interleaved", 2, 4, 2, 1),
+    pytest.param("zb-v", 2, 2, 2, 0, marks=pytest.mark.slow),
+    pytest.param("interleaved", 2, 4, 2, 1, marks=pytest.mark.slow),
 ]
 
 

@@ -61,17 +61,23 @@ def check(model: nn.Module, tags: dict[str, str] = TAGS, **extra: Tensor) -> Non
     assert {"layer[0]", "layer[1]"} <= {name.split("/")[0] for name in names}
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}], ids=["mha", "gqa"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"num_key_value_heads": 2}],
+    ids=["mha", "gqa"],
+)
 def test_llama(changes: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(**{**SIZES, **changes})
     check(transformers.LlamaForCausalLM(config))
 
 
+@pytest.mark.slow
 def test_llama_with_tied_embeddings() -> None:
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     check(transformers.LlamaForCausalLM(config))
 
 
+@pytest.mark.slow
 def test_qwen3() -> None:
     config = transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 2})
     check(transformers.Qwen3ForCausalLM(config))
@@ -99,6 +105,7 @@ def test_gpt2() -> None:
     check(gpt2(), GPT2_TAGS)
 
 
+@pytest.mark.slow
 def test_gpt2_with_a_padding_mask() -> None:
     mask = torch.ones(BATCH, SEQ, dtype=torch.long)
     for row, padding in enumerate((3, 1, 0, 5)):  # some in every microbatch: else eager drops it

@@ -104,6 +104,11 @@ def _loaded(script: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as Python itself does for a script
     sys.modules[script.stem] = module
-    spec.loader.exec_module(module)
+    writes = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # nothing is left beside a script, as with python script.py
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes
     cloudpickle.register_pickle_by_value(module)  # workers cannot import it
     return module
