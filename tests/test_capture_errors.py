@@ -496,6 +496,7 @@ def test_torch_logs_nothing_of_a_users_mistake() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "says"),
     [

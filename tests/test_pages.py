@@ -646,6 +646,7 @@ def test_names_in_a_dag_are_text_and_nothing_else(opening: Open) -> None:
         assert seen.ask("document.querySelectorAll('img').length") == 0
 
 
+@pytest.mark.slow
 @browses
 def test_twenty_thousand_nodes_open_a_few_at_a_time(opening: Open) -> None:
     model = replace(chain(14), batch=640)

@@ -1240,6 +1240,7 @@ def outcome(case: Case) -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_random_strategies(request: pytest.FixtureRequest) -> None:
     """In fp64: whatever is not the rounding of a sum shows."""
     examples = max(1, request.config.getoption("--examples") // 24)

@@ -515,6 +515,7 @@ def _lines(path: Path) -> int:
     return len(left)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_ones_own_trains(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parent.parent / "examples" / "own_schedule.py"
     runpy.run_path(str(path), run_name="__main__")
