@@ -130,6 +130,7 @@ def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: P
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_torchrun_equals_virtual_devices(tmp_path: Path) -> None:
     program = compiled(zero=3)
     program.save(tmp_path / "program")

@@ -185,6 +185,7 @@ def test_small_models(forward: Callable[[Net, Tensor], Any]) -> None:
                 MoEConfig(vocab=31, dim=16, layers=2, heads=2, mlp_dim=12, experts=2)
             ),
             id="moe",
+            marks=pytest.mark.slow,
         ),
     ],
 )
