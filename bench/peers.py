@@ -158,8 +158,9 @@ class Piped:
         modules = [Stage(whole, case, number) for number in numbers]
         optimizer = work.optimizer([p for module in modules for p in module.parameters()])
         tokens = torch.zeros(case.rows, work.config.max_seq, dtype=torch.int64)
-        hidden = torch.zeros(case.rows, work.config.max_seq, work.config.dim)
-        logits = torch.zeros(case.rows, work.config.max_seq, work.config.vocab)
+        shape = case.rows, work.config.max_seq
+        hidden = torch.zeros(*shape, work.config.dim, requires_grad=True)
+        logits = torch.zeros(*shape, work.config.vocab, requires_grad=True)
         stages = [
             PipelineStage(
                 module,
@@ -182,7 +183,7 @@ class Piped:
             run.step(*inputs, **targets, return_outputs=False)
             optimizer.step()
             optimizer.zero_grad()
-            return float(torch.stack(losses).mean()) if losses else math.nan
+            return float(torch.stack(losses).detach().mean()) if losses else math.nan
 
         return step
 
