@@ -31,8 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from turns import ENVIRONMENT, KEEPING, TOLERANCE, Launched, Side, difference, measure, ratio
 
-import piper
-from piper.models import DenseConfig, lm_loss
+from piper.models import DenseConfig
 from piper.strategies import mesh
 
 
@@ -50,17 +49,10 @@ class Piper:
 def started(work: Work, way: Way, stack: contextlib.ExitStack) -> Side:
     if not isinstance(way, Piper):
         return Peers(work, way, stack)
-    x, y = work.batch(0)
-    parts, size = work.microbatches, way.bucket_mb
-    program = piper.compile(
-        work.model(),
-        mesh(dp=WORKERS, zero=way.zero, microbatches=parts, bucket_mb=size),
-        inputs=(x,),
-        targets=(y,),
-        loss=lm_loss,
-        optimizer=work.optimizer,
+    strategy = mesh(
+        dp=WORKERS, zero=way.zero, microbatches=work.microbatches, bucket_mb=way.bucket_mb
     )
-    return Launched(program, stack)
+    return Launched(work, strategy, stack)
 
 
 Way = Piper | Replicated | Sharded

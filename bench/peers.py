@@ -57,17 +57,24 @@ class Work:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+class Divided:
+    """Data parallel: every worker has rows of its own."""
+
+    __slots__ = ()
+
+    def rows(self, x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
+        """Those that our device of this rank gets, microbatch by microbatch."""
+        return [part.clone() for part in x.chunk(WORKERS * microbatches)[rank::WORKERS]]
+
+
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicated(Divided):
     """``DistributedDataParallel``."""
 
     bucket_mb: float
 
     def __str__(self) -> str:
         return f"DDP, buckets of {self.bucket_mb:g} MB"
-
-    def rows(self, x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
-        return _part(x, rank, microbatches)
 
     def begin(self, work: Work) -> Step:
         net = DistributedDataParallel(
@@ -90,7 +97,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class Sharded(Divided):
     """``fully_shard``, block by block. Gradients are summed and divided with each microbatch, as
     ours are."""
 
@@ -101,9 +108,6 @@ class Sharded:
 
     def __str__(self) -> str:
         return f"fully_shard, gathers {'ahead' if self.ahead else 'when used'}"
-
-    def rows(self, x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
-        return _part(x, rank, microbatches)
 
     def begin(self, work: Work) -> Step:
         net = work.model()
@@ -186,11 +190,6 @@ class Piped:
             return float(torch.stack(losses).detach().mean()) if losses else math.nan
 
         return step
-
-
-def _part(x: Tensor, rank: int, microbatches: int) -> list[Tensor]:
-    """The rows that our device of this rank gets, microbatch by microbatch."""
-    return [part.clone() for part in x.chunk(WORKERS * microbatches)[rank::WORKERS]]
 
 
 def _gather_ahead(modules: list[FSDPModule]) -> None:

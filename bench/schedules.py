@@ -29,8 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from turns import ENVIRONMENT, KEEPING, TOLERANCE, Found, Launched, Side, difference, measure, ratio
 
-import piper
-from piper.models import DenseConfig, lm_loss
+from piper.models import DenseConfig
 from piper.strategies import mesh
 
 SCHEDULES = {
@@ -58,23 +57,14 @@ Way = Ours | Piped
 def started(work: Work, way: Way, stack: contextlib.ExitStack) -> Side:
     if isinstance(way, Piped):
         return Peers(work, way, stack)
-    x, y = work.batch(0)
     stages = Piped(SCHEDULES[way.schedule]).stages
-    program = piper.compile(
-        work.model(),
-        mesh(
-            pp=WORKERS,
-            schedule=way.schedule,
-            microbatches=work.microbatches,
-            by=[work.config.layers // stages] * stages,
-        ),
-        inputs=(x,),
-        targets=(y,),
-        loss=lm_loss,
-        optimizer=work.optimizer,
-        costs=piper.Cluster.of("CPU", WORKERS).costs(),
+    strategy = mesh(
+        pp=WORKERS,
+        schedule=way.schedule,
+        microbatches=work.microbatches,
+        by=[work.config.layers // stages] * stages,
     )
-    return Launched(program, stack)
+    return Launched(work, strategy, stack)
 
 
 def main(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import piper
 from piper.launch.processes import ProcessCrew
+from piper.models import lm_loss
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 """For every worker, before it imports torch."""
@@ -45,10 +46,20 @@ class Side(Protocol):
 
 
 class Launched:
-    """A program of ours on worker processes."""
+    """The work under a strategy of ours, on worker processes."""
 
-    def __init__(self, program: piper.Program, stack: contextlib.ExitStack) -> None:
+    def __init__(self, work: Work, strategy: piper.Strategy, stack: contextlib.ExitStack) -> None:
         """``stack`` ends its workers."""
+        x, y = work.batch(0)
+        program = piper.compile(
+            work.model(),
+            strategy,
+            inputs=(x,),
+            targets=(y,),
+            loss=lm_loss,
+            optimizer=work.optimizer,
+            costs=piper.Cluster.of("CPU", WORKERS).costs(),
+        )
         self._trainer = stack.enter_context(piper.launch(program, on="processes", threads=1))
         crew = self._trainer._crew
         assert isinstance(crew, ProcessCrew)

@@ -86,6 +86,7 @@ def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
     profile = trainer.profile(batch(0), batch(0), steps=2, kernels=True)
     assert trainer.steps == steps + 2
     assert len(profile.steps) == 2
+    assert set(profile.kernels) == set(program.devices)
     for device, kernels in profile.kernels.items():
         instructions = program.plan_of(device).instructions
         spans = {one.place: one for one in profile.measured[device]}

@@ -6,7 +6,7 @@ from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, Target, nby
 from piper.cli.output import Output
 from piper.cli.scripts import program_of, strategy_of
 from piper.cli.tables import memory_json, memory_table
-from piper.view.units import bytes_text
+from piper.units import bytes_text
 
 
 def check(

@@ -15,7 +15,8 @@ from piper.cli.tables import comparison_table
 from piper.cost import Recorded, Simulation
 from piper.errors import PiperError
 from piper.strategy import Strategy
-from piper.view.units import bytes_text, seconds_text
+from piper.units import bytes_text, seconds_text
+from piper.view.page import timeline_page
 
 _FIGURES = {
     "seconds": ("step", seconds_text),
@@ -72,14 +73,9 @@ def compare(
                 raise PiperError(
                     "a timeline needs the strategies themselves: results have figures only"
                 )
-            Path(timeline).write_text(_page(one, other, first, second), encoding="utf-8")
+            page = timeline_page(one.run(first.stem), other.run(second.stem))
+            timeline.write_text(page, encoding="utf-8")
             output.wrote("timeline", timeline)
-
-
-def _page(one: Simulation, other: Simulation, first: Path, second: Path) -> str:
-    from piper.view.page import timeline_page
-
-    return timeline_page(one.run(first.stem), other.run(second.stem))
 
 
 def _result(

@@ -45,24 +45,14 @@ Limit = Annotated[
         "--memory-limit", help="What a device has, such as 80GiB: refuse more.", show_default=False
     ),
 ]
-ClusterName = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        "-c",
-        help="A TOML file, or DEVICESxKIND such as 8xH100, or MACHINESxDEVICESxKIND: 4x8xH100.",
-        show_default=False,
-    ),
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        "-c",
-        help="A TOML file, or DEVICESxKIND such as 8xH100, or MACHINESxDEVICESxKIND: 4x8xH100.",
-        show_default=False,
-    ),
-]
+_CLUSTER = typer.Option(
+    "--cluster",
+    "-c",
+    help="A TOML file, or DEVICESxKIND such as 8xH100, or MACHINESxDEVICESxKIND: 4x8xH100.",
+    show_default=False,
+)
+ClusterName = Annotated[str, _CLUSTER]
+ClusterOption = Annotated[str | None, _CLUSTER]
 Costs = Annotated[
     Path | None,
     typer.Option(

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from piper.ir.text import group_text
 from piper.lower.memory import Holder, Memory
-from piper.view.units import unit_for
+from piper.units import unit_for
 
 _SHORT = {
     Holder.PARAMETERS: "params",

@@ -177,19 +177,26 @@ class Cluster:
         machines: int = 1,
         *,
         inside: str | Link | None = None,
-        outside: str | Link = "InfiniBand-NDR",
+        outside: str | Link | None = None,
         sharing: Sharing | None = None,
         name: str | None = None,
     ) -> Cluster:
         """``machines`` equal machines of ``devices`` equal devices, of a common kind or your own.
 
         ``inside`` is the link between devices of one machine, as is usual for the kind if it is
-        not given; ``outside`` is the link of each device to other machines.
+        not given; ``outside`` is the link of each device to other machines, InfiniBand-NDR if not.
         """
         from piper.cost import presets
 
-        return presets.cluster(
-            kind, devices, machines, inside=inside, outside=outside, sharing=sharing, name=name
+        if min(devices, machines) < 1:
+            raise PiperError(f"a cluster of {machines} machines of {devices} devices has none")
+        one = presets.device(kind)
+        near = presets.inside(one) if inside is None else presets.link(inside)
+        far = presets.link(presets.OUTSIDE if outside is None else outside)
+        return Cluster(
+            machines=(Machine((one,) * devices, near, far),) * machines,
+            sharing=sharing or presets.sharing([one]),
+            name=name or f"{machines} x {devices} {one.name}",
         )
 
     @staticmethod

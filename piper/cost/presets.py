@@ -3,12 +3,12 @@ reached of them is a rule of thumb: a recorded profile knows better."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
 
-from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
+from piper.cost.cluster import Device, Link, Sharing
 from piper.errors import PiperError
 
 _GPU = ((1e7, 0.02), (1e9, 0.2), (1e10, 0.45), (1e11, 0.65), (1e12, 0.72))
@@ -63,6 +63,8 @@ LINKS: Mapping[str, Link] = {
     "Ethernet-1G": Link(0.125e9, 1e-4),
     "loopback": Link(1.5e9, 1.5e-4),
 }
+OUTSIDE = "InfiniBand-NDR"
+"""What usually lies between machines."""
 
 _INSIDE = {
     "V100": "NVLink2",
@@ -75,52 +77,34 @@ _INSIDE = {
     "MI300X": "InfinityFabric",
     "CPU": "loopback",
 }
-GPU_SHARING = Sharing(links=0.46, compute=0.08, communication=0.05)
+_GPU_SHARING = Sharing(links=0.46, compute=0.08, communication=0.05)
 
 
-def device(name: str) -> Device:
-    """A common kind of device."""
-    return _found(DEVICES, name, "device")
+def device(kind: str | Device) -> Device:
+    """A device, by name if it is a common one."""
+    return named(DEVICES, kind, "device") if isinstance(kind, str) else kind
 
 
-def link(name: str) -> Link:
-    """A common kind of link."""
-    return _found(LINKS, name, "link")
+def link(given: str | Link) -> Link:
+    """A link, by name if it is a common one."""
+    return named(LINKS, given, "link") if isinstance(given, str) else given
 
 
-def cluster(
-    kind: str | Device,
-    devices: int = 8,
-    machines: int = 1,
-    *,
-    inside: str | Link | None = None,
-    outside: str | Link = "InfiniBand-NDR",
-    sharing: Sharing | None = None,
-    name: str | None = None,
-) -> Cluster:
-    """``machines`` equal machines of ``devices`` equal devices.
-
-    ``inside`` is the link between devices of one machine, as is usual for the kind if not given;
-    ``outside`` is the link of each device to other machines.
-    """
-    if min(devices, machines) < 1:
-        raise PiperError(f"a cluster of {machines} machines of {devices} devices has none")
-    one = device(kind) if isinstance(kind, str) else kind
-    near = inside if inside is not None else _INSIDE.get(one.name, "PCIe4")
-    machine = Machine((one,) * devices, _as_link(near), _as_link(outside))
-    usual = Sharing() if one.synchronous else GPU_SHARING
-    title = name or f"{machines} x {devices} {one.name}"
-    return Cluster((machine,) * machines, sharing=sharing or usual, name=title)
+def inside(kind: Device) -> Link:
+    """What usually lies between devices of one machine."""
+    return LINKS[_INSIDE.get(kind.name, "PCIe4")]
 
 
-def _as_link(given: str | Link) -> Link:
-    return link(given) if isinstance(given, str) else given
+def sharing(kinds: Iterable[Device]) -> Sharing:
+    """What usually disturbs what, where there are devices of these kinds."""
+    return Sharing() if all(kind.synchronous for kind in kinds) else _GPU_SHARING
 
 
 _Known = TypeVar("_Known")
 
 
-def _found(known: Mapping[str, _Known], name: str, what: str) -> _Known:
+def named(known: Mapping[str, _Known], name: str, what: str) -> _Known:
+    """One of ``known``."""
     if name not in known:
         raise PiperError(f"there is no {what} {name!r}; known: {', '.join(sorted(known))}")
     return known[name]

@@ -7,22 +7,20 @@ import torch
 
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
-from piper.cost.cluster import Cluster, Device, Way
+from piper.cost.cluster import Device, Way
 from piper.cost.communicating import collective_seconds, send_seconds
 from piper.cost.recorded import Recorded, work_of
 from piper.ir.dag import Collective, Compute, Dag, Node, Transfer, Update
-from piper.ir.facts import PassFacts
 from piper.lower.sizes import Sizes
 
 
 class Prices:
-    """Seconds, for one DAG on one cluster."""
+    """Seconds, for one DAG."""
 
     def __init__(
         self,
         dag: Dag,
         sizes: Sizes,
-        cluster: Cluster,
         recorded: Recorded | None,
         *,
         dtype: torch.dtype,
@@ -31,8 +29,7 @@ class Prices:
     ) -> None:
         """``dtype`` is what matrices are multiplied in; ``fused`` says whether a compiler fuses
         the rest; ``optimizer`` is its state, in bytes for each byte it updates."""
-        self._dag, self._sizes, self._cluster = dag, sizes, cluster
-        self._recorded = recorded
+        self._dag, self._sizes, self._recorded = dag, sizes, recorded
         self._dtype, self._fused, self._optimizer = dtype, fused, optimizer
         self._computing: dict[tuple[object, ...], float] = {}
         self._talking: dict[tuple[object, ...], float] = {}
@@ -60,14 +57,6 @@ class Prices:
         if key not in self._talking:
             self._talking[key] = self._communication(node, way, nbytes)
         return self._talking[key]
-
-    def facts(self, node: Node) -> PassFacts:
-        """What is known of a computation, on each of its devices."""
-        return self._sizes.facts(node.compute, len(node.devices))
-
-    def nbytes(self, node: Node) -> int:
-        """Bytes that a communication moves, of each of its devices."""
-        return self._sizes.moved(node)
 
     def useful(self, node: Node) -> int:
         """Operations of a computation on all its devices, without what is computed again."""

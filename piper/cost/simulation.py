@@ -24,11 +24,11 @@ from piper.ir.dag import Compute, StreamRule
 from piper.ir.text import group_text
 from piper.lower.plan import COMMUNICATING, Verb, awaited
 from piper.lower.sizes import Sizes
+from piper.units import bytes_text, seconds_text
 from piper.view.busy import Busy, busy_of
 from piper.view.runs import Run
 from piper.view.shown import Shown
 from piper.view.spans import Spans, run_of
-from piper.view.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from piper.program import Program
@@ -127,10 +127,7 @@ class Simulation(Shown):
             "lanes": [
                 {
                     "devices": list(lane.devices),
-                    "compute_seconds": busy.computing,
-                    "communication_seconds": busy.communicating,
-                    "exposed_communication_seconds": busy.exposed,
-                    "idle_seconds": busy.idle,
+                    **busy.to_json(),
                     "peak_bytes": self.program.memory[lane.plan].peak,
                     "memory_bytes": self.cluster.device(lane.devices[0]).memory,
                 }
@@ -151,14 +148,10 @@ class Simulation(Shown):
 
     def __str__(self) -> str:
         head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
-        rows = []
-        for lane, busy in zip(self.lanes, self.busy, strict=True):
-            shares = [busy.computing, busy.exposed, busy.idle - busy.exposed]
-            computes, exposed, waits = (x / self.seconds for x in shares)
-            rows.append(
-                f"  device {group_text(lane.devices)}: computes {computes:.1%}, communicates "
-                f"meanwhile uncovered {exposed:.1%}, waits {waits:.1%}"
-            )
+        rows = (
+            f"  device {group_text(lane.devices)}: {busy.text(self.seconds)}"
+            for lane, busy in zip(self.lanes, self.busy, strict=True)
+        )
         return "\n".join([head, *rows])
 
     def _mean(self, figures: Sequence[float]) -> float:
@@ -178,14 +171,14 @@ def simulate(program: Program, cluster: Cluster, recorded: Recorded | None = Non
     prices = Prices(
         dag,
         Sizes(dag, program.models),
-        cluster,
         recorded,
         dtype=_dtype(program),
         fused=not isinstance(program.compiler, Eager),
         optimizer=program.settings.optimizer.state,
     )
     lanes = lanes_of(program.plans, cluster)
-    tracks, places = _tracks(program, lanes, cluster, prices)
+    tracks, meets, places = _tracks(program, lanes, cluster, prices)
+    replay(tracks, meets, cluster.sharing)
     spans = tuple(
         Spans(tuple(row), tuple(track.start), tuple(track.end))
         for row, track in zip(places, tracks, strict=True)
@@ -196,8 +189,9 @@ def simulate(program: Program, cluster: Cluster, recorded: Recorded | None = Non
 
 def _tracks(
     program: Program, lanes: Lanes, cluster: Cluster, prices: Prices
-) -> tuple[list[Track], list[list[int]]]:
-    """The tracks of all lanes, run; and for each the places in the plan of its instructions."""
+) -> tuple[list[Track], list[Meet], list[list[int]]]:
+    """The tracks of all lanes, their meetings, and for each track the places in the plan of its
+    instructions."""
     meets: list[Meet] = []
     numbers: dict[tuple[int, frozenset[object]], int] = {}
     waits = [awaited(plan) for plan in program.plans]
@@ -233,8 +227,7 @@ def _tracks(
             track.meetings.append(numbers[key])
         tracks.append(track)
         places.append(mine)
-    replay(tracks, meets, cluster.sharing)
-    return tracks, places
+    return tracks, meets, places
 
 
 def _dtype(program: Program) -> torch.dtype:

@@ -81,8 +81,7 @@ def parse(text: str, default_name: str = "cluster") -> Cluster:
         raise PiperError("give at least one [[machines]] table")
     machines = tuple(m for i, row in enumerate(rows) for m in _machines(i, row, devices, links))
     between = dict(_between(row, links) for row in data.get("between", []))
-    gpus = any(not device.synchronous for m in machines for device in m.devices)
-    usual = presets.GPU_SHARING if gpus else Sharing()
+    usual = presets.sharing(device for m in machines for device in m.devices)
     given = _table(data, "sharing")
     _known(given, {field.name for field in fields(Sharing)}, "[sharing]")
     sharing = Sharing(
@@ -147,11 +146,10 @@ def _machines(
     elif row.get("devices", len(kinds)) != len(kinds):
         raise PiperError(f"{where} has {row['devices']} devices, but names {len(kinds)}")
     found = tuple(_named(devices, kind, "device", where) for kind in kinds)
-    usual = presets.cluster(found[0]).machines[0] if found else None
-    if usual is None:
+    if not found:
         raise PiperError(f"{where} has no devices")
-    inside = _link(row["inside"], links, where) if "inside" in row else usual.inside
-    outside = _link(row["outside"], links, where) if "outside" in row else usual.outside
+    inside = _link(row["inside"], links, where) if "inside" in row else presets.inside(found[0])
+    outside = _link(row.get("outside", presets.OUTSIDE), links, where)
     return [Machine(found, inside, outside)] * _count(row, "count", where)
 
 
@@ -205,9 +203,10 @@ def _between(row: Any, links: Mapping[str, Link]) -> tuple[tuple[int, int], Link
 
 
 def _named(known: Mapping[str, Any], name: Any, what: str, where: str) -> Any:
-    if name not in known:
-        raise PiperError(f"{where}: there is no {what} {name!r}; known: {', '.join(sorted(known))}")
-    return known[name]
+    try:
+        return presets.named(known, name, what)
+    except PiperError as error:
+        raise PiperError(f"{where}: {error}") from None
 
 
 def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:

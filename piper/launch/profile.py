@@ -10,19 +10,19 @@ from pathlib import Path
 from piper.cost.recorded import Recorded, Work, work_of
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.text import name_of
-from piper.launch.meeting import Step, met
+from piper.launch.aligning import Step, met
 from piper.lower.meetings import meetings
 from piper.lower.plan import Verb
 from piper.lower.sizes import Sizes
 from piper.program import Program
 from piper.runtime.kernels import Kernel
+from piper.units import bytes_text, seconds_text
 from piper.view.busy import Busy, busy_of
 from piper.view.exposed import Exposure, Span, exchanges
 from piper.view.runs import Run
 from piper.view.shown import Shown
 from piper.view.spans import Spans, run_of
 from piper.view.trace import Inner, write_trace
-from piper.view.units import bytes_text, seconds_text
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,7 @@ class Profile(Shown):
         return {
             "seconds": self.seconds,
             "steps_seconds": [_seconds(step) for step in self.steps],
-            "devices": {
-                device: {
-                    "compute_seconds": busy.computing,
-                    "communication_seconds": busy.communicating,
-                    "exposed_communication_seconds": busy.exposed,
-                    "idle_seconds": busy.idle,
-                }
-                for device, busy in self.busy.items()
-            },
+            "devices": {device: busy.to_json() for device, busy in self.busy.items()},
         }
 
     def run(self, title: str | None = None) -> Run:
@@ -124,12 +116,7 @@ class Profile(Shown):
 
     def __str__(self) -> str:
         head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
-        rows = [
-            f"  device {device}: computes {busy.computing / self.seconds:.1%}, communicates "
-            f"meanwhile uncovered {busy.exposed / self.seconds:.1%}, "
-            f"waits {(busy.idle - busy.exposed) / self.seconds:.1%}"
-            for device, busy in self.busy.items()
-        ]
+        rows = (f"  device {d}: {busy.text(self.seconds)}" for d, busy in self.busy.items())
         return "\n".join([head, *rows])
 
     @cached_property

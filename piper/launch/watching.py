@@ -19,6 +19,8 @@ from piper.runtime.kernels import Kernel, kernels_of
 from piper.runtime.recording import range_name
 
 _MARKS = 5
+_NOBODY = 10**9
+"""The number of no device."""
 
 
 def watched(run: Callable[[], Report], what: Watch, where: torch.device) -> Report:
@@ -40,7 +42,3 @@ def watched(run: Callable[[], Report], what: Watch, where: torch.device) -> Repo
             moved = one._replace(start=one.start - ahead, end=one.end - ahead)
             rows.setdefault(one.device, []).append(moved)
     return replace(report, kernels={device: tuple(row) for device, row in rows.items()})
-
-
-_NOBODY = 10**9
-"""The number of no device."""

@@ -16,6 +16,7 @@ from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import adds_up_in_place, gradient_names
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed
 from piper.lower.sizes import Sizes
+from piper.units import bytes_text
 
 
 class Holder(Enum):
@@ -57,16 +58,8 @@ class Memory:
     """Bytes held after each instruction, state included."""
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{h.value} {_size(n)}" for h, n in self.at_peak.items() if n)
-        return f"devices {group_text(self.devices)}: peak {_size(self.peak)} ({parts})"
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in a unit that fits."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:,.1f} {unit}"
-    return f"{nbytes} B"
+        parts = ", ".join(f"{h.value} {bytes_text(n)}" for h, n in self.at_peak.items() if n)
+        return f"devices {group_text(self.devices)}: peak {bytes_text(self.peak)} ({parts})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +307,12 @@ def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
         return
     when = plan.instructions[memory.peak_at].name if memory.peak_at >= 0 else "the start"
     largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{holder.value} {_size(n)}" for holder, n in largest[:4] if n)
+    shown = ", ".join(f"{holder.value} {bytes_text(n)}" for holder, n in largest[:4] if n)
     raise DirectiveError(
         f"memory_limit={limit:,} is not enough: devices {group_text(memory.devices)} need "
-        f"{memory.peak:,} bytes ({_size(memory.peak)}) at instruction {memory.peak_at} ({when}); "
-        f"the largest holders: {shown}{_named(dag, memory, plan)}. {_advice(largest[0][0])}"
+        f"{memory.peak:,} bytes ({bytes_text(memory.peak)}) at instruction {memory.peak_at} "
+        f"({when}); the largest holders: {shown}{_named(dag, memory, plan)}. "
+        f"{_advice(largest[0][0])}"
     )
 
 
@@ -334,7 +328,9 @@ def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
     found: Counter[tuple[Holder, str]] = Counter()
     for slot, region in live.items():
         found[holders[slot], region] += plan.slot_bytes[slot]
-    rows = [f"{h.value} of {region} {_size(n)}" for (h, region), n in found.most_common(3) if n]
+    rows = [
+        f"{h.value} of {region} {bytes_text(n)}" for (h, region), n in found.most_common(3) if n
+    ]
     return f" (most of all: {', '.join(rows)})" if rows else ""
 
 

@@ -22,6 +22,7 @@ from piper.ir.dag import (
     Update,
 )
 from piper.ir.values import ExtraRole
+from piper.numbering import Numbered
 
 
 class Verb(Enum):
@@ -87,7 +88,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data; what instructions have in common is written once."""
-        ops, names, streams, groups = _Table(), _Table(), _Table(), _Table()
+        ops, names, streams, groups = Numbered(), Numbered(), Numbered(), Numbered()
         rows = [
             [
                 x.verb.value,
@@ -175,20 +176,6 @@ def completed(plan: Plan) -> list[tuple[int, ...]]:
         if x.verb in COMMUNICATING:
             under_way.add(place)
     return found
-
-
-class _Table:
-    """Distinct items, numbered as they come."""
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, item: Any) -> int:
-        if item not in self._numbers:
-            self._numbers[item] = len(self.items)
-            self.items.append(item)
-        return self._numbers[item]
 
 
 def _op_to_json(op: Op | None) -> list[Any] | None:

@@ -21,6 +21,23 @@ class Busy:
     idle: float
     """Computing nothing."""
 
+    def text(self, seconds: float) -> str:
+        """The same as shares of a step of so many seconds."""
+        waits = (self.idle - self.exposed) / seconds
+        return (
+            f"computes {self.computing / seconds:.1%}, communicates meanwhile uncovered "
+            f"{self.exposed / seconds:.1%}, waits {waits:.1%}"
+        )
+
+    def to_json(self) -> dict[str, float]:
+        """The same as plain data."""
+        return {
+            "compute_seconds": self.computing,
+            "communication_seconds": self.communicating,
+            "exposed_communication_seconds": self.exposed,
+            "idle_seconds": self.idle,
+        }
+
 
 def busy_of(plan: Plan, spans: Timed, seconds: float) -> Busy:
     """How the device of ``plan`` spends a step of so many seconds."""

@@ -17,7 +17,8 @@ from piper.ir.facts import Model
 from piper.ir.text import group_text, name_of
 from piper.ir.values import ExtraRole, Role, Value
 from piper.lower.sizes import Sizes
-from piper.view.inline import Strings, page
+from piper.numbering import Numbered
+from piper.view.inline import page
 
 _SCRIPTS = (
     "common.js",
@@ -66,8 +67,8 @@ class _Pool:
     """Distinct nodes as columns of numbers; texts and lists stand beside, each once."""
 
     def __init__(self) -> None:
-        self.strings, self.lists = Strings(), Strings()
-        self._identities, self._families = Strings(), Strings()
+        self.strings, self.lists = Numbered(), Numbered()
+        self._identities, self._families = Numbered(), Numbered()
         self._known: dict[tuple[int, str], int] = {}
         self.columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
 

@@ -46,21 +46,6 @@ def embedded(data: Any) -> str:
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
-class Strings:
-    """Distinct items, numbered as they come: what columns hold instead of the items."""
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, item: Any) -> int:
-        found = self._numbers.get(item)
-        if found is None:
-            found = self._numbers[item] = len(self.items)
-            self.items.append(item)
-        return found
-
-
 def _escaped(text: str) -> str:
     return html.escape(text).encode("ascii", "xmlcharrefreplace").decode()
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from piper.errors import PiperError
-from piper.view.inline import Strings, page
+from piper.numbering import Numbered
+from piper.view.inline import page
 from piper.view.runs import Device, Event, Run
 
 _SCRIPTS = (
@@ -29,13 +30,13 @@ def timeline_page(*runs: Run) -> str:
     """A page with the timeline of one run, or of two to compare."""
     if not 1 <= len(runs) <= 2:
         raise PiperError(f"a timeline shows one run, or two to compare, not {len(runs)}")
-    strings = Strings()
+    strings = Numbered()
     data = {"runs": [_run(run, strings) for run in runs], "strings": strings.items}
     title = " and ".join(run.title for run in runs)
     return page(title, "timeline.html", ("common.css", "timeline.css"), _SCRIPTS, data)
 
 
-def _run(run: Run, strings: Strings) -> dict[str, Any]:
+def _run(run: Run, strings: Numbered) -> dict[str, Any]:
     events = sorted(run.events, key=lambda e: (e.row, e.start))  # the page searches by halving
     text = strings.number
     return {
