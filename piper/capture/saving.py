@@ -12,8 +12,6 @@ from enum import Enum
 
 import torch
 from torch import fx
-from torch._functorch import config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
 from piper.capture.joint import Joint
@@ -73,6 +71,10 @@ def _fixed(joint: Joint) -> set[fx.Node]:
 
 def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
     """torch's partitioner chooses; it may also simplify, hence the new graph."""
+    # here, since workers never capture, and what this imports takes 18 MiB
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     if not joint.gradients:
         return joint, []
     module = fx.GraphModule(torch.nn.Module(), _copied(joint.graph))

@@ -50,8 +50,13 @@ class Device:
 
     def step(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         """One step of training."""
-        totals = yield from self.executor.run(self._training, given)
+        report = yield from self.train(given)
         self.state.advance()
+        return report
+
+    def train(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        """All instructions of a step of training; the state still has to advance."""
+        totals = yield from self.executor.run(self._training, given)
         assert totals.loss is not None
         return Report(totals.loss, totals.norm, memory_of(self.state.where))
 
@@ -103,7 +108,10 @@ class Device:
             state.steps = restored.steps
         if state.optimizer is not None:
             for mine, other in zip(state.optimizer.param_groups, restored.groups, strict=False):
+                here = mine.get("capturable")  # a matter of how it runs, not of what it computes
                 mine.update(other)
+                if here is not None:
+                    mine["capturable"] = here
         if restored.scheduler is not None and state.scheduler is not None:
             state.scheduler.load_state_dict(dict(restored.scheduler))
 

@@ -27,7 +27,8 @@ def launch(program: Program, on: str = Where.VIRTUAL.value, **options: Any) -> T
     """Start the devices of ``program`` and give a trainer, to be used in a ``with`` block.
 
     ``on`` is "virtual", "processes" or "torchrun". ``options`` are the launcher's own: for
-    "processes" and "torchrun" ``timeout`` (seconds that anything may take).
+    "processes" and "torchrun" ``timeout`` (seconds that anything may take); for "virtual" on a GPU
+    ``cuda_graphs`` (capture a step once, and replay it).
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")

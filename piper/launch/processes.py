@@ -191,8 +191,8 @@ class ProcessCrew:
         environment = dict(os.environ)
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
-            # every step frees and takes the same memory: to give it back costs more than to keep it
-            environment.setdefault("MIMALLOC_PURGE_DELAY", "-1")
+            # milliseconds: memory that a step frees and takes again is not given back between
+            environment.setdefault("MIMALLOC_PURGE_DELAY", "100")
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -254,11 +254,10 @@ class Trainer:
         """The loss and the norm from their sums."""
         code, program = self.program.code, self.program
         total = report.total.to(program.loss_dtype)
+        norm = None if report.norm is None else report.norm.sqrt()
         if code.count is None:
             loss = total[0] / program.loss_parts
-            scale = 1.0
         else:
             loss = total[0] / report.total[1].to(program.loss_dtype)
-            scale = float(report.total[1])
-        norm = None if report.norm is None else (report.norm.sqrt() / scale).float()
-        return loss, norm
+            norm = None if norm is None else norm / report.total[1]
+        return loss, None if norm is None else norm.float()

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
+from piper.ir.dag import Compute
 from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
+from piper.launch.step_graph import StepGraph
 from piper.launch.watching import watched
 from piper.lower.plan import Plan
 from piper.program import Code, Program
@@ -32,7 +34,10 @@ class VirtualCrew:
     def meet(self) -> None:
         return
 
-    def __init__(self, program: Program, fetch: Fetch) -> None:
+    def __init__(self, program: Program, fetch: Fetch, *, cuda_graphs: bool = False) -> None:
+        """With ``cuda_graphs``, steps are captured as one CUDA graph and replayed."""
+        if cuda_graphs:
+            _refuse_uncapturable(program)
         self._program = program
         self._hub = Hub(program.device.type == "cuda")
         runners = Runners(program.compiler)
@@ -40,10 +45,24 @@ class VirtualCrew:
             Device(program, number, program.device, Loopback(self._hub, number), fetch, runners)
             for number in program.devices
         ]
+        self._graph: StepGraph | None = None
+        if cuda_graphs:
+            self._graph = StepGraph(program.device, self._train)
+            for device in self._devices:
+                device.state.make_capturable()
 
     def step(self, batch: Sequence[Tensor]) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
-        return self._drive([d.step(p) for d, p in zip(self._devices, parts, strict=True)])
+        if self._graph is None:
+            report = self._train(parts)
+        else:
+            report = self._graph.run(parts, [d.state.settings() for d in self._devices])
+        for device in self._devices:
+            device.state.advance()
+        return report
+
+    def _train(self, parts: list[list[Tensor]]) -> Report:
+        return self._drive([d.train(p) for d, p in zip(self._devices, parts, strict=True)])
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
@@ -61,14 +80,20 @@ class VirtualCrew:
     def restore(self, state: Restored) -> None:
         for device in self._devices:
             device.restore(state)
+            if self._graph is not None:
+                device.state.make_capturable()
+        if self._graph is not None:
+            self._graph.forget()
 
     def close(self) -> None:
+        self._graph = None
         self._devices.clear()
 
     def _cut(
         self, plans: Sequence[Plan], code: Code, batch: Sequence[Tensor]
     ) -> list[list[Tensor]]:
         of = {device: plan for plan in plans for device in plan.devices}
+        batch = [x.to(self._program.device, non_blocking=True) for x in batch]
         return [cut(of[d.number], code, d.number, batch) for d in self._devices]
 
     def _drive(self, runs: list[Generator[Pending, None, Report]]) -> Report:
@@ -110,3 +135,19 @@ class VirtualCrew:
             lines.append(f"  device {device.number} at instruction {at} waits for {pending.name}")
         lines += [f"  {line}" for line in self._hub.waiting()]
         return "\n".join(lines)
+
+
+def _refuse_uncapturable(program: Program) -> None:
+    """Refuse programs whose steps cannot be the same graph every time."""
+    if program.device.type != "cuda":
+        raise PiperError(
+            f"cuda_graphs=True needs a program compiled with device='cuda', not {program.device}"
+        )
+    for x in (x for plan in program.plans for x in plan.instructions):
+        if isinstance(x.op, Compute):
+            functions = program.code.programs[len(x.group)][x.op.chunk].functions
+            if functions[x.op.which].random:
+                raise PiperError(
+                    f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "
+                    "step; a graph would repeat them. Leave it out, or set dropout to 0"
+                )

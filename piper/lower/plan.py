@@ -165,6 +165,14 @@ def awaited(plan: Plan) -> list[tuple[int, ...]]:
     return found
 
 
+def crossed(plan: Plan) -> list[tuple[int, ...]]:
+    """The same without those on its own stream, whose order is enough."""
+    return [
+        tuple(w for w in waits if plan.instructions[w].stream != x.stream)
+        for x, waits in zip(plan.instructions, awaited(plan), strict=True)
+    ]
+
+
 def completed(plan: Plan) -> list[tuple[int, ...]]:
     """For each instruction, the communications that are taken to their end just before it; those
     that nobody waits for are, at the end of the step."""

@@ -6,7 +6,7 @@ resolved: nothing is looked up by name while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
-from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, awaited, completed
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, crossed
 from piper.program import Code
 from piper.runtime.board import Board, Totals
 from piper.runtime.comm import Comm
@@ -25,7 +25,7 @@ from piper.runtime.moving import exchange, receive, send
 from piper.runtime.pending import Act, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
-from piper.runtime.streams import Streams
+from piper.runtime.streams import Mark, Streams
 from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
 
 
@@ -61,6 +61,8 @@ class Loaded:
 
     board: Board
     ops: tuple[Op, ...]
+    marks: Mapping[int, Mark]
+    """For places that another stream waits for, what says that they are done."""
     free: Callable[[int], None] | None
 
 
@@ -79,7 +81,9 @@ class Executor:
         """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
         board = Board(self.state, self.comm, self.runners, plan, code)
         ops: list[Op] = []
-        rows = zip(plan.instructions, awaited(plan), completed(plan), strict=True)
+        others = crossed(plan)
+        marks = self.streams.marks({place for waits in others for place in waits})
+        rows = zip(plan.instructions, others, completed(plan), strict=True)
         for place, (x, waits, complete) in enumerate(rows):
             if x.verb is Verb.FREE:  # what is being communicated is kept by who communicates it
                 ops[-1] = ops[-1]._replace(frees=(*ops[-1].frees, *x.reads))
@@ -87,9 +91,10 @@ class Executor:
             act = _load(board, x)
             if recorder is not None:
                 act = recorder.wrapped(act, place)
-            act = self.streams.wrapped(act, place, x, waits)
+            before = [marks[w] for w in waits if w in marks]
+            act = self.streams.wrapped(act, x.stream, before, marks.get(place))
             ops.append(Op(place, complete, act, ()))
-        return Loaded(board, tuple(ops), self.streams.freeing(board.slots, plan))
+        return Loaded(board, tuple(ops), marks, self.streams.freeing(board.slots, plan))
 
     def run(self, loaded: Loaded, given: list[Tensor]) -> Generator[Pending, None, Totals]:
         """One step on this device's part of the batch, in the order of the plan's ``given``; the
@@ -107,7 +112,7 @@ class Executor:
                 for other in waits:
                     while not pending[other].done():
                         yield pending[other]
-                    self._complete(board, pending, other)
+                    self._complete(loaded, pending, other)
                 begun = act()
                 if begun is not None:
                     pending[place] = begun
@@ -119,7 +124,7 @@ class Executor:
             for other in list(pending):
                 while not pending[other].done():
                     yield pending[other]
-                self._complete(board, pending, other)
+                self._complete(loaded, pending, other)
         except InstructionError:
             raise
         except Exception as error:
@@ -130,12 +135,12 @@ class Executor:
         board.end()
         return board.totals
 
-    def _complete(self, board: Board, pending: dict[int, Pending], place: int) -> None:
-        stream = board.plan.instructions[place].stream
+    def _complete(self, loaded: Loaded, pending: dict[int, Pending], place: int) -> None:
+        stream = loaded.board.plan.instructions[place].stream
         try:
-            self.streams.complete(pending.pop(place), place, stream)
+            self.streams.complete(pending.pop(place), stream, loaded.marks.get(place))
         except Exception as error:
-            raise self._failed(board, place, CommunicationError, error) from error
+            raise self._failed(loaded.board, place, CommunicationError, error) from error
 
     def _failed(
         self, board: Board, place: int, kind: type[InstructionError], error: Exception

@@ -135,6 +135,9 @@ def restore(
 ) -> None:
     """Take parameters and buffers, and perhaps the optimizer's state, from whole tensors; what is
     not among ``tensors`` stays as it is."""
+    kept_there = state.optimizer is not None and any(
+        group.get("fused") or group.get("capturable") for group in state.optimizer.param_groups
+    )
     for held in state.held.values():
         layout = held.layout
         names = [n for n in layout.bucket.parameters if n in tensors]
@@ -151,7 +154,9 @@ def restore(
                         kept[kind] = _fragment_of(layout, fragment, whole[fragment.name], parameter)
                 for (name, kind), item in (numbers or {}).items():
                     if name == fragment.name:
-                        kept[kind] = item.clone() if isinstance(item, Tensor) else item
+                        if isinstance(item, Tensor):
+                            item = item.to(parameter.device if kept_there else "cpu", copy=True)
+                        kept[kind] = item
     for name, buffer in state.buffers.items():
         if name in tensors:
             buffer.copy_(tensors[name])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from piper.errors import PiperError
 from piper.ir.dag import Bucket, Compute
 from piper.optimizer import make, make_scheduler
 from piper.program import Program
@@ -27,6 +30,8 @@ class Held:
     """What the optimizer updates: this device's range of ``flat``, or a copy in more precision."""
     trained: tuple[nn.Parameter, ...]
     """The optimizer's parameters, one for each fragment."""
+    groups: list[list[nn.Parameter]] = field(default_factory=list)
+    """The same, as the optimizer groups them."""
 
     @property
     def is_copy(self) -> bool:
@@ -64,6 +69,12 @@ class DeviceState:
         for name in self._buffer_names():
             self.buffers[name] = fetch(name).to(where, copy=True)
         self.optimizer = self._optimizer()
+        for held in self.held.values():
+            mine = {id(p) for p in held.trained}
+            held.groups = [[p for p in g["params"] if id(p) in mine] for g in self._groups()]
+        self._rates: list[Tensor] = []
+        """On the device, the learning rate of each of the optimizer's groups, if a schedule changes
+        what a captured update reads."""
         factory = program.training.scheduler
         self.scheduler = None
         if factory is not None and self.optimizer is not None:
@@ -75,10 +86,49 @@ class DeviceState:
             return
         for parameter, gradient in zip(held.trained, gradients, strict=True):
             parameter.grad = gradient
-        self.optimizer.step()
+        with self._only(held):
+            self.optimizer.step()
         for parameter in held.trained:
             parameter.grad = None
         held.publish()
+
+    def make_capturable(self) -> None:
+        """From now on updates wait for nothing on the host, and may be captured as CUDA graphs."""
+        for group in self._groups():
+            if "capturable" in group:
+                group["capturable"] = True
+            elif self.scheduler is not None and not group.get("fused"):
+                raise PiperError(
+                    f"cuda_graphs=True: {type(self.optimizer).__name__} reads the learning rate, "
+                    "which a scheduler changes, on the host: make it fused=True"
+                )
+        if self.scheduler is not None:
+            self._rates = [torch.tensor(g["lr"], device=self.where) for g in self._groups()]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The numbers that a captured update has fixed."""
+        free = ("params", "lr") if self._rates else ("params",)
+        return [{k: v for k, v in group.items() if k not in free} for group in self._groups()]
+
+    @contextmanager
+    def _only(self, held: Held) -> Iterator[None]:
+        """The optimizer knows of one bucket's parameters only: it looks at every one it knows."""
+        groups = self._groups()
+        usual = [dict(group) for group in groups]
+        for i, (group, few) in enumerate(zip(groups, held.groups, strict=True)):
+            group["params"] = few
+            if self._rates:
+                group["lr"] = self._rates[i]
+        try:
+            yield
+        finally:
+            for group, before in zip(groups, usual, strict=True):
+                group["params"] = before["params"]
+                if self._rates:
+                    group["lr"] = before["lr"]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def tensors(self) -> Iterable[Tensor]:
         """All that is kept between steps."""
@@ -95,6 +145,8 @@ class DeviceState:
         self.steps += 1
         if self.scheduler is not None:
             self.scheduler.step()
+            for rate, group in zip(self._rates, self._groups(), strict=False):
+                rate.fill_(group["lr"])
 
     def _hold(self, layout: Layout, bucket: Bucket, fetch: Fetch) -> Held:
         flat = torch.zeros(layout.padded, dtype=bucket.gradient, device=self.where)

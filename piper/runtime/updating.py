@@ -237,4 +237,7 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-    return torch.stack(torch._foreach_norm(real, 2, dtype=torch.float64)).square().sum()
+    # on a GPU a norm in fp64 first makes a copy in fp64; one in fp32 adds up in a tree
+    kind = torch.float32 if real[0].is_cuda else torch.float64
+    norms = torch.stack(torch._foreach_norm(real, 2, dtype=kind))
+    return norms.to(torch.float64).square().sum()

@@ -1,0 +1,208 @@
+"""Whole training steps on one GPU: ours beside ``torch.compile``, pipelines of virtual devices too.
+
+One dense transformer of 200M parameters in bf16, fused AdamW, the same weights and batches; every
+side takes turns, and a step is timed from host to host around a synchronized device:
+
+    8 x 1,024 tokens     ours and torch.compile, each with and without CUDA graphs
+    1 x 1,024 tokens     the same
+    8 microbatches of 1 x 1,024 tokens
+                         ours on one device; 1F1B on 4 and 8 virtual devices, DualPipeV on 4
+
+Memory is what a side holds between steps, and the most it takes beyond that in one.
+
+    python bench/gpu.py [--rounds 20] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from report import Case, Comparison, print_cases
+from torch import Tensor
+from turns import turns
+
+import piper
+from piper.models import DenseConfig, DenseTransformer, lm_loss
+from piper.strategies import mesh
+
+adamw = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is trained, on what."""
+
+    config: DenseConfig
+    rows: int
+    microbatches: int
+
+    def model(self) -> DenseTransformer:
+        torch.manual_seed(0)
+        return DenseTransformer(self.config).to(torch.bfloat16)
+
+    def batch(self, seed: int) -> tuple[Tensor, Tensor]:
+        draws = torch.Generator("cuda").manual_seed(seed)
+        shape = (self.rows * self.microbatches, self.config.max_seq + 1)
+        tokens = torch.randint(self.config.vocab, shape, generator=draws, device="cuda")
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Side:
+    """Something that trains, and the memory it takes."""
+
+    def __init__(self, make: Callable[[contextlib.ExitStack], Any], stack: contextlib.ExitStack):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        self._step = make(stack)
+        self._before, self._held, self._peak = before, 0, 0
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        torch.cuda.reset_peak_memory_stats()
+        others = torch.cuda.memory_allocated() - self._held
+        loss = self._step(x, y)
+        torch.cuda.synchronize()
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated() - others)
+        return float(loss)
+
+    def settle(self) -> None:
+        """Everything that is kept between steps is there."""
+        gc.collect()
+        torch.cuda.synchronize()
+        self._held = torch.cuda.memory_allocated() - self._before
+        self._peak = 0
+
+    def running(self) -> float:
+        return 0.0
+
+    def peak(self) -> int:
+        return self._peak
+
+
+def torchs(setting: Setting, mode: str | None) -> Callable[[contextlib.ExitStack], Any]:
+    def make(_: contextlib.ExitStack) -> Any:
+        model = setting.model().cuda()
+        optimizer = adamw(model.parameters())
+        forward = torch.compile(lambda x, y: lm_loss(model(x), y), mode=mode)
+        parts = setting.microbatches
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            total = torch.zeros((), device="cuda")
+            for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                if mode is not None:
+                    torch.compiler.cudagraph_mark_step_begin()
+                loss = forward(a, b) / parts
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
+
+    return make
+
+
+def ours(
+    setting: Setting, strategy: piper.Strategy, graphs: bool
+) -> Callable[[contextlib.ExitStack], Any]:
+    def make(stack: contextlib.ExitStack) -> Any:
+        x, y = setting.batch(0)
+        program = piper.compile(
+            setting.model(),
+            strategy,
+            inputs=(x,),
+            targets=(y,),
+            loss=lm_loss,
+            optimizer=adamw,
+            compiler="inductor",
+            device="cuda",
+        )
+        trainer = stack.enter_context(piper.launch(program, cuda_graphs=graphs))
+        return lambda x, y: trainer.step(x, y).loss
+
+    return make
+
+
+def single(setting: Setting) -> dict[str, Any]:
+    """On one device."""
+    strategy = mesh(microbatches=setting.microbatches)
+    return {
+        "torch.compile": torchs(setting, None),
+        "torch.compile, reduce-overhead": torchs(setting, "reduce-overhead"),
+        "piper": ours(setting, strategy, False),
+        "piper, CUDA graphs": ours(setting, strategy, True),
+    }
+
+
+def pipelines(setting: Setting) -> dict[str, Any]:
+    """Several virtual devices, beside one."""
+    parts = setting.microbatches
+    found = {}
+    for graphs in (False, True):
+        kinds = {
+            "one device": mesh(microbatches=parts),
+            "1F1B, 4 stages": mesh(pp=4, microbatches=parts),
+            "1F1B, 8 stages": mesh(pp=8, microbatches=parts),
+            "DualPipeV, 4 ranks": mesh(pp=4, schedule="dualpipev", microbatches=parts),
+        }
+        for name, strategy in kinds.items():
+            label = f"piper, {name}{', CUDA graphs' if graphs else ''}"
+            found[label] = ours(setting, strategy, graphs)
+    return found
+
+
+def main(
+    layers: int = 12,
+    dim: int = 1024,
+    heads: int = 16,
+    mlp_dim: int = 2816,
+    vocab: int = 32000,
+    seq: int = 1024,
+    rounds: Annotated[int, typer.Option(min=3, help="How often each side has its turn.")] = 20,
+    only: Annotated[list[int] | None, typer.Option(help="Cases, by number; or all.")] = None,
+    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Compare steps on a GPU."""
+    if not torch.cuda.is_available():
+        typer.echo("skipped: no CUDA device here")
+        raise typer.Exit
+    config = DenseConfig(
+        vocab=vocab, dim=dim, layers=layers, heads=heads, mlp_dim=mlp_dim, max_seq=seq
+    )
+    kinds = [
+        (Setting(config, 8, 1), single, "8 x {} tokens", "torch.compile"),
+        (Setting(config, 1, 1), single, "1 x {} tokens", "torch.compile"),
+        (Setting(config, 1, 8), pipelines, "8 microbatches of 1 x {} tokens", "piper, one device"),
+    ]
+    cases = []
+    for number, (setting, sides, name, against) in enumerate(kinds):
+        if only and number not in only:
+            continue
+        found = turns(
+            setting.batch,
+            sides(setting),
+            Side,
+            rounds=rounds,
+            turn=3,
+            warm=5,
+            tell=lambda text: typer.echo(text, err=True),
+        )
+        cases.append(Case(name.format(seq), against, found))
+    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    comparison = Comparison("one GPU", where, cases, tolerance=2e-2)
+    print_cases(comparison)
+    if file is not None:
+        comparison.write(file)
+    comparison.check()
+
+
+if __name__ == "__main__":
+    typer.run(main)

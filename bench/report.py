@@ -1,0 +1,183 @@
+"""What comparisons found: as a table, as JSON, as a picture; and whether all computed the same."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from turns import Found
+
+
+@dataclass(slots=True)
+class Case:
+    """Sides that did the same work."""
+
+    name: str
+    against: str
+    """The side that the others' ratios are to."""
+    sides: dict[str, Found]
+    ideal: dict[str, float] = field(default_factory=dict)
+    """By side, the seconds of a step that cannot be beaten, where they are known."""
+
+    def time_ratio(self, side: str) -> float:
+        """The median over steps, of which each was measured in the same round."""
+        return _ratio(self.sides[side].seconds, self.sides[self.against].seconds)
+
+    def running_ratio(self, side: str) -> float | None:
+        mine, other = self.sides[side].running, self.sides[self.against].running
+        return _ratio(mine, other) if all(other) else None
+
+    def memory_ratio(self, side: str) -> float | None:
+        other = self.sides[self.against].memory
+        return self.sides[side].memory / other if other else None
+
+    def reached(self, side: str) -> float | None:
+        """The share of the ideal speed."""
+        return self.ideal[side] / self.sides[side].median if side in self.ideal else None
+
+    @property
+    def difference(self) -> float:
+        """The largest relative difference between the losses of any two, in any step."""
+        losses = torch.tensor([one.losses for one in self.sides.values()], dtype=torch.float64)
+        return float(((losses.amax(0) - losses.amin(0)) / losses.abs().amax(0)).max())
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Several cases of one setting."""
+
+    title: str
+    where: str
+    cases: list[Case]
+    notes: list[str] = field(default_factory=list)
+    """What was skipped, and why; and whatever else a reader must know."""
+    tolerance: float = 1e-5
+    """Of losses, relative."""
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self), indent=1))
+
+    @staticmethod
+    def read(file: Path) -> Comparison:
+        data = json.loads(file.read_text())
+        cases = [
+            Case(**{**case, "sides": {n: Found(**one) for n, one in case["sides"].items()}})
+            for case in data.pop("cases")
+        ]
+        return Comparison(**data, cases=cases)
+
+    def check(self) -> None:
+        """End the program if sides disagree: a faster wrong answer is none."""
+        wrong = [c for c in self.cases if not c.difference <= self.tolerance]
+        if wrong:
+            sys.exit(
+                "\n".join(
+                    f"{self.title}, {case.name}: losses differ by {case.difference:.1e}, more than "
+                    f"{self.tolerance:.0e}"
+                    for case in wrong
+                )
+            )
+
+
+def best(sides: dict[str, Found], among: Iterable[str]) -> str:
+    """The fastest of some sides."""
+    return min(among, key=lambda name: sides[name].median)
+
+
+def print_cases(comparison: Comparison, console: Console | None = None) -> None:
+    """One table, a section for each case."""
+    console = console or Console(width=120)
+    cases = comparison.cases
+    table = Table(title=f"{comparison.title} ({comparison.where})")
+    table.add_column("side")
+    columns: list[tuple[str, bool]] = [
+        ("step (ms)", True),
+        ("10-90%", True),
+        ("ratio", True),
+        ("running (ms)", any(any(f.running) for c in cases for f in c.sides.values())),
+        ("ratio", any(any(f.running) for c in cases for f in c.sides.values())),
+        ("MiB", any(f.memory for c in cases for f in c.sides.values())),
+        ("ratio", any(f.memory for c in cases for f in c.sides.values())),
+        ("of ideal", any(c.ideal for c in cases)),
+    ]
+    for name, shown in columns:
+        if shown:
+            table.add_column(name, justify="right")
+    for case in cases:
+        table.add_row(f"[bold]{case.name}[/]; ratios to {case.against}")
+        for side in case.sides:
+            cells = _cells(case, side)
+            table.add_row(side, *(c for c, (_, shown) in zip(cells, columns, strict=True) if shown))
+        table.add_section()
+    console.print(table)
+    for case in cases:
+        console.print(f"{case.name}: losses differ by {case.difference:.1e} at most")
+    for note in comparison.notes:
+        console.print(note)
+
+
+def _cells(case: Case, side: str) -> list[str]:
+    one = case.sides[side]
+    low, high = one.spread
+    running = statistics.median(one.running) if one.running else 0.0
+    return [
+        f"{1e3 * one.median:,.1f}",
+        f"{1e3 * low:,.1f} to {1e3 * high:,.1f}",
+        f"{case.time_ratio(side):.3f}",
+        f"{1e3 * running:,.1f}" if running else "",
+        _number(case.running_ratio(side)),
+        f"{one.memory / 2**20:,.0f}" if one.memory else "",
+        _number(case.memory_ratio(side)),
+        _number(case.reached(side)),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+
+
+def plot(comparisons: Sequence[Comparison], file: Path) -> None:
+    """A bar for each side of each case, as long as its ratio; the thin line is its spread."""
+    from matplotlib.figure import Figure
+
+    rows = [(c, case, side) for c in comparisons for case in c.cases for side in case.sides]
+    figure = Figure(
+        figsize=(9, 1 + 0.22 * (len(rows) + 2 * sum(len(c.cases) for c in comparisons)))
+    )
+    axes = figure.add_subplot()
+    place, ticks, labels = 0.0, [], []
+    for comparison in comparisons:
+        for case in comparison.cases:
+            place += 1
+            axes.text(0, place, f"{comparison.title}: {case.name}", weight="bold", size=8)
+            base = case.sides[case.against].median
+            for side, one in case.sides.items():
+                place += 1
+                low, high = one.spread
+                ratio = case.time_ratio(side)
+                ours = side.startswith("piper")
+                axes.barh(place, ratio, color="#2b6cb0" if ours else "#b0b7c3", height=0.8)
+                axes.plot([low / base, high / base], [place, place], color="black", linewidth=0.8)
+                axes.text(
+                    max(ratio, high / base) + 0.01, place, f"{ratio:.2f}", size=7, va="center"
+                )
+                ticks.append(place)
+                labels.append(side)
+    axes.axvline(1.0, color="black", linewidth=0.6, linestyle=":")
+    axes.set_yticks(ticks, labels, size=7)
+    axes.set_ylim(place + 1, 0)
+    axes.set_xlabel("time of a step, as a ratio")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(file, bbox_inches="tight")
