@@ -6,6 +6,10 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PIP := $(RUN) -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 
+# The peers that ours is compared with have an environment of their own: DeepSpeed brings much.
+# SETS="pipelines data" chooses some of the comparisons.
+BENCH := .venv-bench
+
 INTERPRETERS := $(or $(PYTHON),python3.11 python3)
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
@@ -47,12 +51,11 @@ docs: $(STAMP) ## build the documentation into site/, to be read without a netwo
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-bench: $(STAMP) ## measure compile time (bench/single_device.py needs a GPU: see docs/performance.md)
-	@$(RUN) bench/compile_time.py
-	@$(RUN) bench/plan_time.py
+bench: $(BENCH)/.installed ## ours beside its peers, an hour: tables, JSON and a picture in bench-results/
+	@$(BENCH)/bin/python bench/compare.py $(SETS)
 
-clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+clean: ## remove the environments, caches and build outputs
+	rm -rf $(VENV) $(BENCH) bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is removed before anything changes and written last. An environment without one was
@@ -82,3 +85,10 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "  piper and the other packages"; $(PIP) --no-build-isolation --editable '.[dev]'; \
 	touch $@; \
 	echo "  done"
+
+$(BENCH)/.installed: $(STAMP)
+	@echo "installing the environment of the comparisons into $(BENCH) (once)"
+	@$(RUN) -m venv --clear $(BENCH)
+	@$(BENCH)/bin/python $(subst $(RUN),,$(PIP)) setuptools torch
+	@$(BENCH)/bin/python $(subst $(RUN),,$(PIP)) --no-build-isolation --editable '.[bench]'
+	@touch $@

@@ -36,6 +36,7 @@ import typer
 from pipelining import Case
 from rich.console import Console
 from rich.table import Table
+from work import evenly
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
@@ -109,7 +110,7 @@ def strategy(case: Case, zero: int) -> piper.Strategy:
         virtual=case.virtual,
         microbatches=case.microbatches,
         zero=zero,
-        by=case.counts,
+        by=evenly(case.model.layers, case.stages),
         bucket_mb=sum(p.nbytes for p in block.parameters()) / MIB,
     )
 

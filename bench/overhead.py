@@ -14,15 +14,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
+from report import Case, Comparison, print_cases
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from turns import Found
 
 import piper
 from piper.capture.codegen import Runner, Runners
@@ -95,6 +96,7 @@ def main(
     microbatches: Annotated[int, typer.Option(min=2)] = 16,
     layers: Annotated[int, typer.Option(min=1, help="Small layers in each stage.")] = 2,
     rounds: Annotated[int, typer.Option(min=3)] = 40,
+    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Print microseconds for each instruction."""
     torch.set_num_threads(1)
@@ -108,28 +110,31 @@ def main(
     for runner in (ours, theirs):
         for _ in range(3):
             runner.step()
-    samples: dict[str, list[float]] = {"piper": [], "pipelining": []}
+    samples: dict[str, list[float]] = {"piper": [], "torch Interleaved1F1B": []}
     for _ in range(rounds):
         samples["piper"].append(ours.overhead())
-        samples["pipelining"].append(theirs.overhead())
+        samples["torch Interleaved1F1B"].append(theirs.overhead())
     dist.destroy_process_group()
-    table = Table(title="time beside the kernels, one device, one thread")
-    for column in ("runtime", "things done a step", "µs each, median", "spread (10-90%)"):
-        table.add_column(column, justify="right")
-    rows = {
+    each = {
         "piper, each instruction": ("piper", ours.count),
-        "piper, without frees": ("piper", ours.working),
-        "pipelining, each action": ("pipelining", theirs.count),
+        "piper, each but frees": ("piper", ours.working),
+        "torch, each action": ("torch Interleaved1F1B", theirs.count),
     }
-    for label, (name, count) in rows.items():
+    notes = []
+    for label, (name, count) in each.items():
         values = sorted(1e6 * v / count for v in samples[name])
         low, high = values[len(values) // 10], values[-len(values) // 10 - 1]
-        table.add_row(
-            label, str(count), f"{statistics.median(values):.1f}", f"{low:.1f} to {high:.1f}"
+        notes.append(
+            f"{label}: {statistics.median(values):.1f} µs ({low:.1f} to {high:.1f}), {count} a step"
         )
-    total = {name: statistics.median(values) for name, values in samples.items()}
-    Console(width=100).print(table)
-    print(f"all of a step, ours / theirs: {total['piper'] / total['pipelining']:.2f}")
+    found = {name: Found([0.0], seconds) for name, seconds in samples.items()}
+    case = Case(f"{microbatches} microbatches", "torch Interleaved1F1B", found)
+    comparison = Comparison(
+        "host time", "beside the kernels, one device, one thread", [case], notes
+    )
+    print_cases(comparison)
+    if file is not None:
+        comparison.write(file)
 
 
 class Ours:

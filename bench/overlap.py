@@ -10,34 +10,31 @@ With ``--emulate`` computations are sleeps of known length, so that four workers
 The strategies take turns, so that a noisy machine hits all of them. Beside the step times: the
 share of the exchanges that nothing covers, as the plan foretells it and as it was measured.
 
-    python bench/overlap.py [--emulate]
+    python bench/overlap.py [--emulate] [--json FILE]
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import statistics
-import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import emulated
+import slow_link
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from report import Case, Comparison, print_cases
 from torch import Tensor, nn
+from turns import Found
 
 import piper
 from piper.ir.dag import Collective, CollectiveKind, Compute
-from piper.launch.profile import Profile
 from piper.lower.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import Schedule, dualpipe, dualpipev, mesh, one_f_one_b
 
-INSIDE = "PIPER_BENCH_SLOW_LOOPBACK"
 VOCAB, SEQ, DIM = 256, 128, 128
 WAYS = 2
 """Over how many workers the experts are divided."""
@@ -54,11 +51,12 @@ def main(
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch on each worker.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
     rounds: Annotated[int, typer.Option(help="How often each strategy is timed.")] = 7,
+    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Compare schedules over a slow network."""
-    if INSIDE not in os.environ:
-        sys.exit(_inside_namespace())
-    _run("ip", "link", "set", "lo", "up")
+    if not slow_link.is_inside():
+        sys.exit(slow_link.again_inside())
+    slow_link.slow_down()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ranks = 2 if emulate else 1
@@ -89,9 +87,25 @@ def main(
                 seconds[name].append(result.seconds)
                 losses[name].append(result.loss)
         profiles = {name: trainer.profile(x, x) for name, trainer in trainers.items()}
-    for found in losses.values():  # the two holders of a stage in DualPipe add in another order
-        torch.testing.assert_close(torch.stack(found), torch.stack(losses["1F1B"]))
-    _print(programs, {name: row[1:] for name, row in seconds.items()}, profiles, costs)
+    found = {
+        f"piper {name}": Found([float(x) for x in losses[name]], seconds[name][1:])
+        for name in trainers
+    }
+    rate = f"{8e-6 * costs.bytes_per_second:,.0f} Mbit/s"
+    workers = f"{len(programs['1F1B'].devices)} workers, loopback at {rate}"
+    notes = [
+        f"{name}: of its exchanges nothing covers {programs[name].schedule.exchanges.share:.0%} as "
+        f"foretold by the plan, {profile.exchanges.share:.0%} as measured"
+        for name, profile in profiles.items()
+    ]
+    kind = "emulated" if emulate else "real kernels"
+    case = Case(f"{microbatches} microbatches, {layers} layers", "piper 1F1B", found)
+    # the two holders of a stage in DualPipe add in another order
+    comparison = Comparison(f"experts over a slow link, {kind}", workers, [case], notes)
+    print_cases(comparison)
+    if file is not None:
+        comparison.write(file)
+    comparison.check()
 
 
 def _experts(layers: int, rows: int) -> tuple[nn.Module, Any, Tensor]:
@@ -103,21 +117,6 @@ def _experts(layers: int, rows: int) -> tuple[nn.Module, Any, Tensor]:
 def _sleepers(layers: int, rows: int) -> tuple[nn.Module, Any, Tensor]:
     model = emulated.Sleepers(layers, WAYS, DIM, SLEEP)
     return model, emulated.loss, torch.randn(rows, SEQ, DIM)
-
-
-def _inside_namespace() -> int:
-    """Run this again where the loopback is ours; 0 if that is not allowed here."""
-    namespace = ["unshare", "--user", "--map-root-user", "--net"]
-    tools = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
-    if tools:
-        typer.echo(f"skipped: {', '.join(tools)} not found (util-linux, iproute2)")
-        return 0
-    tried = subprocess.run([*namespace, "tc", "qdisc", "show"], capture_output=True, text=True)
-    if tried.returncode:
-        typer.echo(f"skipped: no network namespace of our own here ({tried.stderr.strip()})")
-        return 0
-    again = [*namespace, sys.executable, *sys.argv]
-    return subprocess.run(again, env={**os.environ, INSIDE: "1"}).returncode
 
 
 def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
@@ -139,32 +138,8 @@ def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
     )
     # of each worker's part one half stays; all workers' other halves share the loopback
     rate = exchanged / computing
-    shape = ("rate", f"{rate * 8:.0f}bit", "burst", "256kb", "latency", "200ms")
-    _run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *shape)
+    slow_link.slow_down(8 * rate)
     return piper.Costs(flops / len(program.devices) * WAYS / computing, rate)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
-def _print(
-    programs: dict[str, piper.Program],
-    seconds: dict[str, list[float]],
-    profiles: dict[str, Profile],
-    costs: piper.Costs,
-) -> None:
-    workers = len(programs["1F1B"].devices)
-    best = statistics.median(seconds["DualPipeV"])
-    table = Table(title=f"{workers} workers, loopback at {costs.bytes_per_second / 1e6:.1f} MB/s")
-    for column in ("schedule", "step (s)", "over DualPipeV", "uncovered: plan", "measured"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    for name, program in programs.items():
-        median = statistics.median(seconds[name])
-        planned, measured = program.schedule.exchanges, profiles[name].exchanges
-        ratio, shares = f"{median / best:.2f}", (f"{planned.share:.0%}", f"{measured.share:.0%}")
-        table.add_row(name, f"{median:.3f}", ratio, *shares)
-    Console().print(table)
 
 
 if __name__ == "__main__":

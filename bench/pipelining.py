@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from work import Stage, evenly
 
 from piper.models import DenseConfig, DenseTransformer, lm_loss
 from piper.tracking import Tracker
@@ -63,12 +64,6 @@ class Case:
     def stages(self) -> int:
         return self.pp * self.virtual
 
-    @property
-    def counts(self) -> list[int]:
-        """How many blocks each stage has."""
-        least, more = divmod(self.model.layers, self.stages)
-        return [least + (stage < more) for stage in range(self.stages)]
-
 
 @dataclass(frozen=True)
 class Found:
@@ -84,27 +79,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-class Stage(nn.Module):
-    """Some consecutive blocks of a whole model, with what stands before and after them."""
+class ShardedStage(Stage):
+    """A stage whose state is divided over its ranks."""
 
     def __init__(self, whole: DenseTransformer, case: Case, number: int) -> None:
-        super().__init__()
-        start, last = sum(case.counts[:number]), number == case.stages - 1
-        blocks = list(whole.layers)[start : start + case.counts[number]]
+        super().__init__(whole, evenly(case.model.layers, case.stages), number)
         if case.remat:
-            blocks = [checkpoint_wrapper(block, preserve_rng_state=False) for block in blocks]
-        self.rotary = whole.rotary
-        self.embedding = whole.embedding if number == 0 else None
-        self.layers = nn.ModuleList(blocks)
-        self.norm = whole.norm if last else None
-        self.head = whole.head if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for block in self.layers:
-            x = block(x, *self.rotary(x.shape[1]))
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+            blocks = [checkpoint_wrapper(b, preserve_rng_state=False) for b in self.layers]
+            self.layers = nn.ModuleList(blocks)
 
     def shard(self, mesh: DeviceMesh, reshard: bool) -> None:
         units = [self.embedding, *self.layers, [self.norm, self.head] if self.head else None]
@@ -191,7 +173,7 @@ class Rank:
         numbers = range(number, case.stages, case.pp)
         with torch.device("meta"):
             whole = DenseTransformer(case.model)
-        modules = [Stage(whole, case, n) for n in numbers]
+        modules = [ShardedStage(whole, case, n) for n in numbers]
         for module in modules:
             module.shard(mesh["dp"], reshard)
             module.fill()

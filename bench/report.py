@@ -46,7 +46,8 @@ class Case:
     def difference(self) -> float:
         """The largest relative difference between the losses of any two, in any step."""
         losses = torch.tensor([one.losses for one in self.sides.values()], dtype=torch.float64)
-        return float(((losses.amax(0) - losses.amin(0)) / losses.abs().amax(0)).max())
+        apart, largest = losses.amax(0) - losses.amin(0), losses.abs().amax(0)
+        return float(torch.where(apart == 0, 0.0, apart / largest).max())
 
 
 @dataclass(slots=True)

@@ -1,0 +1,156 @@
+"""A step of ours beside torch's and DeepSpeed's data parallelism, on two worker processes.
+
+One model (a dense transformer), the same weights, batches and AdamW, in fp32; two gloo workers of
+one thread, each pinned to a core. Level by level:
+
+    zero=0   mesh(dp=2, zero=0)    DistributedDataParallel
+    zero=1   mesh(dp=2, zero=1)    DeepSpeed 1
+    zero=2   mesh(dp=2, zero=2)    fully_shard, reshard_after_forward=False; DeepSpeed 2
+    zero=3   mesh(dp=2, zero=3)    fully_shard, reshard_after_forward=True; DeepSpeed 3
+
+each in several settings, of which the best counts: the size of buckets, when gathers begin, whether
+gradients are summed with every microbatch or after the last. With several microbatches ours is also
+run breadth first (all of a layer before the next, so that more can hide communication). With
+``--slow 200`` all of it runs in a network namespace whose loopback carries 200 Mbit/s each way.
+
+How they are timed stands in turns.py. The losses of all steps must agree: a faster wrong answer
+fails.
+
+    python bench/data_parallel.py [--microbatches 4] [--level 0] [--slow 200] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import slow_link
+import torch
+import typer
+from deepspeed_peers import TOLERANCE, Zero, missing
+from peers import Replicated, Sharded
+from report import Case, Comparison, best, print_cases
+from turns import Side, turns
+from work import Work
+from workers import ENVIRONMENT, KEEPING, Launched, Peers, Way
+
+import piper
+from piper.models import DenseConfig
+from piper.strategies import mesh
+
+WORKERS = 2
+BUCKETS = (25, 4)
+"""Sizes in MB that all try: torch's default, and what is near the best of DDP on slow links."""
+
+
+def program(
+    work: Work, zero: int, bucket_mb: float, schedule: str, costs: piper.Costs
+) -> piper.Program:
+    x, y = work.batch(0)
+    virtual = work.config.layers if schedule == "breadth-first" else None
+    strategy = mesh(
+        dp=WORKERS,
+        zero=zero,
+        schedule=schedule,
+        virtual=virtual,
+        microbatches=work.microbatches,
+        bucket_mb=bucket_mb,
+    )
+    return piper.compile(
+        work.model(),
+        strategy,
+        inputs=(x,),
+        targets=(y,),
+        loss=work.loss,
+        optimizer=work.optimizer,
+        costs=costs,
+    )
+
+
+def sides(
+    work: Work, zero: int, costs: piper.Costs, deepspeed: bool
+) -> dict[str, piper.Program | Way]:
+    found: dict[str, piper.Program | Way] = {}
+    for size in BUCKETS:
+        found[f"piper, {size} MB"] = program(work, zero, size, "1f1b", costs)
+    if work.microbatches > 1:
+        found[f"piper breadth-first, {BUCKETS[-1]} MB"] = program(
+            work, zero, BUCKETS[-1], "breadth-first", costs
+        )
+    if zero == 0:
+        found |= {f"DDP, {size} MB": Replicated(work, size) for size in BUCKETS}
+    if zero >= 2:
+        for each in (True, False) if work.microbatches > 1 else (True,):
+            label = "" if work.microbatches == 1 else " sums each," if each else " sums once,"
+            for ahead in (False, True):
+                name = f"FSDP2,{label} gathers {'ahead' if ahead else 'when used'}"
+                found[name] = Sharded(work, zero == 3, ahead, each)
+    if deepspeed and zero:
+        found |= {f"DeepSpeed {zero}, {size} MB": Zero(work, zero, size) for size in BUCKETS}
+    return found
+
+
+def start(way: piper.Program | Way, stack: contextlib.ExitStack) -> Side:
+    if isinstance(way, piper.Program):
+        return Launched(way, stack)
+    return Peers(way, WORKERS, stack)
+
+
+def main(
+    level: Annotated[list[int] | None, typer.Option(help="ZeRO levels: 0 to 3; or all.")] = None,
+    layers: Annotated[int, typer.Option(help="Blocks of the model.")] = 8,
+    dim: Annotated[int, typer.Option(help="Its width, a multiple of 64.")] = 256,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 1024,
+    rows: Annotated[int, typer.Option(help="Sequences of a microbatch on each worker.")] = 2,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 1,
+    slow: Annotated[float | None, typer.Option(help="Mbit/s of the link, each way.")] = None,
+    fused: Annotated[bool, typer.Option(help="Whether AdamW is fused, for all.")] = True,
+    keep: Annotated[bool, typer.Option(help="Allocators of all keep memory as ours do.")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="How often each side has its turn.")] = 8,
+    turn: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 2,
+    warm: Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")] = 3,
+    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Compare data parallel steps."""
+    if slow is not None:
+        if not slow_link.is_inside():
+            sys.exit(slow_link.again_inside())
+        slow_link.slow_down()
+        slow_link.slow_down(2e6 * slow)  # one loopback carries both directions
+    os.environ |= ENVIRONMENT | (KEEPING if keep else {})
+    config = DenseConfig(
+        vocab=vocab, dim=dim, layers=layers, heads=dim // 64, mlp_dim=4 * dim, max_seq=seq
+    )
+    work = Work(config, WORKERS, microbatches, rows, fused)
+    costs = piper.Cluster.of("CPU", WORKERS).costs()
+    if slow is not None:
+        costs = replace(costs, bytes_per_second=1e6 * slow / 8)
+    absent = missing()
+    cases = []
+    for zero in level if level is not None else (0, 1, 2, 3):
+        ways = sides(work, zero, costs, deepspeed=not absent)
+        found = turns(work.batch, ways, start, rounds=rounds, turn=turn, warm=warm)
+        theirs = [side for side in found if not side.startswith("piper")]
+        if theirs:
+            cases.append(Case(f"zero={zero}", best(found, theirs), found))
+    link = "loopback" if slow is None else f"{slow:g} Mbit/s"
+    comparison = Comparison(
+        f"data parallel, {link}, {microbatches} microbatch{'es' * (microbatches > 1)}",
+        f"{WORKERS} workers, {rows} x {seq} tokens a microbatch each, torch {torch.__version__}",
+        cases,
+        [absent] if absent else [],
+        1e-5 if absent else TOLERANCE,
+    )
+    print_cases(comparison)
+    if file is not None:
+        comparison.write(file)
+    comparison.check()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,125 @@
+"""A step of ours beside the same schedule of ``torch.distributed.pipelining`` and DeepSpeed.
+
+One dense transformer (8 blocks, width 256, sequence 128, vocabulary 1,024), cut at the same places,
+the same weights, batches and AdamW, fp32; two gloo workers of one thread, each pinned to a core:
+
+    1F1B, interleaved 1F1B, ZB-V, DualPipeV, each against torch's own; 1F1B against DeepSpeed too;
+    then our best against their best
+
+How they are timed stands in turns.py. The losses of all steps must agree: a faster wrong answer
+fails.
+
+    python bench/pipelines.py [--microbatches 8] [--microbatches 16] [--rounds 8] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from deepspeed_peers import TOLERANCE, Pipeline, missing
+from peers import Piped, stages_of
+from report import Case, Comparison, best, print_cases
+from turns import Found, Side, turns
+from work import Work, evenly
+from workers import ENVIRONMENT, KEEPING, Launched, Peers, Way, chosen
+
+import piper
+from piper.models import DenseConfig
+from piper.strategies import mesh
+
+WORKERS = 2
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""Ours, and what torch calls the same."""
+
+
+def program(work: Work, schedule: str) -> piper.Program:
+    """The work under one of our schedules."""
+    x, y = work.batch(0)
+    return piper.compile(
+        work.model(),
+        mesh(
+            pp=work.workers,
+            schedule=schedule,
+            microbatches=work.microbatches,
+            by=evenly(work.config.layers, stages_of(SCHEDULES[schedule], work.workers)),
+        ),
+        inputs=(x,),
+        targets=(y,),
+        loss=work.loss,
+        optimizer=work.optimizer,
+        costs=piper.Cluster.of("CPU", work.workers).costs(),
+    )
+
+
+def start(way: piper.Program | Way, stack: contextlib.ExitStack) -> Side:
+    if isinstance(way, piper.Program):
+        return Launched(way, stack)
+    return Peers(way, WORKERS, stack)
+
+
+def main(
+    microbatches: Annotated[list[int] | None, typer.Option(help="Of a step: 8 and 16.")] = None,
+    schedule: Annotated[list[str] | None, typer.Option(help="Ours, by name; or all.")] = None,
+    layers: Annotated[int, typer.Option(help="Blocks, a multiple of 4.")] = 8,
+    dim: Annotated[int, typer.Option(help="Width, a multiple of 64.")] = 256,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 1024,
+    rows: Annotated[int, typer.Option(help="Sequences of half a microbatch.")] = 1,
+    fused: Annotated[bool, typer.Option(help="Whether AdamW is fused, for all.")] = True,
+    keep: Annotated[bool, typer.Option(help="Allocators of all keep memory as ours do.")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="How often each side has its turn.")] = 8,
+    turn: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 2,
+    warm: Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")] = 3,
+    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Compare pipelines."""
+    os.environ |= ENVIRONMENT | (KEEPING if keep else {})
+    config = DenseConfig(
+        vocab=vocab, dim=dim, layers=layers, heads=dim // 64, mlp_dim=4 * dim, max_seq=seq
+    )
+    absent = missing()
+    cases = []
+    for count in microbatches or (8, 16):
+        work = Work(config, WORKERS, count, rows, fused)
+        every: dict[str, Found] = {}
+        for name in chosen(schedule, SCHEDULES):
+            sides: dict[str, piper.Program | Way] = {
+                f"piper {name}": program(work, name),
+                f"torch {SCHEDULES[name]}": Piped(work, SCHEDULES[name]),
+            }
+            if name == "1f1b" and not absent:
+                sides["DeepSpeed 1F1B"] = Pipeline(work)
+            found = turns(work.batch, sides, start, rounds=rounds, turn=turn, warm=warm)
+            every |= found
+            theirs = best(found, [side for side in found if not side.startswith("piper")])
+            cases.append(Case(f"{count} microbatches, {name}", theirs, found))
+        ours = best(every, [side for side in every if side.startswith("piper")])
+        theirs = best(every, [side for side in every if not side.startswith("piper")])
+        last = {side: every[side] for side in (ours, theirs)}
+        cases.append(Case(f"{count} microbatches, the best of each", theirs, last))
+    where = f"{WORKERS} workers, {rows * WORKERS} x {seq} tokens a microbatch"
+    comparison = Comparison(
+        "pipelines",
+        f"{where}, torch {torch.__version__}",
+        cases,
+        [absent] if absent else [],
+        1e-5 if absent else TOLERANCE,
+    )
+    print_cases(comparison)
+    if file is not None:
+        comparison.write(file)
+    comparison.check()
+
+
+if __name__ == "__main__":
+    typer.run(main)

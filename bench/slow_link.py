@@ -1,0 +1,53 @@
+"""A network that is slow, on one machine: a namespace whose loopback lets only so much through."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+INSIDE = "PIPER_BENCH_SLOW_LINK"
+
+
+def is_inside() -> bool:
+    """Whether this process runs in such a namespace."""
+    return INSIDE in os.environ
+
+
+def why_not() -> str | None:
+    """Why there can be no such namespace here, if so."""
+    tools = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"skipped: {', '.join(tools)} not found (util-linux, iproute2)"
+    tried = subprocess.run([*_NAMESPACE, "tc", "qdisc", "show"], capture_output=True, text=True)
+    if tried.returncode:
+        return f"skipped: no network namespace of our own here ({tried.stderr.strip()})"
+    return None
+
+
+def again_inside() -> int:
+    """Run this program again in a namespace of its own; its exit status, 0 if that is not allowed
+    here."""
+    reason = why_not()
+    if reason is not None:
+        print(reason)
+        return 0
+    again = [*_NAMESPACE, sys.executable, *sys.argv]
+    return subprocess.run(again, env={**os.environ, INSIDE: "1"}).returncode
+
+
+def slow_down(bits_per_second: float | None = None) -> None:
+    """Inside, bring the loopback up, and limit what passes, in both directions together."""
+    if bits_per_second is None:
+        _run("ip", "link", "set", "lo", "mtu", "9000", "up")
+        return
+    shape = ("rate", f"{bits_per_second:.0f}bit", "burst", "256kb", "latency", "200ms")
+    _run("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *shape)
+
+
+_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)

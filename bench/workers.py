@@ -1,0 +1,176 @@
+"""Sides whose training is done by worker processes: ours, and those of others, driven alike.
+
+Every worker has one thread and, once it is warm, a core of its own. Workers of others are started
+as ours are, as a program of their own; they get their rows over a connection, train on them, and
+answer with the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import piper
+from piper.launch.processes import ProcessCrew
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""For every worker, before it imports torch."""
+KEEPING = {"MIMALLOC_PURGE_DELAY": "100"}
+"""Torch's allocator, where it is mimalloc (as on 64-bit ARM), keeps what is freed as long as our
+workers are told to: for all sides."""
+
+Step = Callable[[list[Tensor], list[Tensor]], float]
+
+
+class Way(Protocol):
+    """How others train; sent to their workers."""
+
+    def rows(self, x: Tensor, rank: int) -> list[Tensor]:
+        """What the worker of a rank gets of a batch."""
+        ...
+
+    def begin(self) -> Step:
+        """In a worker, when all can talk: what takes a step and gives the loss, or NaN where that
+        is not known."""
+        ...
+
+
+class Workers:
+    """What processes took."""
+
+    pids: list[int]
+
+    def settle(self) -> None:
+        """Each worker on a core of its own, with all threads that it has; later ones inherit it."""
+        cores = sorted(os.sched_getaffinity(0))
+        for rank, pid in enumerate(self.pids):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread.name), {cores[rank % len(cores)]})
+
+    def running(self) -> float:
+        """Seconds that the threads of a worker have run so far, on average."""
+        threads = (t for pid in self.pids for t in Path(f"/proc/{pid}/task").iterdir())
+        seconds = sum(int((t / "schedstat").read_text().split()[0]) for t in threads) / 1e9
+        return seconds / len(self.pids)
+
+    def peak(self) -> int:
+        """The most bytes that a worker held."""
+        statuses = (Path(f"/proc/{pid}/status").read_text() for pid in self.pids)
+        return max(int(s.split("VmHWM:")[1].split()[0]) * 1024 for s in statuses)
+
+
+class Launched(Workers):
+    """A program of ours."""
+
+    def __init__(self, program: piper.Program, stack: contextlib.ExitStack) -> None:
+        """``stack`` ends its workers."""
+        self._trainer = stack.enter_context(piper.launch(program, on="processes", threads=1))
+        crew = self._trainer._crew
+        assert isinstance(crew, ProcessCrew)
+        self.pids = [worker.process.pid for worker in crew._workers]
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        return float(self._trainer.step(x, y).loss)
+
+
+class Peers(Workers):
+    """Workers that train in another way."""
+
+    def __init__(self, way: Way, count: int, stack: contextlib.ExitStack) -> None:
+        """``stack`` ends them."""
+        self._way = way
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._ends: list[Connection] = []
+        self.pids = []
+        for rank in range(count):
+            here, there = Pipe()
+            command = [sys.executable, __file__, str(there.fileno())]
+            process = subprocess.Popen(command, pass_fds=[there.fileno()])
+            there.close()  # so that its end is noticed
+            stack.callback(_end, process, here)
+            here.send_bytes(pickle.dumps((sys.path, rank, count, self._store.port)))
+            here.send_bytes(pickle.dumps(way))
+            self.pids.append(process.pid)
+            self._ends.append(here)
+        self._answers()
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        for rank, end in enumerate(self._ends):
+            end.send_bytes(pickle.dumps([_bytes(self._way.rows(t, rank)) for t in (x, y)]))
+        return statistics.mean(loss for loss in self._answers() if loss == loss)
+
+    def _answers(self) -> list[float]:
+        return [end.recv() for end in self._ends]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> list[Any]:
+    """As arrays: tensors would be sent as files in shared memory."""
+    return [x.numpy() for x in tensors]
+
+
+def _serve(connection: Connection) -> None:
+    paths, rank, count, port = pickle.loads(connection.recv_bytes())
+    sys.path[:] = paths
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    way: Way = pickle.loads(connection.recv_bytes())
+    step = way.begin()
+    connection.send(0.0)
+    while (given := pickle.loads(connection.recv_bytes())) is not None:
+        x, y = ([torch.from_numpy(a) for a in arrays] for arrays in given)
+        connection.send(step(x, y))
+    dist.destroy_process_group()
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    with contextlib.suppress(OSError):
+        connection.send_bytes(pickle.dumps(None))
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def divided(x: Tensor, rank: int, workers: int, microbatches: int) -> list[Tensor]:
+    """Data parallel: the rows that our device of this rank gets, microbatch by microbatch."""
+    return [part.clone() for part in x.chunk(workers * microbatches)[rank::workers]]
+
+
+def chosen(names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """Those of the known names that were asked for; all, if none were."""
+    known = list(known)
+    wrong = [name for name in names or () if name not in known]
+    if wrong:
+        sys.exit(f"{wrong[0]!r} is unknown: one of {', '.join(known)}")
+    return [name for name in known if not names or name in names]
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
