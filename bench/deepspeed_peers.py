@@ -18,10 +18,9 @@ from workers import Step, divided
 
 from piper.models import DenseTransformer
 
-
 TOLERANCE = 1e-4
-"""Of losses: gradients differ by rounding from those of others, which agree to 1e-7, and AdamW makes
-much of those that are nearly zero."""
+"""Of losses: its gradients differ by rounding from those of others, which agree to 1e-7, and AdamW
+makes much of those that are nearly zero."""
 
 
 def missing() -> str | None:

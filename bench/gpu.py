@@ -5,7 +5,7 @@ side takes turns, and a step is timed from host to host around a synchronized de
 
     8 x 1,024 tokens     ours and torch.compile, each with and without CUDA graphs
     1 x 1,024 tokens     the same
-    8 microbatches of 1 x 1,024 tokens
+    8 microbatches of 1 and of 4 x 1,024 tokens
                          ours on one device; 1F1B on 4 and 8 virtual devices, DualPipeV on 4
 
 Memory is what a side holds between steps, and the most it takes beyond that in one.
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -55,13 +55,26 @@ class Setting:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+Make = Callable[[contextlib.ExitStack], Callable[[Tensor, Tensor], Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train."""
+
+    make: Make
+    graphs: bool
+    """Whether with CUDA graphs: what they hold, the allocator does not count."""
+
+
 class Side:
     """Something that trains, and the memory it takes."""
 
-    def __init__(self, make: Callable[[contextlib.ExitStack], Any], stack: contextlib.ExitStack):
+    def __init__(self, way: Way, stack: contextlib.ExitStack) -> None:
         gc.collect()
         before = torch.cuda.memory_allocated()
-        self._step = make(stack)
+        self._graphs = way.graphs
+        self._step = way.make(stack)
         self._before, self._held, self._peak = before, 0, 0
 
     def step(self, x: Tensor, y: Tensor) -> float:
@@ -83,11 +96,11 @@ class Side:
         return 0.0
 
     def peak(self) -> int:
-        return self._peak
+        return 0 if self._graphs else self._peak
 
 
-def torchs(setting: Setting, mode: str | None) -> Callable[[contextlib.ExitStack], Any]:
-    def make(_: contextlib.ExitStack) -> Any:
+def torchs(setting: Setting, mode: str | None) -> Way:
+    def make(_: contextlib.ExitStack) -> Callable[[Tensor, Tensor], Tensor]:
         model = setting.model().cuda()
         optimizer = adamw(model.parameters())
         forward = torch.compile(lambda x, y: lm_loss(model(x), y), mode=mode)
@@ -107,13 +120,11 @@ def torchs(setting: Setting, mode: str | None) -> Callable[[contextlib.ExitStack
 
         return step
 
-    return make
+    return Way(make, mode is not None)
 
 
-def ours(
-    setting: Setting, strategy: piper.Strategy, graphs: bool
-) -> Callable[[contextlib.ExitStack], Any]:
-    def make(stack: contextlib.ExitStack) -> Any:
+def ours(setting: Setting, strategy: piper.Strategy, graphs: bool) -> Way:
+    def make(stack: contextlib.ExitStack) -> Callable[[Tensor, Tensor], Tensor]:
         x, y = setting.batch(0)
         program = piper.compile(
             setting.model(),
@@ -128,10 +139,10 @@ def ours(
         trainer = stack.enter_context(piper.launch(program, cuda_graphs=graphs))
         return lambda x, y: trainer.step(x, y).loss
 
-    return make
+    return Way(make, graphs)
 
 
-def single(setting: Setting) -> dict[str, Any]:
+def single(setting: Setting) -> dict[str, Way]:
     """On one device."""
     strategy = mesh(microbatches=setting.microbatches)
     return {
@@ -142,7 +153,7 @@ def single(setting: Setting) -> dict[str, Any]:
     }
 
 
-def pipelines(setting: Setting) -> dict[str, Any]:
+def pipelines(setting: Setting) -> dict[str, Way]:
     """Several virtual devices, beside one."""
     parts = setting.microbatches
     found = {}
@@ -181,6 +192,7 @@ def main(
         (Setting(config, 8, 1), single, "8 x {} tokens", "torch.compile"),
         (Setting(config, 1, 1), single, "1 x {} tokens", "torch.compile"),
         (Setting(config, 1, 8), pipelines, "8 microbatches of 1 x {} tokens", "piper, one device"),
+        (Setting(config, 4, 8), pipelines, "8 microbatches of 4 x {} tokens", "piper, one device"),
     ]
     cases = []
     for number, (setting, sides, name, against) in enumerate(kinds):

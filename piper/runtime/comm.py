@@ -1,12 +1,14 @@
 """What an executor needs of a way to communicate: messages between two, collectives among many.
 
-Every call begins something and returns a ``Handle``; nothing blocks. ``node`` names the DAG's node
-that is being done: all parties of one communication give the same, so nothing depends on luck.
-Tensors are contiguous, and whoever communicates keeps them alive until it is done.
+When a plan is loaded, each communication becomes a function of the tensors alone. Every call of it
+begins something and returns a ``Handle``; nothing blocks. ``node`` names the DAG's node that is
+being done: all parties of one communication give the same, so nothing depends on luck. Tensors are
+contiguous, and whoever communicates keeps them alive until it is done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -31,27 +33,31 @@ class Handle(Protocol):
         ...
 
 
+One = Callable[[Tensor], Handle]
+"""Begins a communication of one tensor."""
+Two = Callable[[Tensor, Tensor], Handle]
+"""Begins one that takes the first tensor and fills the second."""
+
+
 class Comm(Protocol):
     """One device's end of all communication."""
 
-    def send(self, node: int, stream: str, to: int, data: Tensor) -> Handle: ...
+    def send(self, node: int, stream: str, to: int) -> One: ...
 
-    def receive(self, node: int, stream: str, source: int, out: Tensor) -> Handle: ...
+    def receive(self, node: int, stream: str, source: int) -> One: ...
 
-    def all_reduce(self, node: int, stream: str, group: Group, data: Tensor) -> Handle:
-        """``data`` becomes its sum over the group, added in the group's order."""
+    def all_reduce(self, node: int, stream: str, group: Group) -> One:
+        """A tensor becomes its sum over the group, added in the group's order."""
         ...
 
-    def reduce_scatter(
-        self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
-    ) -> Handle:
-        """``out`` becomes this member's part of the sum of ``data``."""
+    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
+        """The second becomes this member's part of the sum of the first."""
         ...
 
-    def all_gather(self, node: int, stream: str, group: Group, part: Tensor, out: Tensor) -> Handle:
-        """``out`` becomes all members' parts in the group's order."""
+    def all_gather(self, node: int, stream: str, group: Group) -> Two:
+        """The second becomes all members' parts in the group's order."""
         ...
 
-    def all_to_all(self, node: int, stream: str, group: Group, data: Tensor, out: Tensor) -> Handle:
-        """Part i of ``data`` goes to member i; part i of ``out`` comes from member i."""
+    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
+        """Part i of the first goes to member i; part i of the second comes from member i."""
         ...

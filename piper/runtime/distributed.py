@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from piper.errors import PiperError
 from piper.ir.dag import Collective, StreamRule, Transfer
 from piper.lower.plan import Plan
-from piper.runtime.comm import Group, Handle
+from piper.runtime.comm import Group, Handle, One, Two
 
 _IN_FLIGHT = 8
 """Messages of one stream that may be under way: more would only hold memory."""
@@ -114,6 +115,7 @@ class Distributed:
             ranks = [self._rank[number] for number in group]
             options = _options((rules or {}).get(stream.split(" ")[0]))
             self._groups[stream, group] = dist.new_group(ranks, timeout=timeout, pg_options=options)
+        self._nccl = dist.get_backend() == "nccl"
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._sent: dict[str, deque[_Sent]] = {}
         self._to_self: dict[int, Tensor] = {}
@@ -123,66 +125,85 @@ class Distributed:
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def send(self, node: int, stream: str, to: int, data: Tensor) -> Handle:
+    def send(self, node: int, stream: str, to: int) -> One:
         if to == self._device:
-            self._to_self[node] = data
-            return _Done()
+            return lambda data: self._keep(node, data)
         group = self._groups[_pair(stream, self._device, to)]
-        work = _Sent(dist.isend(data, self._rank[to], group=group, tag=node))
+        rank = dist.get_group_rank(group, self._rank[to])
         sent = self._sent.setdefault(stream, deque())
-        sent.append(work)
-        if len(sent) > _IN_FLIGHT:
-            sent.popleft().wait()
-        return work
+        begin = group.send  # what dist.isend calls, and half as long
 
-    def receive(self, node: int, stream: str, source: int, out: Tensor) -> Handle:
+        def act(data: Tensor) -> Handle:
+            work = _Sent(begin([data], rank, node))
+            sent.append(work)
+            if len(sent) > _IN_FLIGHT:
+                sent.popleft().wait()
+            return work
+
+        return act
+
+    def receive(self, node: int, stream: str, source: int) -> One:
         if source == self._device:
-            out.copy_(self._to_self.pop(node))
-            return _Done()
+            return lambda out: self._take(node, out)
         group = self._groups[_pair(stream, source, self._device)]
-        return _Sent(dist.irecv(out, self._rank[source], group=group, tag=node))
+        rank = dist.get_group_rank(group, self._rank[source])
+        begin = group.recv
+        return lambda out: _Sent(begin([out], rank, node))
 
-    def all_reduce(self, node: int, stream: str, group: Group, data: Tensor) -> Handle:
+    def _keep(self, node: int, data: Tensor) -> Handle:
+        self._to_self[node] = data
+        return _Done()
+
+    def _take(self, node: int, out: Tensor) -> Handle:
+        out.copy_(self._to_self.pop(node))
+        return _Done()
+
+    def all_reduce(self, node: int, stream: str, group: Group) -> One:
         if len(group) == 1:
-            return _Done()
-        members = self._members(stream, group, data)
-        if data.is_cuda:
-            return _Sent(dist.all_reduce(data, group=members.communicator, async_op=True))
-        return self._begin(stream, lambda: _sum_everywhere(data, members))
+            return lambda data: _Done()
+        members = self._members(stream, group)
+        if self._nccl:
+            begin = partial(dist.all_reduce, group=members.communicator, async_op=True)
+            return lambda data: _Sent(begin(data))
+        thread = self._thread(stream)
+        return lambda data: _Begun(thread, lambda: _sum_everywhere(data, members))
 
-    def reduce_scatter(
-        self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
-    ) -> Handle:
-        members = self._members(stream, group, data)
-        if data.is_cuda:
-            return _Sent(_reduce_scatter(out, data, group=members.communicator, async_op=True))
-        return self._begin(stream, lambda: _sum_of_parts(data, out, members))
+    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
+        members = self._members(stream, group)
+        if self._nccl:
+            begin = partial(_reduce_scatter, group=members.communicator, async_op=True)
+            return lambda data, out: _Sent(begin(out, data))
+        thread = self._thread(stream)
+        return lambda data, out: _Begun(thread, lambda: _sum_of_parts(data, out, members))
 
-    def all_gather(self, node: int, stream: str, group: Group, part: Tensor, out: Tensor) -> Handle:
-        members = self._members(stream, group, part)
-        if part.is_cuda:
-            return _Sent(_all_gather(out, part, group=members.communicator, async_op=True))
-        return self._begin(stream, lambda: members.all_gather(out, part))
+    def all_gather(self, node: int, stream: str, group: Group) -> Two:
+        members = self._members(stream, group)
+        if self._nccl:
+            begin = partial(_all_gather, group=members.communicator, async_op=True)
+            return lambda part, out: _Sent(begin(out, part))
+        thread = self._thread(stream)
+        return lambda part, out: _Begun(thread, lambda: members.all_gather(out, part))
 
-    def all_to_all(self, node: int, stream: str, group: Group, data: Tensor, out: Tensor) -> Handle:
-        members = self._members(stream, group, data)
-        if data.is_cuda:
-            call = dist.all_to_all_single
-            return _Sent(call(out, data, group=members.communicator, async_op=True))
-        return self._begin(stream, lambda: members.all_to_all(out, data))
+    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
+        members = self._members(stream, group)
+        if self._nccl:
+            begin = partial(dist.all_to_all_single, group=members.communicator, async_op=True)
+            return lambda data, out: _Sent(begin(out, data))
+        thread = self._thread(stream)
+        return lambda data, out: _Begun(thread, lambda: members.all_to_all(out, data))
 
-    def _members(self, stream: str, group: Group, data: Tensor) -> _Members:
+    def _members(self, stream: str, group: Group) -> _Members:
         order = self._orders.get(group)
-        if order is not None and data.is_cuda:
+        if order is not None and self._nccl:
             raise PiperError(
                 f"devices {list(group)} must be listed in ascending order for NCCL: change place"
             )
         return _Members(self._groups[stream, group], len(group), order)
 
-    def _begin(self, stream: str, act: Callable[[], Any]) -> Handle:
+    def _thread(self, stream: str) -> ThreadPoolExecutor:
         if stream not in self._threads:
             self._threads[stream] = ThreadPoolExecutor(1, thread_name_prefix=f"piper {stream}")
-        return _Begun(self._threads[stream], act)
+        return self._threads[stream]
 
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -237,7 +258,7 @@ def _sum_everywhere(data: Tensor, members: _Members) -> None:
         return
     if flat.numel() <= _SMALL:
         every = flat.new_empty(count * flat.numel())
-        members.all_gather(every, flat)
+        members.all_to_all(every, flat.repeat(count))  # gloo's gather goes around in a ring
         _sum_of_rows(every.view(count, -1), flat)
         return
     share = -(-flat.numel() // count)

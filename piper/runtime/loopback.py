@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from piper.runtime.comm import Group
+from piper.runtime.comm import Group, One, Two
 
 Party = str
 """A device's end of a communication, as errors call it."""
@@ -112,22 +112,23 @@ class Loopback:
         self._hub = hub
         self._device = device
 
-    def send(self, node: int, stream: str, to: int, data: Tensor) -> Meeting:
-        return self._message(node, self._device, to, "sender", data)
+    def send(self, node: int, stream: str, to: int) -> One:
+        return self._message(node, self._device, to, "sender")
 
-    def receive(self, node: int, stream: str, source: int, out: Tensor) -> Meeting:
-        return self._message(node, source, self._device, "receiver", out)
+    def receive(self, node: int, stream: str, source: int) -> One:
+        return self._message(node, source, self._device, "receiver")
 
-    def _message(self, node: int, source: int, to: int, me: Party, data: Tensor) -> Meeting:
+    def _message(self, node: int, source: int, to: int, me: Party) -> One:
         name = f"transfer from device {source} to device {to} (node {node})"
+        meet, key = self._hub.meet, (node, (source, to))
 
         def act(tensors: list[Tensors]) -> None:
             (sent,), (out,) = tensors
             out.copy_(sent)
 
-        return self._hub.meet((node, (source, to)), name, ("sender", "receiver"), me, (data,), act)
+        return lambda data: meet(key, name, ("sender", "receiver"), me, (data,), act)
 
-    def all_reduce(self, node: int, stream: str, group: Group, data: Tensor) -> Meeting:
+    def all_reduce(self, node: int, stream: str, group: Group) -> One:
         def act(tensors: list[Tensors]) -> None:
             (total,), *others = tensors
             for (x,) in others:
@@ -135,11 +136,9 @@ class Loopback:
             for (x,) in others:
                 x.copy_(total)
 
-        return self._together("all_reduce", node, group, (data,), act)
+        return self._together("all_reduce", node, group, act)
 
-    def reduce_scatter(
-        self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
-    ) -> Meeting:
+    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
         def act(tensors: list[Tensors]) -> None:
             parts = [x.chunk(len(group)) for x, _ in tensors]
             for rank, (_, result) in enumerate(tensors):
@@ -147,35 +146,27 @@ class Loopback:
                 for part in parts[1:]:
                     result += part[rank]
 
-        return self._together("reduce_scatter", node, group, (data, out), act)
+        return self._together("reduce_scatter", node, group, act)
 
-    def all_gather(
-        self, node: int, stream: str, group: Group, part: Tensor, out: Tensor
-    ) -> Meeting:
+    def all_gather(self, node: int, stream: str, group: Group) -> Two:
         def act(tensors: list[Tensors]) -> None:
             for _, result in tensors:
                 torch.cat([x for x, _ in tensors], out=result)
 
-        return self._together("all_gather", node, group, (part, out), act)
+        return self._together("all_gather", node, group, act)
 
-    def all_to_all(
-        self, node: int, stream: str, group: Group, data: Tensor, out: Tensor
-    ) -> Meeting:
+    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
         def act(tensors: list[Tensors]) -> None:
             parts = [x.chunk(len(group)) for x, _ in tensors]
             for rank, (_, result) in enumerate(tensors):
                 torch.cat([part[rank] for part in parts], out=result)
 
-        return self._together("all_to_all", node, group, (data, out), act)
+        return self._together("all_to_all", node, group, act)
 
     def _together(
-        self,
-        kind: str,
-        node: int,
-        group: Group,
-        tensors: Tensors,
-        act: Callable[[list[Tensors]], None],
-    ) -> Meeting:
+        self, kind: str, node: int, group: Group, act: Callable[[list[Tensors]], None]
+    ) -> Callable[..., Meeting]:
         parties = [f"device {device}" for device in group]
-        name = f"{kind} (node {node})"
-        return self._hub.meet((node, group), name, parties, f"device {self._device}", tensors, act)
+        name, me = f"{kind} (node {node})", f"device {self._device}"
+        meet, key = self._hub.meet, (node, group)
+        return lambda *tensors: meet(key, name, parties, me, tensors, act)

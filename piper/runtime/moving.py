@@ -13,53 +13,58 @@ from piper.runtime.pending import Act, Pending
 
 
 def send(board: Board, x: Instruction, op: Transfer) -> Act:
-    slots, comm = board.slots, board.comm
+    slots, name = board.slots, x.name
     (slot,) = x.reads
-    messages = rows_sent(op, board.device)
+    messages = [
+        (board.comm.send(x.node, x.stream, peer), part, parts)
+        for peer, part, parts in rows_sent(op, board.device)
+    ]
+    if len(messages) == 1 and messages[0][2] == 1:
+        ((begin, _, _),) = messages
+        return lambda: Pending(name, (begin(slots[slot].contiguous()),))
 
     def act() -> Pending:
         data = slots[slot].contiguous()
-        handles = [
-            comm.send(x.node, x.stream, peer, data.chunk(parts)[part] if parts > 1 else data)
-            for peer, part, parts in messages
-        ]
-        return Pending(x.name, handles)
+        return Pending(name, [begin(data.chunk(parts)[part]) for begin, part, parts in messages])
 
     return act
 
 
 def receive(board: Board, x: Instruction, op: Transfer) -> Act:
-    comm, where = board.comm, board.where
+    where, name = board.where, x.name
     store = board.store
     (slot,) = x.writes
     spec = board.code.values[len(op.target)][x.of]
-    messages = rows_received(op, board.device)
+    messages = [
+        (board.comm.receive(x.node, x.stream, peer), part, parts)
+        for peer, part, parts in rows_received(op, board.device)
+    ]
 
     def act() -> Pending:
         out = torch.empty(spec.shape, dtype=spec.dtype, device=where)
         handles = [
-            comm.receive(x.node, x.stream, peer, out.chunk(parts)[part] if parts > 1 else out)
-            for peer, part, parts in messages
+            begin(out.chunk(parts)[part] if parts > 1 else out) for begin, part, parts in messages
         ]
 
         def finish() -> None:
             store(slot, board.arrange(slot, out))
 
-        return Pending(x.name, handles, finish)
+        return Pending(name, handles, finish)
 
     return act
 
 
 def exchange(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
-    slots, comm, ways = board.slots, board.comm, len(group)
+    slots, ways = board.slots, len(group)
     store = board.store
+    begin = board.comm.all_to_all(x.node, x.stream, group)
     (slot,), (target,) = x.reads, x.writes
     pack, unpack = exchange_out(ways) if x.role is ExtraRole.EXCHANGED else exchange_back(ways)
 
     def act() -> Pending:
         data = pack(slots[slot])
         out = torch.empty_like(data)
-        handle = comm.all_to_all(x.node, x.stream, group, data, out)
+        handle = begin(data, out)
 
         def finish() -> None:
             store(target, board.arrange(target, unpack(out)))

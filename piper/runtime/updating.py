@@ -15,11 +15,15 @@ from piper.runtime.state import Held
 
 
 def reduce(board: Board, x: Instruction) -> Act:
-    slots, comm, where = board.slots, board.comm, board.where
+    slots, where = board.slots, board.where
     store = board.store
     held = board.state.held[x.of]
     layout = held.layout
     kind = layout.bucket.gradient
+    if layout.divided:
+        scatter = board.comm.reduce_scatter(x.node, x.stream, layout.block)
+    else:
+        sum_up = board.comm.all_reduce(x.node, x.stream, layout.group)
     (target,) = x.writes
     sources = _sources(board, held, x.reads)
     adds = target in x.adds
@@ -38,10 +42,10 @@ def reduce(board: Board, x: Instruction) -> Act:
                     view.add_(slots[slot][i]) if first else view.copy_(slots[slot][i])
         if layout.divided:
             out = torch.empty(layout.share, dtype=kind, device=where)
-            handle = comm.reduce_scatter(x.node, x.stream, layout.block, flat, out)
+            handle = scatter(flat, out)
         else:
             out = flat
-            handle = comm.all_reduce(x.node, x.stream, layout.group, flat)
+            handle = sum_up(flat)
 
         def finish() -> None:
             store(target, slots[target].add_(out) if adds else out)
@@ -52,9 +56,10 @@ def reduce(board: Board, x: Instruction) -> Act:
 
 
 def sum_copies(board: Board, x: Instruction) -> Act:
-    slots, comm, where = board.slots, board.comm, board.where
+    slots, where = board.slots, board.where
     store = board.store
     layout = board.state.held[x.of].layout
+    sum_up = board.comm.all_reduce(x.node, x.stream, layout.across)
     (target,) = x.writes
 
     def act() -> Pending:
@@ -63,7 +68,7 @@ def sum_copies(board: Board, x: Instruction) -> Act:
             data = slots[source]
         else:  # this copy saw no microbatch
             data = torch.zeros(layout.share, dtype=layout.bucket.gradient, device=where)
-        handle = comm.all_reduce(x.node, x.stream, layout.across, data)
+        handle = sum_up(data)
 
         def finish() -> None:
             store(target, data)
@@ -85,16 +90,16 @@ def _sources(
 
 
 def gather(board: Board, x: Instruction) -> Act:
-    comm, where = board.comm, board.where
-    store = board.store
+    where, store = board.where, board.store
     held = board.state.held[x.of]
     layout = held.layout
+    begin = board.comm.all_gather(x.node, x.stream, layout.block)
     (target,) = x.writes
 
     def whole() -> Pending:
         low, high = layout.mine
         part = held.flat[low:high].clone()
-        handle = comm.all_gather(x.node, x.stream, layout.block, part, held.flat)
+        handle = begin(part, held.flat)
 
         def finish() -> None:
             store(target, ())
@@ -103,7 +108,7 @@ def gather(board: Board, x: Instruction) -> Act:
 
     def parts() -> Pending:
         out = torch.empty(layout.padded, dtype=held.flat.dtype, device=where)
-        handle = comm.all_gather(x.node, x.stream, layout.block, held.flat, out)
+        handle = begin(held.flat, out)
 
         def finish() -> None:
             store(target, {n: layout.view(out, n) for n in layout.bucket.parameters})
@@ -114,8 +119,9 @@ def gather(board: Board, x: Instruction) -> Act:
 
 
 def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
-    slots, comm, where = board.slots, board.comm, board.where
+    slots, where = board.slots, board.where
     store = board.store
+    sum_up = board.comm.all_reduce(x.node, x.stream, group)
     (target,) = x.writes
     counted = board.code.count is not None
     half = len(x.reads) // 2 if counted else len(x.reads)
@@ -127,7 +133,7 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
                 scalars = torch.stack([slots[slot].reshape(()) for slot in part])
                 narrow = scalars.dtype in (torch.bfloat16, torch.float16)
                 data[i] = (scalars.float() if narrow else scalars).sum()
-        handle = comm.all_reduce(x.node, x.stream, group, data)
+        handle = sum_up(data)
 
         def finish() -> None:
             board.totals.loss = data
@@ -139,8 +145,9 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
 
 
 def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
-    slots, comm, where = board.slots, board.comm, board.where
+    slots, where = board.slots, board.where
     store = board.store
+    sum_up = board.comm.all_reduce(x.node, x.stream, group)
     (target,) = x.writes
     before = board.state.program.training.clip_norm is not None
     takers = [u for u in board.plan.instructions if isinstance(u.op, Update)] if before else []
@@ -155,7 +162,7 @@ def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
             data += _squares(_counted(held, gradients()))
         for slot in () if before else x.reads:
             data += slots[slot]
-        handle = comm.all_reduce(x.node, x.stream, group, data)
+        handle = sum_up(data)
 
         def finish() -> None:
             board.totals.norm = data
