@@ -174,7 +174,7 @@ class Ours:
         return op._replace(act=timed)
 
     def step(self) -> None:
-        for _ in self.device.step(self.given):
+        for _ in self.device.step(list(self.given)):
             pass
 
     def _timed_add(self, totals: list[Tensor], new: list[Tensor]) -> None:

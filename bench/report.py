@@ -32,11 +32,11 @@ class Case:
 
     def running_ratio(self, side: str) -> float | None:
         mine, other = self.sides[side].running, self.sides[self.against].running
-        return _ratio(mine, other) if all(other) else None
+        return _ratio(mine, other) if other and all(other) else None
 
     def memory_ratio(self, side: str) -> float | None:
-        other = self.sides[self.against].memory
-        return self.sides[side].memory / other if other else None
+        mine, other = self.sides[side].memory, self.sides[self.against].memory
+        return mine / other if mine and other else None
 
     def reached(self, side: str) -> float | None:
         """The share of the ideal speed."""

@@ -58,6 +58,7 @@ def test_a_faster_wrong_answer_fails(report: ModuleType) -> None:
 def test_losses_of_zero_do_not_differ(report: ModuleType) -> None:
     case = report.Case("a case", "a", {name: report.Found([0.0], [1.0]) for name in "ab"})
     assert case.difference == 0.0
+    assert case.running_ratio("b") is case.memory_ratio("b") is None
 
 
 @pytest.mark.slow

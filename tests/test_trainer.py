@@ -702,6 +702,7 @@ def test_keywords_that_are_refused(inputs: dict[str, Any] | None, words: str) ->
         (lambda: None, {}, "not a NoneType"),
         (program, {"on": "gpu"}, "on='gpu' is unknown: one of virtual"),
         (program, {"on": None}, "on=None is unknown"),
+        (program, {"cuda_graphs": True}, "compiled with device='cuda', not cpu"),
         (program, {"nonsense": 3}, "nonsense"),
     ],
 )
