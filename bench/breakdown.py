@@ -3,8 +3,8 @@
 The reference pipeline of pipelines.py on two workers, measured instruction by instruction. Of each
 worker: seconds in forwards, backwards, and updates; messages under way while nothing is computed;
 nothing to do, because the other worker is not so far. The limit is the schedule on paper with the
-passes as long as they were, and nothing else; beside it, what a step takes from outside, with handing
-over the batch and telling the loss.
+passes as long as they were, and nothing else; beside it, what a step takes from outside, with
+handing over the batch and telling the loss.
 
     python bench/breakdown.py [--schedule zb-v] [--microbatches 8]
 """
