@@ -21,12 +21,11 @@ import typer
 from pipelines import WORKERS, program
 from rich.console import Console
 from rich.table import Table
-from work import Work
+from work import Work, reference
 from workers import ENVIRONMENT
 
 import piper
 from piper.ir.dag import Compute, Update
-from piper.models import DenseConfig
 from piper.strategies import schedule_named, timed
 
 
@@ -37,8 +36,7 @@ def main(
 ) -> None:
     """Print a table for each schedule."""
     os.environ |= ENVIRONMENT
-    config = DenseConfig(vocab=1024, dim=256, layers=8, heads=4, mlp_dim=1024, max_seq=128)
-    work = Work(config, WORKERS, microbatches, 1)
+    work = Work(reference(8, 256, 128, 1024), WORKERS, microbatches, 1)
     for name in schedule or ("1f1b", "zb-v"):
         _print(work, name, steps)
 

@@ -21,25 +21,23 @@ fails.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import slow_link
 import torch
 import typer
 from deepspeed_peers import TOLERANCE, Zero, missing
+from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm
 from peers import Replicated, Sharded
-from report import Case, Comparison, best, print_cases
-from turns import Side, turns
-from work import Work
-from workers import ENVIRONMENT, KEEPING, Launched, Peers, Way
+from report import Case, Comparison, best
+from turns import turns
+from work import Work, reference
+from workers import ENVIRONMENT, KEEPING, Way, starter
 
 import piper
-from piper.models import DenseConfig
 from piper.strategies import mesh
 
 WORKERS = 2
@@ -94,38 +92,30 @@ def sides(
     return found
 
 
-def start(way: piper.Program | Way, stack: contextlib.ExitStack) -> Side:
-    if isinstance(way, piper.Program):
-        return Launched(way, stack)
-    return Peers(way, WORKERS, stack)
-
-
 def main(
     level: Annotated[list[int] | None, typer.Option(help="ZeRO levels: 0 to 3; or all.")] = None,
-    layers: Annotated[int, typer.Option(help="Blocks of the model.")] = 8,
-    dim: Annotated[int, typer.Option(help="Its width, a multiple of 64.")] = 256,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
-    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 1024,
+    layers: Layers = 8,
+    dim: Dim = 256,
+    seq: Seq = 128,
+    vocab: Vocab = 1024,
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch on each worker.")] = 2,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 1,
     slow: Annotated[float | None, typer.Option(help="Mbit/s of the link, each way.")] = None,
-    fused: Annotated[bool, typer.Option(help="Whether AdamW is fused, for all.")] = True,
-    keep: Annotated[bool, typer.Option(help="Allocators of all keep memory as ours do.")] = False,
-    rounds: Annotated[int, typer.Option(min=3, help="How often each side has its turn.")] = 8,
-    turn: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 2,
-    warm: Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")] = 3,
-    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    fused: Fused = True,
+    keep: Keep = False,
+    rounds: Rounds = 8,
+    turn: Turn = 2,
+    warm: Warm = 3,
+    file: File = None,
 ) -> None:
     """Compare data parallel steps."""
     if slow is not None:
         if not slow_link.is_inside():
             sys.exit(slow_link.again_inside())
-        slow_link.slow_down()
+        slow_link.bring_up()
         slow_link.slow_down(2e6 * slow)  # one loopback carries both directions
     os.environ |= ENVIRONMENT | (KEEPING if keep else {})
-    config = DenseConfig(
-        vocab=vocab, dim=dim, layers=layers, heads=dim // 64, mlp_dim=4 * dim, max_seq=seq
-    )
+    config = reference(layers, dim, seq, vocab)
     work = Work(config, WORKERS, microbatches, rows, fused)
     costs = piper.Cluster.of("CPU", WORKERS).costs()
     if slow is not None:
@@ -134,7 +124,7 @@ def main(
     cases = []
     for zero in level if level is not None else (0, 1, 2, 3):
         ways = sides(work, zero, costs, deepspeed=not absent)
-        found = turns(work.batch, ways, start, rounds=rounds, turn=turn, warm=warm)
+        found = turns(work.batch, ways, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
         theirs = [side for side in found if not side.startswith("piper")]
         if theirs:
             cases.append(Case(f"zero={zero}", best(found, theirs), found))
@@ -146,10 +136,7 @@ def main(
         [absent] if absent else [],
         1e-5 if absent else TOLERANCE,
     )
-    print_cases(comparison)
-    if file is not None:
-        comparison.write(file)
-    comparison.check()
+    comparison.conclude(file)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers import Divided
 from torch import Tensor, nn
 from work import Work
-from workers import Step, divided
+from workers import Step
 
 from piper.models import DenseTransformer
 
@@ -31,15 +32,11 @@ def missing() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
+class Zero(Divided):
     """``deepspeed.initialize`` with ZeRO."""
 
-    work: Work
     stage: int
     bucket_mb: float
-
-    def rows(self, x: Tensor, rank: int) -> list[Tensor]:
-        return divided(x, rank, self.work.workers, self.work.microbatches)
 
     def begin(self) -> Step:
         work = self.work

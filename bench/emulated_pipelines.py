@@ -14,18 +14,17 @@ alone; "of ideal" is what is left of it.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from asleep import SCHEDULES, Asleep
+from options import File, Rounds, Turn, Warm, chosen
 from peers import Piped
-from report import Case, Comparison, print_cases
-from turns import Side, turns
-from workers import ENVIRONMENT, Launched, Peers, Way, chosen
+from report import Case, Comparison
+from turns import turns
+from workers import ENVIRONMENT, Way, starter
 
 import piper
 
@@ -34,10 +33,10 @@ def main(
     workers: Annotated[list[int] | None, typer.Option(help="4, 8 and 16, or some.")] = None,
     schedule: Annotated[list[str] | None, typer.Option(help="Ours, by name; or all.")] = None,
     seconds: Annotated[float, typer.Option(help="Of a block's forward, and each backward.")] = 0.04,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 4,
-    turn: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 1,
-    warm: Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")] = 2,
-    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    rounds: Rounds = 4,
+    turn: Turn = 1,
+    warm: Warm = 2,
+    file: File = None,
 ) -> None:
     """Compare schedules of sleeping blocks."""
     os.environ |= ENVIRONMENT
@@ -45,21 +44,13 @@ def main(
     for count in workers or (4, 8, 16):
         work = Asleep(count, 2 * count, (seconds, seconds, seconds))
         lengths = work.lengths()
-
-        def start(
-            way: piper.Program | Way, stack: contextlib.ExitStack, count: int = count
-        ) -> Side:
-            if isinstance(way, piper.Program):
-                return Launched(way, stack)
-            return Peers(way, count, stack)
-
         for name in chosen(schedule, SCHEDULES):
             ours, theirs = f"piper {name}", f"torch {SCHEDULES[name]}"
             ways: dict[str, piper.Program | Way] = {
                 ours: work.program(name),
                 theirs: Piped(work, SCHEDULES[name]),
             }
-            found = turns(work.batch, ways, start, rounds=rounds, turn=turn, warm=warm)
+            found = turns(work.batch, ways, starter(count), rounds=rounds, turn=turn, warm=warm)
             label = f"{count} workers x {work.microbatches} microbatches, {name}"
             cases.append(
                 Case(label, theirs, found, dict.fromkeys(found, work.ideal(name, lengths)))
@@ -67,10 +58,7 @@ def main(
     where = f"blocks sleep {1e3 * seconds:g} ms a pass, alone {1e3 * lengths[0]:.2f}"
     where += f", torch {torch.__version__}"
     comparison = Comparison("emulated pipelines", where, cases)
-    print_cases(comparison)
-    if file is not None:
-        comparison.write(file)
-    comparison.check()
+    comparison.conclude(file)
 
 
 if __name__ == "__main__":

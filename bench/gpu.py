@@ -20,12 +20,12 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from report import Case, Comparison, print_cases
+from options import File, Rounds
+from report import Case, Comparison
 from torch import Tensor
 from turns import turns
 
@@ -177,9 +177,9 @@ def main(
     mlp_dim: int = 2816,
     vocab: int = 32000,
     seq: int = 1024,
-    rounds: Annotated[int, typer.Option(min=3, help="How often each side has its turn.")] = 20,
+    rounds: Rounds = 20,
     only: Annotated[list[int] | None, typer.Option(help="Cases, by number; or all.")] = None,
-    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    file: File = None,
 ) -> None:
     """Compare steps on a GPU."""
     if not torch.cuda.is_available():
@@ -209,11 +209,8 @@ def main(
         )
         cases.append(Case(name.format(seq), against, found))
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    comparison = Comparison("one GPU", where, cases, tolerance=2e-2)
-    print_cases(comparison)
-    if file is not None:
-        comparison.write(file)
-    comparison.check()
+    comparison = Comparison("one GPU", where, cases, tolerance=5e-3)
+    comparison.conclude(file)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
-from report import Case, Comparison, print_cases
+from options import File
+from report import Case, Comparison
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from turns import Found
@@ -96,7 +96,7 @@ def main(
     microbatches: Annotated[int, typer.Option(min=2)] = 16,
     layers: Annotated[int, typer.Option(min=1, help="Small layers in each stage.")] = 2,
     rounds: Annotated[int, typer.Option(min=3)] = 40,
-    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    file: File = None,
 ) -> None:
     """Print microseconds for each instruction."""
     torch.set_num_threads(1)
@@ -123,18 +123,16 @@ def main(
     notes = []
     for label, (name, count) in each.items():
         values = sorted(1e6 * v / count for v in samples[name])
-        low, high = values[len(values) // 10], values[-len(values) // 10 - 1]
+        low, high = Found(seconds=values).spread
         notes.append(
             f"{label}: {statistics.median(values):.1f} µs ({low:.1f} to {high:.1f}), {count} a step"
         )
-    found = {name: Found([0.0], seconds) for name, seconds in samples.items()}
+    found = {name: Found(seconds=seconds) for name, seconds in samples.items()}
     case = Case(f"{microbatches} microbatches", "torch Interleaved1F1B", found)
     comparison = Comparison(
         "host time", "beside the kernels, one device, one thread", [case], notes
     )
-    print_cases(comparison)
-    if file is not None:
-        comparison.write(file)
+    comparison.conclude(file)
 
 
 class Ours:

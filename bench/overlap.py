@@ -18,14 +18,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import emulated
 import slow_link
 import torch
 import typer
-from report import Case, Comparison, print_cases
+from options import File
+from report import Case, Comparison
 from torch import Tensor, nn
 from turns import Found
 
@@ -51,12 +51,12 @@ def main(
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch on each worker.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
     rounds: Annotated[int, typer.Option(help="How often each strategy is timed.")] = 7,
-    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    file: File = None,
 ) -> None:
     """Compare schedules over a slow network."""
     if not slow_link.is_inside():
         sys.exit(slow_link.again_inside())
-    slow_link.slow_down()
+    slow_link.bring_up()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ranks = 2 if emulate else 1
@@ -102,10 +102,7 @@ def main(
     case = Case(f"{microbatches} microbatches, {layers} layers", "piper 1F1B", found)
     # the two holders of a stage in DualPipe add in another order
     comparison = Comparison(f"experts over a slow link, {kind}", workers, [case], notes)
-    print_cases(comparison)
-    if file is not None:
-        comparison.write(file)
-    comparison.check()
+    comparison.conclude(file)
 
 
 def _experts(layers: int, rows: int) -> tuple[nn.Module, Any, Tensor]:

@@ -13,18 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from work import Work
-from workers import Step, divided
+from workers import Step
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
-    """``DistributedDataParallel``."""
+class Divided:
+    """Data parallel: every worker has rows of its own."""
 
     work: Work
-    bucket_mb: float
 
     def rows(self, x: Tensor, rank: int) -> list[Tensor]:
-        return divided(x, rank, self.work.workers, self.work.microbatches)
+        """Those that our device of this rank gets, microbatch by microbatch."""
+        workers = self.work.workers
+        return [part.clone() for part in x.chunk(workers * self.work.microbatches)[rank::workers]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated(Divided):
+    """``DistributedDataParallel``."""
+
+    bucket_mb: float
 
     def begin(self) -> Step:
         from torch.nn.parallel import DistributedDataParallel
@@ -50,10 +58,9 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class Sharded(Divided):
     """``fully_shard``, block by block."""
 
-    work: Work
     scattered: bool
     """Whether parameters are let go after the forward and gathered again: ZeRO-3, not ZeRO-2."""
     ahead: bool
@@ -61,9 +68,6 @@ class Sharded:
     each: bool
     """Whether gradients are summed and divided with each microbatch, which holds only a part of
     them, or after the last."""
-
-    def rows(self, x: Tensor, rank: int) -> list[Tensor]:
-        return divided(x, rank, self.work.workers, self.work.microbatches)
 
     def begin(self) -> Step:
         from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -14,22 +14,20 @@ fails.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from deepspeed_peers import TOLERANCE, Pipeline, missing
+from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm, chosen
 from peers import Piped, stages_of
-from report import Case, Comparison, best, print_cases
-from turns import Found, Side, turns
-from work import Work, evenly
-from workers import ENVIRONMENT, KEEPING, Launched, Peers, Way, chosen
+from report import Case, Comparison, best
+from turns import Found, turns
+from work import Work, evenly, reference
+from workers import ENVIRONMENT, KEEPING, Way, starter
 
 import piper
-from piper.models import DenseConfig
 from piper.strategies import mesh
 
 WORKERS = 2
@@ -61,32 +59,24 @@ def program(work: Work, schedule: str) -> piper.Program:
     )
 
 
-def start(way: piper.Program | Way, stack: contextlib.ExitStack) -> Side:
-    if isinstance(way, piper.Program):
-        return Launched(way, stack)
-    return Peers(way, WORKERS, stack)
-
-
 def main(
     microbatches: Annotated[list[int] | None, typer.Option(help="Of a step: 8 and 16.")] = None,
     schedule: Annotated[list[str] | None, typer.Option(help="Ours, by name; or all.")] = None,
-    layers: Annotated[int, typer.Option(help="Blocks, a multiple of 4.")] = 8,
-    dim: Annotated[int, typer.Option(help="Width, a multiple of 64.")] = 256,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
-    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 1024,
+    layers: Layers = 8,
+    dim: Dim = 256,
+    seq: Seq = 128,
+    vocab: Vocab = 1024,
     rows: Annotated[int, typer.Option(help="Sequences of half a microbatch.")] = 1,
-    fused: Annotated[bool, typer.Option(help="Whether AdamW is fused, for all.")] = True,
-    keep: Annotated[bool, typer.Option(help="Allocators of all keep memory as ours do.")] = False,
-    rounds: Annotated[int, typer.Option(min=3, help="How often each side has its turn.")] = 8,
-    turn: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 2,
-    warm: Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")] = 3,
-    file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    fused: Fused = True,
+    keep: Keep = False,
+    rounds: Rounds = 8,
+    turn: Turn = 2,
+    warm: Warm = 3,
+    file: File = None,
 ) -> None:
     """Compare pipelines."""
     os.environ |= ENVIRONMENT | (KEEPING if keep else {})
-    config = DenseConfig(
-        vocab=vocab, dim=dim, layers=layers, heads=dim // 64, mlp_dim=4 * dim, max_seq=seq
-    )
+    config = reference(layers, dim, seq, vocab)
     absent = missing()
     cases = []
     for count in microbatches or (8, 16):
@@ -99,7 +89,7 @@ def main(
             }
             if name == "1f1b" and not absent:
                 sides["DeepSpeed 1F1B"] = Pipeline(work)
-            found = turns(work.batch, sides, start, rounds=rounds, turn=turn, warm=warm)
+            found = turns(work.batch, sides, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
             every |= found
             theirs = best(found, [side for side in found if not side.startswith("piper")])
             cases.append(Case(f"{count} microbatches, {name}", theirs, found))
@@ -115,10 +105,7 @@ def main(
         [absent] if absent else [],
         1e-5 if absent else TOLERANCE,
     )
-    print_cases(comparison)
-    if file is not None:
-        comparison.write(file)
-    comparison.check()
+    comparison.conclude(file)
 
 
 if __name__ == "__main__":

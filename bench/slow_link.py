@@ -37,11 +37,13 @@ def again_inside() -> int:
     return subprocess.run(again, env={**os.environ, INSIDE: "1"}).returncode
 
 
-def slow_down(bits_per_second: float | None = None) -> None:
-    """Inside, bring the loopback up, and limit what passes, in both directions together."""
-    if bits_per_second is None:
-        _run("ip", "link", "set", "lo", "mtu", "9000", "up")
-        return
+def bring_up() -> None:
+    """Inside, make the loopback work."""
+    _run("ip", "link", "set", "lo", "mtu", "9000", "up")
+
+
+def slow_down(bits_per_second: float) -> None:
+    """Inside, limit what passes, in both directions together."""
     shape = ("rate", f"{bits_per_second:.0f}bit", "burst", "256kb", "latency", "200ms")
     _run("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *shape)
 

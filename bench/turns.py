@@ -65,7 +65,8 @@ class Found:
     @property
     def spread(self) -> tuple[float, float]:
         values = sorted(self.seconds)
-        return values[len(values) // 10], values[-len(values) // 10 - 1]
+        tenth = len(values) // 10
+        return values[tenth], values[-1 - tenth]
 
 
 def turns(

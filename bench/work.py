@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from piper.models import DenseConfig, DenseTransformer, lm_loss
 
 
+def reference(layers: int, dim: int, seq: int, vocab: int) -> DenseConfig:
+    """The model of the comparisons, in some size."""
+    return DenseConfig(
+        vocab=vocab, dim=dim, layers=layers, heads=dim // 64, mlp_dim=4 * dim, max_seq=seq
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """A dense transformer, trained by some workers on random tokens."""

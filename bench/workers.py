@@ -13,7 +13,7 @@ import pickle
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -158,18 +158,17 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
         process.wait()
 
 
-def divided(x: Tensor, rank: int, workers: int, microbatches: int) -> list[Tensor]:
-    """Data parallel: the rows that our device of this rank gets, microbatch by microbatch."""
-    return [part.clone() for part in x.chunk(workers * microbatches)[rank::workers]]
+def starter(
+    count: int,
+) -> Callable[[piper.Program | Way, contextlib.ExitStack], Launched | Peers]:
+    """Starts a side of so many workers."""
 
+    def start(what: piper.Program | Way, stack: contextlib.ExitStack) -> Launched | Peers:
+        return (
+            Launched(what, stack) if isinstance(what, piper.Program) else Peers(what, count, stack)
+        )
 
-def chosen(names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Those of the known names that were asked for; all, if none were."""
-    known = list(known)
-    wrong = [name for name in names or () if name not in known]
-    if wrong:
-        sys.exit(f"{wrong[0]!r} is unknown: one of {', '.join(known)}")
-    return [name for name in known if not names or name in names]
+    return start
 
 
 if __name__ == "__main__":

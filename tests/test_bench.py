@@ -42,6 +42,7 @@ def test_ratios_are_to_the_best_of_the_others(report: ModuleType, tmp_path: Path
     assert (case.time_ratio("piper"), case.time_ratio("slow")) == (0.5, 2.0)
     assert (case.running_ratio("piper"), case.memory_ratio("piper")) == (0.5, 1.5)
     assert (case.reached("piper"), case.reached("slow")) == (0.5, None)
+    assert case.sides["piper"].spread == (1.0, 3.0)
     found.check()
     with (tmp_path / "table").open("w") as file:
         report.print_cases(found, Console(width=120, file=file))
@@ -55,7 +56,9 @@ def test_a_faster_wrong_answer_fails(report: ModuleType) -> None:
         comparison(report, [2.0, 0.999]).check()
 
 
-def test_losses_of_zero_do_not_differ(report: ModuleType) -> None:
+def test_losses_of_zero_do_not_differ_and_none_are_not_compared(report: ModuleType) -> None:
+    sides = {name: report.Found(seconds=[1.0]) for name in "ab"}
+    report.Comparison("a title", "here", [report.Case("a case", "a", sides)]).check()
     case = report.Case("a case", "a", {name: report.Found([0.0], [1.0]) for name in "ab"})
     assert case.difference == 0.0
     assert case.running_ratio("b") is case.memory_ratio("b") is None

@@ -1,0 +1,30 @@
+"""What the comparisons can be told, the same in each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Layers = Annotated[int, typer.Option(help="Blocks of the model, a multiple of 4.")]
+Dim = Annotated[int, typer.Option(help="Its width, a multiple of 64.")]
+Seq = Annotated[int, typer.Option(help="Tokens of a sequence.")]
+Vocab = Annotated[int, typer.Option(help="Tokens of the vocabulary.")]
+Fused = Annotated[bool, typer.Option(help="Whether AdamW is fused, for all.")]
+Keep = Annotated[bool, typer.Option(help="Allocators of all keep memory as ours do.")]
+Rounds = Annotated[int, typer.Option(min=2, help="How often each side has its turn.")]
+Turn = Annotated[int, typer.Option(min=1, help="Steps of a turn.")]
+Warm = Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")]
+File = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+
+
+def chosen(names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """Those of the known names that were asked for; all, if none were."""
+    known = list(known)
+    wrong = [name for name in names or () if name not in known]
+    if wrong:
+        sys.exit(f"{wrong[0]!r} is unknown: one of {', '.join(known)}")
+    return [name for name in known if not names or name in names]
