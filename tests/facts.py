@@ -86,7 +86,7 @@ def _refs(written: str) -> tuple[Ref, ...]:
 
 def _same(passes: Mapping[Pass, PassFacts], handoff: int = 0) -> dict[Remat, Variant]:
     """A chunk that keeps nothing, whatever the policy."""
-    return dict.fromkeys(Remat, Variant(passes, 0, handoff))
+    return dict.fromkeys(Remat, Variant(passes, 0, 0, handoff))
 
 
 def _embed(trained: bool) -> dict[Remat, Variant]:
@@ -138,6 +138,7 @@ def _layer(
                 Pass.BW: weight,
             },
             saved_bytes=ROWS if saved else 0,
+            kept_bytes=0,
             handoff_bytes=ROWS,
         )
 
@@ -193,11 +194,11 @@ def _loss(counted: bool) -> dict[Remat, Variant]:
     backward = _pass("saved0 input1 output_grad0 -> input_grad0", workspace=scores)
     again = _pass("input0 input1 output_grad0 -> input_grad0", workspace=2 * scores)
     forward = _pass(f"input0 input1 -> {makes} saved0", workspace=counting)
-    keeping = Variant({Pass.F: forward, Pass.B: backward, Pass.BI: backward}, scores + 4, 0)
+    keeping = Variant({Pass.F: forward, Pass.B: backward, Pass.BI: backward}, scores + 4, 0, 0)
     # beside the scores are made the loss and a weight that nobody takes; the count comes later
     lean = _pass(f"input0 input1 -> {makes}", workspace=scores + 4 - (8 if counted else 0))
     passes = {Pass.F: lean, Pass.B: again, Pass.BI: again}
-    return {Remat.NONE: keeping, Remat.MIN_CUT: keeping, Remat.ALL: Variant(passes, 0, 0)}
+    return {Remat.NONE: keeping, Remat.MIN_CUT: keeping, Remat.ALL: Variant(passes, 0, 0, 0)}
 
 
 def _start(trained: bool, *, masked: bool = False) -> tuple[_Writer, int, int]:
@@ -359,6 +360,7 @@ def at(model: Model, group: int, whole: int = 1) -> Model:
                         for which, p in variant.passes.items()
                     },
                     saved_bytes=part(variant.saved_bytes),
+                    kept_bytes=part(variant.kept_bytes),
                     handoff_bytes=part(variant.handoff_bytes),
                 )
                 for policy, variant in chunk.variants.items()

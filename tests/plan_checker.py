@@ -31,6 +31,7 @@ At = tuple[int, int]
 MEETING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 HALVES = (Pass.BI, Pass.BW)
 OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
+OF_BACKWARD = (Role.SAVED, Role.KEPT, Role.HANDOFF)
 SCALAR = 8
 """Bytes of a sum over all devices, or of one bucket's squared norm."""
 
@@ -976,6 +977,7 @@ class _Checker:
         over = self._over(plan)
         together = self._in_one_buffer(c)
         begun: set[int] = set()
+        alone = self._grown(c).difference(*(slots for slots in together.values()))
         size = [
             n - sum(nbytes for slots in together.values() for s, nbytes in slots.items() if s == i)
             for i, n in enumerate(plan.slot_bytes)
@@ -1018,6 +1020,8 @@ class _Checker:
                     held[self.kinds[c][slot]] += (
                         0 if self._turns_into(x) or is_buffer else size[slot]
                     )
+                    if slot in alone:
+                        fresh += size[slot]
                     for bucket in [b for b, slots in together.items() if slot in slots]:
                         fresh += together[bucket][slot]
                         if bucket not in begun:
@@ -1031,7 +1035,7 @@ class _Checker:
                 later[place][Holder.COMMUNICATION] += beside
             over_time.append(held.total())
             if x.verb is not Verb.FREE:
-                busy = held + Counter({Holder.WORKSPACE: self._workspace(c, x) + fresh})
+                busy = held + Counter({Holder.WORKSPACE: self._busy(c, place, fresh)})
                 moments.append((busy.total(), place, dict(busy)))
         peak = max(total for total, _, _ in moments)
         self._agree(c, "peak", peak, memory.peak)
@@ -1129,6 +1133,28 @@ class _Checker:
             return whole if x.adds else 0
         return 0
 
+    def _grown(self, c: int) -> set[int]:
+        """Slots with gradients that later passes add to."""
+        return {
+            slot for x in self.plans[c].instructions for slot in x.adds if x.verb is Verb.COMPUTE
+        }
+
+    def _busy(self, c: int, place: int, fresh: int) -> int:
+        """Bytes that an instruction needs while it runs, or when its program is done: then
+        ``fresh`` gradients are copied, and what only the backward reads is gone."""
+        plan = self.plans[c]
+        x = plan.instructions[place]
+        while_it_runs = self._workspace(c, x)
+        if not fresh:
+            return while_it_runs
+        gone = 0
+        for after in plan.instructions[place + 1 :]:
+            if after.verb is not Verb.FREE:
+                break
+            (slot,) = after.reads
+            gone += plan.slot_bytes[slot] if self.kinds[c][slot] is Holder.SAVED else 0
+        return max(while_it_runs, fresh + sum(plan.slot_bytes[s] for s in x.adds) - gone)
+
     def _workspace(self, c: int, x: Instruction) -> int:
         """Bytes that only the instruction itself needs."""
         size = self.plans[c].slot_bytes
@@ -1164,9 +1190,13 @@ class _Checker:
         """Bytes of a value of the model on each device of ``group``."""
         value, _ = self.dag.table.value(number)
         model = self._model(group)
-        if value.role in (Role.SAVED, Role.HANDOFF):
+        if value.role in OF_BACKWARD:
             variant = model.chunks[value.of].variants[self.dag.policy(value.of)]
-            return variant.saved_bytes if value.role is Role.SAVED else variant.handoff_bytes
+            return {
+                Role.SAVED: variant.saved_bytes,
+                Role.KEPT: variant.kept_bytes,
+                Role.HANDOFF: variant.handoff_bytes,
+            }[value.role]
         if value.role in OF_PARAMETERS:
             names = [p for p in model.chunks[value.of].parameters if self._is_of(number, p)]
             parameters = [model.parameters[p] for p in names]
@@ -1196,7 +1226,7 @@ class _Checker:
             return Holder.GRADIENTS
         if self.get(at).verb is not Verb.COMPUTE or content.form == "partial":
             return Holder.COMMUNICATION
-        kept = self._role(content.value) in (Role.SAVED, Role.HANDOFF)
+        kept = self._role(content.value) in OF_BACKWARD
         return Holder.SAVED if kept else Holder.ACTIVATIONS
 
     def _holding(self) -> dict[str, _Holding]:

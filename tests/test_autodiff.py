@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from piper import annotate
 from piper.capture import Captured, Chunk, Kind, Pass, Program, Ref, TensorSpec, capture
+from piper.capture.program import SAVED
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from tests.reference import Net, piper_step
 
@@ -161,10 +162,10 @@ def storage(x: Tensor) -> int:
 def test_nothing_saved_shares_storage_with_anything_else(case: Case) -> None:
     """Except that an output may be a view of a saved tensor, which is then its base."""
     for trace in run(case):
-        kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.OUTPUT, Kind.SAVED)
+        kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.OUTPUT, *SAVED)
         held = [(ref, x) for ref, x in trace.tensors.items() if ref.kind in kinds]
         for ref, x in held:
-            if ref.kind is Kind.SAVED:
+            if ref.kind in SAVED:
                 bases = {r for r, y in held if r.kind is Kind.OUTPUT and y._is_view()}
                 others = [(r, y) for r, y in held if r != ref and r not in bases]
                 shared = [str(r) for r, y in others if storage(x) == storage(y)]

@@ -2,7 +2,7 @@
 
 BI and BW are B divided: BI computes the gradients of the inputs, BW those of the parameters from
 what BI computed on the way. All passes of a chunk use the same saved tensors, so a schedule may
-choose for every microbatch anew.
+choose for every microbatch anew; those that BW does not read can go after BI.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ Ends = list[tuple[Ref, fx.Node]]
 def split(joint: Joint, policy: Remat) -> Program:
     """The program of a chunk, with the forward keeping what ``policy`` says."""
     joint, kept = choose(joint, policy)
-    saved: Ends = [(Ref(Kind.SAVED, i), node) for i, node in enumerate(kept)]
-    start = {node: ref for node, ref in joint.arguments.items() if ref.kind in _FORWARD_ARGUMENTS}
-    functions = {Pass.F: _function(joint, start, [*joint.results, *saved])}
     outputs = [end for end in joint.results if end[0].kind is Kind.OUTPUT]
-    # a tensor that is several things at once is taken under the name that costs least
-    known = {node: ref for ref, node in (*saved, *reversed(outputs))} | joint.arguments
     inputs = [end for end in joint.gradients if end[0].kind is Kind.INPUT_GRAD]
     parameters = [end for end in joint.gradients if end[0].kind is Kind.PARAMETER_GRAD]
-    handoff: Ends = []
+    there = {*kept, *(node for _, node in outputs), *joint.arguments}
+    handoff = _handoff(joint, there, inputs, parameters) if inputs else []
+    late = _read([node for _, node in parameters], {*there, *(node for _, node in handoff)})
+    saved: Ends = [
+        *_numbered(Kind.SAVED, [node for node in kept if node not in late]),
+        *_numbered(Kind.KEPT, [node for node in kept if node in late]),
+    ]
+    start = {node: ref for node, ref in joint.arguments.items() if ref.kind in _FORWARD_ARGUMENTS}
+    functions = {Pass.F: _function(joint, start, [*joint.results, *saved])}
+    # a tensor that is several things at once is taken under the name that costs least
+    known = {node: ref for ref, node in (*saved, *reversed(outputs))} | joint.arguments
     if joint.gradients:
         functions[Pass.B] = _function(joint, known, list(joint.gradients))
     if inputs:
-        handoff = _handoff(joint, known, inputs, parameters)
         functions[Pass.BI] = _function(joint, known, [*inputs, *handoff])
     if parameters:
         later = {node: ref for ref, node in handoff} | known
@@ -66,7 +70,17 @@ def split(joint: Joint, policy: Remat) -> Program:
 _FORWARD_ARGUMENTS = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
 
 
-def _handoff(joint: Joint, known: dict[fx.Node, Ref], inputs: Ends, parameters: Ends) -> Ends:
+def _numbered(kind: Kind, nodes: Iterable[fx.Node]) -> Ends:
+    return [(Ref(kind, i), node) for i, node in enumerate(nodes)]
+
+
+def _read(targets: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+    """What a function from some of ``known`` to ``targets`` reads or computes."""
+    needed = ancestors(targets, known)
+    return {arg for node in needed for arg in node.all_input_nodes}.union(targets)
+
+
+def _handoff(joint: Joint, known: Collection[fx.Node], inputs: Ends, parameters: Ends) -> Ends:
     """The tensors that BI computes and BW reads."""
     first = ancestors((node for _, node in inputs), known)
     # an op with several results is one computation: all that it makes counts as computed
@@ -75,11 +89,8 @@ def _handoff(joint: Joint, known: dict[fx.Node, Ref], inputs: Ends, parameters: 
     second = ancestors((node for node in targets if node not in first), {*known, *first})
     read = {arg for node in second for arg in node.all_input_nodes if arg in first}
     read |= {node for node in targets if node in first}
-    bases = {base_of(node) for node in read} - known.keys()
-    return [
-        (Ref(Kind.HANDOFF, i), node)
-        for i, node in enumerate(n for n in joint.graph.nodes if n in bases)
-    ]
+    bases = {base_of(node) for node in read}.difference(known)
+    return _numbered(Kind.HANDOFF, (node for node in joint.graph.nodes if node in bases))
 
 
 def _private(handoff: Ends, inputs: Ends) -> set[Ref]:
@@ -94,8 +105,7 @@ def _function(
     """The function from those of ``known`` that it needs to ``ends``; ``private`` are arguments
     that nobody else holds."""
     targets = [node for _, node in ends]
-    needed = ancestors(targets, known)
-    used = {arg for node in needed for arg in node.all_input_nodes} | set(targets)
+    used = _read(targets, known)
     sources = {node: ref for node, ref in known.items() if node in used}
     is_forward = any(ref.kind is Kind.OUTPUT for ref, _ in ends)
     late = frozenset() if is_forward else joint.forward

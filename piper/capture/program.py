@@ -40,7 +40,9 @@ class Kind(Enum):
     UPDATE = "update"
     """The new content of a buffer."""
     SAVED = "saved"
-    """Kept from the forward for the backward; neither an input nor an output."""
+    """Kept from the forward for B or BI; neither an input nor an output."""
+    KEPT = "kept"
+    """The same for B or BW, which may come much later."""
     HANDOFF = "handoff"
     """Computed by BI on the way, and used by BW."""
     OUTPUT_GRAD = "output_grad"
@@ -49,6 +51,10 @@ class Kind(Enum):
     PARAMETER_GRAD = "parameter_grad"
 
     __hash__ = object.__hash__
+
+
+SAVED = (Kind.SAVED, Kind.KEPT)
+"""What the forward makes for the backward alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ class Program:
     @property
     def saved(self) -> tuple[TensorSpec, ...]:
         """The tensors made by the forward only to be kept for the backward."""
-        return tuple(spec for ref, spec in self.specs.items() if ref.kind is Kind.SAVED)
+        return tuple(spec for ref, spec in self.specs.items() if ref.kind in SAVED)
 
     @property
     def handoff(self) -> tuple[TensorSpec, ...]:
@@ -106,6 +112,11 @@ class Program:
     @property
     def saved_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.saved)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the saved ones, those that BW reads."""
+        return sum(spec.nbytes for ref, spec in self.specs.items() if ref.kind is Kind.KEPT)
 
     def consuming(self, refs: set[Ref]) -> Program:
         """This program, free to overwrite ``refs`` in the last backward pass that reads them."""

@@ -14,10 +14,10 @@ import torch
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.passes import split
-from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.capture.program import SAVED, Function, Kind, Pass, Program, Ref
 from piper.capture.saving import Remat
 
-_BUNDLED = (Kind.SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
+_BUNDLED = (*SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
 _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
 
 
@@ -25,7 +25,7 @@ _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
 class PassFacts:
     """What one pass of a chunk reads, makes and costs.
 
-    Saved tensors, handed-off tensors and gradients of parameters count as one bundle each, with
+    Saved, kept and handed-off tensors and gradients of parameters count as one bundle each, with
     index 0; parameters and buffers are state and are not listed.
     """
 
@@ -47,6 +47,9 @@ class Variant:
 
     passes: Mapping[Pass, PassFacts]
     saved_bytes: int
+    """For B or BI."""
+    kept_bytes: int
+    """For B or BW."""
     handoff_bytes: int
 
 
@@ -172,7 +175,8 @@ def _variants(joint: Joint) -> Mapping[Remat, Variant]:
 def _variant(program: Program) -> Variant:
     return Variant(
         passes={which: _pass(function) for which, function in program.functions.items()},
-        saved_bytes=program.saved_bytes,
+        saved_bytes=program.saved_bytes - program.kept_bytes,
+        kept_bytes=program.kept_bytes,
         handoff_bytes=sum(spec.nbytes for spec in program.handoff),
     )
 

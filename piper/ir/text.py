@@ -23,6 +23,7 @@ _SHORT = {
     Role.SEED: "seed",
     Role.ACTIVATION: "v",
     Role.SAVED: "saved",
+    Role.KEPT: "kept",
     Role.HANDOFF: "handoff",
     Role.GRADIENT: "g",
     Role.PARAMETER_GRADIENT: "dw",

@@ -25,6 +25,8 @@ class Role(Enum):
     """The gradient of the loss, a constant."""
     ACTIVATION = "activation"
     SAVED = "saved"
+    KEPT = "kept"
+    """What BW reads of what was saved."""
     HANDOFF = "handoff"
     GRADIENT = "gradient"
     """The gradient of an activation, as far as the chunks from its maker on have summed it."""
@@ -73,6 +75,7 @@ class Extra:
 GIVEN = (Role.BATCH, Role.SEED)
 _BUNDLES = {
     Kind.SAVED: Role.SAVED,
+    Kind.KEPT: Role.KEPT,
     Kind.HANDOFF: Role.HANDOFF,
     Kind.PARAMETER_GRAD: Role.PARAMETER_GRADIENT,
 }

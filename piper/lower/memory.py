@@ -14,7 +14,7 @@ from piper.ir.dag import Compute, Dag, Update
 from piper.ir.text import group_text, region_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import adds_up_in_place, gradient_names
-from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed
 from piper.lower.sizes import Sizes
 from piper.units import bytes_text
 
@@ -100,6 +100,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
     way = _UnderWay(plan)
     sums = _Sums(dag, plan, sizes)
     moved = {x.reads[0] for x in plan.instructions if _in_place(x)}
+    frees = freed(plan)
     for place, x in enumerate(plan.instructions):
         for other in way.ends[place]:
             book.look(place, _unpacked(plan.instructions[other], size))
@@ -120,7 +121,11 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
                 book.add(Holder.GRADIENTS, -sums.taken(x))
                 book.add(Holder.COMMUNICATION, beside)
                 way.begin(place, x, beside)
-            book.look(place, _workspace(dag, sizes, x, size, optimizer) + sums.copied(x))
+            workspace = _workspace(dag, sizes, x, size, optimizer)
+            if copied := sums.copied(x):  # when the program is done with what it alone reads
+                gone = sum(size[slot] for slot in frees[place] if holders[slot] is Holder.SAVED)
+                workspace = max(workspace, _added(x, size) + copied - gone)
+            book.look(place, workspace)
         over_time.append(book.total)
     found = {holder: book.at_peak.get(holder, 0) for holder in Holder}
     return Memory(plan.devices, parameters, kept, book.peak, book.at, found, tuple(over_time))
@@ -161,7 +166,8 @@ class _Book:
 
 class _Sums:
     """Gradients that are added up where they are reduced: of a bucket whose gradients are not
-    divided between passes, all lie in one buffer, from the first one on."""
+    divided between passes, all lie in one buffer, from the first one on; and those that a device
+    adds up for itself."""
 
     def __init__(self, dag: Dag, plan: Plan, sizes: Sizes) -> None:
         self._sizes = sizes
@@ -182,6 +188,10 @@ class _Sums:
                 nbytes = elements // bucket.ways * bucket.gradient.itemsize
                 self._parts.setdefault(slot, {})[x.of] = nbytes
         self._open: set[int] = set()
+        growing = {slot for x in plan.instructions for slot in x.adds}
+        self._alone = {
+            s: plan.slot_bytes[s] for s in names if s in growing and s not in self._parts
+        }
 
     def within(self, slot: int) -> int:
         """Bytes of a slot that lie in such buffers."""
@@ -203,8 +213,9 @@ class _Sums:
         return self._whole[x.of] if scattered else 0
 
     def copied(self, x: Instruction) -> int:
-        """Bytes of first gradients before they are copied into such buffers."""
-        return sum(self.within(slot) for slot in x.writes if slot not in x.adds)
+        """Bytes of first gradients before they are copied to where others are added to them."""
+        first = [slot for slot in x.writes if slot not in x.adds]
+        return sum(self.within(slot) + self._alone.get(slot, 0) for slot in first)
 
     def _scatters(self, x: Instruction) -> bool:
         return self._sizes.divided(x.of)
@@ -265,11 +276,16 @@ def _workspace(
 ) -> int:
     """Bytes that an instruction needs while it runs beside what it reads and writes."""
     if isinstance(x.op, Compute):
-        new = sum(size[slot] for slot in x.adds)  # made first, then added
-        return sizes.facts(x.op, len(dag.nodes[x.node].devices)).workspace + new
+        workspace = sizes.facts(x.op, len(dag.nodes[x.node].devices)).workspace
+        return workspace + _added(x, size)
     if isinstance(x.op, Update):
         return sizes.updating(x.op.bucket, optimizer.update, together=optimizer.together)
     return 0
+
+
+def _added(x: Instruction, size: tuple[int, ...]) -> int:
+    """Bytes of what is made first, and then added to a slot."""
+    return sum(size[slot] for slot in x.adds)
 
 
 _BY_ROLE = {
@@ -278,6 +294,7 @@ _BY_ROLE = {
     Role.ACTIVATION: Holder.ACTIVATIONS,
     Role.GRADIENT: Holder.ACTIVATIONS,
     Role.SAVED: Holder.SAVED,
+    Role.KEPT: Holder.SAVED,
     Role.HANDOFF: Holder.SAVED,
     Role.PARAMETER_GRADIENT: Holder.GRADIENTS,
     Role.TIED_GRADIENT: Holder.GRADIENTS,

@@ -186,6 +186,18 @@ def completed(plan: Plan) -> list[tuple[int, ...]]:
     return found
 
 
+def freed(plan: Plan) -> list[list[int]]:
+    """For each instruction the slots that are freed right after it."""
+    found: list[list[int]] = [[] for _ in plan.instructions]
+    last = 0
+    for place, x in enumerate(plan.instructions):
+        if x.verb is Verb.FREE:
+            found[last] += x.reads
+        else:
+            last = place
+    return found
+
+
 def _op_to_json(op: Op | None) -> list[Any] | None:
     match op:
         case Compute(chunk=chunk, which=which, microbatch=microbatch):

@@ -143,6 +143,8 @@ class Sizes:
         match value.role:
             case Role.SAVED:
                 return model.chunks[value.of].variants[policy].saved_bytes
+            case Role.KEPT:
+                return model.chunks[value.of].variants[policy].kept_bytes
             case Role.HANDOFF:
                 return model.chunks[value.of].variants[policy].handoff_bytes
             case Role.PARAMETER_GRADIENT | Role.TIED_GRADIENT:

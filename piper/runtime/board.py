@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.capture.batch import strided_like
 from piper.capture.codegen import Runners
-from piper.capture.program import Kind, Ref
+from piper.capture.program import SAVED, Kind, Ref
 from piper.ir.dag import Compute
 from piper.ir.facts import bundled
 from piper.ir.values import ExtraRole, parameters_of, tied_chunks
@@ -21,7 +21,7 @@ from piper.program import Code
 from piper.runtime.comm import Comm
 from piper.runtime.state import DeviceState
 
-BUNDLES = (Kind.SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
+BUNDLES = (*SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
 """What a slot holds several tensors of."""
 
 
@@ -67,6 +67,8 @@ class Board:
         self.readable = {
             s for x in plan.instructions if x.verb is not Verb.FREE for s in (*x.reads, *x.adds)
         }
+        self.growing = {s for x in plan.instructions for s in x.adds}
+        """Slots whose content is added to."""
         self.buckets = self._slot_buckets()
         self.grads = self._slot_gradients()
         self.sums = self._summed_in_place()

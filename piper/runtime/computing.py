@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ from piper.lower.plan import Instruction
 from piper.random import fold, seeded
 from piper.runtime.board import BUNDLES, Board, Made
 from piper.runtime.pending import Act
+from piper.runtime.streams import Free
+from piper.runtime.together import Together
 
 
-def compute(board: Board, x: Instruction, op: Compute) -> Act:
+def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free: Free) -> Act:
+    """It is the last reader of the slots in ``last``, whose tensors go as soon as the program has
+    used them."""
     group = len(x.group)
     program = board.code.programs[group][op.chunk]
     function = program.functions[op.which]
@@ -48,9 +53,17 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
     bundles = [(m.slot, m.places) for m in written if m.bundle and m.slot not in x.adds]
     adds = [(m.slot, m.places) for m in written if m.slot in x.adds]
     master = board.state.program.training.master
-    first = [m.slot for m in written if m.names and m.slot not in x.adds]
-    widened = [slot for slot in first if master]
-    settled = [slot for slot in first if slot in board.sums]
+    first = [m for m in written if m.names and m.slot not in x.adds]
+    settled = [m.slot for m in first if m.slot in board.sums]
+    joined = [
+        (
+            m.slot,
+            Together([program.specs[function.results[i]] for i in m.places], master, board.where),
+        )
+        for m in first
+        if m.slot in board.growing and m.slot not in board.sums
+    ]
+    widened = [m.slot for m in first if master and m.slot not in dict(joined)]
     ties = _ties(board, [slot for slot in extra if slot in board.grads], written)
     updates = [
         (board.buffer(piece.updates[r.index]), i)
@@ -64,6 +77,8 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
             arguments[position] = slots[slot]
         for position, slot, key in nested:
             arguments[position] = slots[slot][key]
+        for slot in last:
+            free(slot)
         results = run(arguments)
         if ties:
             results = list(results)
@@ -75,6 +90,8 @@ def compute(board: Board, x: Instruction, op: Compute) -> Act:
             slots[slot] = [results[i] for i in places]
         for slot in widened:
             slots[slot] = [gradient.to(master) for gradient in slots[slot]]
+        for slot, together in joined:
+            slots[slot] = together.copies(slots[slot])
         for slot in settled:
             board.settle(slot)
         for slot, places in adds:

@@ -6,7 +6,7 @@ resolved: nothing is looked up by name while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
-from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, crossed
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, crossed, freed
 from piper.program import Code
 from piper.runtime.board import Board, Totals
 from piper.runtime.comm import Comm
@@ -25,7 +25,7 @@ from piper.runtime.moving import exchange, receive, send
 from piper.runtime.pending import Act, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
-from piper.runtime.streams import Mark, Streams
+from piper.runtime.streams import Free, Mark, Streams
 from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
 
 
@@ -63,7 +63,7 @@ class Loaded:
     ops: tuple[Op, ...]
     marks: Mapping[int, Mark]
     """For places that another stream waits for, what says that they are done."""
-    free: Callable[[int], None] | None
+    free: Free
 
 
 class Executor:
@@ -83,24 +83,31 @@ class Executor:
         ops: list[Op] = []
         others = crossed(plan)
         marks = self.streams.marks({place for waits in others for place in waits})
+        free = self.streams.freeing(board.slots, plan)
+        frees = freed(plan)  # what is being communicated is kept by who communicates it
         rows = zip(plan.instructions, others, completed(plan), strict=True)
         for place, (x, waits, complete) in enumerate(rows):
-            if x.verb is Verb.FREE:  # what is being communicated is kept by who communicates it
-                ops[-1] = ops[-1]._replace(frees=(*ops[-1].frees, *x.reads))
+            if x.verb is Verb.FREE:
                 continue
-            act = _load(board, x)
+            last: list[int] = []
+            if isinstance(x.op, Compute):  # which adds to gradients when its program is done
+                last = [s for s in frees[place] if s in x.reads and s not in board.grads]
+                act = compute(board, x, x.op, last, free)
+            else:
+                act = _load(board, x)
+            after = [slot for slot in frees[place] if slot not in last]
             if recorder is not None:
                 act = recorder.wrapped(act, place)
             before = [marks[w] for w in waits if w in marks]
             act = self.streams.wrapped(act, x.stream, before, marks.get(place))
-            ops.append(Op(place, complete, act, ()))
-        return Loaded(board, tuple(ops), marks, self.streams.freeing(board.slots, plan))
+            ops.append(Op(place, complete, act, tuple(after)))
+        return Loaded(board, tuple(ops), marks, free)
 
     def run(self, loaded: Loaded, given: list[Tensor]) -> Generator[Pending, None, Totals]:
         """One step on this device's part of the batch, in the order of the plan's ``given``; the
         list is emptied, so that the plan alone says how long they are kept."""
         board, at = loaded.board, self.at
-        slots, free = board.slots, loaded.free
+        free = loaded.free
         pending: dict[int, Pending] = {}
         place = 0
         try:
@@ -117,10 +124,7 @@ class Executor:
                 if begun is not None:
                     pending[place] = begun
                 for slot in frees:
-                    if free is None:
-                        slots[slot] = None
-                    else:
-                        free(slot)
+                    free(slot)
             for other in list(pending):
                 while not pending[other].done():
                     yield pending[other]
@@ -153,8 +157,6 @@ class Executor:
 
 def _load(board: Board, x: Instruction) -> Act:
     match x.op:
-        case Compute():
-            return compute(board, x, x.op)
         case Transfer():
             return send(board, x, x.op) if x.verb is Verb.SEND else receive(board, x, x.op)
         case Collective(groups=groups):
@@ -162,7 +164,7 @@ def _load(board: Board, x: Instruction) -> Act:
             return _collective(board, x, group)
         case Update():
             return update(board, x, x.op)
-        case None:
+        case _:
             raise AssertionError(f"{x.verb} has nothing to do")
 
 

@@ -19,6 +19,8 @@ from piper.runtime.pending import Act, Pending
 
 Mark = torch.cuda.Event
 """Says that an instruction is done, to other streams."""
+Free = Callable[[int], None]
+"""Lets go of a slot."""
 
 
 class Streams:
@@ -42,9 +44,13 @@ class Streams:
         """Take in what a communication on ``stream`` brought, and set ``mark``."""
         pending.complete()
 
-    def freeing(self, slots: list[Any], plan: Plan) -> Callable[[int], None] | None:
-        """What lets go of a slot, if there is more to it than dropping its content."""
-        return None
+    def freeing(self, slots: list[Any], plan: Plan) -> Free:
+        """What lets go of a slot."""
+
+        def free(slot: int) -> None:
+            slots[slot] = None
+
+        return free
 
 
 class CudaStreams(Streams):
@@ -96,7 +102,7 @@ class CudaStreams(Streams):
         finally:
             torch.cuda.set_stream(self._caller)
 
-    def freeing(self, slots: list[Any], plan: Plan) -> Callable[[int], None]:
+    def freeing(self, slots: list[Any], plan: Plan) -> Free:
         users: dict[int, set[str]] = {}
         makers: dict[int, set[tuple[Verb, str]]] = {}
         for x in plan.instructions:
