@@ -467,8 +467,8 @@ class _Checker:
         """What each slot is counted as."""
         self.updates: Counter[tuple[str, int]] = Counter()
         self.update_at: dict[tuple[int, int], int] = {}
-        self.due: set[tuple[int, int]] = set()
-        """Classes and buckets whose updated parts are not gathered yet."""
+        self.fresh: set[tuple[int, int]] = set()
+        """Classes and buckets that have gathered what was updated in the step before."""
         self.uses: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """For each class and bucket, the instructions that read its parameters."""
         self.sums: Counter[ExtraRole] = Counter()
@@ -510,8 +510,10 @@ class _Checker:
         if chunk.variants[policy].passes[op.which].uses_parameters:
             used = {self.bucket_of[p] for p in chunk.parameters}
         divided = {b for b in used if self._divided(b)}
+        renewed = {b for b in used if self._renewed(b)}
         carried = self._carried(at, x.reads[len(reads) :])
-        extra = len(divided) + bool(carried)
+        gathered = divided | renewed if op.which is Pass.F else divided
+        extra = len(gathered) + bool(carried)
         self._must(len(x.reads) == len(reads) + extra, at, "reads the wrong number of slots")
         for value, slot in zip(reads, x.reads, strict=False):
             content = self.slots[c][slot]
@@ -524,8 +526,10 @@ class _Checker:
             self._must(content == wanted, at, f"wants {wanted}, s{slot} holds {content}")
         others = [self.slots[c][slot] for slot in x.reads[len(reads) :]]
         whole = [other for other in others if not isinstance(other, _Gradients)]
-        expected = {_OfBucket(ExtraRole.GATHERED, b) for b in divided}
+        expected = {_OfBucket(ExtraRole.GATHERED, b) for b in gathered}
         self._must(set(whole) == expected, at, f"wants {expected}, reads {whole}")
+        for bucket in renewed:
+            self._must((c, bucket) in self.fresh, at, f"uses bucket {bucket} as it was")
         for bucket in used - divided:
             self.uses[c, bucket].append(at[1])
         self._must(len(x.writes) == len(writes), at, "writes the wrong number of slots")
@@ -672,21 +676,23 @@ class _Checker:
     def _gather(self, at: At, op: Collective) -> None:
         c, x = at[0], self.get(at)
         target = self._one(at, x.writes)
-        if x.reads:
-            content = self.slots[c][self._one(at, x.reads)]
-            good = isinstance(content, _OfBucket) and content.role is ExtraRole.UPDATED
-            self._must(good and content.scattered, at, f"gathers {content}")
-            bucket = content.bucket
-            self._must((c, bucket) in self.due, at, f"gathers bucket {bucket} again")
-            self.due.remove((c, bucket))
+        bucket = self._bucket(at)
+        self._must(not x.reads, at, "waits for something")
+        self.uses[c, bucket].append(at[1])
+        if self._renewed(bucket):
+            self._must((c, bucket) not in self.fresh, at, f"gathers bucket {bucket} again")
+            self.fresh.add((c, bucket))
         else:
-            bucket = self._bucket(at)
             self._must(self._divided(bucket), at, "gathers what is whole")
-            self.uses[c, bucket].append(at[1])
         self._is(at, ExtraRole.GATHERED, bucket)
         for group in op.groups:
             self._must(group in self._blocks(bucket), at, f"is among {group}, who have no copy")
         self._write(at, target, _OfBucket(ExtraRole.GATHERED, bucket))
+
+    def _renewed(self, bucket: int) -> bool:
+        """Whether parts of a bucket that others have updated are missing when a step begins."""
+        found = self.dag.buckets[bucket]
+        return found.rule.zero in (1, 2) and found.within > 1 and found.trained
 
     def _bucket(self, at: At) -> int:
         """The bucket of which a node makes something."""
@@ -836,8 +842,6 @@ class _Checker:
                     self._check_sum(at, d, p, found)
                     self.updates[p, d] += 1
         self.update_at[c, op.bucket] = at[1]
-        if scattered == {True} and bucket.rule.zero < 3:
-            self.due.add((c, op.bucket))
         target = self._one(at, x.writes)
         self._write(at, target, _OfBucket(ExtraRole.UPDATED, op.bucket, scattered == {True}))
 
@@ -869,8 +873,6 @@ class _Checker:
 
     def check_state(self) -> None:
         """Every trained parameter is updated once by each holder, after all its uses."""
-        if self.due:
-            raise PlanError(f"updated parts are not gathered: {sorted(self.due)}")
         for p, held in self.holding.items():
             if not held.gradients:
                 continue

@@ -151,158 +151,158 @@ GOLDEN: dict[str, str] = {
     """,
     "zero=1": """
         plan of devices 0,1
-           0 [compute] compute F embed[0] MB[0]: s0 -> s4
-           1 [compute] compute F embed[0] MB[1]: s1 -> s5
-           2 [compute] compute F layer[0] MB[0]: s4 -> s6 s7
-           3 [compute] compute F layer[0] MB[1]: s5 -> s8 s9
-           4 [compute] compute F layer[1] MB[0]: s6 -> s10 s11
-           5 [compute] compute F layer[1] MB[1]: s8 -> s12 s13
-           6 [compute] compute F head[0] MB[0]: s10 -> s14
-           7 [compute] compute F head[0] MB[1]: s12 -> s15
-           8 [compute] compute F loss[0] MB[0]: s14 s2 -> s16 s17
-           9 free s14
-          10 [compute] compute F loss[0] MB[1]: s15 s3 -> s18 s19
+           0 [gather] collective all_gather 0,1:  -> s4
+           1 [compute] compute F embed[0] MB[0]: s0 s4 -> s5 waits 0
+           2 [compute] compute F embed[0] MB[1]: s1 s4 -> s6 waits 0
+           3 [compute] compute F layer[0] MB[0]: s5 s4 -> s7 s8 waits 0
+           4 [compute] compute F layer[0] MB[1]: s6 s4 -> s9 s10 waits 0
+           5 [compute] compute F layer[1] MB[0]: s7 s4 -> s11 s12 waits 0
+           6 [compute] compute F layer[1] MB[1]: s9 s4 -> s13 s14 waits 0
+           7 [compute] compute F head[0] MB[0]: s11 s4 -> s15 waits 0
+           8 [compute] compute F head[0] MB[1]: s13 s4 -> s16 waits 0
+           9 free s4
+          10 [compute] compute F loss[0] MB[0]: s15 s2 -> s17 s18
           11 free s15
-          12 [scalars] collective all_reduce 0,1 total: s16 s18 -> s20 waits 10
+          12 [compute] compute F loss[0] MB[1]: s16 s3 -> s19 s20
           13 free s16
-          14 free s18
-          15 free s20
-          16 [compute] compute B loss[0] MB[0]: s17 s2 -> s21
-          17 free s17
-          18 free s2
-          19 [compute] compute B loss[0] MB[1]: s19 s3 -> s22
-          20 free s19
-          21 free s3
-          22 [compute] compute B head[0] MB[0]: s10 s21 -> s23 s24
-          23 free s10
-          24 free s21
-          25 [compute] compute B head[0] MB[1]: s12 s22 -> s25 +s24
-          26 free s12
-          27 free s22
-          28 [compute] compute B layer[1] MB[0]: s11 s6 s23 -> s26 s27
-          29 free s11
-          30 free s6
-          31 free s23
-          32 [compute] compute B layer[1] MB[1]: s13 s8 s25 -> s28 +s27
-          33 free s13
-          34 free s8
-          35 free s25
-          36 [compute] compute B layer[0] MB[0]: s7 s4 s26 -> s29 s30
-          37 free s7
-          38 free s4
-          39 free s26
-          40 [compute] compute B layer[0] MB[1]: s9 s5 s28 -> s31 +s30
-          41 free s9
-          42 free s5
-          43 free s28
-          44 [compute] compute B embed[0] MB[0]: s0 s29 -> s32
-          45 free s0
-          46 free s29
-          47 [compute] compute B embed[0] MB[1]: s1 s31 -> +s32
-          48 free s1
-          49 free s31
-          50 [reduce] collective reduce_scatter 0,1: s32 s30 s27 s24 -> s33 waits 47
+          14 [scalars] collective all_reduce 0,1 total: s17 s19 -> s21 waits 12
+          15 free s17
+          16 free s19
+          17 free s21
+          18 [compute] compute B loss[0] MB[0]: s18 s2 -> s22
+          19 free s18
+          20 free s2
+          21 [compute] compute B loss[0] MB[1]: s20 s3 -> s23
+          22 free s20
+          23 free s3
+          24 [compute] compute B head[0] MB[0]: s11 s22 -> s24 s25
+          25 free s11
+          26 free s22
+          27 [compute] compute B head[0] MB[1]: s13 s23 -> s26 +s25
+          28 free s13
+          29 free s23
+          30 [compute] compute B layer[1] MB[0]: s12 s7 s24 -> s27 s28
+          31 free s12
+          32 free s7
+          33 free s24
+          34 [compute] compute B layer[1] MB[1]: s14 s9 s26 -> s29 +s28
+          35 free s14
+          36 free s9
+          37 free s26
+          38 [compute] compute B layer[0] MB[0]: s8 s5 s27 -> s30 s31
+          39 free s8
+          40 free s5
+          41 free s27
+          42 [compute] compute B layer[0] MB[1]: s10 s6 s29 -> s32 +s31
+          43 free s10
+          44 free s6
+          45 free s29
+          46 [compute] compute B embed[0] MB[0]: s0 s30 -> s33
+          47 free s0
+          48 free s30
+          49 [compute] compute B embed[0] MB[1]: s1 s32 -> +s33
+          50 free s1
           51 free s32
-          52 free s30
-          53 free s27
-          54 free s24
-          55 [compute] update bucket0: s33 -> s34 waits 50
-          56 free s33
-          57 [scalars] collective all_reduce 0,1 norm: s34 -> s35 waits 55
-          58 free s35
-          59 [gather] collective all_gather 0,1: s34 -> s36 waits 55
-          60 free s34
+          52 [reduce] collective reduce_scatter 0,1: s33 s31 s28 s25 -> s34 waits 49
+          53 free s33
+          54 free s31
+          55 free s28
+          56 free s25
+          57 [compute] update bucket0: s34 -> s35 waits 52
+          58 free s34
+          59 [scalars] collective all_reduce 0,1 norm: s35 -> s36 waits 57
+          60 free s35
           61 free s36
     """,
     "zero=2": """
         plan of devices 0,1
-           0 [compute] compute F embed[0] MB[0]: s0 -> s4
-           1 [compute] compute F embed[0] MB[1]: s1 -> s5
-           2 [compute] compute F layer[0] MB[0]: s4 -> s6 s7
-           3 [compute] compute F layer[0] MB[1]: s5 -> s8 s9
-           4 [compute] compute F layer[1] MB[0]: s6 -> s10 s11
-           5 [compute] compute F layer[1] MB[1]: s8 -> s12 s13
-           6 [compute] compute F head[0] MB[0]: s10 -> s14
-           7 [compute] compute F head[0] MB[1]: s12 -> s15
-           8 [compute] compute F loss[0] MB[0]: s14 s2 -> s16 s17
-           9 free s14
-          10 [compute] compute F loss[0] MB[1]: s15 s3 -> s18 s19
-          11 free s15
-          12 [scalars] collective all_reduce 0,1 total: s16 s18 -> s20 waits 10
-          13 free s16
-          14 free s18
-          15 free s20
-          16 [compute] compute B loss[0] MB[0]: s17 s2 -> s21
-          17 free s17
-          18 free s2
-          19 [compute] compute B loss[0] MB[1]: s19 s3 -> s22
-          20 free s19
-          21 free s3
-          22 [compute] compute B head[0] MB[0]: s10 s21 -> s23 s24
-          23 free s10
-          24 free s21
-          25 [reduce] collective reduce_scatter 0,1 head[0] MB[0]: s24 -> s25 waits 22
-          26 free s24
-          27 [compute] compute B head[0] MB[1]: s12 s22 -> s26 s27
-          28 free s12
-          29 free s22
-          30 [reduce] collective reduce_scatter 0,1 head[0] MB[1]: s27 -> +s25 waits 25 27
-          31 free s27
-          32 [compute] compute B layer[1] MB[0]: s11 s6 s23 -> s28 s29
-          33 free s11
-          34 free s6
-          35 free s23
-          36 [reduce] collective reduce_scatter 0,1 layer[1] MB[0]: s29 -> s30 waits 30 32
-          37 free s29
-          38 [compute] compute B layer[1] MB[1]: s13 s8 s26 -> s31 s32
-          39 free s13
-          40 free s8
-          41 free s26
-          42 [reduce] collective reduce_scatter 0,1 layer[1] MB[1]: s32 -> +s30 waits 36 38
-          43 free s32
-          44 [compute] compute B layer[0] MB[0]: s7 s4 s28 -> s33 s34
-          45 free s7
-          46 free s4
-          47 free s28
-          48 [reduce] collective reduce_scatter 0,1 layer[0] MB[0]: s34 -> s35 waits 42 44
-          49 free s34
-          50 [compute] compute B layer[0] MB[1]: s9 s5 s31 -> s36 s37
-          51 free s9
-          52 free s5
-          53 free s31
-          54 [reduce] collective reduce_scatter 0,1 layer[0] MB[1]: s37 -> +s35 waits 48 50
-          55 free s37
-          56 [compute] compute B embed[0] MB[0]: s0 s33 -> s38
-          57 free s0
-          58 free s33
-          59 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s38 -> s39 waits 54 56
-          60 free s38
-          61 [compute] compute B embed[0] MB[1]: s1 s36 -> s40
-          62 free s1
-          63 free s36
-          64 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s40 -> +s39 waits 59 61
-          65 free s40
-          66 [compute] update bucket3: s25 -> s41 waits 30
-          67 free s25
-          68 [gather] collective all_gather 0,1: s41 -> s42 waits 66
-          69 free s42
-          70 [compute] update bucket1: s35 -> s43 waits 54
-          71 free s35
-          72 [compute] update bucket0: s39 -> s44 waits 64
-          73 free s39
-          74 [gather] collective all_gather 0,1: s43 -> s45 waits 70
-          75 free s45
-          76 [compute] update bucket2: s30 -> s46 waits 42
-          77 free s30
-          78 [gather] collective all_gather 0,1: s44 -> s47 waits 72
-          79 free s47
-          80 [scalars] collective all_reduce 0,1 norm: s44 s43 s46 s41 -> s48 waits 76
-          81 free s44
-          82 free s43
-          83 free s41
-          84 free s48
-          85 [gather] collective all_gather 0,1: s46 -> s49 waits 76
-          86 free s46
+           0 [gather] collective all_gather 0,1:  -> s4
+           1 [gather] collective all_gather 0,1:  -> s5
+           2 [gather] collective all_gather 0,1:  -> s6
+           3 [gather] collective all_gather 0,1:  -> s7
+           4 [compute] compute F embed[0] MB[0]: s0 s4 -> s8 waits 0
+           5 [compute] compute F embed[0] MB[1]: s1 s4 -> s9 waits 0
+           6 free s4
+           7 [compute] compute F layer[0] MB[0]: s8 s5 -> s10 s11 waits 1
+           8 [compute] compute F layer[0] MB[1]: s9 s5 -> s12 s13 waits 1
+           9 free s5
+          10 [compute] compute F layer[1] MB[0]: s10 s6 -> s14 s15 waits 2
+          11 [compute] compute F layer[1] MB[1]: s12 s6 -> s16 s17 waits 2
+          12 free s6
+          13 [compute] compute F head[0] MB[0]: s14 s7 -> s18 waits 3
+          14 [compute] compute F head[0] MB[1]: s16 s7 -> s19 waits 3
+          15 free s7
+          16 [compute] compute F loss[0] MB[0]: s18 s2 -> s20 s21
+          17 free s18
+          18 [compute] compute F loss[0] MB[1]: s19 s3 -> s22 s23
+          19 free s19
+          20 [scalars] collective all_reduce 0,1 total: s20 s22 -> s24 waits 18
+          21 free s20
+          22 free s22
+          23 free s24
+          24 [compute] compute B loss[0] MB[0]: s21 s2 -> s25
+          25 free s21
+          26 free s2
+          27 [compute] compute B loss[0] MB[1]: s23 s3 -> s26
+          28 free s23
+          29 free s3
+          30 [compute] compute B head[0] MB[0]: s14 s25 -> s27 s28
+          31 free s14
+          32 free s25
+          33 [reduce] collective reduce_scatter 0,1 head[0] MB[0]: s28 -> s29 waits 30
+          34 free s28
+          35 [compute] compute B head[0] MB[1]: s16 s26 -> s30 s31
+          36 free s16
+          37 free s26
+          38 [reduce] collective reduce_scatter 0,1 head[0] MB[1]: s31 -> +s29 waits 33 35
+          39 free s31
+          40 [compute] compute B layer[1] MB[0]: s15 s10 s27 -> s32 s33
+          41 free s15
+          42 free s10
+          43 free s27
+          44 [reduce] collective reduce_scatter 0,1 layer[1] MB[0]: s33 -> s34 waits 38 40
+          45 free s33
+          46 [compute] compute B layer[1] MB[1]: s17 s12 s30 -> s35 s36
+          47 free s17
+          48 free s12
+          49 free s30
+          50 [reduce] collective reduce_scatter 0,1 layer[1] MB[1]: s36 -> +s34 waits 44 46
+          51 free s36
+          52 [compute] compute B layer[0] MB[0]: s11 s8 s32 -> s37 s38
+          53 free s11
+          54 free s8
+          55 free s32
+          56 [reduce] collective reduce_scatter 0,1 layer[0] MB[0]: s38 -> s39 waits 50 52
+          57 free s38
+          58 [compute] compute B layer[0] MB[1]: s13 s9 s35 -> s40 s41
+          59 free s13
+          60 free s9
+          61 free s35
+          62 [reduce] collective reduce_scatter 0,1 layer[0] MB[1]: s41 -> +s39 waits 56 58
+          63 free s41
+          64 [compute] compute B embed[0] MB[0]: s0 s37 -> s42
+          65 free s0
+          66 free s37
+          67 [reduce] collective reduce_scatter 0,1 embed[0] MB[0]: s42 -> s43 waits 62 64
+          68 free s42
+          69 [compute] compute B embed[0] MB[1]: s1 s40 -> s44
+          70 free s1
+          71 free s40
+          72 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s44 -> +s43 waits 67 69
+          73 free s44
+          74 [compute] update bucket1: s39 -> s45 waits 62
+          75 free s39
+          76 [compute] update bucket2: s34 -> s46 waits 50
+          77 free s34
+          78 [compute] update bucket0: s43 -> s47 waits 72
+          79 free s43
+          80 [compute] update bucket3: s29 -> s48 waits 38
+          81 free s29
+          82 [scalars] collective all_reduce 0,1 norm: s47 s45 s46 s48 -> s49 waits 80
+          83 free s47
+          84 free s45
+          85 free s46
+          86 free s48
           87 free s49
     """,
     "zero=3": """

@@ -6,8 +6,8 @@ order: all devices' orders come from one execution, so they cannot disagree and 
 
 A computation is issued when it starts. A communication is issued as soon as what it reads is there
 and those before it on its stream are issued, even if the stream is busy still: it keeps nobody, and
-a computation that starts at the same moment may keep its device for long. Only a gather, whose
-result takes memory, is issued no sooner than it can start.
+a computation that starts at the same moment may keep its device for long. Only a gather whose
+result takes memory is issued no sooner than it can start.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Issue:
     """When nodes are issued; of those at one moment, communications come first."""
 
     def __init__(self, dag: Dag) -> None:
-        self._eager = [_eager(node) for node in dag.nodes]
+        self._eager = [_eager(dag, node) for node in dag.nodes]
         self._keys = [(0.0, True)] * len(dag.nodes)
         self._tied = [False] * len(dag.nodes)
         """Whether something that a node follows is issued and over at one moment: then it must not
@@ -148,12 +148,15 @@ class _Issue:
         return tuple(sorted(order, key=self._keys.__getitem__))
 
 
-def _eager(node: Node) -> bool:
+def _eager(dag: Dag, node: Node) -> bool:
     match node.op:
         case Transfer():
             return True
-        case Collective(kind=kind):
-            return kind is not CollectiveKind.ALL_GATHER
+        case Collective(kind=CollectiveKind.ALL_GATHER):
+            bucket = dag.extra[node.writes[0] - dag.first_extra].of
+            return dag.buckets[bucket].level < 3  # these are where the parameters are
+        case Collective():
+            return True
         case _:
             return False
 

@@ -1,9 +1,12 @@
-"""Parameters in buckets: their gradients summed over all holders, updated, gathered again.
+"""Parameters in buckets: gathered, their gradients summed over all holders, updated.
 
-    zero=0   B … B ─▶ all_reduce ─▶ update                       at the end of the step
-    zero=1   B … B ─▶ reduce_scatter ─▶ update ─▶ all_gather
-    zero=2   B ─▶ reduce_scatter, every microbatch … ─▶ update ─▶ all_gather
-    zero=3   the same without the last gather: gathers.py gathers before each use
+    zero=0   F … B ─▶ all_reduce ─▶ update
+    zero=1   all_gather ─▶ F … B ─▶ reduce_scatter ─▶ update
+    zero=2   all_gather ─▶ F … B ─▶ reduce_scatter, every microbatch … ─▶ update
+    zero=3   the same without the gather: gathers.py gathers before each use
+
+What one step updates the next one gathers: its forwards hide the gathers of the layers after them,
+as its backwards hide the reductions. At the end of a step nothing would.
 
 Where there are several copies of divided state, the parts of a sum are scattered within each, and
 summed across them once, before the update.
@@ -36,14 +39,17 @@ from piper.lower.rewriter import Rewriter
 
 
 def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
-    """``dag`` with its buckets, and the reductions, updates and final gathers of each. ``known``
-    buckets come first, as they are."""
+    """``dag`` with its buckets, and the gathers, reductions and updates of each. ``known`` buckets
+    come first, as they are."""
     dag = replace(dag, buckets=(*known, *_buckets(dag, known)))
     out = Rewriter(dag)
     contributions = _contributions(dag)
     input_passes = _input_passes(dag)
+    forwards = _forwards(dag)
     for index, bucket in enumerate(dag.buckets):
         users = _users(dag, bucket)
+        if bucket.level in (1, 2):
+            _gather(out, index, bucket, [n for chunk in users for n in forwards.get(chunk, ())])
         gradients = [v for value in _gradients(dag, bucket, users) for v in contributions[value]]
         if gradients:
             uses = [n for chunk in users for n in input_passes.get(chunk, ())]
@@ -113,7 +119,7 @@ def _update(
     uses: tuple[int, ...],
 ) -> None:
     rule = bucket.rule
-    everyone = tuple(dict.fromkeys(d for group in bucket.groups for d in group))
+    everyone = _everyone(bucket)
 
     def add(
         op: Op,
@@ -156,12 +162,34 @@ def _update(
     if bucket.level and bucket.copies > 1:
         op = Collective(CollectiveKind.ALL_REDUCE, bucket.across)
         reduced = [add(op, reduced, ExtraRole.SUMMED)]
-    done = add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE)
+    add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE)
     by = (rule.made_by,) * len(uses)
     out.nodes[-1] = replace(out.nodes[-1], after=uses, after_by=by)
-    if bucket.level in (1, 2):
-        op = Collective(CollectiveKind.ALL_GATHER, bucket.blocks)
-        add(op, (done,), ExtraRole.GATHERED, stream=rule.gather_stream)
+
+
+def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
+    """A gather of what the step before has updated, for all forwards that use it; their backwards
+    come after them."""
+    if not uses:
+        return
+    everyone = _everyone(bucket)
+    whole = out.value(ExtraRole.GATHERED, index, everyone)
+    out.add(
+        Collective(CollectiveKind.ALL_GATHER, bucket.blocks),
+        tags={},
+        devices=everyone,
+        stream=bucket.rule.gather_stream,
+        reads=(),
+        writes=(whole,),
+        made_by=bucket.rule.made_by,
+    )
+    for number in uses:
+        node = out.nodes[number]
+        out.nodes[number] = replace(node, reads=(*node.reads, whole))
+
+
+def _everyone(bucket: Bucket) -> Group:
+    return tuple(dict.fromkeys(d for group in bucket.groups for d in group))
 
 
 @dataclass(slots=True)
@@ -213,6 +241,15 @@ def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
         and node.op.chunk in chunks
         and node.op.which is not Pass.F
     ]
+
+
+def _forwards(dag: Dag) -> dict[int, list[int]]:
+    """For each chunk, its forwards."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for number, node in enumerate(dag.nodes):
+        if isinstance(node.op, Compute) and node.op.which is Pass.F:
+            found[node.op.chunk].append(number)
+    return found
 
 
 def _input_passes(dag: Dag) -> dict[int, list[int]]:
