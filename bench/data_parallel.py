@@ -3,7 +3,7 @@
 One model (a dense transformer), the same weights, batches and AdamW, in fp32; two gloo workers of
 one thread, each pinned to a core. Level by level:
 
-    zero=0   mesh(dp=2, zero=0)    DistributedDataParallel
+    zero=0   mesh(dp=2, zero=0)    DistributedDataParallel; ours with zero=1 beside
     zero=1   mesh(dp=2, zero=1)    DeepSpeed 1
     zero=2   mesh(dp=2, zero=2)    fully_shard, reshard_after_forward=False; DeepSpeed 2
     zero=3   mesh(dp=2, zero=3)    fully_shard, reshard_after_forward=True; DeepSpeed 3
@@ -79,7 +79,8 @@ def sides(
         found[f"piper breadth-first, {BUCKETS[-1]} MB"] = program(
             work, zero, BUCKETS[-1], "breadth-first", costs
         )
-    if zero == 0:
+    if zero == 0:  # the same sums, each updated by one device, and parameters gathered later
+        found[f"piper zero=1, {BUCKETS[-1]} MB"] = program(work, 1, BUCKETS[-1], "1f1b", costs)
         found |= {f"DDP, {size} MB": Replicated(work, size) for size in BUCKETS}
     if zero >= 2:
         for each in (True, False) if work.microbatches > 1 else (True,):

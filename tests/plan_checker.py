@@ -1146,25 +1146,32 @@ class _Checker:
         ``fresh`` gradients are copied, and what only the backward reads is gone."""
         plan = self.plans[c]
         x = plan.instructions[place]
-        while_it_runs = self._workspace(c, x)
-        if not fresh:
-            return while_it_runs
-        gone = 0
+        freed: set[int] = set()
         for after in plan.instructions[place + 1 :]:
             if after.verb is not Verb.FREE:
                 break
-            (slot,) = after.reads
-            gone += plan.slot_bytes[slot] if self.kinds[c][slot] is Holder.SAVED else 0
+            freed.update(after.reads)
+        while_it_runs = self._workspace(c, x, freed)
+        if not fresh:
+            return while_it_runs
+        of_backward = [slot for slot in freed if self.kinds[c][slot] is Holder.SAVED]
+        gone = sum(plan.slot_bytes[slot] for slot in of_backward)
         return max(while_it_runs, fresh + sum(plan.slot_bytes[s] for s in x.adds) - gone)
 
-    def _workspace(self, c: int, x: Instruction) -> int:
-        """Bytes that only the instruction itself needs."""
+    def _workspace(self, c: int, x: Instruction, freed: set[int]) -> int:
+        """Bytes that only the instruction itself needs: fewer where all that this pass is the last
+        one of its chunk to read is ``freed`` after it, and so while it runs."""
         size = self.plans[c].slot_bytes
         if isinstance(x.op, Compute):
             model = self._model(self.dag.nodes[x.node].devices)
             variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
             new = sum(size[slot] for slot in x.adds)
-            return variant.passes[x.op.which].workspace + new
+            facts = variant.passes[x.op.which]
+            values = self.dag.nodes[x.node].reads[: len(facts.reads)]
+            given = [self._role(v) is not Role.SEED for v in values]
+            refs = [ref for ref, there in zip(facts.reads, given, strict=True) if there]
+            slots = [s for ref, s in zip(refs, x.reads, strict=False) if ref in facts.last]
+            return facts.workspace + new - (facts.eased if freed.issuperset(slots) else 0)
         return 0
 
     def _model(self, group: Group) -> Model:

@@ -110,11 +110,16 @@ DTYPES = [
 
 
 def _busy(chunk: ChunkFacts, rng: random.Random) -> ChunkFacts:
-    """``chunk`` with other workspaces."""
+    """``chunk`` with other workspaces, and passes that are the last to read some things."""
     variants = {}
     for policy, variant in chunk.variants.items():
         passes = {
-            which: replace(p, workspace=rng.choice([0, 1, 1000, 10000]))
+            which: replace(
+                p,
+                workspace=(most := rng.choice([0, 1, 1000, 10000])),
+                last=tuple(ref for ref in p.reads if rng.random() < 0.7),
+                eased=min(most, rng.choice([0, 1, 1000])),
+            )
             for which, p in variant.passes.items()
         }
         variants[policy] = replace(variant, passes=passes)

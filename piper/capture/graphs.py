@@ -116,9 +116,9 @@ def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:
     return list(order)
 
 
-def workspace(graph: fx.Graph) -> int:
+def workspace(graph: fx.Graph, given: Collection[fx.Node] = ()) -> int:
     """Bytes that a call needs at its worst moment beside its arguments and its results, when each
-    tensor is let go after its last use."""
+    tensor is let go after its last use: its own, and the arguments ``given`` to it for good."""
     results = {base_of(node) for node in returned(graph)}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -127,7 +127,7 @@ def workspace(graph: fx.Graph) -> int:
     dying: dict[fx.Node, list[fx.Node]] = {}
     for base, node in last.items():
         dying.setdefault(node, []).append(base)
-    size: dict[fx.Node, int] = {}
+    size = {node: TensorSpec.of(node.meta["val"]).nbytes for node in given}
     held = peak = kept = 0
     for node in graph.nodes:
         made, unused = _made(node)

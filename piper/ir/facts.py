@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from piper.capture.graphs import workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.passes import split
@@ -35,6 +36,11 @@ class PassFacts:
     uses_parameters: bool
     workspace: int = 0
     """Bytes it needs for a while beside what it reads and makes."""
+    last: tuple[Ref, ...] = ()
+    """What it reads that no later pass of the chunk does."""
+    eased: int = 0
+    """Bytes of the workspace that it does not need where nobody else needs those either, and they
+    are let go as soon as they are used."""
     moved: int = 0
     """Bytes that its operations read and write, each by itself."""
     moved_fused: int = 0
@@ -174,23 +180,44 @@ def _variants(joint: Joint) -> Mapping[Remat, Variant]:
 
 def _variant(program: Program) -> Variant:
     return Variant(
-        passes={which: _pass(function) for which, function in program.functions.items()},
+        passes={which: _pass(program, which) for which in program.functions},
         saved_bytes=program.saved_bytes - program.kept_bytes,
         kept_bytes=program.kept_bytes,
         handoff_bytes=sum(spec.nbytes for spec in program.handoff),
     )
 
 
-def _pass(function: Function) -> PassFacts:
+_LATER: Mapping[Pass, tuple[Pass, ...]] = {
+    Pass.F: (Pass.B, Pass.BI, Pass.BW),
+    Pass.B: (),
+    Pass.BI: (Pass.BW,),
+    Pass.BW: (),
+}
+
+
+def _pass(program: Program, which: Pass) -> PassFacts:
+    function = program.functions[which]
+    after = [program.functions[later] for later in _LATER[which] if later in program.functions]
+    needed = {ref for later in after for ref in bundled(later.arguments)}
+    last = tuple(ref for ref in bundled(function.arguments) if ref not in needed)
     return PassFacts(
         reads=bundled(function.arguments),
         writes=bundled(function.results),
         flops=function.flops,
         uses_parameters=any(ref.kind is Kind.PARAMETER for ref in function.arguments),
         workspace=function.workspace,
+        last=last,
+        eased=function.workspace - max(0, _freeing(function, last)),
         moved=function.moved,
         moved_fused=function.moved_fused,
     )
+
+
+def _freeing(function: Function, last: tuple[Ref, ...]) -> int:
+    """The workspace of a function to which the arguments in ``last`` are given for good."""
+    graph = function.module.graph
+    arguments = zip(graph.find_nodes(op="placeholder"), function.arguments, strict=True)
+    return workspace(graph, [node for node, ref in arguments if set(bundled((ref,))) & set(last)])
 
 
 def bundled(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:

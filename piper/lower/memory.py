@@ -11,6 +11,7 @@ from enum import Enum
 
 from piper.errors import DirectiveError
 from piper.ir.dag import Compute, Dag, Update
+from piper.ir.facts import PassFacts
 from piper.ir.text import group_text, region_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import adds_up_in_place, gradient_names
@@ -121,7 +122,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
                 book.add(Holder.GRADIENTS, -sums.taken(x))
                 book.add(Holder.COMMUNICATION, beside)
                 way.begin(place, x, beside)
-            workspace = _workspace(dag, sizes, x, size, optimizer)
+            workspace = _workspace(dag, sizes, x, frees[place], size, optimizer)
             if copied := sums.copied(x):  # when the program is done with what it alone reads
                 gone = sum(size[slot] for slot in frees[place] if holders[slot] is Holder.SAVED)
                 workspace = max(workspace, _added(x, size) + copied - gone)
@@ -272,15 +273,33 @@ def _unpacked(x: Instruction, size: tuple[int, ...]) -> int:
 
 
 def _workspace(
-    dag: Dag, sizes: Sizes, x: Instruction, size: tuple[int, ...], optimizer: OptimizerCost
+    dag: Dag,
+    sizes: Sizes,
+    x: Instruction,
+    freed: list[int],
+    size: tuple[int, ...],
+    optimizer: OptimizerCost,
 ) -> int:
-    """Bytes that an instruction needs while it runs beside what it reads and writes."""
+    """Bytes that an instruction needs while it runs beside what it reads and writes; ``freed`` are
+    the slots that nobody needs after it."""
     if isinstance(x.op, Compute):
-        workspace = sizes.facts(x.op, len(dag.nodes[x.node].devices)).workspace
-        return workspace + _added(x, size)
+        facts = sizes.facts(x.op, len(dag.nodes[x.node].devices))
+        eased = facts.eased if _reads_last(dag, x, facts, freed) else 0
+        return facts.workspace - eased + _added(x, size)
     if isinstance(x.op, Update):
         return sizes.updating(x.op.bucket, optimizer.update, together=optimizer.together)
     return 0
+
+
+def _reads_last(dag: Dag, x: Instruction, facts: PassFacts, freed: list[int]) -> bool:
+    """Whether nobody else on the device needs what no later pass of the chunk does."""
+    slots = iter(x.reads)
+    for ref, value in zip(facts.reads, dag.nodes[x.node].reads, strict=False):
+        if value < dag.first_extra and dag.table.value(value)[0].role is Role.SEED:
+            continue
+        if next(slots) not in freed and ref in facts.last:
+            return False
+    return True
 
 
 def _added(x: Instruction, size: tuple[int, ...]) -> int:
