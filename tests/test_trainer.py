@@ -204,7 +204,7 @@ def helped_in_evaluation(self: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [doubled_in_training, helped_in_training, helped_in_evaluation])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_models_that_compute_something_else_in_evaluation(
     forward: Callable[..., Tensor], zero: int
 ) -> None:

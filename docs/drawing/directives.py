@@ -178,7 +178,10 @@ def replicate() -> str:
         makers = [i for i in passes(dag) if any(e.source == i for e in _summed(dag))]
         spots = {n: (PAD + BOX_W / 2, HEAD + BOX_H / 2 + 44 * i) for i, n in enumerate(makers)}
         right = PAD + BOX_W + 22.0
-        for i, node in enumerate(dag.nodes):
+        late = [i for i, n in enumerate(dag.nodes) if n.stream == "gather"]  # by the next step
+        others = [i for i in range(len(dag.nodes)) if i not in late]
+        for i in (*others, *late):
+            node = dag.nodes[i]
             if not isinstance(node.op, Compute) and node.stream != "scalars":
                 width = 2 * half(node)[0]
                 spots[i] = right + 34 + width / 2, HEAD + BOX_H / 2 + 66

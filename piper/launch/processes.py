@@ -192,7 +192,7 @@ class ProcessCrew:
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
             # milliseconds: memory that a step frees and takes again is not given back between
-            environment.setdefault("MIMALLOC_PURGE_DELAY", "25")
+            environment.setdefault("MIMALLOC_PURGE_DELAY", "50")
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
