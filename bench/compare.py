@@ -37,7 +37,7 @@ SETS: dict[str, list[list[str]]] = {
         ["data_parallel.py", "--slow", "200", "--microbatches", "4"],
     ],
     "emulated": [["emulated_pipelines.py"]],
-    "experts": [["overlap.py", "--microbatches", "32", "--rows", "4"], ["overlap.py", "--emulate"]],
+    "experts": [["overlap.py", "--microbatches", "64", "--rows", "4"], ["overlap.py", "--emulate"]],
     "host": [["overhead.py"]],
     "gpu": [["gpu.py"]],
 }

@@ -34,6 +34,9 @@ from piper.models import DenseConfig, DenseTransformer, lm_loss
 from piper.strategies import mesh
 
 adamw = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
+COMPARED, TOLERANCE = 10, 5e-4
+"""Whole-model compilation fuses otherwise than chunks do, and rounds otherwise in bf16: 3e-5 apart
+in the first step, which training multiplies from step to step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,7 @@ def main(
         )
         cases.append(Case(name.format(seq), against, found))
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    comparison = Comparison("one GPU", where, cases, tolerance=2**-7)  # two units of bf16
+    comparison = Comparison("one GPU", where, cases, tolerance=TOLERANCE, compared=COMPARED)
     comparison.conclude(file)
 
 

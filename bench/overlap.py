@@ -100,7 +100,6 @@ def main(
     ]
     kind = "emulated" if emulate else "real kernels"
     case = Case(f"{microbatches} microbatches, {layers} layers", "piper 1F1B", found)
-    # the two holders of a stage in DualPipe add in another order
     comparison = Comparison(f"experts over a slow link, {kind}", workers, [case], notes)
     comparison.conclude(file)
 

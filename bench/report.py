@@ -47,10 +47,11 @@ class Case:
         """Whether anything is computed that could be wrong."""
         return any(one.losses for one in self.sides.values())
 
-    @property
-    def difference(self) -> float:
-        """The largest relative difference between the losses of any two, in any step."""
-        losses = torch.tensor([one.losses for one in self.sides.values()], dtype=torch.float64)
+    def difference(self, steps: int | None = None) -> float:
+        """The largest relative difference between the losses of any two, in any of the first
+        ``steps``."""
+        losses = [one.losses[:steps] for one in self.sides.values()]
+        losses = torch.tensor(losses, dtype=torch.float64)
         apart, largest = losses.amax(0) - losses.amin(0), losses.abs().amax(0)
         return float(torch.where(apart == 0, 0.0, apart / largest).max())
 
@@ -66,6 +67,8 @@ class Comparison:
     """What was skipped, and why; and whatever else a reader must know."""
     tolerance: float = 1e-5
     """Of losses, relative."""
+    compared: int | None = None
+    """The losses of how many steps must agree; all, if not said."""
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(asdict(self), indent=1))
@@ -88,15 +91,15 @@ class Comparison:
 
     def check(self) -> None:
         """End the program if sides disagree: a faster wrong answer is none."""
-        wrong = [c for c in self.cases if c.has_losses and not c.difference <= self.tolerance]
+        apart = {c.name: c.difference(self.compared) for c in self.cases if c.has_losses}
+        wrong = [
+            f"{self.title}, {name}: losses differ by {difference:.1e}, more than "
+            f"{self.tolerance:.0e}"
+            for name, difference in apart.items()
+            if not difference <= self.tolerance
+        ]
         if wrong:
-            sys.exit(
-                "\n".join(
-                    f"{self.title}, {case.name}: losses differ by {case.difference:.1e}, more than "
-                    f"{self.tolerance:.0e}"
-                    for case in wrong
-                )
-            )
+            sys.exit("\n".join(wrong))
 
 
 def best(sides: dict[str, Found], among: Iterable[str]) -> str:
@@ -131,7 +134,9 @@ def print_cases(comparison: Comparison, console: Console | None = None) -> None:
         table.add_section()
     console.print(table)
     for case in (case for case in cases if case.has_losses):
-        console.print(f"{case.name}: losses differ by {case.difference:.1e} at most")
+        apart = case.difference(comparison.compared)
+        steps = f" in the first {comparison.compared} steps" if comparison.compared else ""
+        console.print(f"{case.name}: losses differ by {apart:.1e} at most{steps}")
     for note in comparison.notes:
         console.print(note)
 

@@ -60,7 +60,7 @@ def test_losses_of_zero_do_not_differ_and_none_are_not_compared(report: ModuleTy
     sides = {name: report.Found(seconds=[1.0]) for name in "ab"}
     report.Comparison("a title", "here", [report.Case("a case", "a", sides)]).check()
     case = report.Case("a case", "a", {name: report.Found([0.0], [1.0]) for name in "ab"})
-    assert case.difference == 0.0
+    assert case.difference() == 0.0
     assert case.running_ratio("b") is case.memory_ratio("b") is None
 
 

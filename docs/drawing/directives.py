@@ -177,19 +177,30 @@ def replicate() -> str:
         dag = lower(strategy.apply(build(two)), {2: two}).dag
         makers = [i for i in passes(dag) if any(e.source == i for e in _summed(dag))]
         spots = {n: (PAD + BOX_W / 2, HEAD + BOX_H / 2 + 44 * i) for i, n in enumerate(makers)}
-        right = PAD + BOX_W + 22.0
-        late = [i for i, n in enumerate(dag.nodes) if n.stream == "gather"]  # by the next step
-        others = [i for i in range(len(dag.nodes)) if i not in late]
-        for i in (*others, *late):
-            node = dag.nodes[i]
-            if not isinstance(node.op, Compute) and node.stream != "scalars":
-                width = 2 * half(node)[0]
-                spots[i] = right + 34 + width / 2, HEAD + BOX_H / 2 + 66
-                right += 34 + width
+        pills = [
+            (i, 2 * half(node)[0])
+            for i, node in enumerate(dag.nodes)
+            if not isinstance(node.op, Compute) and node.stream != "scalars"
+        ]
+        bottom = HEAD + BOX_H + 44 * 3 + PAD
+
+        def row(left: float, wanted: bool) -> float:
+            """Place the gathers, or the others, from ``left`` on; where they end."""
+            for i, width in pills:
+                if (dag.nodes[i].stream == "gather") == wanted:
+                    spots[i] = left + width / 2, HEAD + BOX_H / 2 + 66
+                    left += width + 34
+            return left - 34 + PAD
+
+        right = row(PAD + BOX_W + 56, wanted=False)
+        bands = [("devices 0, 1", 0, 0, right, bottom)]
+        if any(dag.nodes[i].stream == "gather" for i, _ in pills):
+            after = right + 20
+            bands.append(("next step", after, 0, row(after + PAD, wanted=True), bottom))
         found = Drawn(dag, spots, wanted=lambda edge: edge.target not in makers)
         found.notes = {n: f"MB {dag.nodes[n].compute.microbatch}" for n in makers}
         found.named = lambda edge: False
-        found.bands = [("devices 0, 1", 0, 0, right + PAD, HEAD + BOX_H + 44 * 3 + PAD)]
+        found.bands = bands
         return found
 
     rules = piper.replicate({}, zero=0), piper.replicate({}, zero=1)

@@ -55,6 +55,8 @@ class Kind(Enum):
 
 SAVED = (Kind.SAVED, Kind.KEPT)
 """What the forward makes for the backward alone."""
+BUNDLES = (*SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
+"""What plans know as one value, however many tensors it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from piper.capture.graphs import workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.passes import split
-from piper.capture.program import SAVED, Function, Kind, Pass, Program, Ref
+from piper.capture.program import BUNDLES, Function, Kind, Pass, Program, Ref
 from piper.capture.saving import Remat
 
-_BUNDLED = (*SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
 _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
 
 
@@ -222,5 +221,5 @@ def _freeing(function: Function, last: tuple[Ref, ...]) -> int:
 
 def bundled(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
     """``refs`` without state, and with one reference for each bundle: what slots hold."""
-    kept = (Ref(r.kind, 0) if r.kind in _BUNDLED else r for r in refs if r.kind not in _STATE)
+    kept = (Ref(r.kind, 0) if r.kind in BUNDLES else r for r in refs if r.kind not in _STATE)
     return tuple(dict.fromkeys(kept))

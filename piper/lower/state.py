@@ -44,8 +44,8 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
     dag = replace(dag, buckets=(*known, *_buckets(dag, known)))
     out = Rewriter(dag)
     contributions = _contributions(dag)
-    input_passes = _input_passes(dag)
-    forwards = _forwards(dag)
+    forwards = _passes(dag, Pass.F)
+    input_passes = _passes(dag, Pass.BI)  # they read parameters, and make no gradient of these
     for index, bucket in enumerate(dag.buckets):
         users = _users(dag, bucket)
         if bucket.level in (1, 2):
@@ -243,20 +243,10 @@ def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
     ]
 
 
-def _forwards(dag: Dag) -> dict[int, list[int]]:
-    """For each chunk, its forwards."""
+def _passes(dag: Dag, which: Pass) -> dict[int, list[int]]:
+    """For each chunk, its passes of one kind."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     for number, node in enumerate(dag.nodes):
-        if isinstance(node.op, Compute) and node.op.which is Pass.F:
-            found[node.op.chunk].append(number)
-    return found
-
-
-def _input_passes(dag: Dag) -> dict[int, list[int]]:
-    """For each chunk, its BI passes: they read parameters, and no gradient of these need wait for
-    them."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for number, node in enumerate(dag.nodes):
-        if isinstance(node.op, Compute) and node.op.which is Pass.BI:
+        if isinstance(node.op, Compute) and node.op.which is which:
             found[node.op.chunk].append(number)
     return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.capture.batch import strided_like
 from piper.capture.codegen import Runners
-from piper.capture.program import SAVED, Kind, Ref
+from piper.capture.program import BUNDLES, Kind, Ref
 from piper.ir.dag import Compute
 from piper.ir.facts import bundled
 from piper.ir.values import ExtraRole, parameters_of, tied_chunks
@@ -20,9 +20,6 @@ from piper.lower.plan import Instruction, Plan, Verb
 from piper.program import Code
 from piper.runtime.comm import Comm
 from piper.runtime.state import DeviceState
-
-BUNDLES = (*SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
-"""What a slot holds several tensors of."""
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.capture.program import Kind, Ref
+from piper.capture.program import BUNDLES, Kind, Ref
 from piper.ir.dag import Compute
 from piper.lower.plan import Instruction
 from piper.random import fold, seeded
-from piper.runtime.board import BUNDLES, Board, Made
+from piper.runtime.board import Board, Made
 from piper.runtime.pending import Act
 from piper.runtime.streams import Free
 from piper.runtime.together import Together
