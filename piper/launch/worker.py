@@ -36,6 +36,7 @@ from piper.launch.watching import watched
 from piper.program import Program
 from piper.runtime.distributed import Distributed
 from piper.runtime.executor import CommunicationError, InstructionError
+from piper.runtime.gloo import one_loop
 from piper.runtime.pending import Pending
 from piper.runtime.state import Fetch
 from piper.weights import materialised
@@ -92,7 +93,7 @@ def _start(task: Task, folder: Path) -> tuple[Device, Distributed]:
     timeout, start = timedelta(seconds=task.timeout), timedelta(seconds=task.start_timeout)
     store = dist.TCPStore("127.0.0.1", task.port, timeout=start)
     dist.init_process_group(
-        "nccl" if where.type == "cuda" else "gloo",
+        "nccl" if where.type == "cuda" else one_loop(),
         store=store,
         rank=devices.index(task.device),
         world_size=len(devices),

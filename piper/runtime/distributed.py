@@ -25,6 +25,7 @@ from piper.errors import PiperError
 from piper.ir.dag import Collective, StreamRule, Transfer
 from piper.lower.plan import Plan
 from piper.runtime.comm import Group, Handle, One, Two
+from piper.runtime.gloo import one_loop
 
 _IN_FLIGHT = 8
 """Messages of one stream that may be under way: more would only hold memory."""
@@ -104,6 +105,8 @@ class Distributed:
         what is asked of streams, where the backend can do it."""
         self._device = device
         self._rank = {number: rank for rank, number in enumerate(devices)}
+        self._nccl = dist.get_backend() == "nccl"
+        self.any_order = not self._nccl
         self._groups: dict[tuple[str, Group], Any] = {}
         self._orders: dict[Group, list[int]] = {}
         """For groups that are not listed in the order of ranks, as torch keeps them: which member
@@ -114,8 +117,9 @@ class Distributed:
                 self._orders[group] = order
             ranks = [self._rank[number] for number in group]
             options = _options((rules or {}).get(stream.split(" ")[0]))
-            self._groups[stream, group] = dist.new_group(ranks, timeout=timeout, pg_options=options)
-        self._nccl = dist.get_backend() == "nccl"
+            self._groups[stream, group] = dist.new_group(
+                ranks, timeout, None if self._nccl else one_loop(), options
+            )
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._sent: dict[str, deque[_Sent]] = {}
         self._to_self: dict[int, Tensor] = {}
