@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -37,6 +37,9 @@ from piper.runtime.portable import Portions
 
 _GRACE = 2.0
 """Seconds that workers get to end by themselves."""
+_LOOK = 1.0
+"""Seconds after which it is looked whether workers live whose connection may be held by others; the
+end of most connections says so by itself."""
 _NOWHERE = (-1).to_bytes(8, sys.byteorder, signed=True)
 """The place of a worker that runs no instruction."""
 
@@ -217,16 +220,18 @@ class ProcessCrew:
             plans, code = program.evaluation_plans, program.evaluation_code
         self._running = plans
         of = {device: plan for plan in plans for device in plan.devices}
-        messages = []
-        for worker in self._workers:
-            given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
-            messages.append(dumped(Call(method, given if what is None else (given, what))))
+
+        def message(worker: _Worker) -> bytes:
             with self._place(worker).open("r+b") as place:
                 place.write(_NOWHERE)
-        reports: list[Report] = self._ask(messages)
+            given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
+            return dumped(Call(method, given if what is None else (given, what)))
+
+        # one by one: the first can begin while the next one's part is cut
+        reports: list[Report] = self._ask(map(message, self._workers))
         return Report.joined(reports)
 
-    def _ask(self, messages: Sequence[bytes]) -> list[Any]:
+    def _ask(self, messages: Iterable[bytes]) -> list[Any]:
         """What the workers answer. Whatever interrupts this ends them: calls that only some of them
         know of, or answers that nobody read, would be mistaken for others later."""
         if not self._workers:
@@ -246,7 +251,7 @@ class ProcessCrew:
         while len(answers) < len(self._workers):
             waiting = [w for w in self._workers if w.device not in answers]
             left = deadline - time.monotonic()
-            ready = wait([w.connection for w in waiting], timeout=min(0.1, max(0.0, left)))
+            ready = wait([w.connection for w in waiting], timeout=min(_LOOK, max(0.0, left)))
             for worker in waiting:
                 if worker.connection in ready:
                     answers[worker.device] = self._answer(worker)
