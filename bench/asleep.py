@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from emulated import FLOPS, Block, Blocks, loss, pause, sleep
+from emulated import FLOPS, Block, Blocks, loss, pause, sleep, slowly
 from peers import stages_of
 from torch import Tensor, nn
 from work import evenly
@@ -90,15 +90,15 @@ class Asleep:
         )
 
     def lengths(self) -> tuple[float, float, float]:
-        """How long the three sleeps of a block really take when nothing else happens: a little
-        longer than they were told to."""
-        x = torch.zeros(1, DIM)
+        """How long the operators of a block's three passes take when nothing else happens: a little
+        longer than the sleep that is in each."""
+        x, scale = torch.zeros(1, DIM), torch.ones(DIM)
         forward, inputs, weights = self.seconds
         found = []
         for act in (
-            lambda: sleep(x, forward, inputs),
-            lambda: pause(x, inputs),
-            lambda: pause(x, weights),
+            lambda: sleep(x, forward, inputs) * slowly(scale, weights),
+            lambda: pause(x * scale, inputs),
+            lambda: pause((x * x).sum(0), weights),
         ):
             taken = []
             for _ in range(9):
@@ -109,7 +109,7 @@ class Asleep:
         return found[0], found[1], found[2]
 
     def ideal(self, schedule: str, lengths: tuple[float, float, float]) -> float:
-        """Seconds of a step if nothing but sleeps of these lengths took time."""
+        """Seconds of a step if nothing but passes of these lengths took time."""
         each = self.layers // stages_of(SCHEDULES[schedule], self.workers)
         forward, inputs, weights = (each * x for x in lengths)
         found = timed(

@@ -6,8 +6,8 @@ than cores still show the schedule. Everything else is real: processes, gloo, th
 
     4 workers x 8 microbatches, 8 x 16, 16 x 32
 
-The ideal is the schedule on paper, where sending takes no time and sleeps take what they take when
-alone; "of ideal" is what is left of it.
+The ideal is the schedule on paper, where sending takes no time and passes take what their operators
+take when alone; "of ideal" is what is left of it.
 
     python bench/emulated_pipelines.py [--workers 4] [--seconds 0.04] [--json FILE]
 """
@@ -55,8 +55,9 @@ def main(
             cases.append(
                 Case(label, theirs, found, dict.fromkeys(found, work.ideal(name, lengths)))
             )
-    where = f"blocks sleep {1e3 * seconds:g} ms a pass, alone {1e3 * lengths[0]:.2f}"
-    where += f", torch {torch.__version__}"
+    alone = ", ".join(f"{1e3 * length:.2f}" for length in lengths)
+    where = f"blocks sleep {1e3 * seconds:g} ms a pass, which alone takes {alone}"
+    where += f"; torch {torch.__version__}"
     comparison = Comparison("emulated pipelines", where, cases)
     comparison.conclude(file)
 
