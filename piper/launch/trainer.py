@@ -10,8 +10,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -129,6 +127,9 @@ class Trainer:
     ) -> Iterator[StepResult]:
         """Train on batches, each ``(*inputs, *targets)``, with a progress display; yields the
         result of each step."""
+        from rich.console import Console  # workers import this file, and show no progress
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         console = Console(stderr=True)
         columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}")
         texts = [TextColumn(c) if isinstance(c, str) else c for c in columns]

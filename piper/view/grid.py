@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from piper.capture.program import Pass
+
+if TYPE_CHECKING:  # every worker imports this file, and draws nothing
+    from rich.text import Text
 
 _COLOURS = {Pass.F: "blue", Pass.B: "green", Pass.BI: "cyan", Pass.BW: "yellow"}
 LETTERS = {Pass.F: "F", Pass.B: "B", Pass.BI: "I", Pass.BW: "W"}
@@ -60,6 +61,8 @@ class Grid:
 
     def text(self, width: int | None = None) -> Text:
         """Drawn, at most ``width`` columns wide."""
+        from rich.text import Text
+
         name = max((len(line.name) for line in self.lines), default=0)
         room = (width or _WIDEST) - name - len("   100% idle")
         scale = min(self._natural(), max(1, room) / self.end) if self.end else 1.0
@@ -92,6 +95,8 @@ class Grid:
         return wanted[len(wanted) * 9 // 10] if wanted else 1.0
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console()
         text = self.text(console.width if console.is_terminal else None)
         with console.capture() as capture:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from piper.capture import Captured, Chunk, Kind, Pass, Program, Ref
+
+if TYPE_CHECKING:  # every worker imports this file, and draws nothing
+    from rich.table import Table
 
 _CAPTION = (
     "Of one microbatch: bytes a chunk outputs, saves in F just for its backward, and holds for it "
@@ -24,6 +24,10 @@ _CAPTION = (
 def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
     """One line a chunk; with ``fold``, repeated groups of chunks, such as layers, take the lines
     of one, and the column × says how many there are."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, show_footer=True)
     table.caption = Text(_CAPTION, style="dim italic")
     table.caption_justify = "left"
