@@ -42,6 +42,9 @@ Two = Callable[[Tensor, Tensor], Handle]
 class Comm(Protocol):
     """One device's end of all communication."""
 
+    any_order: bool
+    """Whether messages may be asked for in another order than they are sent in."""
+
     def send(self, node: int, stream: str, to: int) -> One: ...
 
     def receive(self, node: int, stream: str, source: int) -> One: ...

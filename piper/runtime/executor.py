@@ -6,7 +6,7 @@ resolved: nothing is looked up by name while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -101,6 +101,8 @@ class Executor:
             before = [marks[w] for w in waits if w in marks]
             act = self.streams.wrapped(act, x.stream, before, marks.get(place))
             ops.append(Op(place, complete, act, tuple(after)))
+        if self.comm.any_order:
+            ops = _early(ops, plan)
         return Loaded(board, tuple(ops), marks, free)
 
     def run(self, loaded: Loaded, given: list[Tensor]) -> Generator[Pending, None, Totals]:
@@ -153,6 +155,24 @@ class Executor:
             f"device {self.state.device}, instruction {place} "
             f"({board.plan.instructions[place].name}): {type(error).__name__}: {error}"
         )
+
+
+def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
+    """Receives one computation earlier: what arrives while it runs is taken at once. Otherwise the
+    sender is asked for it when it is needed, and it waits for the answer."""
+    found: list[Op] = []
+    computation, received = 0, 0  # the place of the last one, and that after the last receive
+    for op in ops:
+        x = plan.instructions[op.place]
+        if x.verb is Verb.RECV and not x.waits:
+            place = max(computation, received)
+            found.insert(place, op)
+            received = place + 1
+        else:
+            if x.verb is Verb.COMPUTE:
+                computation = len(found)
+            found.append(op)
+    return found
 
 
 def _load(board: Board, x: Instruction) -> Act:

@@ -108,6 +108,8 @@ def _event() -> torch.Event:
 class Loopback:
     """One virtual device's end of a hub."""
 
+    any_order = False
+
     def __init__(self, hub: Hub, device: int) -> None:
         self._hub = hub
         self._device = device
