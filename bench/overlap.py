@@ -3,8 +3,9 @@
 Runs in a network namespace of its own, whose loopback is slowed until all exchanges of a step take
 as long as all its computations. There, with the same model and microbatches, side by side:
 
-    1F1B; DualPipeV without its pairs; DualPipeV                    on two workers
-    with --emulate also DualPipe, with and without its pairs        on four
+    1F1B; DualPipeV without its pairs; DualPipeV; with the weights'
+    backwards of its pairs apart                                    on two workers
+    with --emulate the same of DualPipe too                         on four
 
 With ``--emulate`` computations are sleeps of known length, so that four workers fit on few cores.
 The strategies take turns, so that a noisy machine hits all of them. Beside the step times: the
@@ -66,6 +67,7 @@ def main(
         if make is dualpipev or emulate:
             schedules[f"{name} without pairs"] = make(ranks, microbatches).without_pairs()
             schedules[name] = make(ranks, microbatches)
+            schedules[f"{name} with weights apart"] = make(ranks, microbatches).with_weights_apart()
 
     def compiled(schedule: Schedule, costs: piper.Costs | None = None) -> piper.Program:
         strategy = mesh(pp=ranks, dp=WAYS, ep=WAYS, schedule=schedule)

@@ -99,7 +99,12 @@ def timed(
         for rank, row in enumerate(schedule.rows):
             while len(cells[rank]) < len(row.groups):
                 group = row.groups[len(cells[rank])]
-                needs = [needed for action in group for needed in _needs(action, schedule.stages)]
+                needs = [
+                    ways
+                    for action in group
+                    for ways in _needs(action, schedule.stages)
+                    if not set(ways).intersection(group)
+                ]
                 if not all(any(way in done for way in ways) for ways in needs):
                     break
                 ready = [done[way] for ways in needs for way in ways if way in done]

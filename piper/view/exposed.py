@@ -1,8 +1,4 @@
-"""How much of a communication shows: the time in which its device computes nothing else.
-
-An exchange between experts is covered while its device computes for another microbatch; for its own
-it can compute little, because what follows waits for it.
-"""
+"""How much of a communication shows: the time in which its device computes nothing."""
 
 from __future__ import annotations
 
@@ -58,15 +54,10 @@ def exchanges(dag: Dag, spans: Sequence[Span]) -> Exposure:
             other = computing[place]
             if other.start >= one.end:
                 break
-            if _microbatch(dag, other.node) != _microbatch(dag, one.node):
-                uncovered -= max(0.0, min(one.end, other.end) - max(one.start, other.start))
+            uncovered -= max(0.0, min(one.end, other.end) - max(one.start, other.start))
     return Exposure(total, uncovered)
 
 
 def _exchanges(dag: Dag, node: int) -> bool:
     op = dag.nodes[node].op
     return isinstance(op, Collective) and op.kind is CollectiveKind.ALL_TO_ALL
-
-
-def _microbatch(dag: Dag, node: int) -> object:
-    return dag.nodes[node].tags.get(dag.microbatches[0]) if dag.microbatches else 0
