@@ -25,9 +25,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import piper
+from piper.runtime.gloo import one_loop
 from tests.scripts import faulty
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, acting, batches, differences, numbers
 from tests.scripts.faulty import Act
@@ -112,6 +114,26 @@ def expected(case: str) -> dict[str, Tensor]:
 
 def launch(program: piper.Program, **options: Any) -> piper.Trainer:
     return piper.launch(program, on="processes", threads=1, **options)
+
+
+def test_all_groups_of_a_process_share_one_thread() -> None:
+    """Torch's own gloo has one for each, which wakes a hundred times a second."""
+
+    def loops() -> int:
+        tasks = Path("/proc/self/task").iterdir()
+        return sum("gloo_tcp_loop" in (task / "comm").read_text() for task in tasks)
+
+    before = loops()
+    dist.init_process_group(one_loop(), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = [dist.new_group([0], backend=one_loop()) for _ in range(3)]
+        for group in groups:
+            data = torch.ones(3)
+            dist.all_reduce(data, group=group)
+            assert data.tolist() == [1.0, 1.0, 1.0]
+        assert loops() <= before + 1
+    finally:
+        dist.destroy_process_group()
 
 
 # the same numbers, then a fault

@@ -31,6 +31,8 @@ from piper.models import (
     lm_loss,
     lm_loss_sum,
 )
+from piper.runtime.executor import Executor, Loaded
+from piper.runtime.loopback import Loopback
 from tests.reference import Net
 from tests.test_properties import DIRECTIVE, Case, cases
 from tests.training import (
@@ -191,6 +193,23 @@ def test_pipelines(name: str) -> None:
     strategy = PIPELINES[name]
     (parts,) = (d.parts for d in strategy if d.name == "split")
     check(built(Tower), strategy, parts, optimizer=adamw)
+
+
+@pytest.mark.parametrize("name", ["4-stages-1f1b", "4-stages-zero-bubble", "4-stages-in-a-v"])
+def test_messages_that_are_asked_for_early(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on gloo: receives are begun one computation before the plan has them."""
+    begun: list[list[int]] = []
+    load = Executor.load
+
+    def watched(self: Executor, *given: Any) -> Loaded:
+        loaded = load(self, *given)
+        begun.append([op.place for op in loaded.ops])
+        return loaded
+
+    monkeypatch.setattr(Loopback, "any_order", True)
+    monkeypatch.setattr(Executor, "load", watched)
+    check(built(Tower), PIPELINES[name], 8, optimizer=adamw)
+    assert any(places != sorted(places) for places in begun)
 
 
 def test_the_model_itself_is_left_alone() -> None:

@@ -360,6 +360,25 @@ def test_pairs_cover_exchanges_of_experts(make: Make) -> None:
     assert shares[0] < 0.8 * shares[1]
 
 
+@pytest.mark.parametrize("make", [dualpipev, dualpipe])
+def test_weights_apart_in_pairs(make: Make) -> None:
+    torch.manual_seed(0)
+    model, given = Experts(4), batches(16)
+    strategy = mesh(pp=2, dp=2, ep=2, schedule=make(2, 8).with_weights_apart())
+    program = compiled(model, strategy.directives, mean_loss, given)
+    assert_same(train(program, given), plain(model, mean_loss, given, microbatches=16), ULPS)
+
+
+def test_weights_apart_are_drawn() -> None:
+    schedule = dualpipev(2, 8)
+    apart = schedule.with_weights_apart()
+    assert timed(apart).bubble == timed(schedule).bubble
+    assert timed(apart).activations == timed(schedule).activations
+    assert {len(g) for row in apart.rows for g in row.groups} == {1, 3}
+    assert "+" in str(apart)
+    assert [row.groups for row in from_csv(to_csv(apart)).rows] == [r.groups for r in apart.rows]
+
+
 # tables
 
 

@@ -28,6 +28,10 @@ from piper.runtime.state import DeviceState
 from piper.runtime.streams import Free, Mark, Streams
 from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
 
+_SMALL = 2**16
+"""Bytes of a message that may be asked for early: a larger one would hold memory of which the plan
+knows nothing, and what the asking takes is little of its time."""
+
 
 class Place(Protocol):
     """One number that others may read: the place in a plan."""
@@ -158,13 +162,14 @@ class Executor:
 
 
 def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
-    """Receives one computation earlier: what arrives while it runs is taken at once. Otherwise the
-    sender is asked for it when it is needed, and it waits for the answer."""
+    """Small messages are asked for one computation earlier: what arrives while it runs is taken at
+    once. Otherwise the sender is asked for it when it is needed, and it waits for the answer."""
     found: list[Op] = []
     computation, received = 0, 0  # the place of the last one, and that after the last receive
     for op in ops:
         x = plan.instructions[op.place]
-        if x.verb is Verb.RECV and not x.waits:
+        small = sum(plan.slot_bytes[slot] for slot in x.writes) <= _SMALL
+        if small and _comes_from_others(x) and not x.waits:
             place = max(computation, received)
             found.insert(place, op)
             received = place + 1
@@ -173,6 +178,13 @@ def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
                 computation = len(found)
             found.append(op)
     return found
+
+
+def _comes_from_others(x: Instruction) -> bool:
+    """Whether it receives, and not from its own device, which must have sent before."""
+    if x.verb is not Verb.RECV or not isinstance(x.op, Transfer):
+        return False
+    return set(x.op.source).isdisjoint(x.op.target)
 
 
 def _load(board: Board, x: Instruction) -> Act:

@@ -173,6 +173,7 @@ ON_ONE = Case(pipeline([[0]], 2), ASKING)
 ON_TWO: dict[str, Case] = {
     "stages": Case(pipeline([[0], [1]], 2), ASKING),
     "stages, tied weights, dropout": Case(pipeline([[0], [1]], 4, *zero_bubble(2, 4)), TIED_ASKING),
+    "stages that share a device": Case(pipeline([[0], [0, 1]], 2)),
     "two ways, in bf16": Case(
         [*two_way([[0], [1]]), replicate({}, zero=1)], ASKING, options={"precision": "bf16"}
     ),
