@@ -50,8 +50,8 @@ class Case:
     def difference(self, steps: int | None = None) -> float:
         """The largest relative difference between the losses of any two, in any of the first
         ``steps``."""
-        losses = [one.losses[:steps] for one in self.sides.values()]
-        losses = torch.tensor(losses, dtype=torch.float64)
+        first = [one.losses[:steps] for one in self.sides.values()]
+        losses = torch.tensor(first, dtype=torch.float64)
         apart, largest = losses.amax(0) - losses.amin(0), losses.abs().amax(0)
         return float(torch.where(apart == 0, 0.0, apart / largest).max())
 

@@ -28,7 +28,7 @@ import piper
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.build import build
-from piper.ir.dag import Compute, Dag, Node
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Node
 from piper.lower.lower import Settings, lower
 from piper.lower.schedule import Costs
 from piper.lower.sizes import Sizes
@@ -53,6 +53,7 @@ from piper.strategies import (
     zb_h1,
     zb_v,
 )
+from piper.view.exposed import Exposure, Span, exchanges
 from tests.facts import chain
 from tests.test_runtime import Experts, Tower, mean_loss
 from tests.training import ULPS, Run, assert_same, compiled, plain, shared_captures, train
@@ -358,6 +359,20 @@ def test_pairs_cover_exchanges_of_experts(make: Make) -> None:
         program = compiled(Experts(4), strategy.directives, mean_loss, given, costs=costs)
         shares.append(program.schedule.exchanges.share)
     assert shares[0] < 0.8 * shares[1]
+
+
+def test_computations_that_overlap_cover_once() -> None:
+    """On two streams, from 1 to 3 and from 2 to 4, beside an exchange from 0 to 10."""
+    strategy = mesh(dp=2, ep=2, schedule=one_f_one_b(1, 2))
+    dag = compiled(Experts(4), strategy.directives, mean_loss, batches(4)).dag
+    computations = [i for i, node in enumerate(dag.nodes) if isinstance(node.op, Compute)]
+    exchange = next(
+        i
+        for i, node in enumerate(dag.nodes)
+        if isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_TO_ALL
+    )
+    spans = [Span(exchange, 0, 10), Span(computations[0], 1, 3), Span(computations[1], 2, 4)]
+    assert exchanges(dag, spans) == Exposure(10, 7)
 
 
 @pytest.mark.parametrize("make", [dualpipev, dualpipe])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,21 +41,29 @@ class Exposure:
 def exchanges(dag: Dag, spans: Sequence[Span]) -> Exposure:
     """How much of the exchanges between experts shows, on a device that was at these nodes."""
     total = uncovered = 0.0
-    computing = sorted(
-        (s for s in spans if isinstance(dag.nodes[s.node].op, Compute)), key=lambda s: s.start
-    )
-    starts = [span.start for span in computing]
+    computing = _together(s for s in spans if isinstance(dag.nodes[s.node].op, Compute))
+    starts = [start for start, _ in computing]
     for one in spans:
         if not _exchanges(dag, one.node):
             continue
         total += one.end - one.start
         uncovered += one.end - one.start
-        for place in range(max(0, bisect_right(starts, one.start) - 1), len(computing)):
-            other = computing[place]
-            if other.start >= one.end:
+        for start, end in computing[max(0, bisect_right(starts, one.start) - 1) :]:
+            if start >= one.end:
                 break
-            uncovered -= max(0.0, min(one.end, other.end) - max(one.start, other.start))
+            uncovered -= max(0.0, min(one.end, end) - max(one.start, start))
     return Exposure(total, uncovered)
+
+
+def _together(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """When any of them runs, in order: those of several streams may overlap."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda s: s.start):
+        if found and span.start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], span.end)
+        else:
+            found.append((span.start, span.end))
+    return found
 
 
 def _exchanges(dag: Dag, node: int) -> bool:
