@@ -35,9 +35,10 @@ from peers import Replicated, Sharded
 from report import Case, Comparison, best
 from turns import turns
 from work import Work, reference
-from workers import ENVIRONMENT, KEEPING, Way, starter
+from workers import ENVIRONMENT, Way, starter
 
 import piper
+from piper.launch.processes import KEEPING
 from piper.strategies import mesh
 
 WORKERS = 2

@@ -25,9 +25,10 @@ from peers import Piped, stages_of
 from report import Case, Comparison, best
 from turns import Found, turns
 from work import Work, evenly, reference
-from workers import ENVIRONMENT, KEEPING, Way, starter
+from workers import ENVIRONMENT, Way, starter
 
 import piper
+from piper.launch.processes import KEEPING
 from piper.strategies import mesh
 
 WORKERS = 2

@@ -33,9 +33,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 """For every worker, before it imports torch."""
-KEEPING = {"MIMALLOC_PURGE_DELAY": "50"}
-"""Torch's allocator, where it is mimalloc (as on 64-bit ARM), keeps what is freed as long as our
-workers are told to: for all sides."""
 
 Step = Callable[[list[Tensor], list[Tensor]], float]
 

@@ -35,6 +35,14 @@ from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.portable import Portions
 
+KEEPING = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MIMALLOC_PURGE_DELAY": "50",
+}
+"""For the allocator that torch uses: memory that a step frees and takes again is not given back
+between. With glibc that is all below 32 MiB, the most that it can be told; with mimalloc (as on
+64-bit ARM) all for 50 ms."""
 _GRACE = 2.0
 """Seconds that workers get to end by themselves."""
 _LOOK = 1.0
@@ -194,8 +202,8 @@ class ProcessCrew:
         environment = dict(os.environ)
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
-            # milliseconds: memory that a step frees and takes again is not given back between
-            environment.setdefault("MIMALLOC_PURGE_DELAY", "50")
+            for name, value in KEEPING.items():
+                environment.setdefault(name, value)
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
