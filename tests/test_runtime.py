@@ -33,6 +33,7 @@ from piper.models import (
 )
 from piper.runtime.executor import Executor, Loaded
 from piper.runtime.loopback import Loopback
+from piper.runtime.updating import squares
 from tests.reference import Net
 from tests.test_properties import DIRECTIVE, Case, cases
 from tests.training import (
@@ -959,6 +960,21 @@ def test_groups_of_parameters_by_their_dimensions() -> None:
     strategy = [*REPLICAS, replicate({}, zero=1)]
     with pytest.raises(DirectiveError, match="zero=1"):
         compiled(built(Tower), strategy, mean_loss, token_batches(), optimizer=by_dimensions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 3_000_001])
+def test_the_norm_is_that_of_fp64(size: int, dtype: torch.dtype) -> None:
+    """Whatever the size and the dtype: in fp32 alone the largest would be off by 1e-4."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n, generator=generator).add(1).to(dtype) for n in (size, 7)]
+    gradients.append(torch.randn(40, 30, generator=generator).to(dtype).t())
+    exact = sum(float(g.double().square().sum()) for g in gradients)
+    assert abs(float(squares(gradients)) - exact) <= 1e-7 * exact
+
+
+def test_the_norm_of_nothing() -> None:
+    assert float(squares([])) == 0.0
 
 
 def test_without_an_optimizer_nothing_changes() -> None:
