@@ -290,19 +290,19 @@ GOLDEN: dict[str, str] = {
           71 free s40
           72 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s44 -> +s43 waits 67 69
           73 free s44
-          74 [compute] update bucket1: s39 -> s45 waits 62
-          75 free s39
+          74 [compute] update bucket3: s29 -> s45 waits 38
+          75 free s29
           76 [compute] update bucket2: s34 -> s46 waits 50
           77 free s34
-          78 [compute] update bucket0: s43 -> s47 waits 72
-          79 free s43
-          80 [compute] update bucket3: s29 -> s48 waits 38
-          81 free s29
-          82 [scalars] collective all_reduce 0,1 norm: s47 s45 s46 s48 -> s49 waits 80
-          83 free s47
-          84 free s45
+          78 [compute] update bucket1: s39 -> s47 waits 62
+          79 free s39
+          80 [compute] update bucket0: s43 -> s48 waits 72
+          81 free s43
+          82 [scalars] collective all_reduce 0,1 norm: s48 s47 s46 s45 -> s49 waits 80
+          83 free s48
+          84 free s47
           85 free s46
-          86 free s48
+          86 free s45
           87 free s49
     """,
     "zero=3": """
@@ -387,16 +387,16 @@ GOLDEN: dict[str, str] = {
           77 free s43
           78 [reduce] collective reduce_scatter 0,1 embed[0] MB[1]: s47 -> +s46 waits 73 75
           79 free s47
-          80 [compute] update bucket1: s42 -> s48 waits 68
-          81 free s42
-          82 [compute] update bucket2: s35 -> s49 waits 53
-          83 free s35
+          80 [compute] update bucket2: s35 -> s48 waits 53
+          81 free s35
+          82 [compute] update bucket1: s42 -> s49 waits 68
+          83 free s42
           84 [compute] update bucket0: s46 -> s50 waits 78
           85 free s46
-          86 [scalars] collective all_reduce 0,1 norm: s50 s48 s49 s39 -> s51 waits 84
+          86 [scalars] collective all_reduce 0,1 norm: s50 s49 s48 s39 -> s51 waits 84
           87 free s50
-          88 free s48
-          89 free s49
+          88 free s49
+          89 free s48
           90 free s39
           91 free s51
     """,
@@ -729,6 +729,26 @@ def test_communication_of_each_level(microbatches: int, bucket_mb: float) -> Non
     three = count(3)
     assert three["reduce_scatter"] == regions * microbatches
     assert set(three) == {"reduce_scatter", "all_gather"}
+
+
+def test_the_first_parameters_have_what_is_left_of_a_bucket() -> None:
+    """Their sum comes last, and hides behind nothing."""
+    found = two_devices(0, bucket_mb=1024 / 2**20)
+    sizes = {name: facts.nbytes for name, facts in found.dag.model.parameters.items()}
+    assert [list(bucket.parameters) for bucket in found.dag.buckets] == [
+        ["embed.weight"],
+        ["layers.0.weight", "layers.1.weight", "head.weight"],
+    ]
+    assert sum(sizes.values()) - sizes["embed.weight"] == 1024
+
+
+def test_updates_come_in_the_order_of_their_sums() -> None:
+    """None waits behind one whose sum is still under way."""
+    found = two_devices(0, bucket_mb=SMALL)
+    steps = found.plans[0].instructions
+    sums = [x.of for x in steps if x.role is ExtraRole.REDUCED]
+    updates = [x.op.bucket for x in steps if isinstance(x.op, Update)]
+    assert updates == sums
 
 
 def runs(found: Lowered) -> int:

@@ -21,6 +21,9 @@ from piper.ir.facts import Model
 from piper.ir.text import group_text, region_of
 
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
+_ALONE = 256 * 1024 * 1024
+"""Bytes that one device updates at once, where it holds them alone: few updates cost its host least,
+and what an optimizer takes for a while still has a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,12 @@ class Held:
     chunk: int | None
     """The chunk that uses them, where gradients or parameters are divided: they come and go with
     its passes."""
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of a bucket, unless it is one parameter."""
+        summed = len(self.groups[0]) > 1
+        return self.rule.bucket_bytes if summed else max(self.rule.bucket_bytes, _ALONE)
 
     def bucket(self, parameters: list[str], model: Model) -> Bucket:
         sizes = [math.prod(model.parameters[name].shape) for name in parameters]

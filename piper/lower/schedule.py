@@ -72,7 +72,7 @@ def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> S
     followers, waiting = _edges(dag)
     urgency = _urgency(dag, followers, waiting, lengths)
     needs = _needs(dag, classes)
-    reduces = [_reduces(node) for node in dag.nodes]
+    in_turn = [_reduces(node) or isinstance(node.op, Update) for node in dag.nodes]
     free: defaultdict[Resource, float] = defaultdict(float)
     start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
     ready: list[tuple[float, tuple[int, float, float], int]] = []
@@ -80,7 +80,7 @@ def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> S
     def push(number: int, earliest: float) -> None:
         possible = max(earliest, *(free[r] for r in needs[number]))
         rank = urgency[number]
-        if reduces[number]:
+        if in_turn[number]:
             rank = (*_LATE, earliest)  # whoever waits longest holds its gradients longest
         heapq.heappush(ready, (possible, rank, number))
 

@@ -16,7 +16,7 @@ Every trained parameter is in exactly one bucket, and every gradient of it enter
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -60,23 +60,29 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
 
 def _buckets(dag: Dag, known: tuple[Bucket, ...]) -> Iterable[Bucket]:
     """Consecutive parameters with the same holders and rule, up to the bucket's size; those of one
-    chunk, if they are divided between its passes."""
+    chunk, if they are divided between its passes.
+
+    They are filled from the last parameter: what is left over is the bucket of the first, whose sum
+    comes last and hides behind nothing."""
     done = {name for bucket in known for name in bucket.parameters}
-    open_: dict[Held, list[str]] = {}
+    holders = {
+        name: held.fixed() if known else held  # the step that is known trains none of the others
+        for name, held in holders_of(dag).items()
+        if name not in done
+    }
+    filled: list[tuple[Held, deque[str]]] = []
+    open_: dict[Held, deque[str]] = {}
     sizes: dict[Held, int] = {}
-    for name, held in holders_of(dag).items():
-        if name in done:
-            continue
-        if known:  # the step that is known trains none of these
-            held = held.fixed()
+    for name, held in reversed(holders.items()):
         nbytes = dag.model.parameters[name].nbytes // held.ways
-        if held in open_ and sizes[held] + nbytes > held.rule.bucket_bytes:
-            yield held.bucket(open_.pop(held), dag.model)
-            sizes.pop(held)
-        open_.setdefault(held, []).append(name)
-        sizes[held] = sizes.get(held, 0) + nbytes
-    for held, names in open_.items():
-        yield held.bucket(names, dag.model)
+        if held not in open_ or sizes[held] + nbytes > held.limit:
+            open_[held], sizes[held] = deque(), 0
+            filled.append((held, open_[held]))
+        open_[held].appendleft(name)
+        sizes[held] += nbytes
+    place = {name: i for i, name in enumerate(holders)}
+    for held, names in sorted(filled, key=lambda bucket: place[bucket[1][0]]):
+        yield held.bucket(list(names), dag.model)
 
 
 def _contributions(dag: Dag) -> dict[Value, list[int]]:
