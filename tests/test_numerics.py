@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from piper import CaptureError, PiperError, annotate
 from piper.capture import Captured, capture
+from piper.capture.codegen import Eager
+from piper.capture.program import Pass
+from piper.capture.tensors import TensorSpec
 from piper.models import (
     DenseConfig,
     DenseTransformer,
@@ -60,6 +63,33 @@ def tokens(config: DenseConfig = DENSE, batch: int = 4) -> tuple[Tensor, Tensor]
 
 def transformer(config: DenseConfig) -> nn.Module:
     return MoETransformer(config) if isinstance(config, MoEConfig) else DenseTransformer(config)
+
+
+def test_products_are_written_where_the_caller_wants_them() -> None:
+    """And nowhere else if he does not: the same numbers, and the same tensors."""
+    model, x, y = DenseTransformer(DENSE), *tokens()
+    captured = capture(model, inputs=(x,), targets=(y,), loss=lm_loss)
+    compiler, found = Eager(), 0
+    for program in captured.programs:
+        function = program.functions.get(Pass.B)
+        if function is None:
+            continue
+        given = [drawn(program.specs[ref]) for ref in function.arguments]
+        run, into = compiler.compile(function, Pass.B), compiler.into(function)
+        plain = run(list(given))
+        homes = [torch.full_like(plain[i], float("nan")) for i in into]
+        moved = run([*given, *homes])
+        assert all(moved[i] is home for i, home in zip(into, homes, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+        some = run([*given, *(None for _ in into)])
+        assert all(torch.equal(a, b) for a, b in zip(plain, some, strict=True))
+        found += len(into)
+    assert found
+
+
+def drawn(spec: TensorSpec) -> Tensor:
+    like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    return like.uniform_(0.5, 1) if spec.dtype.is_floating_point else like.zero_()
 
 
 ULPS = 4 * torch.finfo(torch.float32).eps

@@ -1,8 +1,8 @@
 """Pure graphs become callables, by way of a ``Compiler``.
 
 Every callable takes one list and empties it, so that an argument can be freed as soon as it has
-been used for the last time, and returns its results in order. A compiler also says in which ops
-it wants a chunk to be traced.
+been used for the last time, and returns its results in order. Some results can be written where the
+caller wants them. A compiler also says in which ops it wants a chunk to be traced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from piper.capture.program import Function, Kind, Pass, Program
 from piper.capture.saving import Remat
 from piper.errors import CaptureError
 
-Runner = Callable[[list[Tensor]], Sequence[Tensor]]
+Runner = Callable[[list[Any]], Sequence[Tensor]]
 Decompositions = Mapping[OpOverload, Callable[..., Any]]
 
 
@@ -38,6 +38,10 @@ class Compiler(Protocol):
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         """Simplify a joint graph in place before it is cut into passes."""
+
+    def into(self, function: Function) -> tuple[int, ...]:
+        """Results that the callable can write into contiguous tensors of the caller's: these may
+        be given after the arguments, one for each or None."""
 
     def compile(self, function: Function, which: Pass) -> Runner: ...
 
@@ -53,11 +57,17 @@ class Eager:
     def rewrite(self, joint: fx.GraphModule) -> None:
         return
 
+    def into(self, function: Function) -> tuple[int, ...]:
+        products = _products(function.module.graph)
+        return tuple(i for i in products if function.results[i].kind is Kind.PARAMETER_GRAD)
+
     def compile(self, function: Function, which: Pass) -> Runner:
         graph = fx.Graph()
         graph.output(graph.graph_copy(function.module.graph, {}))
+        into = self.into(function)
+        _write_into(graph, into)
         _call_directly(graph)
-        graph.set_codegen(_Boxed())
+        graph.set_codegen(_Boxed(len(into)))
         return fx.GraphModule(torch.nn.Module(), graph).forward
 
 
@@ -89,6 +99,39 @@ def _call_directly(graph: fx.Graph) -> None:
         node.target = _DIRECT.get(node.target, node.target)
 
 
+def _products(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Results that are matrix products which nothing else uses, by their places."""
+    (results,) = graph.output_node().args
+    assert isinstance(results, (list, tuple))
+    found: dict[int, fx.Node] = {}
+    for place, result in enumerate(results):
+        node = result
+        while _is(node, _ATEN.t.default) and _is(node.args[0], _ATEN.t.default):
+            node = node.args[0].args[0]
+        if _is(node, _ATEN.mm.default) and results.count(result) == 1:
+            found[place] = node
+    return found
+
+
+def _is(node: Any, target: OpOverload) -> bool:
+    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
+
+
+def _write_into(graph: fx.Graph, places: Sequence[int]) -> None:
+    """Let products be written into tensors that are given last."""
+    output = graph.output_node()
+    (results,) = output.args
+    assert isinstance(results, (list, tuple))
+    products, chosen = _products(graph), list(results)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for place in places:
+        with graph.inserting_before(first):
+            given = graph.placeholder(f"into_{place}")
+        products[place].update_kwarg("out", given)
+        chosen[place] = products[place]
+    output.args = (chosen,)
+
+
 class Inductor:
     """Compiles each graph with TorchInductor, with the passes ``torch.compile`` would run."""
 
@@ -111,6 +154,9 @@ class Inductor:
             joint_graph_passes(joint, input_device=first.device)
         # some of these passes trace replacements under a fake mode of their own
         FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*fakes)
+
+    def into(self, function: Function) -> tuple[int, ...]:
+        return ()
 
     def compile(self, function: Function, which: Pass) -> Runner:
         from torch._inductor.compile_fx import compile_fx_inner
@@ -172,24 +218,34 @@ class Runners:
     """Callables for programs' passes, each compiled once, when it is first asked for."""
 
     def __init__(self, compiler: Compiler) -> None:
-        self._compiler = compiler
+        self.compiler = compiler
         self._made: dict[tuple[int, Pass], Runner] = {}
         self._kept: list[Program] = []
 
     def get(self, program: Program, which: Pass) -> Runner:
         key = (id(program), which)
         if key not in self._made:
-            self._made[key] = self._compiler.compile(program.functions[which], which)
+            self._made[key] = self.compiler.compile(program.functions[which], which)
             self._kept.append(program)
         return self._made[key]
 
 
 class _Boxed(CodeGen):
-    """Generates ``def forward(self, args)``, which takes its arguments out of a list."""
+    """Generates ``def forward(self, args)``, which takes its arguments out of a list; the last
+    ones, ``optional`` of them, need not be there."""
+
+    def __init__(self, optional: int) -> None:
+        super().__init__()
+        self._optional = optional
 
     def gen_fn_def(
         self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False
     ) -> str:
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
-        unpack = f"\n    {', '.join(names)}, = args" if names else ""
-        return f"def {self._func_name}(self, args):{unpack}\n    args.clear()"
+        count = len(names) - self._optional
+        unpack = "".join(f"{name}, " for name in names[:count]) + "*into"
+        more = f"\n    {', '.join(names[count:])}, = into or {(None,) * self._optional}"
+        return (
+            f"def {self._func_name}(self, args):\n    {unpack} = args{more * (count < len(names))}"
+            "\n    args.clear()"
+        )

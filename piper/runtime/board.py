@@ -69,6 +69,7 @@ class Board:
         self.buckets = self._slot_buckets()
         self.grads = self._slot_gradients()
         self.sums = self._summed_in_place()
+        self._summed = {(bucket, name) for rows in self.sums.values() for _, bucket, name in rows}
         self.buffers_of_sums: dict[int, Tensor] = {}
         """By bucket, where its gradients are being added up."""
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
@@ -175,20 +176,21 @@ class Board:
                             found.setdefault(slot, []).append((place, x.of, name))
         return found
 
-    def settle(self, slot: int) -> None:
-        """Move the first gradients in ``slot`` to where they are added up."""
-        content = self.slots[slot]
-        moved = self.sums[slot]
-        views = [self._sum_of(bucket, name) for _, bucket, name in moved]
-        torch._foreach_copy_(views, [content[place] for place, _, _ in moved])
-        for (place, _, _), view in zip(moved, views, strict=True):
-            content[place] = view
+    def homes(self, slot: int) -> list[tuple[int, Tensor]]:
+        """The places in ``slot`` of gradients that are added up in their buckets' buffers, and
+        where there."""
+        return [(place, self._sum_of(bucket, name)) for place, bucket, name in self.sums[slot]]
 
     def _sum_of(self, bucket: int, name: str) -> Tensor:
         layout = self.state.held[bucket].layout
         if bucket not in self.buffers_of_sums:
             kind = layout.bucket.gradient
-            self.buffers_of_sums[bucket] = torch.zeros(layout.padded, dtype=kind, device=self.where)
+            flat = torch.empty(layout.padded, dtype=kind, device=self.where)
+            flat[layout.elements :].zero_()
+            for other in layout.bucket.parameters:
+                if (bucket, other) not in self._summed:
+                    layout.view(flat, other).zero_()  # this device computes none of its parts
+            self.buffers_of_sums[bucket] = flat
         return layout.view(self.buffers_of_sums[bucket], name)
 
     def store(self, slot: int, content: Any) -> None:

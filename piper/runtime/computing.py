@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from piper.capture.program import BUNDLES, Kind, Ref
+from piper.capture.tensors import TensorSpec
 from piper.ir.dag import Compute
 from piper.lower.plan import Instruction
 from piper.random import fold, seeded
@@ -54,16 +55,10 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
     adds = [(m.slot, m.places) for m in written if m.slot in x.adds]
     master = board.state.program.training.master
     first = [m for m in written if m.names and m.slot not in x.adds]
-    settled = [m.slot for m in first if m.slot in board.sums]
-    joined = [
-        (
-            m.slot,
-            Together([program.specs[function.results[i]] for i in m.places], master, board.where),
-        )
-        for m in first
-        if m.slot in board.growing and m.slot not in board.sums
-    ]
-    widened = [m.slot for m in first if master and m.slot not in dict(joined)]
+    widened = [m.slot for m in first if master]
+    specs = [program.specs[ref] for ref in function.results]
+    homes = [home for m in first if (home := _home(board, m, specs)) is not None]
+    into = [(i, specs[i].dtype) for i in board.runners.compiler.into(function)]
     ties = _ties(board, [slot for slot in extra if slot in board.grads], written)
     updates = [
         (board.buffer(piece.updates[r.index]), i)
@@ -79,21 +74,24 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
             arguments[position] = slots[slot][key]
         for slot in last:
             free(slot)
+        home: dict[int, Tensor] = {}
+        for make in homes:
+            home |= make()
+        if home:
+            arguments += [_fitting(home.get(i), dtype) for i, dtype in into]
         results = run(arguments)
         if ties:
             results = list(results)
             for slot, key, i in ties:
                 results[i] = slots[slot][key].add_(results[i])
+        if home:
+            results = _moved(results, home)
         for slot, i in single:
             slots[slot] = results[i]
         for slot, places in bundles:
             slots[slot] = [results[i] for i in places]
         for slot in widened:
             slots[slot] = [gradient.to(master) for gradient in slots[slot]]
-        for slot, together in joined:
-            slots[slot] = together.copies(slots[slot])
-        for slot in settled:
-            board.settle(slot)
         for slot, places in adds:
             torch._foreach_add_(slots[slot], [results[i] for i in places])
         for buffer, i in updates:
@@ -110,6 +108,32 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
             act()
 
     return drawing
+
+
+def _home(
+    board: Board, made: Made, specs: Sequence[TensorSpec]
+) -> Callable[[], dict[int, Tensor]] | None:
+    """Gives, for places among a program's results, where gradients are that are added to."""
+    if made.slot in board.sums:
+        return lambda: {made.places[i]: at for i, at in board.homes(made.slot)}
+    if made.slot in board.growing:
+        master = board.state.program.training.master
+        together = Together([specs[i] for i in made.places], master, board.where)
+        return lambda: dict(zip(made.places, together.empty(), strict=True))
+    return None
+
+
+def _fitting(home: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``home``, if a program can write into it."""
+    return home if home is not None and home.dtype is dtype and home.is_contiguous() else None
+
+
+def _moved(results: Sequence[Tensor], home: dict[int, Tensor]) -> list[Tensor]:
+    """``results``, of which those that have a home are there."""
+    away = [i for i, at in home.items() if results[i] is not at]
+    if away:
+        torch._foreach_copy_([home[i] for i in away], [results[i] for i in away])
+    return [home.get(i, result) for i, result in enumerate(results)]
 
 
 def _ties(board: Board, later: list[int], written: list[Made]) -> list[tuple[int, int, int]]:

@@ -36,15 +36,13 @@ class Together:
             self._places.append((kind, spec.shape, dense.stride(), self._sizes[kind]))
             self._sizes[kind] += -(-dense.numel() // line) * line
 
-    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """``tensors``, side by side."""
+    def empty(self) -> list[Tensor]:
+        """Tensors of these forms, side by side."""
         flat = {
             kind: torch.empty(size, dtype=kind, device=self._where)
             for kind, size in self._sizes.items()
         }
-        views = [
+        return [
             flat[kind].as_strided(shape, stride, start)
             for kind, shape, stride, start in self._places
         ]
-        torch._foreach_copy_(views, list(tensors))
-        return views
