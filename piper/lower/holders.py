@@ -22,7 +22,7 @@ from piper.ir.text import group_text, region_of
 
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
 _ALONE = 256 * 1024 * 1024
-"""Bytes that one device updates at once, where it holds them alone: few updates cost its host least,
+"""Bytes that a device updates at once where it holds them alone: few updates cost its host least,
 and what an optimizer takes for a while still has a limit."""
 
 
