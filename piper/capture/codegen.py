@@ -66,7 +66,9 @@ class Eager:
         graph.output(graph.graph_copy(function.module.graph, {}))
         into = self.into(function)
         _write_into(graph, into)
-        _call_directly(graph)
+        _leave_out(graph)
+        for node in graph.nodes:
+            node.target = _DIRECT.get(node.target, node.target)
         graph.set_codegen(_Boxed(len(into)))
         return fx.GraphModule(torch.nn.Module(), graph).forward
 
@@ -87,16 +89,36 @@ _DIRECT: Mapping[object, Callable[..., Any]] = {
 """The commonest ops by torch's own functions: the same kernels for half the time of a call."""
 
 
-def _call_directly(graph: fx.Graph) -> None:
-    """Cheaper calls of the same kernels, and no transposes that undo each other."""
+def _leave_out(graph: fx.Graph) -> None:
+    """Without what changes no bit of any result: transposes that undo each other; first powers, as
+    in the gradient of a square; divisions of copies of a number, as in the gradient of a mean."""
     for node in graph.find_nodes(op="call_function", target=_ATEN.t.default):
         (inner,) = node.args
         if isinstance(inner, fx.Node) and inner.target is _ATEN.t.default:
-            (first,) = inner.args
-            node.replace_all_uses_with(first, lambda user: user.op != "output")
+            _use_instead(node, inner.args[0])
+    for node in graph.find_nodes(op="call_function", target=_ATEN.pow.Tensor_Scalar):
+        base, exponent = node.args
+        if exponent == 1 and base.meta["val"].dtype == node.meta["val"].dtype:
+            _use_instead(node, base)
+    for node in graph.find_nodes(op="call_function", target=_ATEN.div.Scalar):
+        wide, divisor = node.args
+        if wide.target is _ATEN.expand.default and _ELEMENTWISE.issuperset(
+            user.target for user in node.users
+        ):
+            with graph.inserting_before(node):
+                divided = graph.call_function(_ATEN.div.Scalar, (wide.args[0], divisor))
+                again = graph.call_function(_ATEN.expand.default, (divided, *wide.args[1:]))
+            node.replace_all_uses_with(again)
     graph.eliminate_dead_code()
-    for node in graph.nodes:
-        node.target = _DIRECT.get(node.target, node.target)
+
+
+_ELEMENTWISE = {_ATEN.add.Tensor, _ATEN.mul.Tensor, _ATEN.sub.Tensor}
+"""Ops to which it is the same whether an argument is expanded or written out."""
+
+
+def _use_instead(node: fx.Node, other: Any) -> None:
+    """Results stay what they are: tensors of their own."""
+    node.replace_all_uses_with(other, lambda user: user.op != "output")
 
 
 def _products(graph: fx.Graph) -> dict[int, fx.Node]:
