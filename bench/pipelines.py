@@ -6,8 +6,8 @@ the same weights, batches and AdamW, fp32; two gloo workers of one thread, each 
     1F1B, interleaved 1F1B, ZB-V, DualPipeV, each against torch's own; 1F1B against DeepSpeed too;
     then our best against their best
 
-How they are timed stands in turns.py. The losses of all steps must agree: a faster wrong answer
-fails.
+All take turns, so that a machine whose speed changes decides nothing; how they are timed stands in
+turns.py. The losses of all steps must agree: a faster wrong answer fails.
 
     python bench/pipelines.py [--microbatches 8] [--microbatches 16] [--rounds 8] [--json FILE]
 """
@@ -15,6 +15,7 @@ fails.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Annotated
 
 import torch
@@ -23,7 +24,7 @@ from deepspeed_peers import TOLERANCE, Pipeline, missing
 from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm, chosen
 from peers import Piped, stages_of
 from report import Case, Comparison, best
-from turns import Found, turns
+from turns import turns
 from work import Work, evenly, reference
 from workers import ENVIRONMENT, Way, starter
 
@@ -60,6 +61,21 @@ def program(work: Work, schedule: str) -> piper.Program:
     )
 
 
+def _sides(work: Work, schedule: str, deepspeed: bool) -> dict[str, piper.Program | Way]:
+    """Those who run a schedule."""
+    sides: dict[str, piper.Program | Way] = {
+        f"piper {schedule}": program(work, schedule),
+        f"torch {SCHEDULES[schedule]}": Piped(work, SCHEDULES[schedule]),
+    }
+    if schedule == "1f1b" and deepspeed:
+        sides["DeepSpeed 1F1B"] = Pipeline(work)
+    return sides
+
+
+def _theirs(sides: Iterable[str]) -> list[str]:
+    return [side for side in sides if not side.startswith("piper")]
+
+
 def main(
     microbatches: Annotated[list[int] | None, typer.Option(help="Of a step: 8 and 16.")] = None,
     schedule: Annotated[list[str] | None, typer.Option(help="Ours, by name; or all.")] = None,
@@ -82,22 +98,17 @@ def main(
     cases = []
     for count in microbatches or (8, 16):
         work = Work(config, WORKERS, count, rows, fused)
-        every: dict[str, Found] = {}
-        for name in chosen(schedule, SCHEDULES):
-            sides: dict[str, piper.Program | Way] = {
-                f"piper {name}": program(work, name),
-                f"torch {SCHEDULES[name]}": Piped(work, SCHEDULES[name]),
-            }
-            if name == "1f1b" and not absent:
-                sides["DeepSpeed 1F1B"] = Pipeline(work)
-            found = turns(work.batch, sides, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
-            every |= found
-            theirs = best(found, [side for side in found if not side.startswith("piper")])
-            cases.append(Case(f"{count} microbatches, {name}", theirs, found))
-        ours = best(every, [side for side in every if side.startswith("piper")])
-        theirs = best(every, [side for side in every if not side.startswith("piper")])
-        last = {side: every[side] for side in (ours, theirs)}
-        cases.append(Case(f"{count} microbatches, the best of each", theirs, last))
+        names = chosen(schedule, SCHEDULES)
+        sides = [_sides(work, name, deepspeed=not absent) for name in names]
+        together = {side: way for some in sides for side, way in some.items()}
+        found = turns(work.batch, together, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
+        for name, some in zip(names, sides, strict=True):
+            case = {side: found[side] for side in some}
+            cases.append(Case(f"{count} microbatches, {name}", best(case, _theirs(case)), case))
+        theirs = best(found, _theirs(found))
+        ours = best(found, found.keys() - _theirs(found))
+        case = {side: found[side] for side in (ours, theirs)}
+        cases.append(Case(f"{count} microbatches, the best of each", theirs, case))
     where = f"{WORKERS} workers, {rows * WORKERS} x {seq} tokens a microbatch"
     comparison = Comparison(
         "pipelines",
