@@ -29,7 +29,7 @@ from typing import Annotated
 import slow_link
 import torch
 import typer
-from deepspeed_peers import TOLERANCE, Zero, missing
+from deepspeed_peers import Zero, missing
 from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm
 from peers import Replicated, Sharded
 from report import Case, Comparison, best
@@ -136,7 +136,7 @@ def main(
         f"{WORKERS} workers, {rows} x {seq} tokens a microbatch each, torch {torch.__version__}",
         cases,
         [absent] if absent else [],
-        1e-5 if absent else TOLERANCE,
+        rounding="DeepSpeed",
     )
     comparison.conclude(file)
 

@@ -19,10 +19,6 @@ from workers import Step
 
 from piper.models import DenseTransformer
 
-TOLERANCE = 1e-4
-"""Of losses: its gradients differ by rounding from those of others, which agree to 1e-7, and AdamW
-makes much of those that are nearly zero."""
-
 
 def missing() -> str | None:
     """Why DeepSpeed is skipped, if it is."""

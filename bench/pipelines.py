@@ -20,7 +20,7 @@ from typing import Annotated
 
 import torch
 import typer
-from deepspeed_peers import TOLERANCE, Pipeline, missing
+from deepspeed_peers import Pipeline, missing
 from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm, chosen
 from peers import Piped, stages_of
 from report import Case, Comparison, best
@@ -115,7 +115,7 @@ def main(
         f"{where}, torch {torch.__version__}",
         cases,
         [absent] if absent else [],
-        1e-5 if absent else TOLERANCE,
+        rounding="DeepSpeed",
     )
     comparison.conclude(file)
 

@@ -56,6 +56,23 @@ def test_a_faster_wrong_answer_fails(report: ModuleType) -> None:
         comparison(report, [2.0, 0.999]).check()
 
 
+def test_sides_that_round_otherwise_must_begin_alike(report: ModuleType) -> None:
+    """The others must agree to the end."""
+    same = [1.0] * 20
+    drifting, wrong = [*same[:10], *[1.01] * 10], [1.0, 1.01, *same[2:]]
+
+    def check(**losses: list[float]) -> None:
+        sides = {name: report.Found(x, [1.0] * len(x)) for name, x in losses.items()}
+        case = report.Case("a case", "piper", sides)
+        report.Comparison("a title", "here", [case], rounding="Deep").check()
+
+    check(piper=same, torch=same, DeepSpeed=drifting)
+    with pytest.raises(SystemExit, match=r"differ by 9\.9e-03 with Deep in the first 10 steps"):
+        check(piper=same, torch=same, DeepSpeed=wrong)
+    with pytest.raises(SystemExit, match=r"differ by 9\.9e-03, more than 1e-05"):
+        check(piper=same, torch=drifting)
+
+
 def test_losses_of_zero_do_not_differ_and_none_are_not_compared(report: ModuleType) -> None:
     sides = {name: report.Found(seconds=[1.0]) for name in "ab"}
     report.Comparison("a title", "here", [report.Case("a case", "a", sides)]).check()
