@@ -98,22 +98,29 @@ def _leave_out(graph: fx.Graph) -> None:
             _use_instead(node, inner.args[0])
     for node in graph.find_nodes(op="call_function", target=_ATEN.pow.Tensor_Scalar):
         base, exponent = node.args
-        if exponent == 1 and base.meta["val"].dtype == node.meta["val"].dtype:
+        if exponent == 1 and _form(base) == _form(node):
             _use_instead(node, base)
     for node in graph.find_nodes(op="call_function", target=_ATEN.div.Scalar):
         wide, divisor = node.args
-        if wide.target is _ATEN.expand.default and _ELEMENTWISE.issuperset(
-            user.target for user in node.users
-        ):
+        if wide.target is _ATEN.expand.default and all(map(_looks_at_values, node.users)):
             with graph.inserting_before(node):
                 divided = graph.call_function(_ATEN.div.Scalar, (wide.args[0], divisor))
                 again = graph.call_function(_ATEN.expand.default, (divided, *wide.args[1:]))
+            again.meta = wide.meta
             node.replace_all_uses_with(again)
     graph.eliminate_dead_code()
 
 
-_ELEMENTWISE = {_ATEN.add.Tensor, _ATEN.mul.Tensor, _ATEN.sub.Tensor}
-"""Ops to which it is the same whether an argument is expanded or written out."""
+def _form(node: fx.Node) -> tuple[torch.dtype, tuple[int, ...]]:
+    return node.meta["val"].dtype, node.meta["val"].stride()
+
+
+def _looks_at_values(node: fx.Node) -> bool:
+    """Whether it is the same to a node if an argument is expanded or written out. Where another is
+    not contiguous, the form of the result, and so the order of later sums, would be another."""
+    if node.target not in (_ATEN.add.Tensor, _ATEN.mul.Tensor, _ATEN.sub.Tensor):
+        return False
+    return all(given.meta["val"].is_contiguous() for given in node.all_input_nodes)
 
 
 def _use_instead(node: fx.Node, other: Any) -> None:
