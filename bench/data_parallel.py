@@ -32,7 +32,7 @@ import typer
 from deepspeed_peers import Zero, missing
 from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm
 from peers import Replicated, Sharded
-from report import Case, Comparison, best
+from report import Case, Comparison, best, theirs
 from turns import turns
 from work import Work, reference
 from workers import ENVIRONMENT, Way, starter
@@ -127,9 +127,8 @@ def main(
     for zero in level if level is not None else (0, 1, 2, 3):
         ways = sides(work, zero, costs, deepspeed=not absent)
         found = turns(work.batch, ways, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
-        theirs = [side for side in found if not side.startswith("piper")]
-        if theirs:
-            cases.append(Case(f"zero={zero}", best(found, theirs), found))
+        if others := theirs(found):
+            cases.append(Case(f"zero={zero}", best(found, others), found))
     link = "loopback" if slow is None else f"{slow:g} Mbit/s"
     comparison = Comparison(
         f"data parallel, {link}, {microbatches} microbatch{'es' * (microbatches > 1)}",

@@ -15,7 +15,6 @@ turns.py. The losses of all steps must agree: a faster wrong answer fails.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Annotated
 
 import torch
@@ -23,7 +22,7 @@ import typer
 from deepspeed_peers import Pipeline, missing
 from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm, chosen
 from peers import Piped, stages_of
-from report import Case, Comparison, best
+from report import Case, Comparison, best, theirs
 from turns import turns
 from work import Work, evenly, reference
 from workers import ENVIRONMENT, Way, starter
@@ -72,10 +71,6 @@ def _sides(work: Work, schedule: str, deepspeed: bool) -> dict[str, piper.Progra
     return sides
 
 
-def _theirs(sides: Iterable[str]) -> list[str]:
-    return [side for side in sides if not side.startswith("piper")]
-
-
 def main(
     microbatches: Annotated[list[int] | None, typer.Option(help="Of a step: 8 and 16.")] = None,
     schedule: Annotated[list[str] | None, typer.Option(help="Ours, by name; or all.")] = None,
@@ -104,11 +99,11 @@ def main(
         found = turns(work.batch, together, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
         for name, some in zip(names, sides, strict=True):
             case = {side: found[side] for side in some}
-            cases.append(Case(f"{count} microbatches, {name}", best(case, _theirs(case)), case))
-        theirs = best(found, _theirs(found))
-        ours = best(found, found.keys() - _theirs(found))
-        case = {side: found[side] for side in (ours, theirs)}
-        cases.append(Case(f"{count} microbatches, the best of each", theirs, case))
+            cases.append(Case(f"{count} microbatches, {name}", best(case, theirs(case)), case))
+        against = best(found, theirs(found))
+        ours = best(found, found.keys() - theirs(found))
+        case = {side: found[side] for side in (ours, against)}
+        cases.append(Case(f"{count} microbatches, the best of each", against, case))
     where = f"{WORKERS} workers, {rows * WORKERS} x {seq} tokens a microbatch"
     comparison = Comparison(
         "pipelines",

@@ -118,6 +118,11 @@ class Comparison:
         return found
 
 
+def theirs(sides: Iterable[str]) -> list[str]:
+    """Those of the peers."""
+    return [side for side in sides if not side.startswith("piper")]
+
+
 def best(sides: dict[str, Found], among: Iterable[str]) -> str:
     """The fastest of some sides."""
     return min(among, key=lambda name: sides[name].median)

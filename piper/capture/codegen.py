@@ -22,6 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper.capture.program import Function, Kind, Pass, Program
 from piper.capture.saving import Remat
+from piper.capture.shorten import leave_out, products_of, write_into
 from piper.errors import CaptureError
 
 Runner = Callable[[list[Any]], Sequence[Tensor]]
@@ -58,15 +59,15 @@ class Eager:
         return
 
     def into(self, function: Function) -> tuple[int, ...]:
-        products = _products(function.module.graph)
+        products = products_of(function.module.graph)
         return tuple(i for i in products if function.results[i].kind is Kind.PARAMETER_GRAD)
 
     def compile(self, function: Function, which: Pass) -> Runner:
         graph = fx.Graph()
         graph.output(graph.graph_copy(function.module.graph, {}))
         into = self.into(function)
-        _write_into(graph, into)
-        _leave_out(graph)
+        write_into(graph, into)
+        leave_out(graph)
         for node in graph.nodes:
             node.target = _DIRECT.get(node.target, node.target)
         graph.set_codegen(_Boxed(len(into)))
@@ -87,78 +88,6 @@ _DIRECT: Mapping[object, Callable[..., Any]] = {
     _ATEN.view.default: torch.reshape,
 }
 """The commonest ops by torch's own functions: the same kernels for half the time of a call."""
-
-
-def _leave_out(graph: fx.Graph) -> None:
-    """Without what changes no bit of any result: transposes that undo each other; first powers, as
-    in the gradient of a square; divisions of copies of a number, as in the gradient of a mean."""
-    for node in graph.find_nodes(op="call_function", target=_ATEN.t.default):
-        (inner,) = node.args
-        if isinstance(inner, fx.Node) and inner.target is _ATEN.t.default:
-            _use_instead(node, inner.args[0])
-    for node in graph.find_nodes(op="call_function", target=_ATEN.pow.Tensor_Scalar):
-        base, exponent = node.args
-        if exponent == 1 and _form(base) == _form(node):
-            _use_instead(node, base)
-    for node in graph.find_nodes(op="call_function", target=_ATEN.div.Scalar):
-        wide, divisor = node.args
-        if wide.target is _ATEN.expand.default and all(map(_looks_at_values, node.users)):
-            with graph.inserting_before(node):
-                divided = graph.call_function(_ATEN.div.Scalar, (wide.args[0], divisor))
-                again = graph.call_function(_ATEN.expand.default, (divided, *wide.args[1:]))
-            again.meta = wide.meta
-            node.replace_all_uses_with(again)
-    graph.eliminate_dead_code()
-
-
-def _form(node: fx.Node) -> tuple[torch.dtype, tuple[int, ...]]:
-    return node.meta["val"].dtype, node.meta["val"].stride()
-
-
-def _looks_at_values(node: fx.Node) -> bool:
-    """Whether it is the same to a node if an argument is expanded or written out. Where another is
-    not contiguous, the form of the result, and so the order of later sums, would be another."""
-    if node.target not in (_ATEN.add.Tensor, _ATEN.mul.Tensor, _ATEN.sub.Tensor):
-        return False
-    return all(given.meta["val"].is_contiguous() for given in node.all_input_nodes)
-
-
-def _use_instead(node: fx.Node, other: Any) -> None:
-    """Results stay what they are: tensors of their own."""
-    node.replace_all_uses_with(other, lambda user: user.op != "output")
-
-
-def _products(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Results that are matrix products which nothing else uses, by their places."""
-    (results,) = graph.output_node().args
-    assert isinstance(results, (list, tuple))
-    found: dict[int, fx.Node] = {}
-    for place, result in enumerate(results):
-        node = result
-        while _is(node, _ATEN.t.default) and _is(node.args[0], _ATEN.t.default):
-            node = node.args[0].args[0]
-        if _is(node, _ATEN.mm.default) and results.count(result) == 1:
-            found[place] = node
-    return found
-
-
-def _is(node: Any, target: OpOverload) -> bool:
-    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
-
-
-def _write_into(graph: fx.Graph, places: Sequence[int]) -> None:
-    """Let products be written into tensors that are given last."""
-    output = graph.output_node()
-    (results,) = output.args
-    assert isinstance(results, (list, tuple))
-    products, chosen = _products(graph), list(results)
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for place in places:
-        with graph.inserting_before(first):
-            given = graph.placeholder(f"into_{place}")
-        products[place].update_kwarg("out", given)
-        chosen[place] = products[place]
-    output.args = (chosen,)
 
 
 class Inductor:
