@@ -4,7 +4,7 @@ Runs in a network namespace of its own, whose loopback is slowed until all excha
 as long as all its computations. There, with the same model and microbatches, side by side:
 
     1F1B; DualPipeV without its pairs; DualPipeV; with the weights'
-    backwards of its pairs apart                                    on two workers
+    backwards of its pairs apart; the same, ordered by a profile    on two workers
     with --emulate the same of DualPipe too                         on four
 
 With ``--emulate`` computations are sleeps of known length, so that four workers fit on few cores.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 import emulated
@@ -32,6 +33,7 @@ from turns import Found
 
 import piper
 from piper.ir.dag import Collective, CollectiveKind, Compute
+from piper.launch.profile import Profile
 from piper.lower.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import Schedule, dualpipe, dualpipev, mesh, one_f_one_b
@@ -76,6 +78,9 @@ def main(
 
     costs = _slow_down(compiled(schedules["1F1B"]), x)
     programs = {name: compiled(schedule, costs) for name, schedule in schedules.items()}
+    for name in [name for name in schedules if name.endswith("weights apart")]:
+        known = replace(costs, recorded=_profile(programs[name], x).recorded)
+        programs[f"{name}, by a profile"] = compiled(schedules[name], known)
     with contextlib.ExitStack() as stack:
         trainers = {
             name: stack.enter_context(piper.launch(program, on="processes", threads=1))
@@ -117,11 +122,15 @@ def _sleepers(layers: int, rows: int) -> tuple[nn.Module, Any, Tensor]:
     return model, emulated.loss, torch.randn(rows, SEQ, DIM)
 
 
-def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
-    """Slow the loopback until exchanges take as long as computations; how fast both are then."""
+def _profile(program: piper.Program, x: Tensor) -> Profile:
     with piper.launch(program, on="processes", threads=1) as trainer:
         trainer.step(x, x)
-        profile = trainer.profile(x, x)
+        return trainer.profile(x, x)
+
+
+def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
+    """Slow the loopback until exchanges take as long as computations; how fast both are then."""
+    profile = _profile(program, x)
     dag, sizes = program.dag, Sizes(program.dag, program.models)
     ops = [node.op for node in dag.nodes]
     computing = statistics.mean(

@@ -8,8 +8,8 @@ from piper.directives import order, partition, place, remat, replicate, shard, s
 from piper.errors import CaptureError, DirectiveError, PiperError
 from piper.job import Job
 from piper.launch import Trainer, launch
+from piper.lower.costs import Costs
 from piper.lower.memory import Holder, Memory
-from piper.lower.schedule import Costs
 from piper.lower.traffic import Traffic
 from piper.program import Program
 from piper.strategy import Strategy

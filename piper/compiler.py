@@ -33,8 +33,8 @@ from piper.errors import DirectiveError, PiperError
 from piper.ir.build import build
 from piper.ir.dag import Dag
 from piper.ir.facts import Model, Variants, facts_of
+from piper.lower.costs import Costs
 from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.schedule import Costs
 from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,

@@ -21,7 +21,7 @@ from piper.capture.model import Precision
 from piper.compiler import compile
 from piper.cost import Cluster
 from piper.errors import PiperError
-from piper.lower.schedule import Costs
+from piper.lower.costs import Costs
 from piper.optimizer import OptimizerFactory, SchedulerFactory
 from piper.program import Program
 from piper.strategy import Strategy

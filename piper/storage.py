@@ -177,4 +177,5 @@ def _batch_from_json(data: dict[str, Any]) -> Batch:
         else:
             leaf = leaf["plain"]
         leaves.append(leaf)
-    return Batch(tuple(leaves), pytree.treespec_loads(data["spec"]))
+    args, kwargs, targets = pytree.treespec_loads(data["spec"]).unflatten(leaves)
+    return Batch.of(kwargs or args, targets)

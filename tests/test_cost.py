@@ -25,6 +25,8 @@ from piper.cost.presets import DEVICES, LINKS
 from piper.cost.replay import Meet, Track, replay
 from piper.ir.dag import CollectiveKind, Compute
 from piper.lower.plan import Verb
+from piper.lower.recorded import work_of
+from piper.lower.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh
 
@@ -454,7 +456,9 @@ class Net(nn.Sequential):
         return x
 
 
-def net(strategy: piper.Strategy) -> tuple[piper.Program, torch.Tensor]:
+def net(
+    strategy: piper.Strategy, costs: piper.Costs | None = None
+) -> tuple[piper.Program, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(16, 8)
     model = Net(*(nn.Linear(8, 8) for _ in range(4)))
@@ -465,6 +469,7 @@ def net(strategy: piper.Strategy) -> tuple[piper.Program, torch.Tensor]:
         targets=(x,),
         loss=nn.functional.mse_loss,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        costs=costs,
     )
     return program, x
 
@@ -501,6 +506,48 @@ def test_other_strategies_are_simulated_from_it(profiled: tuple[piper.Program, A
         found = net(strategy)[0].simulate(cluster, recorded)
         computing = [e for e in found.run().events if e.kind in ("F", "B", "BI", "BW")]
         assert all(0 <= e.end - e.start < 1e3 for e in computing)
+
+
+def test_a_plan_is_ordered_by_it(profiled: tuple[piper.Program, Any], tmp_path: Path) -> None:
+    """Whatever was measured counts, and figures for what was not."""
+    profile = profiled[1]
+    costs = piper.Costs(overhead=1e6, recorded=profile.recorded)
+    again = net(mesh(pp=2, dp=2, microbatches=4, zero=1), costs)[0]
+    found, sizes = again.schedule, Sizes(again.dag, again.models)
+    known = 0
+    for node, start, end in zip(again.dag.nodes, found.start, found.end, strict=True):
+        seconds = profile.recorded.seconds(again.dag, sizes, node)
+        known += seconds is not None
+        assert end - start == pytest.approx(1e6 if seconds is None else seconds, rel=1e-6)
+    assert known > len(again.dag.nodes) * 0.9
+    again.save(tmp_path)
+    loaded = piper.Program.load(tmp_path)
+    assert loaded.settings.costs == costs
+    assert loaded.schedule.order == found.order
+
+
+def test_the_order_of_a_divided_backward_follows_it() -> None:
+    """What fills a gap depends on how long passes take, which operations alone do not tell."""
+    strategy = mesh(pp=2, schedule="zb-h1", microbatches=4)
+    by_operations = net(strategy)[0]
+    sizes = Sizes(by_operations.dag, by_operations.models)
+    slow = {
+        (work_of(by_operations.dag, node.op, 1), sizes.facts(node.op, 1).flops): float(
+            1 + node.op.chunk % 3
+        )
+        for node in by_operations.dag.nodes
+        if isinstance(node.op, Compute)
+    }
+    recorded = piper.Recorded.of([(*key, seconds) for key, seconds in slow.items()], ())
+    by_profile = net(strategy, piper.Costs(recorded=recorded))[0]
+    cluster = ideal(2)
+    found = [p.simulate(cluster, recorded).seconds for p in (by_operations, by_profile)]
+    assert found[1] <= found[0]
+
+
+def test_recorded_must_be_what_profiles_give(profiled: tuple[piper.Program, Any]) -> None:
+    with pytest.raises(piper.PiperError, match=r"recorded=.* must be piper\.Recorded"):
+        piper.Costs(recorded=profiled[1])
 
 
 def test_passes_scale_by_their_operations(profiled: tuple[piper.Program, Any]) -> None:

@@ -29,8 +29,8 @@ from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.build import build
 from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Node
+from piper.lower.costs import Costs
 from piper.lower.lower import Settings, lower
-from piper.lower.schedule import Costs
 from piper.lower.sizes import Sizes
 from piper.strategies import (
     Action,

@@ -20,6 +20,8 @@ class Batch:
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+    bare: bool
+    """Whether a caller gives it as these tensors, one after another, and nothing else."""
 
     @staticmethod
     def of(inputs: Sequence[Any] | Mapping[str, Any], targets: Sequence[Any]) -> Batch:
@@ -28,7 +30,9 @@ class Batch:
         _check_tuple("targets", targets, "a tuple")
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
         leaves, spec = pytree.tree_flatten((args, kwargs, tuple(targets)))
-        batch = Batch(tuple(leaves), spec)
+        given = (*args, *targets)
+        bare = len(given) == len(leaves) and all(isinstance(x, Tensor) for x in given)
+        batch = Batch(tuple(leaves), spec, bare)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor | int | float | None):
                 continue
@@ -41,6 +45,8 @@ class Batch:
 
     def like(self, *batch: Any) -> Batch:
         """Another batch of this structure, given as the inputs followed by the targets."""
+        if self._is_plainly(batch):
+            return Batch(batch, self.spec, bare=True)
         args, kwargs, targets = self.spec.unflatten(list(self.leaves))
         n = 1 if kwargs else len(args)
         if len(batch) != n + len(targets):
@@ -58,6 +64,21 @@ class Batch:
         for index, (mine, other) in enumerate(zip(self.leaves, found.leaves, strict=True)):
             self._refuse_other_leaf(index, mine, other)
         return found
+
+    def _is_plainly(self, batch: Sequence[Any]) -> bool:
+        """Whether a batch of nothing but tensors is seen at a glance to be built like this one: the
+        rest of ``like`` takes as long as the start of a whole step on a GPU."""
+        return (
+            self.bare
+            and len(batch) == len(self.leaves)
+            and all(
+                isinstance(other, Tensor)
+                and mine.shape == other.shape
+                and mine.dtype == other.dtype
+                and not other.is_meta
+                for mine, other in zip(self.leaves, batch, strict=True)
+            )
+        )
 
     def _refuse_other_structure(self, other: Batch) -> None:
         if self.spec == other.spec:
@@ -140,22 +161,25 @@ class Batch:
     def slices(self, parts: int) -> list[tuple[Tensor, ...]]:
         """The tensors cut along dimension 0 into ``parts`` equal microbatches."""
         size = self.size
-        options = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         if not isinstance(parts, int) or parts < 1:
             raise CaptureError(
-                f"microbatches={parts!r} must be a positive int; for this batch of {size}, counts "
-                f"that work: {options}"
+                f"microbatches={parts!r} must be a positive int; for this batch of {size}, "
+                f"{_counts(size)}"
             )
         if size % parts:
             raise CaptureError(
-                f"a batch of {size} does not divide into {parts} microbatches; counts that work: "
-                f"{options}"
+                f"a batch of {size} does not divide into {parts} microbatches; {_counts(size)}"
             )
         n = size // parts
         return [
             tuple(x[i * n : (i + 1) * n] if x.dim() else x for x in self.tensors)
             for i in range(parts)
         ]
+
+
+def _counts(size: int) -> str:
+    options = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    return f"counts that work: {options}"
 
 
 def strided_like(x: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from piper.errors import PiperError
 from piper.ir.dag import Group
-from piper.lower.schedule import Costs
+from piper.lower.costs import Costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.cost.cluster import Device, Way
 from piper.cost.communicating import collective_seconds, send_seconds
-from piper.cost.recorded import Recorded, work_of
 from piper.ir.dag import Collective, Compute, Dag, Node, Transfer, Update
+from piper.lower.recorded import Recorded
 from piper.lower.sizes import Sizes
 
 
@@ -40,11 +40,11 @@ class Prices:
             case Compute(chunk=chunk, which=which) as op:
                 key: tuple[object, ...] = chunk, which, len(node.devices), id(device)
                 if key not in self._computing:
-                    self._computing[key] = self._pass(op, len(node.devices), device)
+                    self._computing[key] = self._pass(op, node, device)
             case Update(bucket=bucket):
                 key = bucket, id(device)
                 if key not in self._computing:
-                    self._computing[key] = self._update(bucket, device)
+                    self._computing[key] = self._update(bucket, node, device)
             case _:
                 raise AssertionError(f"{node.op} computes nothing")
         return self._computing[key]
@@ -67,31 +67,31 @@ class Prices:
         found = passes.get(op.which) or passes.get(Pass.B)
         return found.flops * group if found else 0
 
-    def _pass(self, op: Compute, group: int, device: Device) -> float:
-        facts = self._sizes.facts(op, group)
-        if self._recorded is not None:
-            found = self._recorded.pass_seconds(work_of(self._dag, op, group), facts.flops)
-            if found is not None:
-                return found
+    def _known(self, node: Node) -> float | None:
+        if self._recorded is None:
+            return None
+        return self._recorded.seconds(self._dag, self._sizes, node)
+
+    def _pass(self, op: Compute, node: Node, device: Device) -> float:
+        known = self._known(node)
+        if known is not None:
+            return known
+        facts = self._sizes.facts(op, len(node.devices))
         moved = facts.moved_fused if self._fused else facts.moved
         return device.seconds(facts.flops, moved, self._dtype)
 
-    def _update(self, bucket: int, device: Device) -> float:
-        found = self._dag.buckets[bucket]
-        updated = self._sizes.part(bucket, 1) * found.gradient.itemsize
-        if self._recorded is not None:
-            known = self._recorded.moved_seconds("update", 1, updated)
-            if known is not None:
-                return known
+    def _update(self, bucket: int, node: Node, device: Device) -> float:
+        known = self._known(node)
+        if known is not None:
+            return known
+        updated = self._sizes.part(bucket, 1) * self._dag.buckets[bucket].gradient.itemsize
         # reads gradients, parameters and state; writes parameters and state
         return device.seconds(0, int(updated * (3 + 2 * self._optimizer)), self._dtype)
 
     def _communication(self, node: Node, way: Way, nbytes: int) -> float:
-        name = node.op.kind.value if isinstance(node.op, Collective) else "send"
-        if self._recorded is not None:
-            known = self._recorded.moved_seconds(name, way.members, nbytes)
-            if known is not None:
-                return known
+        known = self._known(node)
+        if known is not None:
+            return known
         if isinstance(node.op, Collective):
             return collective_seconds(node.op.kind, way, nbytes)
         assert isinstance(node.op, Transfer)

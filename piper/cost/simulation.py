@@ -17,12 +17,12 @@ from piper.capture.codegen import Eager
 from piper.cost.cluster import Cluster
 from piper.cost.lanes import Lane, Lanes, lanes_of
 from piper.cost.prices import Prices
-from piper.cost.recorded import Recorded
 from piper.cost.replay import Meet, Track, replay
 from piper.errors import PiperError
 from piper.ir.dag import Compute, StreamRule
 from piper.ir.text import group_text
 from piper.lower.plan import COMMUNICATING, Verb, awaited
+from piper.lower.recorded import Recorded
 from piper.lower.sizes import Sizes
 from piper.units import bytes_text, seconds_text
 from piper.view.busy import Busy, busy_of

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from piper.cost.recorded import Recorded, Work, work_of
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.text import name_of
 from piper.launch.aligning import Step, met
 from piper.lower.meetings import meetings
 from piper.lower.plan import Verb
+from piper.lower.recorded import Recorded, Work, kind_of, work_of
 from piper.lower.sizes import Sizes
 from piper.program import Program
 from piper.runtime.kernels import Kernel
@@ -176,8 +176,8 @@ class Profile(Shown):
                         case Update(bucket=bucket):
                             itemsize = dag.buckets[bucket].gradient.itemsize
                             yield "update", 1, sizes.part(bucket, 1) * itemsize, taken
-                        case Collective(kind=kind, groups=groups):
-                            yield kind.value, len(groups[0]), sizes.moved(node), taken
+                        case Collective(groups=groups) as op:
+                            yield kind_of(op), len(groups[0]), sizes.moved(node), taken
                         case Transfer() if x.verb is Verb.RECV:
                             key = len(meetings(node.op)[0]), sizes.moved(node)
                             sends[key] = min(taken, sends.get(key, taken))

@@ -10,12 +10,13 @@ from piper.ir.facts import Model
 from piper.ir.verify import verify
 from piper.lower.buffers import keep_buffers
 from piper.lower.classes import Classes, classes_of
+from piper.lower.costs import Costs
 from piper.lower.exchanges import add_exchanges
 from piper.lower.gathers import AHEAD, add_gathers
 from piper.lower.memory import Memory, OptimizerCost, check_limit, memory_of
 from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
-from piper.lower.schedule import Costs, Schedule, schedule
+from piper.lower.schedule import Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
 from piper.lower.ties import tie_gradients

@@ -13,39 +13,14 @@ result takes memory is issued no sooner than it can start.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from piper.errors import PiperError
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import Collective, CollectiveKind, Dag, Group, Node, Transfer, Update
 from piper.lower.classes import Classes
-from piper.lower.sizes import Sizes
 
 Resource = tuple[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """How long nodes take, in seconds: enough to order them well on any machine."""
-
-    flops_per_second: float = 200e12
-    bytes_per_second: float = 50e9
-    overhead: float = 5e-6
-
-    def __post_init__(self) -> None:
-        speeds = self.flops_per_second, self.bytes_per_second
-        if not all(speed > 0 for speed in speeds) or not 0 <= self.overhead < math.inf:
-            raise PiperError(f"{self}: speeds must be positive, and overhead not negative")
-
-    def duration(self, dag: Dag, sizes: Sizes, node: Node) -> float:
-        if isinstance(node.op, Compute):
-            flops = sizes.facts(node.op, len(node.devices)).flops
-            return self.overhead + flops / self.flops_per_second
-        if isinstance(node.op, Update):
-            return self.overhead
-        return self.overhead + sizes.moved(node) / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.codec import decode, encode
 from piper.errors import PiperError
-from piper.ir.dag import Compute, Dag
+from piper.ir.dag import Collective, Compute, Dag, Node, Transfer, Update
 from piper.ir.text import region_of
+from piper.lower.meetings import meetings
+from piper.lower.sizes import Sizes
 
 _FORMAT = "piper costs 1"
 
@@ -46,6 +48,11 @@ def work_of(dag: Dag, op: Compute, group: int) -> Work:
     region = region_of(dag, op.chunk)
     ways = shard.ways if shard else 1
     return Work(op.chunk, region, op.which, dag.model.batch // parts, ways, dag.policy(op.chunk))
+
+
+def kind_of(op: Transfer | Collective) -> str:
+    """What a communication is called here."""
+    return op.kind.value if isinstance(op, Collective) else "send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,18 @@ class Recorded:
             return low.seconds
         place = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
         return low.seconds + place * (high.seconds - low.seconds)
+
+    def seconds(self, dag: Dag, sizes: Sizes, node: Node) -> float | None:
+        """How long a node takes; None if nothing like it was measured."""
+        match node.op:
+            case Compute() as op:
+                flops = sizes.facts(op, len(node.devices)).flops
+                return self.pass_seconds(work_of(dag, op, len(node.devices)), flops)
+            case Update(bucket=bucket):
+                itemsize = dag.buckets[bucket].gradient.itemsize
+                return self.moved_seconds("update", 1, sizes.part(bucket, 1) * itemsize)
+            case Transfer() | Collective() as op:
+                return self.moved_seconds(kind_of(op), len(meetings(op)[0]), sizes.moved(node))
 
     def __add__(self, other: Recorded) -> Recorded:
         """Both; where both know something, their mean."""
