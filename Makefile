@@ -52,7 +52,7 @@ docs: $(STAMP) ## build the documentation into site/, to be read without a netwo
 	@echo "site/index.html"
 
 bench: $(BENCH)/.installed ## ours beside its peers, an hour: tables, JSON and a picture in bench-results/
-	@$(BENCH)/bin/python bench/compare.py $(SETS)
+	@$(BENCH)/bin/python bench/compare.py $(SETS) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 clean: ## remove the environments, caches and build outputs
 	rm -rf $(VENV) $(BENCH) bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

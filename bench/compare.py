@@ -12,7 +12,7 @@ Peers: ``torch.distributed.pipelining``, ``DistributedDataParallel``, ``fully_sh
 those that are not installed are named and skipped. Ratios only mean something on cores that nothing
 else uses.
 
-    python bench/compare.py [SET ...] [--quick] [--out FOLDER]
+    python bench/compare.py [SET ...] [--quick] [--rounds 2] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ QUICK = {
 def main(
     sets: Annotated[list[str] | None, typer.Argument(help="Some of the sets; or all.")] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes: does it run?")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Of each comparison; or its own.")] = None,
     out: Annotated[Path, typer.Option(help="Where results are written.")] = Path("bench-results"),
 ) -> None:
     """Run the comparisons."""
@@ -71,6 +72,7 @@ def main(
             file = out / f"{name}-{number}.json"
             file.unlink(missing_ok=True)
             given = [*options, *(QUICK[script] if quick else []), "--json", str(file.resolve())]
+            given += [] if rounds is None else ["--rounds", str(rounds)]
             began = time.monotonic()
             console.rule(f"{name}: {script} {' '.join(options)}")
             ended = subprocess.run([sys.executable, "-W", "ignore", str(HERE / script), *given])

@@ -42,8 +42,8 @@ from piper.launch.processes import KEEPING
 from piper.strategies import mesh
 
 WORKERS = 2
-BUCKETS = (25, 4)
-"""Sizes in MB that all try: torch's default, and what is near the best of DDP on slow links."""
+BUCKETS, SLOW = (25, 4), (4, 1)
+"""Sizes in MB that all try: torch's default and a smaller one; and what is best on slow links."""
 
 
 def program(
@@ -71,18 +71,19 @@ def program(
 
 
 def sides(
-    work: Work, zero: int, costs: piper.Costs, deepspeed: bool
+    work: Work, zero: int, buckets: tuple[int, ...], costs: piper.Costs, deepspeed: bool
 ) -> dict[str, piper.Program | Way]:
     found: dict[str, piper.Program | Way] = {}
-    for size in BUCKETS:
+    small = buckets[-1]
+    for size in buckets:
         found[f"piper, {size} MB"] = program(work, zero, size, "1f1b", costs)
     if work.microbatches > 1:
-        found[f"piper breadth-first, {BUCKETS[-1]} MB"] = program(
-            work, zero, BUCKETS[-1], "breadth-first", costs
-        )
-    if zero == 0:  # the same sums, each updated by one device, and parameters gathered later
-        found[f"piper zero=1, {BUCKETS[-1]} MB"] = program(work, 1, BUCKETS[-1], "1f1b", costs)
-        found |= {f"DDP, {size} MB": Replicated(work, size) for size in BUCKETS}
+        ahead = program(work, zero, small, "breadth-first", costs)
+        found[f"piper breadth-first, {small} MB"] = ahead
+    if zero == 0:
+        for more in (1, 2):  # the same sums, updated by one device each, and gathered later
+            found[f"piper zero={more}, {small} MB"] = program(work, more, small, "1f1b", costs)
+        found |= {f"DDP, {size} MB": Replicated(work, size) for size in buckets}
     if zero >= 2:
         for each in (True, False) if work.microbatches > 1 else (True,):
             label = "" if work.microbatches == 1 else " sums each," if each else " sums once,"
@@ -90,7 +91,7 @@ def sides(
                 name = f"FSDP2,{label} gathers {'ahead' if ahead else 'when used'}"
                 found[name] = Sharded(work, zero == 3, ahead, each)
     if deepspeed and zero:
-        found |= {f"DeepSpeed {zero}, {size} MB": Zero(work, zero, size) for size in BUCKETS}
+        found |= {f"DeepSpeed {zero}, {size} MB": Zero(work, zero, size) for size in buckets}
     return found
 
 
@@ -125,7 +126,8 @@ def main(
     absent = missing()
     cases = []
     for zero in level if level is not None else (0, 1, 2, 3):
-        ways = sides(work, zero, costs, deepspeed=not absent)
+        buckets = BUCKETS if slow is None else SLOW
+        ways = sides(work, zero, buckets, costs, deepspeed=not absent)
         found = turns(work.batch, ways, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
         if others := theirs(found):
             cases.append(Case(f"zero={zero}", best(found, others), found))
