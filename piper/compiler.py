@@ -75,8 +75,8 @@ def compile(
     ``init`` fills the parameters of a model on the meta device. ``precision="bf16"`` computes in
     bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all gradients.
     ``memory_limit`` is the bytes that a device has: a strategy that needs more is refused.
-    ``costs`` says how fast devices compute and communicate: what a strategy leaves open is ordered
-    by it. ``seed`` is for ``init`` and for random operations.
+    ``costs`` says how fast devices compute and communicate, or what was measured: what a strategy
+    leaves open is ordered by it. ``seed`` is for ``init`` and for random operations.
     """
     if not isinstance(strategy, Strategy):
         raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")

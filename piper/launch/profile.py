@@ -10,7 +10,7 @@ from pathlib import Path
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.text import name_of
 from piper.launch.aligning import Step, met
-from piper.lower.meetings import meetings
+from piper.lower.meetings import meeting_size
 from piper.lower.plan import Verb
 from piper.lower.recorded import Recorded, Work, kind_of, work_of
 from piper.lower.sizes import Sizes
@@ -164,7 +164,7 @@ class Profile(Shown):
         quickest tells."""
         dag = self.program.dag
         sizes = Sizes(dag, self.program.models)
-        sends: dict[tuple[int, int], float] = {}
+        sends: dict[tuple[str, int, int], float] = {}
         for step in self.steps:
             for device, row in met(self.program, step).items():
                 instructions = self.program.plan_of(device).instructions
@@ -176,13 +176,13 @@ class Profile(Shown):
                         case Update(bucket=bucket):
                             itemsize = dag.buckets[bucket].gradient.itemsize
                             yield "update", 1, sizes.part(bucket, 1) * itemsize, taken
-                        case Collective(groups=groups) as op:
-                            yield kind_of(op), len(groups[0]), sizes.moved(node), taken
-                        case Transfer() if x.verb is Verb.RECV:
-                            key = len(meetings(node.op)[0]), sizes.moved(node)
+                        case Collective() as op:
+                            yield kind_of(op), meeting_size(op), sizes.moved(node), taken
+                        case Transfer() as op if x.verb is Verb.RECV:
+                            key = kind_of(op), meeting_size(op), sizes.moved(node)
                             sends[key] = min(taken, sends.get(key, taken))
-        for (members, nbytes), taken in sends.items():
-            yield "send", members, nbytes, taken
+        for key, taken in sends.items():
+            yield *key, taken
 
 
 def _seconds(step: Step) -> float:

@@ -10,6 +10,14 @@ Sides = tuple[tuple[int, Verb], ...]
 """Devices that meet, each with what it does there."""
 
 
+def meeting_size(op: Transfer | Collective) -> int:
+    """How many devices meet in each of ``meetings``."""
+    if isinstance(op, Collective):
+        return len(op.groups[0])
+    small, large = sorted((len(op.source), len(op.target)))
+    return 1 + large // small
+
+
 def meetings(op: Transfer | Collective) -> tuple[Sides, ...]:
     """The meetings of ``op``. Of two groups that differ in size, each member of the smaller one
     meets as many neighbours of the larger."""

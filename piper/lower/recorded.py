@@ -21,7 +21,7 @@ from piper.codec import decode, encode
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Dag, Node, Transfer, Update
 from piper.ir.text import region_of
-from piper.lower.meetings import meetings
+from piper.lower.meetings import meeting_size
 from piper.lower.sizes import Sizes
 
 _FORMAT = "piper costs 1"
@@ -175,7 +175,7 @@ class Recorded:
                 itemsize = dag.buckets[bucket].gradient.itemsize
                 return self.moved_seconds("update", 1, sizes.part(bucket, 1) * itemsize)
             case Transfer() | Collective() as op:
-                return self.moved_seconds(kind_of(op), len(meetings(op)[0]), sizes.moved(node))
+                return self.moved_seconds(kind_of(op), meeting_size(op), sizes.moved(node))
 
     def __add__(self, other: Recorded) -> Recorded:
         """Both; where both know something, their mean."""
