@@ -51,7 +51,7 @@ docs: $(STAMP) ## build the documentation into site/, to be read without a netwo
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-bench: $(BENCH)/.installed ## ours beside its peers, an hour: tables, JSON and a picture in bench-results/
+bench: $(BENCH)/.installed ## ours beside its peers, for hours (ROUNDS=2: less): tables, JSON and a picture in bench-results/
 	@$(BENCH)/bin/python bench/compare.py $(SETS) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 clean: ## remove the environments, caches and build outputs

@@ -78,8 +78,8 @@ def sides(
     for size in buckets:
         found[f"piper, {size} MB"] = program(work, zero, size, "1f1b", costs)
     if work.microbatches > 1:
-        ahead = program(work, zero, small, "breadth-first", costs)
-        found[f"piper breadth-first, {small} MB"] = ahead
+        broad = program(work, zero, small, "breadth-first", costs)
+        found[f"piper breadth-first, {small} MB"] = broad
     if zero == 0:
         for more in (1, 2):  # the same sums, updated by one device each, and gathered later
             found[f"piper zero={more}, {small} MB"] = program(work, more, small, "1f1b", costs)

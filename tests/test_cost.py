@@ -25,7 +25,6 @@ from piper.cost.presets import DEVICES, LINKS
 from piper.cost.replay import Meet, Track, replay
 from piper.ir.dag import CollectiveKind, Compute
 from piper.lower.plan import Verb
-from piper.lower.recorded import work_of
 from piper.lower.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh
@@ -524,25 +523,6 @@ def test_a_plan_is_ordered_by_it(profiled: tuple[piper.Program, Any], tmp_path: 
     loaded = piper.Program.load(tmp_path)
     assert loaded.settings.costs == costs
     assert loaded.schedule.order == found.order
-
-
-def test_the_order_of_a_divided_backward_follows_it() -> None:
-    """What fills a gap depends on how long passes take, which operations alone do not tell."""
-    strategy = mesh(pp=2, schedule="zb-h1", microbatches=4)
-    by_operations = net(strategy)[0]
-    sizes = Sizes(by_operations.dag, by_operations.models)
-    slow = {
-        (work_of(by_operations.dag, node.op, 1), sizes.facts(node.op, 1).flops): float(
-            1 + node.op.chunk % 3
-        )
-        for node in by_operations.dag.nodes
-        if isinstance(node.op, Compute)
-    }
-    recorded = piper.Recorded.of([(*key, seconds) for key, seconds in slow.items()], ())
-    by_profile = net(strategy, piper.Costs(recorded=recorded))[0]
-    cluster = ideal(2)
-    found = [p.simulate(cluster, recorded).seconds for p in (by_operations, by_profile)]
-    assert found[1] <= found[0]
 
 
 def test_recorded_must_be_what_profiles_give(profiled: tuple[piper.Program, Any]) -> None:

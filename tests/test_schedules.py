@@ -31,6 +31,7 @@ from piper.ir.build import build
 from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Node
 from piper.lower.costs import Costs
 from piper.lower.lower import Settings, lower
+from piper.lower.recorded import work_of
 from piper.lower.sizes import Sizes
 from piper.strategies import (
     Action,
@@ -382,6 +383,27 @@ def test_weights_apart_in_pairs(make: Make) -> None:
     strategy = mesh(pp=2, dp=2, ep=2, schedule=make(2, 8).with_weights_apart())
     program = compiled(model, strategy.directives, mean_loss, given)
     assert_same(train(program, given), plain(model, mean_loss, given, microbatches=16), ULPS)
+
+
+def test_measured_passes_change_the_order_and_no_number() -> None:
+    """Operations do not tell how long passes take: here, those around experts take much longer."""
+    torch.manual_seed(0)
+    model, given = Experts(4), batches(16)
+    strategy = mesh(dp=2, ep=2, schedule=dualpipev(1, 8).with_weights_apart())
+    figures = piper.Costs(flops_per_second=1e9, bytes_per_second=4e8, overhead=1e-6)
+    program = compiled(model, strategy.directives, mean_loss, given, costs=figures)
+    dag, sizes = program.dag, Sizes(program.dag, program.models)
+    passes = []
+    for node in dag.nodes:
+        if isinstance(node.op, Compute):
+            group, slower = len(node.devices), 1 if node.op.chunk in dag.shards else 8
+            seconds = slower * figures.duration(dag, sizes, node)
+            flops = sizes.facts(node.op, group).flops
+            passes.append((work_of(dag, node.op, group), flops, seconds))
+    costs = replace(figures, recorded=piper.Recorded.of(passes, ()))
+    measured = compiled(model, strategy.directives, mean_loss, given, costs=costs)
+    assert measured.schedule.order != program.schedule.order
+    assert_same(train(measured, given), plain(model, mean_loss, given, microbatches=16), ULPS)
 
 
 def test_weights_apart_are_drawn() -> None:

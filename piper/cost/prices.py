@@ -3,6 +3,9 @@ from operations, bytes and links."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from piper.capture.program import Pass
@@ -39,14 +42,14 @@ class Prices:
         match node.op:
             case Compute(chunk=chunk, which=which) as op:
                 key: tuple[object, ...] = chunk, which, len(node.devices), id(device)
-                if key not in self._computing:
-                    self._computing[key] = self._pass(op, node, device)
+                foretold = partial(self._pass, op, len(node.devices), device)
             case Update(bucket=bucket):
                 key = bucket, id(device)
-                if key not in self._computing:
-                    self._computing[key] = self._update(bucket, node, device)
+                foretold = partial(self._update, bucket, device)
             case _:
                 raise AssertionError(f"{node.op} computes nothing")
+        if key not in self._computing:
+            self._computing[key] = self._measured_or(foretold, node)
         return self._computing[key]
 
     def talking(self, node: Node, way: Way) -> float:
@@ -55,7 +58,8 @@ class Prices:
         kind = node.op.kind if isinstance(node.op, Collective) else None
         key = kind, way, nbytes
         if key not in self._talking:
-            self._talking[key] = self._communication(node, way, nbytes)
+            foretold = partial(self._communication, node, way, nbytes)
+            self._talking[key] = self._measured_or(foretold, node)
         return self._talking[key]
 
     def useful(self, node: Node) -> int:
@@ -67,31 +71,22 @@ class Prices:
         found = passes.get(op.which) or passes.get(Pass.B)
         return found.flops * group if found else 0
 
-    def _known(self, node: Node) -> float | None:
-        if self._recorded is None:
-            return None
-        return self._recorded.seconds(self._dag, self._sizes, node)
+    def _measured_or(self, foretold: Callable[[], float], node: Node) -> float:
+        recorded = self._recorded
+        known = None if recorded is None else recorded.seconds(self._dag, self._sizes, node)
+        return foretold() if known is None else known
 
-    def _pass(self, op: Compute, node: Node, device: Device) -> float:
-        known = self._known(node)
-        if known is not None:
-            return known
-        facts = self._sizes.facts(op, len(node.devices))
+    def _pass(self, op: Compute, group: int, device: Device) -> float:
+        facts = self._sizes.facts(op, group)
         moved = facts.moved_fused if self._fused else facts.moved
         return device.seconds(facts.flops, moved, self._dtype)
 
-    def _update(self, bucket: int, node: Node, device: Device) -> float:
-        known = self._known(node)
-        if known is not None:
-            return known
+    def _update(self, bucket: int, device: Device) -> float:
         updated = self._sizes.part(bucket, 1) * self._dag.buckets[bucket].gradient.itemsize
         # reads gradients, parameters and state; writes parameters and state
         return device.seconds(0, int(updated * (3 + 2 * self._optimizer)), self._dtype)
 
     def _communication(self, node: Node, way: Way, nbytes: int) -> float:
-        known = self._known(node)
-        if known is not None:
-            return known
         if isinstance(node.op, Collective):
             return collective_seconds(node.op.kind, way, nbytes)
         assert isinstance(node.op, Transfer)
