@@ -47,12 +47,17 @@ BUCKETS, SLOW = (25, 4), (4, 1)
 
 
 def program(
-    work: Work, zero: int, bucket_mb: float, schedule: str, costs: piper.Costs
+    work: Work,
+    zero: int,
+    bucket_mb: float,
+    schedule: str,
+    costs: piper.Costs,
+    device: str = "cpu",
 ) -> piper.Program:
     x, y = work.batch(0)
     virtual = work.config.layers if schedule == "breadth-first" else None
     strategy = mesh(
-        dp=WORKERS,
+        dp=work.workers,
         zero=zero,
         schedule=schedule,
         virtual=virtual,
@@ -66,6 +71,7 @@ def program(
         targets=(y,),
         loss=work.loss,
         optimizer=work.optimizer,
+        device=device,
         costs=costs,
     )
 

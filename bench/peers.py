@@ -33,18 +33,25 @@ class Replicated(Divided):
     """``DistributedDataParallel``."""
 
     bucket_mb: float
+    device: str = "cpu"
+    broadcasts: bool = True
+    """Whether the first rank sends its buffers with each forward: the default, though here none
+    change."""
 
     def begin(self) -> Step:
         from torch.nn.parallel import DistributedDataParallel
 
         work = self.work
         net = DistributedDataParallel(
-            work.model(), bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True
+            work.model().to(self.device),
+            bucket_cap_mb=self.bucket_mb,
+            gradient_as_bucket_view=True,
+            **({} if self.broadcasts else {"broadcast_buffers": False}),
         )
         optimizer = work.optimizer(net.parameters())
 
-        def step(xs: list[Tensor], ys: list[Tensor]) -> float:
-            total = torch.zeros(())
+        def step(xs: list[Tensor], ys: list[Tensor]) -> Tensor:
+            total = torch.zeros((), device=self.device)
             for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
                 with net.no_sync() if i + 1 < len(xs) else contextlib.nullcontext():
                     loss = work.loss(net(x), y) / len(xs)
@@ -52,7 +59,7 @@ class Replicated(Divided):
                 total += loss.detach()
             optimizer.step()
             optimizer.zero_grad()
-            return total.item()
+            return total
 
         return step
 
@@ -68,12 +75,13 @@ class Sharded(Divided):
     each: bool
     """Whether gradients are summed and divided with each microbatch, which holds only a part of
     them, or after the last."""
+    device: str = "cpu"
 
     def begin(self) -> Step:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         work = self.work
-        net = work.model()
+        net = work.model().to(self.device)
         for module in (*net.layers, net):
             fully_shard(module, reshard_after_forward=self.scattered)
         assert isinstance(net, FSDPModule)
@@ -81,8 +89,8 @@ class Sharded(Divided):
             _gather_ahead([m for m in (net, *net.layers) if isinstance(m, FSDPModule)])
         optimizer = work.optimizer(net.parameters())
 
-        def step(xs: list[Tensor], ys: list[Tensor]) -> float:
-            total = torch.zeros(())
+        def step(xs: list[Tensor], ys: list[Tensor]) -> Tensor:
+            total = torch.zeros((), device=self.device)
             for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
                 last = i + 1 == len(xs)
                 net.set_is_last_backward(last)
@@ -93,7 +101,7 @@ class Sharded(Divided):
                 total += loss.detach()
             optimizer.step()
             optimizer.zero_grad()
-            return total.item()
+            return total
 
         return step
 
@@ -134,6 +142,7 @@ class Piped:
     work: Staged
     schedule: str
     """The name of its class, without "Schedule"."""
+    device: str = "cpu"
 
     def rows(self, x: Tensor, rank: int) -> list[Tensor]:
         return [x.clone()]
@@ -147,27 +156,32 @@ class Piped:
         numbers = list(range(rank, count, work.workers))
         if self.schedule in FOLDED:
             numbers = [rank, last - rank]
-        modules = work.modules(count, numbers)
+        modules = [module.to(self.device) for module in work.modules(count, numbers)]
         optimizer = work.optimizer([p for module in modules for p in module.parameters()])
         stages = []
         for module, number in zip(modules, numbers, strict=True):
-            enters, leaves = work.ends(count, number)
+            enters, leaves = map(_shape_of, work.ends(count, number))
             ends = {"input_args": (enters,), "output_args": (leaves,)}
-            stages.append(PipelineStage(module, number, count, torch.device("cpu"), **ends))
+            stages.append(PipelineStage(module, number, count, torch.device(self.device), **ends))
         kind: Any = getattr(schedules, f"Schedule{self.schedule}")
         several = issubclass(kind, schedules.PipelineScheduleMulti)
         run = kind(stages if several else stages[0], work.microbatches, loss_fn=work.loss)
 
-        def step(xs: list[Tensor], ys: list[Tensor]) -> float:
+        def step(xs: list[Tensor], ys: list[Tensor]) -> Tensor | float:
             losses: list[Tensor] = []
             inputs = xs if 0 in numbers else []
             targets = {"target": ys[0], "losses": losses} if last in numbers else {}
             run.step(*inputs, **targets, return_outputs=False)
             optimizer.step()
             optimizer.zero_grad()
-            return float(torch.stack(losses).detach().mean()) if losses else math.nan
+            return torch.stack(losses).detach().mean() if losses else math.nan
 
         return step
+
+
+def _shape_of(x: Tensor) -> Tensor:
+    """A tensor that is like another and takes no memory."""
+    return torch.empty_like(x, device="meta", requires_grad=x.requires_grad)
 
 
 def stages_of(schedule: str, workers: int) -> int:

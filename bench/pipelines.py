@@ -41,7 +41,9 @@ SCHEDULES = {
 """Ours, and what torch calls the same."""
 
 
-def program(work: Work, schedule: str) -> piper.Program:
+def program(
+    work: Work, schedule: str, device: str = "cpu", costs: piper.Costs | None = None
+) -> piper.Program:
     """The work under one of our schedules."""
     x, y = work.batch(0)
     return piper.compile(
@@ -56,7 +58,8 @@ def program(work: Work, schedule: str) -> piper.Program:
         targets=(y,),
         loss=work.loss,
         optimizer=work.optimizer,
-        costs=piper.Cluster.of("CPU", work.workers).costs(),
+        device=device,
+        costs=costs or piper.Cluster.of("CPU", work.workers).costs(),
     )
 
 

@@ -140,8 +140,10 @@ def print_cases(comparison: Comparison, console: Console | None = None) -> None:
         ("ratio", True),
         ("running (ms)", any(any(f.running) for c in cases for f in c.sides.values())),
         ("ratio", any(any(f.running) for c in cases for f in c.sides.values())),
+        ("host (ms)", any(f.host for c in cases for f in c.sides.values())),
         ("MiB", any(f.memory for c in cases for f in c.sides.values())),
         ("ratio", any(f.memory for c in cases for f in c.sides.values())),
+        ("predicted", any(f.predicted for c in cases for f in c.sides.values())),
         ("of ideal", any(c.ideal for c in cases)),
     ]
     for name, shown in columns:
@@ -155,8 +157,9 @@ def print_cases(comparison: Comparison, console: Console | None = None) -> None:
         table.add_section()
     console.print(table)
     for case in (case for case in cases if case.has_losses):
-        for apart, which, _ in comparison.apart(case):
-            console.print(f"{case.name}: losses differ by {apart:.1e} at most{which}")
+        for apart, which, tolerance in comparison.apart(case):
+            mark = "" if apart <= tolerance else "[bold red]WRONG[/] "
+            console.print(f"{mark}{case.name}: losses differ by {apart:.1e} at most{which}")
     for note in comparison.notes:
         console.print(note)
 
@@ -171,10 +174,16 @@ def _cells(case: Case, side: str) -> list[str]:
         f"{case.time_ratio(side):.3f}",
         f"{1e3 * running:,.1f}" if running else "",
         _number(case.running_ratio(side)),
-        f"{one.memory / 2**20:,.0f}" if one.memory else "",
+        f"{1e3 * statistics.median(one.host):,.1f}" if one.host else "",
+        _mebibytes(one.by_rank or [one.memory]) if one.memory else "",
         _number(case.memory_ratio(side)),
+        _mebibytes(one.predicted),
         _number(case.reached(side)),
     ]
+
+
+def _mebibytes(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size / 2**20:,.0f}" for size in sizes)
 
 
 def _number(value: float | None) -> str:

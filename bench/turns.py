@@ -49,6 +49,12 @@ class Found:
     too."""
     memory: int = 0
     """The most bytes that one of its processes held."""
+    host: list[float] = field(default_factory=list)
+    """Seconds until the call that takes a step returned, of each step, where kernels run on."""
+    by_rank: list[int] = field(default_factory=list)
+    """The most bytes that each of its processes held, where that is known."""
+    predicted: list[int] = field(default_factory=list)
+    """The same, as the compiler predicted it."""
 
     def take(self, side: Side, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Let ``side`` train on ``batches``."""

@@ -34,7 +34,8 @@ ENVIRONMENT = {
 }
 """For every worker, before it imports torch."""
 
-Step = Callable[[list[Tensor], list[Tensor]], float]
+Step = Callable[[list[Tensor], list[Tensor]], Tensor | float]
+"""Takes a step and gives the loss, or NaN where that is not known."""
 
 
 class Way(Protocol):
@@ -45,8 +46,7 @@ class Way(Protocol):
         ...
 
     def begin(self) -> Step:
-        """In a worker, when all can talk: what takes a step and gives the loss, or NaN where that
-        is not known."""
+        """In a worker, when all can talk: what takes a step."""
         ...
 
 
@@ -141,7 +141,7 @@ def _serve(connection: Connection) -> None:
     connection.send(0.0)
     while (given := pickle.loads(connection.recv_bytes())) is not None:
         x, y = ([torch.from_numpy(a) for a in arrays] for arrays in given)
-        connection.send(step(x, y))
+        connection.send(float(step(x, y)))
     dist.destroy_process_group()
 
 

@@ -227,6 +227,10 @@ class Program:
                 return plan
         raise PiperError(f"the program has no device {device}; it runs on {list(self.devices)}")
 
+    def evaluation_plan_of(self, device: int) -> Plan:
+        """What one device does in an evaluation."""
+        return next(plan for plan in self.evaluation_plans if device in plan.devices)
+
     def show_dag(self, path: str | Path) -> None:
         """Write a page, one file that needs no server, with the DAG after each directive and as it
         was lowered."""

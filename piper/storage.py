@@ -28,7 +28,7 @@ from piper.capture.serial import (
 from piper.capture.tensors import TensorSpec
 from piper.codec import decode, encode
 from piper.errors import PiperError
-from piper.ir.dag import Bucket, StreamRule
+from piper.ir.dag import Bucket, Rest, StreamRule
 from piper.ir.facts import Model
 from piper.lower.lower import Settings
 from piper.lower.memory import Memory
@@ -109,7 +109,7 @@ def load(
         evaluation_plans=tuple(Plan.from_json(plan) for plan in data["evaluation_plans"]),
         memory=decode(tuple[Memory, ...], data["memory"]),
         buckets=decode(tuple[Bucket, ...], data["buckets"]),
-        streams=decode(Mapping[str, StreamRule], data["streams"]),
+        streams=_streams_from_json(data["streams"]),
         microbatches=data["microbatches"],
         code=_code_from_json(data["code"], programs, constants["code"]),
         evaluation_code=_code_from_json(
@@ -133,6 +133,14 @@ class _Graphs:
             self._numbers[id(program)] = len(self.items)
             self.items.append(program)
         return self._numbers[id(program)]
+
+
+def _streams_from_json(data: list[Any]) -> dict[str, StreamRule]:
+    """By hand, since ``decode`` takes the first type of a union, and ``sms`` may be of two."""
+    return {
+        name: StreamRule(priority, Rest.REST if sms == Rest.REST.value else sms)
+        for name, (priority, sms) in data
+    }
 
 
 def _code_to_json(code: Code, graphs: _Graphs) -> dict[str, Any]:

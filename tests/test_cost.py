@@ -23,7 +23,7 @@ from piper.cost.cluster import Way
 from piper.cost.communicating import collective_seconds, send_seconds
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.replay import Meet, Track, replay
-from piper.ir.dag import CollectiveKind, Compute
+from piper.ir.dag import CollectiveKind, Compute, Rest
 from piper.lower.plan import Verb
 from piper.lower.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss
@@ -444,9 +444,6 @@ def test_wrong_clusters_are_refused(make: Callable[[], object], says: str) -> No
         make()
 
 
-# --- recorded costs ------------------------------------------------------------------------------
-
-
 class Net(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self:
@@ -471,6 +468,48 @@ def net(
         costs=costs,
     )
     return program, x
+
+
+# --- shares of a GPU -----------------------------------------------------------------------------
+
+
+def sharing(**asked: Any) -> piper.Program:
+    """Two replicas of four layers, each summed by itself; some streams have shares of the GPU."""
+    streams = [piper.stream(None, name, sms=sms) for name, sms in asked.items()]
+    each = piper.replicate({}, bucket_mb=1e-4)
+    return net(piper.Strategy([piper.place({}, devices=[0, 1]), each, *streams]))[0]
+
+
+def test_the_rest_of_the_sms_is_what_numbers_leave() -> None:
+    gpu = piper.Device("gpu", {torch.float32: 1e4}, 2**30, 1e30, sms=132)
+    cluster = piper.Cluster.of(gpu, 2, inside=piper.Link(1e4, 0.0))
+    seconds = [
+        sharing(**asked).simulate(cluster).seconds
+        for asked in (
+            {"other": 100, "reduce": "rest", "another": "rest"},
+            {"reduce": 32},
+            {"reduce": "rest"},
+            {"reduce": 132},
+        )
+    ]
+    assert seconds[0] == seconds[1] < seconds[2] == seconds[3]
+
+
+def test_a_saved_program_has_its_shares(tmp_path: Path) -> None:
+    program = sharing(other=100, reduce="rest")
+    program.save(tmp_path)
+    loaded = piper.Program.load(tmp_path)
+    assert loaded.streams == program.streams
+    assert loaded.streams["reduce"].sms is Rest.REST
+
+
+def test_a_rest_of_nothing_is_refused() -> None:
+    cluster = piper.Cluster.of("H100", 2)
+    with pytest.raises(piper.PiperError, match=r"'reduce' asks for the rest .* ask for 132, and"):
+        sharing(other=100, reduce="rest", another=32).simulate(cluster)
+
+
+# --- recorded costs ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from piper.directives import (
 )
 from piper.errors import DirectiveError
 from piper.ir import ChunkFacts, Dag, Model, Node, Variant, build, facts_of, text
-from piper.ir.dag import ShardRule, StateRule, StreamRule
+from piper.ir.dag import Rest, ShardRule, StateRule, StreamRule
 from piper.lower.lower import lower
 from piper.strategy import Strategy
 from tests.facts import BATCH, DIM, SEQ, VOCAB, chain, changing, masked, moe, reading, skip, tied
@@ -530,6 +530,12 @@ def test_stream_moves_nodes_and_says_what_is_asked() -> None:
 def test_a_second_stream_directive_keeps_what_the_first_asked() -> None:
     after = dag(chain(2), [stream({"layer": 0}, "s", priority=3, sms=8), stream({"layer": 1}, "s")])
     assert after.streams["s"] == StreamRule(3, 8)
+
+
+def test_a_stream_may_ask_for_the_rest_of_a_gpu() -> None:
+    after = dag(chain(1), [stream({"PASS": "B"}, "back", sms=8), stream(None, "back", sms="rest")])
+    assert after.streams["back"] == StreamRule(0, Rest.REST)
+    assert "back', sms='rest')" in after.history[-1]
 
 
 # remat

@@ -48,6 +48,7 @@ EVERY = [
     shard({"EP": "*"}, stream="ep", ways=2),
     order([{"PP": 0, "MB": 0, "PASS": "F"}], [{"PP": 0, "MB": 1}, {"PP": 0, "MB": [2, 3]}]),
     stream({"PASS": "B"}, "back", priority=1, sms=4),
+    stream(None, "compute", sms="rest"),
     remat({"layer": [0, 1]}, "all"),
 ]
 
@@ -171,7 +172,13 @@ any_directive: st.SearchStrategy[Directive] = st.one_of(
     ),
     st.builds(shard, filters, stream=names, dim=st.integers(0, 2), ways=st.none() | numbers),
     groups.map(lambda found: order(*found)),
-    st.builds(stream, filters, names, priority=st.integers(-2, 2), sms=st.none() | numbers),
+    st.builds(
+        stream,
+        filters,
+        names,
+        priority=st.integers(-2, 2),
+        sms=st.none() | numbers | st.just("rest"),
+    ),
     st.builds(remat, filters, st.sampled_from(["none", "min-cut", "all"])),
 )
 # not shrunk: the example as found is short, and shrinking it takes long

@@ -358,7 +358,14 @@ MISTAKES = [
         [*TWO_STAGES, f_and_b(0, "F0 F1")],
     ),
     # stream and remat
-    Mistake("no part of a GPU", stream({}, "s", sms=0), ["sms=0", "positive whole number"]),
+    *(
+        Mistake(
+            f"no share of a GPU: {sms!r}",
+            stream({}, "s", sms=sms),  # type: ignore[arg-type]
+            [f"sms={sms!r}", "must be a positive whole number, or 'rest'"],
+        )
+        for sms in (0, -8, True, 8.0, "all", ["rest"])
+    ),
     Mistake("unknown policy", remat({}, "some"), ["policy='some'", "none, min-cut, all"]),
 ]
 

@@ -6,6 +6,7 @@ reader has imported, knows by these names.
 
 from __future__ import annotations
 
+import importlib
 import operator
 from typing import Any
 
@@ -123,13 +124,21 @@ def _target_name(node: fx.Node) -> str:
 def _target(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
+    found = _registered(name)
+    if found is None and name.startswith("prims."):
+        importlib.import_module("torch._inductor.inductor_prims")  # registers Inductor's own
+        found = _registered(name)
+    if found is None:
+        raise PiperError(
+            f"the operation {name} is unknown here: import the library that defines it first"
+        )
+    return found
+
+
+def _registered(name: str) -> Any:
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
-        if found is None:
-            raise PiperError(
-                f"the operation {name} is unknown here: import the library that defines it first"
-            )
     return found
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from piper.capture.codegen import Eager
-from piper.cost.cluster import Cluster
+from piper.cost.cluster import Cluster, Device
 from piper.cost.lanes import Lane, Lanes, lanes_of
 from piper.cost.prices import Prices
 from piper.cost.replay import Meet, Track, replay
 from piper.errors import PiperError
-from piper.ir.dag import Compute, StreamRule
+from piper.ir.dag import Compute, Rest, StreamRule
 from piper.ir.text import group_text
 from piper.lower.plan import COMMUNICATING, Verb, awaited
 from piper.lower.recorded import Recorded
@@ -219,8 +219,7 @@ def _tracks(
             key = x.node, frozenset[object](parties)
             if key not in numbers:
                 numbers[key] = len(meets)
-                rule = program.streams.get(node.stream, StreamRule())
-                slows = min(1.0, rule.sms / device.sms) if rule.sms and device.sms else None
+                slows = _share(program.streams, node.stream, device)
                 links = 2 if way.outside else 1
                 meets.append(Meet(prices.talking(node, way), len(parties), links, slows))
             track.seconds.append(0.0)
@@ -228,6 +227,24 @@ def _tracks(
         tracks.append(track)
         places.append(mine)
     return tracks, meets, places
+
+
+def _share(rules: Mapping[str, StreamRule], stream: str, device: Device) -> float | None:
+    """The part of ``device`` that ``stream`` has to itself, if it has one: as asked for, without
+    rounding up to what a GPU can give."""
+    sms = rules.get(stream, StreamRule()).sms
+    if sms is None or device.sms is None:
+        return None
+    if isinstance(sms, Rest):
+        taken = sum(rule.sms for rule in rules.values() if isinstance(rule.sms, int))
+        sms = device.sms - taken
+        if sms < 1:
+            raise PiperError(
+                f"stream {stream!r} asks for the rest of the SMs, but other streams ask for "
+                f"{taken}, and {device.name} has {device.sms}: give stream(..., sms=) smaller "
+                "numbers"
+            )
+    return min(1.0, sms / device.sms)
 
 
 def _dtype(program: Program) -> torch.dtype:

@@ -6,10 +6,11 @@ same stream: one after the other          different streams: may overlap
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from piper.directives.base import Directive, check_stream, plain_filter, positive
-from piper.ir.dag import Dag, StreamRule
+from piper.directives.base import Directive, check_stream, plain_filter
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag, Rest, Sms, StreamRule
 from piper.ir.filters import Filter, FilterLike, select
 
 
@@ -21,26 +22,41 @@ class Stream(Directive):
     where: FilterLike | None
     stream: str
     priority: int | None = None
-    sms: int | None = None
+    sms: int | Literal["rest"] | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         check_stream("name", self.stream)
-        if self.sms is not None:
-            positive("sms", self.sms)
+        sms = None if self.sms is None else _share(self.sms)
         matched = [] if self.where is None else select(dag, Filter.of(self.where))
         changed = {i: replace(dag.nodes[i], stream=self.stream, made_by=me) for i in matched}
         old = dag.streams.get(self.stream, StreamRule())
         rule = StreamRule(
             old.priority if self.priority is None else self.priority,
-            old.sms if self.sms is None else self.sms,
+            old.sms if sms is None else sms,
         )
         return replace(dag.with_nodes(changed), streams={**dag.streams, self.stream: rule})
 
 
+def _share(sms: object) -> Sms:
+    """A share of a GPU as the user wrote it."""
+    if sms == Rest.REST.value:
+        return Rest.REST
+    if not isinstance(sms, int) or isinstance(sms, bool) or sms < 1:
+        raise DirectiveError(f"sms={sms!r} must be a positive whole number, or 'rest'")
+    return sms
+
+
 def stream(
-    where: FilterLike | None, name: str, *, priority: int | None = None, sms: int | None = None
+    where: FilterLike | None,
+    name: str,
+    *,
+    priority: int | None = None,
+    sms: int | Literal["rest"] | None = None,
 ) -> Stream:
-    """Run the matched nodes on the logical stream ``name``; ``sms`` bounds its share of a GPU.
+    """Run the matched nodes on the logical stream ``name``.
+
+    ``sms`` is its share of each GPU's multiprocessors: a number, or "rest" for what the numbers of
+    all streams leave. Shares of different streams do not overlap, but all "rest" are one share.
 
     With None for a filter no node is moved: it says what is asked of a stream that another
     directive sends, reduces or exchanges on.

@@ -181,12 +181,26 @@ class Bucket:
         return tuple(g[i :: self.within] for g in self.groups for i in range(self.within))
 
 
+class Rest(Enum):
+    """A share of a GPU without a number: what the numbers of all streams leave."""
+
+    REST = "rest"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Sms = int | Rest
+"""A share of a GPU's multiprocessors (SMs)."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamRule:
     """What is asked of a logical stream."""
 
     priority: int = 0
-    sms: int | None = None
+    sms: Sms | None = None
+    """Its share of a GPU; without one it runs on all SMs, also those of others' shares."""
 
 
 @dataclass(frozen=True)

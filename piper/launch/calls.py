@@ -20,6 +20,9 @@ class Task:
     paths: tuple[str, ...]
     imports: tuple[str, ...]
     """Modules that define the model's own operations."""
+    share_gpus: bool
+    cuda_graphs: bool
+    shake: int | None
 
 
 @dataclass(frozen=True, slots=True)

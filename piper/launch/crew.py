@@ -123,6 +123,6 @@ class Crew(Protocol):
         """Go on from another state."""
         ...
 
-    def close(self) -> None:
-        """End all devices."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End all devices; with ``error`` because of it."""
         ...

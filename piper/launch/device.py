@@ -14,10 +14,11 @@ from piper.capture.codegen import Runners
 from piper.launch.crew import Report, Restored, Watch
 from piper.program import Program
 from piper.runtime.comm import Comm
-from piper.runtime.executor import Executor, Place
+from piper.runtime.executor import Executor, Loaded, Place
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
+from piper.runtime.shaking import Shaker
 from piper.runtime.state import DeviceState, Fetch
 from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
@@ -34,19 +35,28 @@ class Device:
         comm: Comm,
         fetch: Fetch,
         runners: Runners,
+        shaker: Shaker | None = None,
+        *,
+        tracked: bool = False,
     ) -> None:
+        """``tracked`` says that others ask for the place in the plan, on a GPU."""
         self.number = number
         self.state = DeviceState(program, number, where, fetch)
-        streams = streams_for(where, program.streams)
+        streams = streams_for(where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(self.state, comm, streams, runners)
         self._program = program
         self._training = self.executor.load(program.plan_of(number), program.code)
-        plan = next(p for p in program.evaluation_plans if number in p.devices)
+        plan = program.evaluation_plan_of(number)
         self._evaluation = self.executor.load(plan, program.evaluation_code)
 
     def show_progress_in(self, at: Place) -> None:
         """Keep the place in the plan in ``at``, which others may read."""
         self.executor.at = at
+
+    @property
+    def running(self) -> Loaded:
+        """The plan that was run last."""
+        return self.executor.running or self._training
 
     def step(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         """One step of training."""

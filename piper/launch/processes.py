@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch._ops import OpOverload
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, dumped, receive
 from piper.launch.crew import Report, Restored, Watch
+from piper.launch.rank import refuse_too_few_gpus
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
@@ -92,11 +93,18 @@ class ProcessCrew:
         start_timeout: float = 120.0,
         threads: int | None = None,
         imports: Sequence[str] = (),
+        share_gpus: bool = False,
+        cuda_graphs: bool = False,
+        shake: int | None = None,
     ) -> None:
         """``timeout`` is the seconds that one step may take, ``start_timeout`` those until all
         workers must be there; ``threads`` is the CPU threads of each worker, by default their even
         share; ``imports`` are modules that workers import first, because they define operations
-        that the model uses (those made with ``torch.library.custom_op`` are found)."""
+        that the model uses (those made with ``torch.library.custom_op`` are found). On GPUs, with
+        ``share_gpus`` several workers may share one; with ``cuda_graphs`` steps are captured and
+        replayed; ``shake`` is the seed of random delays of streams, by which races are found."""
+        if program.device.type == "cuda":
+            refuse_too_few_gpus(len(program.devices), share=share_gpus)
         self._program = program
         self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="piper-")
@@ -107,7 +115,21 @@ class ProcessCrew:
         self._store: dist.TCPStore | None = None
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         try:
-            self._start(start_timeout, threads, (*imports, *_modules_of_ops(program)))
+            self._start(
+                lambda device, port: Task(
+                    device=device,
+                    port=port,
+                    threads=threads or max(1, (os.cpu_count() or 1) // len(program.devices)),
+                    timeout=timeout,
+                    start_timeout=start_timeout,
+                    paths=tuple(sys.path),
+                    imports=(*imports, *_modules_of_ops(program)),
+                    share_gpus=share_gpus,
+                    cuda_graphs=cuda_graphs,
+                    shake=shake,
+                ),
+                start_timeout,
+            )
         except BaseException:
             self.close()
             raise
@@ -129,7 +151,7 @@ class ProcessCrew:
         self._running = ()
         self._ask([dumped(Call("restore", state))] * len(self._workers))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """End all workers: those that wait for a call by themselves, others by force."""
         for worker in self._workers:
             worker.send(dumped(Call("stop")))
@@ -148,24 +170,12 @@ class ProcessCrew:
 
     # starting
 
-    def _start(self, timeout: float, threads: int | None, imports: tuple[str, ...]) -> None:
+    def _start(self, task_of: Callable[[int, int], Task], timeout: float) -> None:
         folder = Path(self._folder.name)
         program = self._program
         self._write(folder)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        share = max(1, (os.cpu_count() or 1) // len(program.devices))
-        tasks = [
-            Task(
-                device=device,
-                port=self._store.port,
-                threads=threads or share,
-                timeout=self._timeout,
-                start_timeout=timeout,
-                paths=tuple(sys.path),
-                imports=imports,
-            )
-            for device in program.devices
-        ]
+        tasks = [task_of(device, self._store.port) for device in program.devices]
         for task in tasks:
             (folder / f"at.{task.device}").write_bytes(_NOWHERE)
             self._workers.append(self._spawn(task.device, folder))

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from piper.errors import PiperError
+from piper.ir.dag import Compute
 from piper.launch.crew import Report
+from piper.program import Program
 
 Rows = Sequence[Sequence[Tensor]]
 """Device by device, its part of a batch."""
@@ -24,7 +26,7 @@ _USUAL = 2
 
 
 class StepGraph:
-    """The step of all devices of one GPU."""
+    """The step of the devices of one process."""
 
     def __init__(self, where: torch.device, step: Callable[[list[list[Tensor]]], Report]) -> None:
         """``step`` runs all instructions once and changes nothing on the host that lasts."""
@@ -76,3 +78,19 @@ class StepGraph:
                 f"the step cannot be captured as a CUDA graph: {error}; leave out cuda_graphs=True"
             ) from error
         self._graph = graph
+
+
+def refuse_uncapturable(program: Program) -> None:
+    """Refuse programs whose steps cannot be the same graph every time."""
+    if program.device.type != "cuda":
+        raise PiperError(
+            f"cuda_graphs=True needs a program compiled with device='cuda', not {program.device}"
+        )
+    for x in (x for plan in program.plans for x in plan.instructions):
+        if isinstance(x.op, Compute):
+            functions = program.code.programs[len(x.group)][x.op.chunk].functions
+            if functions[x.op.which].random:
+                raise PiperError(
+                    f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "
+                    "step; a graph would repeat them. Leave it out, or set dropout to 0"
+                )

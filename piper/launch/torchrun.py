@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Generator, Sequence
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.clock import seconds_ahead
 from piper.launch.crew import Report, Restored, Watch
-from piper.launch.device import Device
-from piper.launch.watching import watched
+from piper.launch.monitor import Monitor
+from piper.launch.neighbours import Neighbours
+from piper.launch.rank import Rank, choose_gpu
 from piper.program import Program
-from piper.runtime.distributed import Distributed
 from piper.runtime.feeding import cut
-from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.state import Fetch
 
@@ -33,14 +34,24 @@ from piper.runtime.state import Fetch
 class TorchrunCrew:
     """This process's device, and what it knows of the others."""
 
-    def __init__(self, program: Program, fetch: Fetch, *, timeout: float = 600.0) -> None:
-        limit = timedelta(seconds=timeout)
-        where = _where(program)
-        if not dist.is_initialized():
-            _refuse_alone()
-            dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=limit)
-            # not before: torch could not begin again on the same rendezvous, for another program
-            atexit.register(_end)
+    def __init__(
+        self,
+        program: Program,
+        fetch: Fetch,
+        *,
+        timeout: float = 600.0,
+        share_gpus: bool = False,
+        cuda_graphs: bool = False,
+        shake: int | None = None,
+    ) -> None:
+        """``timeout`` is the seconds that one communication, or on GPUs one step, may take. With
+        ``share_gpus`` several processes may share a GPU; with ``cuda_graphs`` steps are captured
+        and replayed; ``shake`` is the seed of random delays of streams, by which races are found.
+        """
+        _refuse_alone()
+        self._program = program
+        where = _where(program, share_gpus)
+        _join(where, timeout)
         devices = program.devices
         if dist.get_world_size() != len(devices):
             raise PiperError(
@@ -48,15 +59,30 @@ class TorchrunCrew:
                 f"{dist.get_world_size()} processes: use --nproc-per-node and --nnodes so that "
                 "they are as many"
             )
-        self._program = program
         self._number = devices[dist.get_rank()]
-        plans = (*program.plans, *program.evaluation_plans)
-        self._comm = Distributed(self._number, devices, plans, limit, program.streams)
-        self._device = Device(
-            program, self._number, where, self._comm, fetch, Runners(program.compiler)
-        )
-        self._objects = dist.new_group(backend="gloo", timeout=limit)
+        self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.leads = dist.get_rank() == 0
+        store = _own_store(self._objects)
+        self._neighbours: Neighbours | None = None
+        self._monitor: Monitor | None = None
+        if where.type == "cuda":
+            self._neighbours = Neighbours(store, program, self._number, timeout)
+            self._monitor = Monitor(self._neighbours.problem, _end_process)
+        with self._telling():
+            if where.type == "cuda":
+                _refuse_shared(store, where, self._number, allowed=share_gpus)
+            self._rank = Rank(
+                program,
+                self._number,
+                where,
+                store,
+                fetch,
+                timeout=timeout,
+                cuda_graphs=cuda_graphs,
+                shake=shake,
+            )
+        if self._neighbours is not None:
+            self._neighbours.device = self._rank.device
 
     def meet(self) -> None:
         dist.barrier(group=self._objects)
@@ -64,64 +90,132 @@ class TorchrunCrew:
     def step(self, batch: Sequence[Tensor]) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
-        return _finished(self._device.step(cut(plan, program.code, self._number, batch)))
+        with self._telling():
+            return self._rank.step(cut(plan, program.code, self._number, batch))
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
-        run = self._device.watch(cut(plan, program.code, self._number, batch), what)
+        given = cut(plan, program.code, self._number, batch)
         ahead = seconds_ahead(self._objects)
-        report = watched(lambda: _finished(run), what, self._device.state.where)
-        report = report.at_clock(ahead)
+        with self._telling():
+            report = self._rank.watch(given, what).at_clock(ahead)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, report, group=self._objects)
         return Report.joined([report, *everyone])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program
-        plan = next(p for p in program.evaluation_plans if self._number in p.devices)
-        given = cut(plan, program.evaluation_code, self._number, batch)
-        return _finished(self._device.evaluate(given))
+        plan = program.evaluation_plan_of(self._number)
+        with self._telling():
+            given = cut(plan, program.evaluation_code, self._number, batch)
+            return self._rank.evaluate(given)
 
     def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
-        mine = self._device.export(optimizer=optimizer, only=only)
+        mine = self._rank.export(optimizer=optimizer, only=only)
         everyone: list[Portions | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._objects)
         return [portions for portions in everyone if portions is not None]
 
     def restore(self, state: Restored) -> None:
-        self._device.restore(state)
+        self._rank.restore(state)
 
-    def close(self) -> None:
-        self._comm.close()
+    def close(self, error: BaseException | None = None) -> None:
+        if self._monitor is not None and self._neighbours is not None:
+            self._monitor.close()
+            if error is not None:
+                self._tell(error)
+        self._rank.close(abandoned=error is not None)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What goes wrong here is told to the others, whose GPUs would wait for this one."""
+        if self._monitor is None or self._neighbours is None:
+            yield
+            return
+        issued = _Issued()
+        self._monitor.watch(issued.over)
+        try:
+            yield
+        except BaseException as error:
+            self._tell(error)
+            raise
+        issued.record()
+
+    def _tell(self, error: BaseException) -> None:
+        assert self._neighbours is not None
+        self._neighbours.tell(f"device {self._number} failed: {type(error).__name__}: {error}")
 
 
-def _end() -> None:
+class _Issued:
+    """What the host hands to the GPU: over when the GPU has come to its end."""
+
+    def __init__(self) -> None:
+        self._end: torch.cuda.Event | None = None
+
+    def record(self) -> None:
+        """The host has handed over all of it."""
+        end = torch.cuda.Event()
+        end.record()
+        self._end = end
+
+    def over(self) -> bool:
+        return self._end is not None and self._end.query()
+
+
+def _end_process(problem: str) -> None:
+    """The main thread may be stuck in the driver, where no exception reaches it."""
+    sys.stderr.write(f"piper: {problem}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _join(where: torch.device, timeout: float) -> None:
+    """Be part of torch's default process group, if the caller is not yet."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    # not before: torch could not begin again on the same rendezvous, for another program
+    atexit.register(_leave)
+
+
+def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
+def _own_store(objects: Any) -> dist.Store:
+    """A part of the job's store that no other trainer of the job uses."""
+    name: list[Any] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, group=objects, group_src=0)
+    return dist.PrefixStore(f"piper {name[0]}", dist.distributed_c10d._get_default_store())
+
+
 def _refuse_alone() -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
-    if missing:
+    if missing and not dist.is_initialized():
         raise PiperError(
             f"on='torchrun' needs {', '.join(missing)} in the environment: start the script with "
             "torchrun --nproc-per-node N script.py"
         )
 
 
-def _where(program: Program) -> torch.device:
+def _where(program: Program, share_gpus: bool) -> torch.device:
     if program.device.type != "cuda":
         return program.device
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    local, number = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "RANK"))
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return choose_gpu(local, number, share=share_gpus, alone=alone)
 
 
-def _finished(run: Generator[Pending, None, Report]) -> Report:
-    while True:
-        try:
-            next(run).wait()
-        except StopIteration as end:
-            report: Report = end.value
-            return report
+def _refuse_shared(store: dist.Store, where: torch.device, number: int, *, allowed: bool) -> None:
+    """NCCL would refuse two processes on one GPU with a message that helps nobody."""
+    gpu = torch.cuda.get_device_properties(where).uuid
+    first = store.compare_set(f"gpu {gpu}", "", str(number)).decode()
+    if first != str(number) and not allowed and "NCCL_HOSTID" not in os.environ:
+        raise PiperError(
+            f"devices {first} and {number} are on one GPU ({where}): give each process a GPU of "
+            "its own (torchrun sets LOCAL_RANK, and this machine may have fewer GPUs than "
+            "processes), or say share_gpus=True, which lets several share one, over sockets"
+        )

@@ -62,12 +62,15 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._close(error)
 
     def close(self) -> None:
         """End all devices."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         if self._crew is not None:
-            self._crew.close()
+            self._crew.close(error)
             self._crew = None
 
     def step(self, *batch: Any, pad: Sequence[float | int] | None = None) -> StepResult:

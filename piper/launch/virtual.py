@@ -12,10 +12,9 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.ir.dag import Compute
 from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
-from piper.launch.step_graph import StepGraph
+from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.watching import watched
 from piper.lower.plan import Plan
 from piper.program import Code, Program
@@ -23,6 +22,7 @@ from piper.runtime.feeding import cut
 from piper.runtime.loopback import Hub, Loopback
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
+from piper.runtime.shaking import Shaker
 from piper.runtime.state import Fetch
 
 
@@ -34,15 +34,31 @@ class VirtualCrew:
     def meet(self) -> None:
         return
 
-    def __init__(self, program: Program, fetch: Fetch, *, cuda_graphs: bool = False) -> None:
-        """With ``cuda_graphs``, steps are captured as one CUDA graph and replayed."""
+    def __init__(
+        self,
+        program: Program,
+        fetch: Fetch,
+        *,
+        cuda_graphs: bool = False,
+        shake: int | None = None,
+    ) -> None:
+        """With ``cuda_graphs``, steps are captured as one CUDA graph and replayed; ``shake`` is the
+        seed of random delays of streams, by which races are found."""
         if cuda_graphs:
-            _refuse_uncapturable(program)
+            refuse_uncapturable(program)
         self._program = program
         self._hub = Hub(program.device.type == "cuda")
         runners = Runners(program.compiler)
         self._devices = [
-            Device(program, number, program.device, Loopback(self._hub, number), fetch, runners)
+            Device(
+                program,
+                number,
+                program.device,
+                Loopback(self._hub, number),
+                fetch,
+                runners,
+                None if shake is None else Shaker(shake, number),
+            )
             for number in program.devices
         ]
         self._graph: StepGraph | None = None
@@ -85,7 +101,7 @@ class VirtualCrew:
         if self._graph is not None:
             self._graph.forget()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self._graph = None
         self._devices.clear()
 
@@ -135,19 +151,3 @@ class VirtualCrew:
             lines.append(f"  device {device.number} at instruction {at} waits for {pending.name}")
         lines += [f"  {line}" for line in self._hub.waiting()]
         return "\n".join(lines)
-
-
-def _refuse_uncapturable(program: Program) -> None:
-    """Refuse programs whose steps cannot be the same graph every time."""
-    if program.device.type != "cuda":
-        raise PiperError(
-            f"cuda_graphs=True needs a program compiled with device='cuda', not {program.device}"
-        )
-    for x in (x for plan in program.plans for x in plan.instructions):
-        if isinstance(x.op, Compute):
-            functions = program.code.programs[len(x.group)][x.op.chunk].functions
-            if functions[x.op.which].random:
-                raise PiperError(
-                    f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "
-                    "step; a graph would repeat them. Leave it out, or set dropout to 0"
-                )

@@ -8,6 +8,7 @@ callables. Standard input is a pipe that the parent holds open: when that ends, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import mmap
 import os
@@ -16,8 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,17 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.capture.codegen import Runners
-from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, receive, send
-from piper.launch.crew import Report, Restored, Watch
-from piper.launch.device import Device
-from piper.launch.watching import watched
+from piper.launch.crew import Report, Restored
+from piper.launch.faults import described
+from piper.launch.monitor import Monitor
+from piper.launch.rank import Rank, choose_gpu, on_host
 from piper.program import Program
-from piper.runtime.distributed import Distributed
 from piper.runtime.executor import CommunicationError, InstructionError
-from piper.runtime.gloo import one_loop
-from piper.runtime.pending import Pending
 from piper.runtime.state import Fetch
 from piper.weights import materialised
 
@@ -79,7 +75,7 @@ def _end_with_parent(folder: Path) -> None:
     os._exit(1)
 
 
-def _start(task: Task, folder: Path) -> tuple[Device, Distributed]:
+def _start(task: Task, folder: Path) -> Rank:
     import cloudpickle
 
     sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
@@ -88,38 +84,31 @@ def _start(task: Task, folder: Path) -> tuple[Device, Distributed]:
     torch.set_num_threads(task.threads)
     optimizer, scheduler, init = cloudpickle.loads((folder / "callables").read_bytes())
     program = Program.load(folder / "program", optimizer=optimizer, scheduler=scheduler)
-    devices = program.devices
-    where = _where(program, task.device)
-    timeout, start = timedelta(seconds=task.timeout), timedelta(seconds=task.start_timeout)
-    store = dist.TCPStore("127.0.0.1", task.port, timeout=start)
-    dist.init_process_group(
-        "nccl" if where.type == "cuda" else one_loop(),
-        store=store,
-        rank=devices.index(task.device),
-        world_size=len(devices),
-        timeout=start,
+    where = program.device
+    if where.type == "cuda":
+        local = program.devices.index(task.device)
+        where = choose_gpu(local, task.device, share=task.share_gpus, alone=True)
+    store = dist.TCPStore("127.0.0.1", task.port, timeout=timedelta(seconds=task.start_timeout))
+    _meet(store, len(program.devices))  # from here on they are given the time of a step
+    rank = Rank(
+        program,
+        task.device,
+        where,
+        dist.PrefixStore("piper", store),
+        _fetcher(folder, program, init),
+        timeout=task.timeout,
+        cuda_graphs=task.cuda_graphs,
+        shake=task.shake,
     )
-    dist.barrier()  # all are there: from here on they are given the time of a step
-    plans = (*program.plans, *program.evaluation_plans)
-    comm = Distributed(task.device, devices, plans, timeout, program.streams)
-    fetch = _fetcher(folder, program, init)
-    device = Device(program, task.device, where, comm, fetch, Runners(program.compiler))
-    device.show_progress_in(_shared_place(folder / f"at.{task.device}"))
-    return device, comm
+    rank.device.show_progress_in(_shared_place(folder / f"at.{task.device}"))
+    return rank
 
 
-def _where(program: Program, device: int) -> torch.device:
-    if program.device.type != "cuda":
-        return program.device
-    index = program.devices.index(device)
-    if index >= torch.cuda.device_count():
-        raise PiperError(
-            f"the program runs on {len(program.devices)} devices, but this machine has "
-            f"{torch.cuda.device_count()} GPUs: use as many, or on='virtual', which puts all "
-            "devices on one"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+def _meet(store: dist.Store, count: int) -> None:
+    """Return when all workers are there."""
+    if store.add("there", 1) == count:
+        store.set("all there", "")
+    store.wait(["all there"])
 
 
 def _fetcher(folder: Path, program: Program, init: Any) -> Fetch:
@@ -142,31 +131,63 @@ def _shared_place(path: Path) -> memoryview:
 
 
 def _serve(connection: Connection, folder: Path) -> None:
-    device, comm = _start(_next(connection).argument, folder)
+    task: Task = _next(connection).argument
+    rank = _start(task, folder)
+    monitor = _monitored(rank, task.timeout, connection) if rank.where.type == "cuda" else None
     _answer(connection, None)
     while True:
         match call := _next(connection):
             case Call("step", given):
-                _answer(connection, _finished(device.step(given)))
+                _answer(connection, _settled(rank, monitor, lambda: rank.step(given)))
             case Call("watch", (given, what)):
-                _answer(connection, _watched(device, given, what))
+                _answer(connection, _settled(rank, monitor, lambda: rank.watch(given, what)))
             case Call("evaluate", given):
-                _answer(connection, _finished(device.evaluate(given)))
+                _answer(connection, _settled(rank, monitor, lambda: rank.evaluate(given)))
             case Call("export", (optimizer, only)):
-                _answer(connection, device.export(optimizer=optimizer, only=only))
+                _answer(connection, rank.export(optimizer=optimizer, only=only))
             case Call("restore", Restored() as state):
-                device.restore(state)
+                rank.restore(state)
                 _answer(connection, None)
             case Call("stop"):
-                comm.close()
+                if monitor is not None:
+                    monitor.close()
+                rank.close()
                 return
             case _:
                 raise AssertionError(f"a worker cannot {call.method}")
 
 
-def _watched(device: Device, given: list[Tensor], what: Watch) -> Report:
-    run = device.watch(given, what)
-    return watched(lambda: _finished(run), what, device.state.where)
+def _settled(rank: Rank, monitor: Monitor | None, run: Callable[[], Report]) -> Report:
+    """What ``run`` reports, when it is over on the device too."""
+    if monitor is None:
+        return on_host(run())
+    over = threading.Event()
+    monitor.watch(over.is_set)
+    report = on_host(run())
+    over.set()
+    return report
+
+
+def _monitored(rank: Rank, timeout: float, connection: Connection) -> Monitor:
+    """Tells the parent which communication hangs, and lets its file know where the GPU is."""
+
+    def stuck(seconds: float) -> str | None:
+        place = rank.device.running.bound.unfinished()
+        if place is None or not seconds:
+            return None
+        rank.device.executor.at[0] = place
+        if seconds < timeout:
+            return None
+        what = described(rank.device.running.board.plan, place, rank.number)
+        return f"device {rank.number} has waited {seconds:.0f} s for {what}"
+
+    def fail(text: str) -> None:
+        with contextlib.suppress(OSError):
+            send(connection, Failure(text, "", None, consequence=True))
+        threading.Event().wait(10)  # the parent is about to end this process
+        os._exit(1)
+
+    return Monitor(stuck, fail)
 
 
 def _next(connection: Connection) -> Call:
@@ -182,22 +203,6 @@ def _answer(connection: Connection, message: Any) -> None:
         send(connection, message)
     except OSError as error:
         raise _NobodyThereError from error
-
-
-def _finished(run: Generator[Pending, None, Report]) -> Report:
-    """Drive a step to its end, waiting where it must."""
-    while True:
-        try:
-            pending = next(run)
-        except StopIteration as end:
-            report: Report = end.value
-            norm = None if report.norm is None else report.norm.cpu()
-            return replace(report, total=report.total.cpu(), norm=norm)
-        try:
-            pending.wait()
-        except Exception as error:
-            run.close()
-            raise CommunicationError(f"{pending.name}: {type(error).__name__}: {error}") from error
 
 
 def _failure(error: Exception) -> Failure:

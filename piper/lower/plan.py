@@ -37,6 +37,11 @@ class Verb(Enum):
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 
 
+def plain_stream(name: str) -> str:
+    """A stream as directives call it: sending and receiving are two of a plan's."""
+    return name.removesuffix("/send").removesuffix("/recv")
+
+
 class Given(NamedTuple):
     """A slot that holds a tensor of the batch when the step begins."""
 

@@ -1,9 +1,9 @@
 """What must hold of plans, checked at the end of every compilation, in one pass over them.
 
-Every slot is written before it is read and freed once, after everything else; all parties of a
-communication take part in it, on one stream in one order; every gradient of a trained parameter
-goes into one sum, over all devices that hold the parameter. A violation is a fault of the compiler:
-users' mistakes are refused long before.
+Every slot is written before it is read and freed once, after everything else; all participants of a
+communication take part in it, on one communicator in one order; every gradient of a trained
+parameter goes into one sum, over all devices that hold the parameter. A violation is a fault of the
+compiler: users' mistakes are refused long before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def verify_plans(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
     """Raise a ``PiperError`` if the plans together do not do one step of ``dag``."""
     for plan in plans:
         _slots(plan)
-    _meetings(dag, classes, plans)
+    _communications(dag, classes, plans)
     _gradients(dag)
 
 
@@ -48,11 +48,16 @@ def _slots(plan: Plan) -> None:
         raise _fault(f"devices {plan.devices[:4]} never free slots {sorted(live)[:4]}")
 
 
-def _meetings(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
-    """All parties are there, and those who meet on a stream meet in one order."""
-    parties: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # the classes of each side
+def _communications(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
+    """All participants are there, and those who share a communicator use it in one order.
+
+    A communicator is a stream's group, or a stream's way from one device to another. What is sent
+    on it arrives in the order in which it is sent, whatever receives wait for: so sender and
+    receiver must agree about all messages between them, also about those of different groups.
+    """
+    participants: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # the classes of each side
     there: Counter[int] = Counter()
-    sequences: defaultdict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(dict)
+    sequences: defaultdict[tuple[object, ...], dict[object, list[int]]] = defaultdict(dict)
     for c, plan in enumerate(plans):
         for x in plan.instructions:
             if x.verb not in COMMUNICATING:
@@ -60,16 +65,23 @@ def _meetings(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
             there[x.node] += 1
             node = dag.nodes[x.node]
             key = tuple(map(id, _sides(node)))
-            if key not in parties:
-                parties[key] = [classes.touched(side) for side in _sides(node)]
-            if x.verb is not Verb.RECV or c not in parties[key][0]:  # who sends to itself, once
-                sequences[node.stream, key].setdefault(c, []).append(x.node)
+            if key not in participants:
+                participants[key] = [classes.touched(side) for side in _sides(node)]
+            sides = participants[key]
+            if x.verb is Verb.SEND:
+                used: list[tuple[object, ...]] = [(node.stream, c, other) for other in sides[1]]
+            elif x.verb is Verb.RECV:
+                used = [(node.stream, other, c) for other in sides[0]]
+            else:
+                used = [(node.stream, key)]
+            for communicator in used:
+                sequences[communicator].setdefault((x.verb, c), []).append(x.node)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Transfer | Collective):
-            sides = parties.get(tuple(map(id, _sides(node))), [])
+            sides = participants.get(tuple(map(id, _sides(node))), [])
             if there[number] != sum(map(len, sides)) or not sides:
-                raise _fault(f"node {number} lacks some of its parties")
-    for (stream, _), rows in sequences.items():
+                raise _fault(f"node {number} lacks some of its participants")
+    for (stream, *_), rows in sequences.items():
         if len({tuple(row) for row in rows.values()}) > 1:
             raise _fault(f"the communications on stream {stream!r} are entered in several orders")
 

@@ -1,9 +1,11 @@
 """What an executor needs of a way to communicate: messages between two, collectives among many.
 
 When a plan is loaded, each communication becomes a function of the tensors alone. Every call of it
-begins something and returns a ``Handle``; nothing blocks. ``node`` names the DAG's node that is
-being done: all parties of one communication give the same, so nothing depends on luck. Tensors are
-contiguous, and whoever communicates keeps them alive until it is done.
+begins something; nothing blocks. It returns a ``Handle`` if the host has to see it through, or None
+if it is in the order of the current CUDA stream: then there is nothing to poll or to wait for, and
+whatever the stream runs next comes after it. ``node`` names the DAG's node that is being done: all
+participants of one communication give the same, so nothing depends on luck. Tensors are contiguous,
+and whoever runs the plan keeps them alive until the communication is over.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ Group = tuple[int, ...]
 
 
 class Handle(Protocol):
-    """A communication under way."""
+    """A communication that the host sees through."""
 
     def done(self) -> bool:
-        """Whether it is over, so that what was received can be read."""
+        """Whether the host may go on."""
         ...
 
     def wait(self) -> None:
-        """Return when it is over."""
+        """Block the host until it may go on."""
+        ...
+
+    def join(self) -> None:
+        """Once ``done``: let the current stream, if there is one, come after it."""
         ...
 
     @property
@@ -33,9 +39,9 @@ class Handle(Protocol):
         ...
 
 
-One = Callable[[Tensor], Handle]
+One = Callable[[Tensor], Handle | None]
 """Begins a communication of one tensor."""
-Two = Callable[[Tensor, Tensor], Handle]
+Two = Callable[[Tensor, Tensor], Handle | None]
 """Begins one that takes the first tensor and fills the second."""
 
 
@@ -50,7 +56,7 @@ class Comm(Protocol):
     def receive(self, node: int, stream: str, source: int) -> One: ...
 
     def all_reduce(self, node: int, stream: str, group: Group) -> One:
-        """A tensor becomes its sum over the group, added in the group's order."""
+        """A tensor becomes its sum over the group."""
         ...
 
     def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
@@ -63,4 +69,8 @@ class Comm(Protocol):
 
     def all_to_all(self, node: int, stream: str, group: Group) -> Two:
         """Part i of the first goes to member i; part i of the second comes from member i."""
+        ...
+
+    def close(self) -> None:
+        """Release what communication holds."""
         ...

@@ -6,7 +6,7 @@ resolved: nothing is looked up by name while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
-from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, crossed, freed
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed
 from piper.program import Code
 from piper.runtime.board import Board, Totals
 from piper.runtime.comm import Comm
@@ -25,7 +25,7 @@ from piper.runtime.moving import exchange, receive, send
 from piper.runtime.pending import Act, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
-from piper.runtime.streams import Free, Mark, Streams
+from piper.runtime.streams import Bound, Streams
 from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
 
 _SMALL = 2**16
@@ -65,9 +65,7 @@ class Loaded:
 
     board: Board
     ops: tuple[Op, ...]
-    marks: Mapping[int, Mark]
-    """For places that another stream waits for, what says that they are done."""
-    free: Free
+    bound: Bound
 
 
 class Executor:
@@ -78,6 +76,8 @@ class Executor:
         self.comm = comm
         self.runners = runners
         self.streams = streams
+        self.running: Loaded | None = None
+        """What was run last."""
         self.at: Place = [0]
         """The place in the plan, for those who ask from outside; may be shared memory."""
 
@@ -85,41 +85,39 @@ class Executor:
         """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
         board = Board(self.state, self.comm, self.runners, plan, code)
         ops: list[Op] = []
-        others = crossed(plan)
-        marks = self.streams.marks({place for waits in others for place in waits})
-        free = self.streams.freeing(board.slots, plan)
+        bound = self.streams.bind(plan, board.slots)
         frees = freed(plan)  # what is being communicated is kept by who communicates it
-        rows = zip(plan.instructions, others, completed(plan), strict=True)
-        for place, (x, waits, complete) in enumerate(rows):
+        rows = zip(plan.instructions, completed(plan), strict=True)
+        for place, (x, complete) in enumerate(rows):
             if x.verb is Verb.FREE:
                 continue
             last: list[int] = []
             if isinstance(x.op, Compute):  # which adds to gradients when its program is done
                 last = [s for s in frees[place] if s in x.reads and s not in board.grads]
-                act = compute(board, x, x.op, last, free)
+                act = compute(board, x, x.op, last, bound.free)
             else:
                 act = _load(board, x)
             after = [slot for slot in frees[place] if slot not in last]
             if recorder is not None:
                 act = recorder.wrapped(act, place)
-            before = [marks[w] for w in waits if w in marks]
-            act = self.streams.wrapped(act, x.stream, before, marks.get(place))
-            ops.append(Op(place, complete, act, tuple(after)))
+            ops.append(Op(place, complete, bound.wrapped(act, place), tuple(after)))
         if self.comm.any_order:
             ops = _early(ops, plan)
-        return Loaded(board, tuple(ops), marks, free)
+        return Loaded(board, tuple(ops), bound)
 
     def run(self, loaded: Loaded, given: list[Tensor]) -> Generator[Pending, None, Totals]:
         """One step on this device's part of the batch, in the order of the plan's ``given``; the
         list is emptied, so that the plan alone says how long they are kept."""
+        self.running = loaded
         board, at = loaded.board, self.at
-        free = loaded.free
+        free = loaded.bound.free
         pending: dict[int, Pending] = {}
         place = 0
         try:
             board.begin(given)
             given.clear()
             self.streams.begin()
+            loaded.bound.begin()
             for place, waits, act, frees in loaded.ops:
                 at[0] = place
                 for other in waits:
@@ -142,13 +140,13 @@ class Executor:
             kind = CommunicationError if x.verb in COMMUNICATING else InstructionError
             raise self._failed(board, place, kind, error) from error
         self.streams.finish()
+        loaded.bound.end()
         board.end()
         return board.totals
 
     def _complete(self, loaded: Loaded, pending: dict[int, Pending], place: int) -> None:
-        stream = loaded.board.plan.instructions[place].stream
         try:
-            self.streams.complete(pending.pop(place), stream, loaded.marks.get(place))
+            loaded.bound.complete(pending.pop(place), place)
         except Exception as error:
             raise self._failed(loaded.board, place, CommunicationError, error) from error
 

@@ -1,32 +1,226 @@
-"""Gloo with one thread for all sockets of a process.
+"""Communication on CPUs over gloo.
 
-A group of torch's own has a thread that wakes a hundred times a second whether or not anything
-arrives. A plan has a group for every stream and peer: on more workers than cores their wakes take
-time from those that compute.
+Messages carry the number of their node as tag. Sums are added in the order of the group, as on
+virtual devices: parts are exchanged and added here, on one thread for each stream; gloo's own sums
+depend on its algorithm.
+
+All communicators of a process share one thread for their sockets. One of torch's own has a thread
+that wakes a hundred times a second whether or not anything arrives; on more workers than cores
+these wakes take time from those that compute.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-_NAME = "piper_gloo"
+from piper.lower.plan import Plan
+from piper.runtime.comm import Group, Handle, One, Two
+from piper.runtime.communicators import Communicator, channel, collective, communicators_of
+
+_IN_FLIGHT = 8
+"""Messages of one stream that may be under way: more would only hold memory."""
+_SMALL = 4096
+"""Elements up to which a sum is cheaper by sending everything to everybody."""
 
 
-def one_loop() -> str:
-    """The backend's name, for ``init_process_group`` and ``new_group``."""
-    if not hasattr(dist.Backend, _NAME.upper()):
-        device = dist.ProcessGroupGloo.create_default_device()
+class _Sent:
+    """A message under way."""
 
-        def create(
-            store: dist.Store, rank: int, size: int, timeout: timedelta
-        ) -> dist.ProcessGroupGloo:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
-            options._devices = [device]
-            options._threads = 1  # a stream asks for one collective after the other
-            options._timeout = timeout
-            return dist.ProcessGroupGloo(store, rank, size, options)
+    __slots__ = ("_over", "_work")
 
-        dist.Backend.register_backend(_NAME, create, devices=["cpu"])
-    return _NAME
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._over = False
+
+    def done(self) -> bool:
+        return self._over or self._work.is_completed()
+
+    def wait(self) -> None:
+        if not self._over:
+            self._work.wait()
+            self._over = True
+            self._work = None
+
+    def join(self) -> None:
+        self.wait()  # gloo says no earlier that a message has failed
+
+    @property
+    def span(self) -> None:
+        return None
+
+
+class _Begun:
+    """Something that a stream's thread does."""
+
+    __slots__ = ("_act", "_future", "span")
+
+    def __init__(self, thread: ThreadPoolExecutor, act: Callable[[], Any]) -> None:
+        self._act = act
+        self.span: tuple[float, float] | None = None
+        self._future: Future[None] = thread.submit(self._run)
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        self._act()
+        self.span = start, time.monotonic()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def join(self) -> None:
+        self.wait()  # raises what went wrong
+
+
+class Gloo:
+    """One process's end of all communication."""
+
+    any_order = True
+
+    def __init__(
+        self, device: int, plans: Iterable[Plan], store: dist.Store, timeout: timedelta
+    ) -> None:
+        """``store`` is the job's alone, and shared by all its processes."""
+        self._device = device
+        sockets = dist.ProcessGroupGloo.create_default_device()
+        self._backends = {
+            one: _backend(one, device, store, timeout, sockets)
+            for one in communicators_of(plans, device)
+        }
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._sent: dict[str, deque[_Sent]] = {}
+        self._to_self: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        """End the streams' threads."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def send(self, node: int, stream: str, to: int) -> One:
+        if to == self._device:
+            return lambda data: self._to_self.update({node: data})
+        begin = self._backends[channel(stream, self._device, to)].send
+        sent = self._sent.setdefault(stream, deque())
+
+        def act(data: Tensor) -> Handle:
+            work = _Sent(begin([data], 1, node))
+            sent.append(work)
+            if len(sent) > _IN_FLIGHT:
+                sent.popleft().wait()
+            return work
+
+        return act
+
+    def receive(self, node: int, stream: str, source: int) -> One:
+        if source == self._device:
+            return lambda out: self._take(node, out)
+        begin = self._backends[channel(stream, source, self._device)].recv
+        return lambda out: _Sent(begin([out], 0, node))
+
+    def _take(self, node: int, out: Tensor) -> None:
+        out.copy_(self._to_self.pop(node))
+
+    def all_reduce(self, node: int, stream: str, group: Group) -> One:
+        if len(group) == 1:
+            return lambda data: None
+        members, thread = self._members(stream, group), self._thread(stream)
+        return lambda data: _Begun(thread, lambda: _sum_everywhere(data, members))
+
+    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
+        members, thread = self._members(stream, group), self._thread(stream)
+        return lambda data, out: _Begun(thread, lambda: _sum_of_parts(data, out, members))
+
+    def all_gather(self, node: int, stream: str, group: Group) -> Two:
+        members, thread = self._members(stream, group), self._thread(stream)
+        return lambda part, out: _Begun(thread, lambda: members.all_gather(out, part))
+
+    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
+        members, thread = self._members(stream, group), self._thread(stream)
+        return lambda data, out: _Begun(thread, lambda: members.all_to_all(out, data))
+
+    def _members(self, stream: str, group: Group) -> _Members:
+        return _Members(self._backends[collective(stream, group)], len(group))
+
+    def _thread(self, stream: str) -> ThreadPoolExecutor:
+        if stream not in self._threads:
+            self._threads[stream] = ThreadPoolExecutor(1, thread_name_prefix=f"piper {stream}")
+        return self._threads[stream]
+
+
+def _backend(
+    one: Communicator, device: int, store: dist.Store, timeout: timedelta, sockets: Any
+) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
+    options._devices = [sockets]
+    options._threads = 1  # a stream asks for one collective after the other
+    options._timeout = timeout
+    rank = one.members.index(device)
+    keys = dist.PrefixStore(one.name, store)
+    return dist.ProcessGroupGloo(keys, rank, len(one.members), options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """A group's communicator; its ranks are the members in their order."""
+
+    backend: Any
+    count: int
+
+    def all_reduce(self, data: Tensor) -> None:
+        self.backend.allreduce([data]).wait()
+
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        """``out`` becomes the members' parts in the group's order."""
+        self.backend._allgather_base(out, part).wait()
+
+    def all_to_all(self, out: Tensor, data: Tensor) -> None:
+        """Part i goes to member i and comes from member i."""
+        self.backend.alltoall_base(out, data, [], []).wait()
+
+
+def _sum_everywhere(data: Tensor, members: _Members) -> None:
+    """``data`` summed over all members, in their order, for each of them."""
+    flat, count = data.view(-1), members.count
+    if count == 2:  # a sum of two has no order, and gloo's own copies less
+        members.all_reduce(flat)
+        return
+    if flat.numel() <= _SMALL:
+        every = flat.new_empty(count * flat.numel())
+        members.all_to_all(every, flat.repeat(count))  # gloo's gather goes around in a ring
+        _sum_of_rows(every.view(count, -1), flat)
+        return
+    share = -(-flat.numel() // count)
+    padded = flat
+    if share * count != flat.numel():
+        padded = flat.new_zeros(share * count)
+        padded[: flat.numel()] = flat
+    part = flat.new_empty(share)
+    _sum_of_parts(padded, part, members)
+    members.all_gather(padded, part)
+    if padded is not flat:
+        flat.copy_(padded[: flat.numel()])
+
+
+def _sum_of_parts(data: Tensor, out: Tensor, members: _Members) -> None:
+    """This member's part of the sum of ``data``, added in the order of the members."""
+    parts = torch.empty_like(data)
+    members.all_to_all(parts, data)
+    _sum_of_rows(parts.view(members.count, -1), out)
+
+
+def _sum_of_rows(rows: Tensor, out: Tensor) -> None:
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out += row

@@ -34,7 +34,10 @@ class Meeting:
         return self.over is not False
 
     def wait(self) -> None:
-        assert self.over, f"{self.name} is waited for by the process that must do it"
+        raise AssertionError(f"{self.name} is waited for by the process that must do it")
+
+    def join(self) -> None:
+        assert self.over, f"{self.name} is not over"
         if isinstance(self.over, torch.Event):
             self.over.wait()
 
@@ -75,8 +78,6 @@ class Hub:
             for event in meeting.ready:
                 event.wait()
             act(everything)
-            if self._accelerator:
-                _keep(everything)
             meeting.over = _event() if self._accelerator else True
             del self._open[key]
             meeting.arrived.clear()  # the parties keep what is theirs
@@ -89,14 +90,6 @@ class Hub:
     def clear(self) -> None:
         """Forget communications that will never be completed."""
         self._open.clear()
-
-
-def _keep(everything: list[Tensors]) -> None:
-    """The memory of what others brought is not to be reused before this stream is done with it."""
-    stream = torch.cuda.current_stream()
-    for tensors in everything:
-        for tensor in tensors:
-            tensor.record_stream(stream)
 
 
 def _event() -> torch.Event:
@@ -129,6 +122,9 @@ class Loopback:
             out.copy_(sent)
 
         return lambda data: meet(key, name, ("sender", "receiver"), me, (data,), act)
+
+    def close(self) -> None:
+        return
 
     def all_reduce(self, node: int, stream: str, group: Group) -> One:
         def act(tensors: list[Tensors]) -> None:

@@ -21,11 +21,17 @@ def send(board: Board, x: Instruction, op: Transfer) -> Act:
     ]
     if len(messages) == 1 and messages[0][2] == 1:
         ((begin, _, _),) = messages
-        return lambda: Pending(name, (begin(slots[slot].contiguous()),))
+
+        def whole() -> Pending:
+            data = slots[slot].contiguous()
+            return Pending(name, (begin(data),), keeps=(data,))
+
+        return whole
 
     def act() -> Pending:
         data = slots[slot].contiguous()
-        return Pending(name, [begin(data.chunk(parts)[part]) for begin, part, parts in messages])
+        handles = [begin(data.chunk(parts)[part]) for begin, part, parts in messages]
+        return Pending(name, handles, keeps=(data,))
 
     return act
 
@@ -69,6 +75,6 @@ def exchange(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
         def finish() -> None:
             store(target, board.arrange(target, unpack(out)))
 
-        return Pending(x.name, [handle], finish)
+        return Pending(x.name, [handle], finish, keeps=(data,))
 
     return act

@@ -1,12 +1,19 @@
 """Logical streams: CUDA streams and events on a GPU; on a CPU the order of calls is enough.
 
-When a plan is loaded, ``Streams`` wraps each instruction so that it runs on its stream after what
-it waits for; on a CPU nothing is wrapped.
+When a plan is loaded, ``Streams.bind`` gives what runs its instructions: each on its stream, after
+what it waits for. On a GPU it also says when memory may be used again, since the allocator hands a
+freed block to whatever its own stream runs next:
+
+- what a communication reads is kept until the plan takes the communication to its end; then the
+  streams that made it wait for it, on the device;
+- parameters gathered for a while are freed behind their last reader: the gathering stream waits;
+- anything else that a stream reads of another's is recorded with the allocator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +21,47 @@ from torch import Tensor
 
 from piper.errors import PiperError
 from piper.ir.dag import StreamRule
-from piper.lower.plan import Plan, Verb
+from piper.ir.values import ExtraRole
+from piper.lower.plan import COMMUNICATING, Plan, Verb, completed, crossed, plain_stream
 from piper.runtime.pending import Act, Pending
+from piper.runtime.progress import Progress
+from piper.runtime.shaking import Shaker
+from piper.runtime.shares import Shares
 
-Mark = torch.cuda.Event
-"""Says that an instruction is done, to other streams."""
 Free = Callable[[int], None]
 """Lets go of a slot."""
+
+
+class Bound:
+    """Runs one plan's instructions in order. This is the CPU's: they are just called."""
+
+    def __init__(self, plan: Plan, slots: list[Any]) -> None:
+        self._plan = plan
+        self._slots = slots
+
+    def begin(self) -> None:
+        """A run begins."""
+
+    def end(self) -> None:
+        """A run has been issued to its end."""
+
+    def unfinished(self) -> int | None:
+        """The first communication that the device, behind the host, has not ended, if it is known
+        and there is one."""
+        return None
+
+    def wrapped(self, act: Act, place: int) -> Act:
+        """``act``, which is what the instruction at ``place`` does, after what it waits for."""
+        return act
+
+    def complete(self, pending: Pending, place: int) -> None:
+        """Take in what the communication at ``place`` brought; what it kept may go."""
+        pending.complete()
+        pending.release()
+
+    def free(self, slot: int) -> None:
+        """Let go of a slot."""
+        self._slots[slot] = None
 
 
 class Streams:
@@ -32,131 +73,223 @@ class Streams:
     def finish(self) -> None:
         """The caller goes on after all streams."""
 
-    def marks(self, places: Iterable[int]) -> Mapping[int, Mark]:
-        """For these places of a plan, what is to say that they are done; made once."""
-        return {}
-
-    def wrapped(self, act: Act, stream: str, before: Sequence[Mark], mark: Mark | None) -> Act:
-        """``act`` on a stream, after other streams' marks ``before``; then ``mark`` is set."""
-        return act
-
-    def complete(self, pending: Pending, stream: str, mark: Mark | None) -> None:
-        """Take in what a communication on ``stream`` brought, and set ``mark``."""
-        pending.complete()
-
-    def freeing(self, slots: list[Any], plan: Plan) -> Free:
-        """What lets go of a slot."""
-
-        def free(slot: int) -> None:
-            slots[slot] = None
-
-        return free
+    def bind(self, plan: Plan, slots: list[Any]) -> Bound:
+        """What runs ``plan`` over ``slots``."""
+        return Bound(plan, slots)
 
 
 class CudaStreams(Streams):
     """Logical streams as CUDA streams, waits as events."""
 
-    def __init__(self, device: torch.device, rules: Mapping[str, StreamRule]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rules: Mapping[str, StreamRule],
+        shaker: Shaker | None = None,
+        *,
+        tracked: bool = False,
+    ) -> None:
         self._device = device
         self._rules = rules
+        self._shares = Shares(device, rules)
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._shares: list[Any] = []
-        self._caller = torch.cuda.current_stream(device)
+        self.shaker = shaker
+        self.tracked = tracked
+        """Whether somebody asks how far the device has come."""
+        self.caller = torch.cuda.current_stream(device)
 
     def begin(self) -> None:
-        self._caller = torch.cuda.current_stream(self._device)
+        self.caller = torch.cuda.current_stream(self._device)
         for stream in self._streams.values():
-            stream.wait_stream(self._caller)
+            stream.wait_stream(self.caller)
 
     def finish(self) -> None:
         for stream in self._streams.values():
-            self._caller.wait_stream(stream)
+            self.caller.wait_stream(stream)
 
-    def marks(self, places: Iterable[int]) -> Mapping[int, Mark]:
-        return {place: torch.cuda.Event() for place in places}
+    def bind(self, plan: Plan, slots: list[Any]) -> Bound:
+        return CudaBound(self, plan, slots)
 
-    def wrapped(self, act: Act, stream: str, before: Sequence[Mark], mark: Mark | None) -> Act:
-        on = self._stream(stream)
-
-        def on_stream() -> Pending | None:
-            torch.cuda.set_stream(on)  # its context manager takes ten times as long
-            try:
-                for other in before:
-                    on.wait_event(other)
-                begun = act()
-                if begun is None and mark is not None:
-                    mark.record(on)
-                return begun
-            finally:
-                torch.cuda.set_stream(self._caller)
-
-        return on_stream
-
-    def complete(self, pending: Pending, stream: str, mark: Mark | None) -> None:
-        on = self._stream(stream)
-        torch.cuda.set_stream(on)
-        try:
-            pending.complete()
-            if mark is not None:
-                mark.record(on)
-        finally:
-            torch.cuda.set_stream(self._caller)
-
-    def freeing(self, slots: list[Any], plan: Plan) -> Free:
-        users: dict[int, set[str]] = {}
-        makers: dict[int, set[tuple[Verb, str]]] = {}
-        for x in plan.instructions:
-            if x.verb is not Verb.FREE:
-                for slot in (*x.reads, *x.writes):
-                    users.setdefault(slot, set()).add(x.stream)
-                for slot in x.writes:
-                    makers.setdefault(slot, set()).add((x.verb, x.stream))
-        for slot, found in makers.items():
-            verb, stream = next(iter(found))
-            if len(found) == 1 and verb is Verb.COMPUTE:
-                users[slot].discard(stream)  # it took the memory, and so need not be told
-        streams = {slot: [self._stream(n) for n in sorted(names)] for slot, names in users.items()}
-
-        def free(slot: int) -> None:
-            """Its memory is not to be reused before all streams are done with it."""
-            for stream in streams.get(slot, ()):
-                for tensor in _tensors(slots[slot]):
-                    if tensor.is_cuda:  # attention keeps the state of its generator on the host
-                        tensor.record_stream(stream)
-            slots[slot] = None
-
-        return free
-
-    def _stream(self, name: str) -> torch.cuda.Stream:
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """The CUDA stream of a plan's stream."""
         if name not in self._streams:
-            rule = self._rules.get(_plain(name), StreamRule())
-            if rule.sms:
-                share = _share(self._device, rule.sms)
-                self._shares.append(share)  # its streams end with it
-                stream = share.Stream()
+            rule = self._rules.get(plain_stream(name), StreamRule())
+            if rule.sms is not None:
+                stream = self._shares.stream(plain_stream(name), rule.priority)
             else:
                 stream = torch.cuda.Stream(self._device, priority=rule.priority)
             self._streams[name] = stream
         return self._streams[name]
 
 
-def _plain(name: str) -> str:
-    """A stream as directives call it: sending and receiving are two of the runtime's."""
-    return name.removesuffix("/send").removesuffix("/recv")
+class CudaBound(Bound):
+    """Runs one plan's instructions on CUDA streams."""
+
+    def __init__(self, streams: CudaStreams, plan: Plan, slots: list[Any]) -> None:
+        super().__init__(plan, slots)
+        self._streams = streams
+        self._before = crossed(plan)
+        self._owners = _owners(plan)
+        self._behind = _behind(plan)
+        places = {place for waits in self._before for place in waits}
+        self._marks = {
+            place: torch.cuda.Event()
+            for place in sorted(places | self._owners.keys() | self._behind.keys())
+        }
+        """For places that another stream waits for, what says that they are done."""
+        self._foreign = {
+            slot: [streams.stream(name) for name in sorted(names)]
+            for slot, names in _foreign(plan).items()
+        }
+        self._progress = Progress(plan) if streams.tracked else None
+        self._noting: Progress | None = None
+        """The same while it is kept: not while a step is captured."""
+
+    def begin(self) -> None:
+        self._noting = None if torch.cuda.is_current_stream_capturing() else self._progress
+        if self._noting is not None:
+            self._noting.begin()
+
+    def end(self) -> None:
+        if self._noting is not None:
+            self._noting.end(self._streams.caller)
+
+    def unfinished(self) -> int | None:
+        return None if self._progress is None else self._progress.unfinished()
+
+    def wrapped(self, act: Act, place: int) -> Act:
+        x = self._plan.instructions[place]
+        streams, slots = self._streams, self._slots
+        on = streams.stream(x.stream)
+        before = [self._marks[other] for other in self._before[place]]
+        mark = self._marks.get(place)
+        behind = [streams.stream(name) for name in self._behind.get(place, ())]
+        reads = x.reads if x.verb in COMMUNICATING else ()
+
+        def on_stream() -> Pending | None:
+            torch.cuda.set_stream(on)  # its context manager takes ten times as long
+            try:
+                for other in before:
+                    on.wait_event(other)
+                if streams.shaker is not None:
+                    streams.shaker.delay()
+                kept = [slots[slot] for slot in reads]
+                begun = act()
+                if begun is not None:
+                    begun.keep(kept)
+                    if not begun.in_order:
+                        return begun
+                    begun.complete()
+                    if self._noting is not None:
+                        self._noting.note(place, on)
+                if mark is not None:
+                    mark.record(on)
+                    for stream in behind:
+                        stream.wait_event(mark)
+                return begun
+            finally:
+                torch.cuda.set_stream(streams.caller)
+
+        return on_stream
+
+    def complete(self, pending: Pending, place: int) -> None:
+        mark = self._marks.get(place)
+        if not pending.in_order:  # else it has been, where it was begun
+            on = self._streams.stream(self._plan.instructions[place].stream)
+            torch.cuda.set_stream(on)
+            try:
+                pending.complete()
+                if mark is not None:
+                    mark.record(on)
+            finally:
+                torch.cuda.set_stream(self._streams.caller)
+        for name in self._owners.get(place, ()):
+            self._streams.stream(name).wait_event(self._marks[place])
+        pending.release()
+
+    def free(self, slot: int) -> None:
+        for stream in self._foreign.get(slot, ()):
+            for tensor in _tensors(self._slots[slot]):
+                if tensor.is_cuda:  # attention keeps the state of its generator on the host
+                    tensor.record_stream(stream)
+        self._slots[slot] = None
 
 
-def _share(device: torch.device, sms: int) -> Any:
-    """A green context: a share of the GPU's multiprocessors."""
-    green: Any = getattr(torch.cuda, "GreenContext", None)
-    if green is None:
-        raise PiperError(
-            f"stream(..., sms={sms}): this build of torch ({torch.__version__}) has no green "
-            "contexts; leave sms out, or use a newer one"
-        )
-    try:
-        return green.create(num_sms=sms, device_id=device.index or 0)
-    except RuntimeError as error:
-        raise PiperError(f"stream(..., sms={sms}): {error}") from None
+def _makers(plan: Plan) -> dict[int, set[tuple[Verb, str]]]:
+    """For each slot, what writes it and on which streams."""
+    found: defaultdict[int, set[tuple[Verb, str]]] = defaultdict(set)
+    for x in plan.instructions:
+        for slot in x.writes:
+            found[slot].add((x.verb, x.stream))
+    return dict(found)
+
+
+def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
+    """For each communication that reads what other streams made: those streams. The one that waits
+    for it anyway, where the plan takes it to its end, is left out."""
+    makers = _makers(plan)
+    ends = {c: place for place, row in enumerate(completed(plan)) for c in row}
+    waits = crossed(plan)
+    found = {}
+    for place, x in enumerate(plan.instructions):
+        if x.verb not in COMMUNICATING:
+            continue
+        streams = {
+            name
+            for slot in x.reads
+            for verb, name in makers.get(slot, ())
+            if verb not in COMMUNICATING
+        } - {x.stream}
+        end = ends.get(place)
+        if end is not None and place in waits[end]:
+            streams.discard(plan.instructions[end].stream)
+        if streams:
+            found[place] = tuple(sorted(streams))
+    return found
+
+
+def _behind(plan: Plan) -> dict[int, tuple[str, ...]]:
+    """For each instruction that is the last on its stream to read gathered parameters: the streams
+    that gathered them, if they are others."""
+    gathered = _gathered(plan)
+    last: dict[tuple[int, str], int] = {}
+    for place, x in enumerate(plan.instructions):
+        if x.verb is not Verb.FREE:
+            last |= {(slot, x.stream): place for slot in x.reads if slot in gathered}
+    found: defaultdict[int, set[str]] = defaultdict(set)
+    for (slot, stream), place in last.items():
+        if gathered[slot] != stream:
+            found[place].add(gathered[slot])
+    return {place: tuple(sorted(names)) for place, names in found.items()}
+
+
+def _gathered(plan: Plan) -> dict[int, str]:
+    """The slots with gathered parameters, and the streams that gathered them."""
+    return {
+        slot: x.stream
+        for x in plan.instructions
+        if x.role is ExtraRole.GATHERED
+        for slot in x.writes
+    }
+
+
+def _foreign(plan: Plan) -> dict[int, set[str]]:
+    """For each slot the streams with which its memory is recorded when it is freed."""
+    makers, gathered = _makers(plan), _gathered(plan)
+    found: defaultdict[int, set[str]] = defaultdict(set)
+    for x in plan.instructions:
+        if x.verb is Verb.FREE:
+            continue
+        for slot in (*x.reads, *x.writes):
+            computed = all(verb not in COMMUNICATING for verb, _ in makers.get(slot, ()))
+            if slot in makers and computed and x.verb in COMMUNICATING:
+                continue  # the communication keeps it
+            found[slot].add(x.stream)
+    for slot, made in makers.items():
+        verb, stream = next(iter(made))
+        if len(made) == 1 and verb not in COMMUNICATING:
+            found[slot].discard(stream)  # it took the memory, and so need not be told
+    return {slot: names for slot, names in found.items() if names and slot not in gathered}
 
 
 def _tensors(content: Any) -> list[Tensor]:
@@ -166,14 +299,22 @@ def _tensors(content: Any) -> list[Tensor]:
     return [x for x in items or () if isinstance(x, Tensor)]
 
 
-def streams_for(device: torch.device, rules: Mapping[str, StreamRule]) -> Streams:
+def streams_for(
+    device: torch.device,
+    rules: Mapping[str, StreamRule],
+    shaker: Shaker | None = None,
+    *,
+    tracked: bool = False,
+) -> Streams:
     """The streams of ``device``."""
     if device.type == "cuda":
-        return CudaStreams(device, rules)
-    limited = [name for name, rule in rules.items() if rule.sms]
+        return CudaStreams(device, rules, shaker, tracked=tracked)
+    limited = [name for name, rule in rules.items() if rule.sms is not None]
     if limited:
         raise PiperError(
             f"stream {limited[0]!r} asks for a share of a GPU (sms={rules[limited[0]].sms}), but "
             f"this device is {device}: leave sms out"
         )
+    if shaker is not None:
+        raise PiperError(f"shake= delays CUDA streams, but this device is {device}: leave it out")
     return Streams()

@@ -53,7 +53,7 @@ def reduce(board: Board, x: Instruction) -> Act:
         def finish() -> None:
             store(target, slots[target].add_(out) if adds else out)
 
-        return Pending(x.name, [handle], finish)
+        return Pending(x.name, [handle], finish, keeps=(flat,))
 
     return act
 

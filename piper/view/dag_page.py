@@ -12,7 +12,7 @@ from typing import Any
 
 from piper.capture.program import Pass
 from piper.errors import PiperError
-from piper.ir.dag import Collective, Compute, Dag, Node, Op, Transfer, Update
+from piper.ir.dag import Collective, Compute, Dag, Node, Op, Rest, Sms, Transfer, Update
 from piper.ir.facts import Model
 from piper.ir.text import group_text, name_of
 from piper.ir.values import ExtraRole, Role, Value
@@ -182,12 +182,19 @@ def _notes(before: Dag, dag: Dag) -> list[str]:
         ruled(dag.shards, before.shards, lambda rule: f"experts divided {rule.ways} ways"),
         ruled(dag.remat, before.remat, lambda policy: f"recomputes {policy.value}"),
         *(
-            f"stream {name}: priority {rule.priority}, {rule.sms or 'all'} SMs"
+            f"stream {name}: priority {rule.priority}, {_sms(rule.sms)}"
             for name, rule in dag.streams.items()
             if before.streams.get(name) != rule
         ),
     ]
     return [note for note in notes if note]
+
+
+def _sms(sms: Sms | None) -> str:
+    """A share of a GPU in words."""
+    if sms is None:
+        return "all SMs"
+    return "the rest of the SMs" if isinstance(sms, Rest) else f"{sms} SMs"
 
 
 def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:

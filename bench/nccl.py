@@ -1,0 +1,222 @@
+"""Steps of several ranks over NCCL that share one GPU: ours beside torch's own parallelism.
+
+One dense transformer in fp32, the same weights, batches and AdamW; on 2 or 4 ranks:
+
+    1f1b, interleaved, zb-v, dualpipev   the same schedule of ``torch.distributed.pipelining``
+    ddp                                  ``DistributedDataParallel``
+    zero-2, zero-3                       ``fully_shard`` that keeps, or frees, gathered parameters
+
+NCCL lets ranks share a GPU if each says that it is a host of its own. They talk over the loopback
+then: order and lifetimes are real, and speeds are not those of a cluster, for all sides alike.
+
+The sides of a case take turns in one set of processes. A turn is timed on every rank as a whole,
+between two barriers on a synchronized device; nothing waits for the device inside it. The time of
+the call alone is ``host``, of the rank where it took longest. Memory is what a side allocates at
+most, on each rank. The losses of the first steps must agree: a faster wrong answer fails.
+
+    python bench/nccl.py [--ranks 4] [--sides 1f1b] [--device cpu] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import data_parallel
+import pipelines
+import torch
+import torch.distributed as dist
+import typer
+from options import File, Fused, Layers, Seq, Vocab, Warm, chosen
+from peers import Piped, Replicated, Sharded
+from ranks import Here, entered, run_ranks
+from report import Case, Comparison, best, print_cases, theirs
+from rich.console import Console
+from torch import Tensor
+from turns import Found
+from work import Work, reference
+from workers import Way
+
+import piper
+
+LEVELS = {"ddp": 0, "zero-2": 2, "zero-3": 3}
+CASES = ("1f1b", *LEVELS, "interleaved", "zb-v", "dualpipev")
+"""The rarer ones last: where a rank hangs, the cases before it are known."""
+COSTS = piper.Costs(flops_per_second=20e12, bytes_per_second=1e9, overhead=5e-5)
+"""About what fp32 kernels and sockets of one machine do."""
+COMPARED = 10
+"""Steps whose losses must agree: AdamW multiplies differences of rounding."""
+
+Make = Callable[[], piper.Program | Way]
+
+
+class Side:
+    """Something that trains on this rank, and what it took."""
+
+    def __init__(self, make: Make, here: Here) -> None:
+        gc.collect()
+        self._here, self._before, self._held = here, here.allocated(), 0
+        self.found = Found()
+        what, rank = make(), dist.get_rank()
+        if isinstance(what, piper.Program):
+            trainer = piper.launch(what, on="torchrun", timeout=here.limit)
+            self.close: Callable[[], None] = trainer.close
+            device = what.devices[rank]
+            self.found.predicted = [m.peak for m in what.memory if device in m.devices]
+            self._rows: Callable[[Tensor], Any] = lambda x: x
+            self._step: Callable[[Any, Any], Tensor | float] = lambda x, y: trainer.step(x, y).loss
+        else:
+            self._rows = lambda x: what.rows(x, rank)
+            self._step = what.begin()
+            self.close = lambda: None
+
+    def take(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Train on ``batches``; only the whole of it is timed."""
+        given = [(self._rows(x), self._rows(y)) for x, y in batches]
+        losses, host = [], []
+        others = self._here.allocated() - self._held
+        if self._here.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._here.meet()
+        start = time.perf_counter()
+        for x, y in given:
+            began = time.perf_counter()
+            losses.append(self._step(x, y))
+            host.append(time.perf_counter() - began)
+        self._here.meet()
+        self.found.seconds.append((time.perf_counter() - start) / len(given))
+        self.found.host += host
+        self.found.losses += map(float, losses)
+        if self._here.device == "cuda":
+            peak = torch.cuda.max_memory_allocated() - others
+            self.found.memory = max(self.found.memory, peak)
+
+    def settle(self) -> None:
+        """Warm from now on, and everything that is kept between steps is there."""
+        gc.collect()
+        self._held = self._here.allocated() - self._before
+        self.found.seconds, self.found.host, self.found.memory = [], [], 0
+
+
+def measure(
+    here: Here, name: str, sides: Mapping[str, Make], work: Work, rounds: int, steps: int, warm: int
+) -> Case:
+    """A case: each side is begun once and made warm; then they take turns, there and back."""
+
+    def batches(first: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        drawn = (work.batch(first + i) for i in range(count))
+        return [(x.to(here.device), y.to(here.device)) for x, y in drawn]
+
+    ready: dict[str, Side] = {}
+    for side, make in sides.items():
+        print(f"{name}: {side} starts", file=sys.stderr, flush=True)
+        ready[side] = Side(make, here)
+        ready[side].take(batches(0, warm))
+        ready[side].settle()
+    for number in range(rounds):
+        print(f"{name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        given = batches(warm + number * steps, steps)
+        for side in list(sides)[:: -1 if number % 2 else 1]:
+            ready[side].take(given)
+    for one in ready.values():  # not after an error: the other ranks would be waited for
+        one.close()
+    found = {side: joined(here.everyone(one.found)) for side, one in ready.items()}
+    return Case(name, best(found, theirs(found)), found)
+
+
+def joined(ranks: Sequence[Found]) -> Found:
+    """What all ranks found of one side: times of the slowest, and the loss of those that know."""
+    losses = torch.tensor([x.losses for x in ranks], dtype=torch.float64)
+    return Found(
+        losses=losses.nanmean(0).tolist(),
+        seconds=[max(each) for each in zip(*(x.seconds for x in ranks), strict=True)],
+        host=[max(each) for each in zip(*(x.host for x in ranks), strict=True)],
+        memory=max(x.memory for x in ranks),
+        by_rank=[x.memory for x in ranks],
+        predicted=[peak for x in ranks for peak in x.predicted],
+    )
+
+
+def sides_of(name: str, work: Work, bucket_mb: float, device: str) -> dict[str, Make]:
+    """Ours and theirs."""
+    if name not in LEVELS:
+        torchs = pipelines.SCHEDULES[name]
+        return {
+            f"piper {name}": partial(pipelines.program, work, name, device, COSTS),
+            f"torch {torchs}": partial(Piped, work, torchs, device),
+        }
+    zero = LEVELS[name]
+    ours = partial(data_parallel.program, work, zero, bucket_mb, "1f1b", COSTS, device)
+    if zero == 0:
+        return {"piper zero=0": ours, "DDP": partial(Replicated, work, bucket_mb, device, False)}
+    ahead = device == "cpu"  # on GPUs it is the default
+    return {
+        f"piper zero={zero}": ours,
+        "FSDP2": partial(Sharded, work, zero == 3, ahead, True, device),
+    }
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="2 or 4: they share one GPU.")] = 2,
+    sides: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; or all.")] = None,
+    device: Annotated[str, typer.Option(help="cuda (NCCL), or cpu (gloo): does it run?")] = "cuda",
+    layers: Layers = 8,
+    dim: Annotated[int, typer.Option(help="Its width; 0: 512 over the number of ranks.")] = 0,
+    seq: Seq = 128,
+    vocab: Vocab = 1024,
+    microbatches: Annotated[int, typer.Option(help="Of a step of a pipeline.")] = 8,
+    rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 2,
+    bucket_mb: Annotated[float, typer.Option(help="Of ours and DDP's buckets.")] = 4.0,
+    fused: Fused = True,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 8,
+    warm: Warm = 3,
+    limit: Annotated[float, typer.Option(help="Seconds after which ranks are ended.")] = 240,
+    file: File = None,
+    inside: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Compare steps of ranks that share a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        typer.echo("skipped: no CUDA device here")
+        raise typer.Exit
+    names = chosen(sides, CASES)
+    file = file or Path("bench-results") / f"nccl-{ranks}.json"
+    if inside:
+        config = reference(layers, dim or 512 // ranks, seq, vocab)
+        chip = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        size = f"{layers} blocks of {config.dim}, {microbatches * rows * ranks} x {seq} tokens"
+        comparison = Comparison(
+            f"{ranks} ranks over {'NCCL on one GPU' if device == 'cuda' else 'gloo'}",
+            f"{chip}, {size}, torch {torch.__version__}",
+            [],
+            compared=min(COMPARED, warm + rounds * steps),
+        )
+        began = time.monotonic()
+        with entered(device, limit) as here:
+            for name in names:
+                parts = 1 if name in LEVELS else microbatches
+                work = Work(config, ranks, parts, rows * microbatches // parts, fused)
+                makes = sides_of(name, work, bucket_mb, device)
+                comparison.cases.append(measure(here, name, makes, work, rounds, steps, warm))
+                if dist.get_rank() == 0:
+                    comparison.write(file)
+                    print(f"{name}: done after {time.monotonic() - began:,.0f} s", flush=True)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    wrong = run_ranks(ranks, limit)
+    if file.exists():
+        comparison = Comparison.read(file)
+        print_cases(comparison, Console(width=140))
+    if wrong:
+        sys.exit(wrong)
+    comparison.check()
+
+
+if __name__ == "__main__":
+    typer.run(main)

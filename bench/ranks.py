@@ -1,0 +1,133 @@
+"""Ranks that share one GPU: this program once more for each of them, and what a rank knows.
+
+NCCL lets ranks share a GPU if each says that it is a host of its own, which must be said before
+torch starts. All are ended if one fails, or if they take too long; then the ends of their logs say
+what they did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from workers import ENVIRONMENT
+
+Given = TypeVar("Given")
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This rank."""
+
+    device: str
+    limit: float
+    """Seconds that anything may take."""
+    control: Any
+    """The group for what is not measured: gloo, so that NCCL sees the sides alone."""
+
+    def meet(self) -> None:
+        """Return when all ranks are here, and their devices have nothing left to do."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(group=self.control)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device == "cuda" else 0
+
+    def everyone(self, mine: Given) -> list[Given]:
+        """What each rank gives."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self.control)
+        return found
+
+
+def run_ranks(count: int, limit: float) -> str | None:
+    """This program once for each rank, to the end; what went wrong, if anything did, with the ends
+    of their logs. None is left running."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "LOCAL_RANK": "0"}
+    common |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-W", "ignore", "-X", "faulthandler", *sys.argv, "--inside"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        logs = [Path(folder) / f"{rank}.log" for rank in range(count)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            own = {"RANK": str(rank), "NCCL_HOSTID": f"host{rank}"}
+            file = stack.enter_context(log.open("w"))
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=os.environ | ENVIRONMENT | common | own,
+                    stdout=file if rank else None,
+                    stderr=file,
+                )
+            )
+            stack.callback(_end, ranks[-1])
+        end = time.monotonic() + limit
+        while any(x.poll() is None for x in ranks) and time.monotonic() < end:
+            if any(x.poll() for x in ranks):
+                end = min(end, time.monotonic() + 5)  # the others may fail too, and say why
+            time.sleep(0.1)
+        codes = [x.poll() for x in ranks]
+        hang = [rank for rank, code in enumerate(codes) if code is None]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if not hang and not failed:
+            return None
+        found = f"ranks {failed} failed" if failed else f"ranks {hang} took more than {limit:g} s"
+        for rank in failed or hang:
+            _end(ranks[rank])
+            found += "\n".join([f"\n--- rank {rank}", *logs[rank].read_text().splitlines()[-60:]])
+        return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let it say in its log where it is; then it must end."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGABRT)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def entered(device: str, limit: float) -> Iterator[Here]:
+    """This process as a rank of all."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    wait = timedelta(seconds=limit)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait)
+    dist.all_reduce(torch.zeros(1, device=device))  # all know each other, before two of them talk
+    here = Here(device, limit, dist.new_group(backend="gloo", timeout=wait))
+    with contextlib.ExitStack() as stack:
+        stack.push(_fail)
+        yield here
+    here.meet()
+    dist.destroy_process_group()
+
+
+def _fail(_: object, error: BaseException | None, __: object) -> None:
+    """End with an error at once: what torch does at the end may wait for the other ranks."""
+    if error is not None:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,154 @@
+"""A process that is one device: its end of the communication, its plans, and how they are run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.capture.codegen import Runners
+from piper.errors import PiperError
+from piper.launch.crew import Report, Restored, Watch
+from piper.launch.device import Device
+from piper.launch.step_graph import StepGraph, refuse_uncapturable
+from piper.launch.watching import watched
+from piper.program import Program
+from piper.runtime.executor import CommunicationError
+from piper.runtime.gloo import Gloo
+from piper.runtime.nccl import Nccl
+from piper.runtime.pending import Pending
+from piper.runtime.portable import Portions
+from piper.runtime.shaking import Shaker
+from piper.runtime.state import Fetch
+
+
+class Rank:
+    """One device of a program in a process of its own."""
+
+    def __init__(
+        self,
+        program: Program,
+        number: int,
+        where: torch.device,
+        store: dist.Store,
+        fetch: Fetch,
+        *,
+        timeout: float,
+        cuda_graphs: bool = False,
+        shake: int | None = None,
+    ) -> None:
+        """``store`` is the job's alone, and shared by all its processes. With ``cuda_graphs`` steps
+        are captured and replayed; ``shake`` is the seed of random delays of streams."""
+        if cuda_graphs:
+            refuse_uncapturable(program)
+        self.program = program
+        self.number = number
+        self.where = where
+        plans = (program.plan_of(number), program.evaluation_plan_of(number))
+        limit = timedelta(seconds=timeout)
+        self.comm: Gloo | Nccl
+        if where.type == "cuda":
+            self.comm = Nccl(number, plans, store, limit, where, program.streams)
+        else:
+            self.comm = Gloo(number, plans, store, limit)
+        shaker = None if shake is None else Shaker(shake, number)
+        self.device = Device(
+            program, number, where, self.comm, fetch, Runners(program.compiler), shaker,
+            tracked=where.type == "cuda",
+        )  # fmt: skip
+        self._graph: StepGraph | None = None
+        if cuda_graphs:
+            self._graph = StepGraph(where, lambda rows: finished(self.device.train(*rows)))
+            self.device.state.make_capturable()
+
+    def step(self, given: list[Tensor]) -> Report:
+        if self._graph is None:
+            report = finished(self.device.train(given))
+        else:
+            report = self._graph.run([given], [self.device.state.settings()])
+        self.device.state.advance()
+        return report
+
+    def evaluate(self, given: list[Tensor]) -> Report:
+        return finished(self.device.evaluate(given))
+
+    def watch(self, given: list[Tensor], what: Watch) -> Report:
+        run = self.device.watch(given, what)
+        return watched(lambda: finished(run), what, self.where)
+
+    def export(self, *, optimizer: bool, only: frozenset[str] | None) -> Portions:
+        return self.device.export(optimizer=optimizer, only=only)
+
+    def restore(self, state: Restored) -> None:
+        self.device.restore(state)
+        if self._graph is not None:
+            self.device.state.make_capturable()
+            self._graph.forget()
+
+    def close(self, *, abandoned: bool = False) -> None:
+        """Give back what communication holds, once the GPU is done with it; if training was
+        ``abandoned``, other processes may be gone that the GPU waits for."""
+        self._graph = None  # it refers to the communicators
+        if isinstance(self.comm, Nccl) and abandoned:
+            self.comm.abort()
+            return
+        if self.where.type == "cuda":
+            torch.cuda.synchronize(self.where)
+        self.comm.close()
+
+
+def finished(run: Generator[Pending, None, Report]) -> Report:
+    """Drive a step to its end; the host waits where it must, which on a GPU is nowhere."""
+    while True:
+        try:
+            pending = next(run)
+        except StopIteration as end:
+            report: Report = end.value
+            return report
+        try:
+            pending.wait()
+        except Exception as error:
+            run.close()
+            raise CommunicationError(f"{pending.name}: {type(error).__name__}: {error}") from error
+
+
+def on_host(report: Report) -> Report:
+    """``report`` when the GPU has got there."""
+    norm = None if report.norm is None else report.norm.cpu()
+    return replace(report, total=report.total.cpu(), norm=norm)
+
+
+def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.device:
+    """The GPU of the process with this number on its machine. If several may ``share`` one, NCCL is
+    told that each is a machine of its own, which is all that it refuses; ``alone`` says that this
+    machine has all processes."""
+    refuse_too_few_gpus(local + 1, share=share)
+    count = torch.cuda.device_count()
+    # torch's watchdog would end the process before our monitor could say why
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if share:
+        os.environ.setdefault("NCCL_HOSTID", f"piper-{number}")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
+        if alone:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    where = torch.device("cuda", local % count if share else local)
+    torch.cuda.set_device(where)
+    return where
+
+
+def refuse_too_few_gpus(processes: int, *, share: bool) -> None:
+    """Refuse a machine that lacks GPUs for its processes, unless they may share."""
+    count = torch.cuda.device_count()
+    if not count:
+        raise PiperError("the program was compiled with device='cuda', but this machine has no GPU")
+    if processes > count and not share:
+        raise PiperError(
+            f"{processes} processes of this machine need a GPU each, but it has {count}: use "
+            "fewer, or share_gpus=True, which lets several share a GPU (to try things: they take "
+            "turns and talk over sockets), or on='virtual', which puts all devices into one process"
+        )

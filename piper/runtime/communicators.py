@@ -1,0 +1,68 @@
+"""The communicators that one device needs: those of its own plans, and no others.
+
+Every logical stream and group has a communicator of its own, and each direction of messages between
+two devices too, so that streams never wait for each other. Ranks within a communicator follow the
+order of the group, whatever the ranks of the processes are. How many a device needs depends on its
+streams and neighbours, not on the size of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from piper.ir.dag import Collective, Transfer
+from piper.lower.plan import Plan, Verb, plain_stream
+from piper.runtime.comm import Group
+from piper.runtime.messages import rows_received, rows_sent
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Communicator:
+    """Who communicates on which stream."""
+
+    stream: str
+    """As directives call it."""
+    members: Group
+    message: bool
+    """Whether it carries messages from the first member to the second."""
+
+    @property
+    def name(self) -> str:
+        """Known to all members without asking, and unique in a job."""
+        between = ">" if self.message else ","
+        return f"{self.stream} {between.join(map(str, self.members))}"
+
+
+def channel(stream: str, source: int, to: int) -> Communicator:
+    """The communicator of messages from one device to another."""
+    return Communicator(plain_stream(stream), (source, to), message=True)
+
+
+def collective(stream: str, group: Group) -> Communicator:
+    """The communicator of a group's collectives."""
+    return Communicator(stream, group, message=False)
+
+
+def communicators_of(plans: Iterable[Plan], device: int) -> list[Communicator]:
+    """Those that ``device`` is a member of, sorted: members who make theirs in this order cannot
+    wait for each other in a circle."""
+    found: set[Communicator] = set()
+    for plan in plans:
+        if device not in plan.devices:
+            continue
+        for x in plan.instructions:
+            match x.op:
+                case Transfer() as op if x.verb is Verb.SEND:
+                    peers = {peer for peer, _, _ in rows_sent(op, device)} - {device}
+                    found |= {channel(x.stream, device, peer) for peer in peers}
+                case Transfer() as op:
+                    peers = {peer for peer, _, _ in rows_received(op, device)} - {device}
+                    found |= {channel(x.stream, peer, device) for peer in peers}
+                case Collective(groups=groups):
+                    group = next(group for group in groups if device in group)
+                    if len(group) > 1:
+                        found.add(collective(x.stream, group))
+                case _:
+                    pass
+    return sorted(found)

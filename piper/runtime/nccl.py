@@ -1,0 +1,162 @@
+"""Communication between GPUs over NCCL.
+
+A communication is put on the current CUDA stream like any kernel, and what the stream runs next
+comes after it: the host neither polls nor waits. Messages are broadcasts from one member of a
+communicator of two to the other, since torch puts sends and receives on streams of its own.
+Messages on one communicator arrive in the order in which they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.ir.dag import StreamRule
+from piper.lower.plan import Plan
+from piper.runtime.comm import Group, One, Two
+from piper.runtime.communicators import Communicator, channel, collective, communicators_of
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+class Nccl:
+    """One process's end of all communication."""
+
+    any_order = False
+
+    def __init__(
+        self,
+        device: int,
+        plans: Iterable[Plan],
+        store: dist.Store,
+        timeout: timedelta,
+        where: torch.device,
+        rules: Mapping[str, StreamRule],
+    ) -> None:
+        """``store`` is the job's alone, and shared by all its processes; ``rules`` say what is
+        asked of streams."""
+        self._device = device
+        self._backends = {
+            one: _backend(one, device, store, timeout, where, rules.get(one.stream))
+            for one in communicators_of(plans, device)
+        }
+        self._to_self: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """Those that this process is a member of."""
+        return tuple(self._backends)
+
+    def close(self) -> None:
+        """Give back what the communicators hold; all members must do so."""
+        for backend in self._backends.values():
+            backend.shutdown()
+        self._backends.clear()
+
+    def abort(self) -> None:
+        """Let kernels that wait for other processes end, with whatever is in their tensors."""
+        for backend in self._backends.values():
+            backend.abort()
+        self._backends.clear()
+
+    def send(self, node: int, stream: str, to: int) -> One:
+        if to == self._device:
+            return lambda data: self._keep(node, data)
+        return self._message(channel(stream, self._device, to))
+
+    def receive(self, node: int, stream: str, source: int) -> One:
+        if source == self._device:
+            return lambda out: self._take(node, out)
+        return self._message(channel(stream, source, self._device))
+
+    def _message(self, communicator: Communicator) -> One:
+        broadcast = self._backends[communicator].broadcast
+        options = _in_order(_c10d.BroadcastOptions())
+        options.rootRank = 0
+
+        def act(data: Tensor) -> None:
+            broadcast([data], options)
+
+        return act
+
+    def _keep(self, node: int, data: Tensor) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._to_self[node] = data, event
+
+    def _take(self, node: int, out: Tensor) -> None:
+        data, event = self._to_self.pop(node)
+        event.wait()
+        out.copy_(data)
+        data.record_stream(torch.cuda.current_stream())  # it may be another stream's memory
+
+    def all_reduce(self, node: int, stream: str, group: Group) -> One:
+        if len(group) == 1:
+            return lambda data: None
+        reduce = self._backends[collective(stream, group)].allreduce
+        options = _in_order(_c10d.AllreduceOptions())
+
+        def act(data: Tensor) -> None:
+            reduce([data], options)
+
+        return act
+
+    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
+        scatter = self._backends[collective(stream, group)]._reduce_scatter_base
+        options = _in_order(_c10d.ReduceScatterOptions())
+
+        def act(data: Tensor, out: Tensor) -> None:
+            scatter(out, data, options)
+
+        return act
+
+    def all_gather(self, node: int, stream: str, group: Group) -> Two:
+        gather = self._backends[collective(stream, group)]._allgather_base
+        options = _in_order(_c10d.AllgatherOptions())
+
+        def act(part: Tensor, out: Tensor) -> None:
+            gather(out, part, options)
+
+        return act
+
+    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
+        exchange = self._backends[collective(stream, group)].alltoall_base
+        options = _in_order(_c10d.AllToAllOptions())
+
+        def act(data: Tensor, out: Tensor) -> None:
+            exchange(out, data, [], [], options)
+
+        return act
+
+
+def _in_order(options: Any) -> Any:
+    """Options by which torch puts a collective on the current stream, not on one of its own."""
+    options.asyncOp = False
+    return options
+
+
+def _backend(
+    one: Communicator,
+    device: int,
+    store: dist.Store,
+    timeout: timedelta,
+    where: torch.device,
+    rule: StreamRule | None,
+) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.group_name = one.name
+    options.global_ranks_in_group = list(one.members)
+    if rule is not None and isinstance(rule.sms, int):
+        options.config.max_ctas = rule.sms
+    rank = one.members.index(device)
+    keys = dist.PrefixStore(one.name, store)
+    backend = dist.ProcessGroupNCCL(keys, rank, len(one.members), options)
+    backend._set_sequence_number_for_group()
+    backend.eager_connect_single_device(where)  # else in the first step, which would wait for it
+    return backend
