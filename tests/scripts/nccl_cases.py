@@ -16,7 +16,7 @@ from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransforme
 from piper.strategies import mesh
 
 LARGE = DenseConfig(vocab=8192, dim=512, layers=8, heads=8, mlp_dim=1536, max_seq=256)
-CONFIG = MoEConfig(vocab=67, dim=32, layers=8, heads=4, mlp_dim=48, experts=4)
+CONFIG = MoEConfig(vocab=67, dim=32, layers=4, heads=4, mlp_dim=48, experts=4)
 ROWS, LENGTH = 16, 17
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "v-half", "dualpipev",
@@ -40,6 +40,8 @@ class Case:
     strategy: piper.Strategy
     options: Mapping[str, Any] = field(default_factory=dict)
     config: DenseConfig = CONFIG
+    saves: bool = False
+    """Whether it is saved and loaded, too."""
     exact: bool = True
     """Whether nothing but the loss and the norm is summed over more than two devices."""
 
@@ -78,9 +80,9 @@ def batch(seed: int, config: DenseConfig = CONFIG) -> tuple[Tensor, Tensor]:
     return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
 
-def numbers(trainer: piper.Trainer, steps: int = 3) -> dict[str, Tensor]:
+def numbers(trainer: piper.Trainer, steps: int = 2) -> dict[str, Tensor]:
     """Everything that a short training gives."""
-    found = {"loss before": trainer.evaluate(*batch(100)).loss}
+    found = {}
     for i in range(steps):
         result = trainer.step(*batch(i))
         assert result.grad_norm is not None
@@ -127,7 +129,7 @@ ON_TWO: dict[str, Case] = {
     **{f"{s}": Case(mesh(pp=2, schedule=s, microbatches=4)) for s in SCHEDULES},
     **{f"ZeRO-{z}": Case(mesh(dp=2, zero=z, microbatches=2, **SMALL)) for z in range(4)},
     **{
-        f"experts, ZeRO-{z}": Case(mesh(dp=2, ep=2, zero=z, microbatches=2, **SMALL))
+        f"experts, ZeRO-{z}": Case(mesh(dp=2, ep=2, zero=z, microbatches=2, **SMALL), saves=True)
         for z in range(4)
     },
     "a group in turned order": Case(TURNED),
@@ -158,6 +160,7 @@ ON_FOUR: dict[str, Case] = {
     "clipped in bf16": Case(
         mesh(pp=2, dp=2, ep=2, zero=3, schedule="dualpipev", microbatches=4, **SMALL),
         {"precision": "bf16", "clip_norm": 0.1},
+        saves=True,
         exact=False,
     ),
 }
