@@ -26,7 +26,7 @@ from piper.directives import (
     split,
     stream,
 )
-from piper.errors import DirectiveError
+from piper.errors import DirectiveError, PiperError
 from piper.ir import Model, ParameterFacts, build
 from piper.ir.dag import Collective, Compute, Group, Transfer, Update
 from piper.ir.text import name_of
@@ -34,6 +34,7 @@ from piper.ir.values import ExtraRole
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Holder, OptimizerCost
 from piper.lower.plan import Instruction, Plan, Verb
+from piper.lower.verify import verify_plans
 from piper.strategy import Strategy
 from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
 from tests.plan_checker import PlanError, check, implied_waits
@@ -1634,3 +1635,37 @@ def test_the_checker_counts_memory_itself() -> None:
     ):
         with pytest.raises(PlanError):
             check(found.dag, found.plans, [wrong], models=sizes(chain(2)))
+
+
+# what the compiler checks of its own plans
+
+
+def test_messages_on_one_communicator_arrive_in_the_order_in_which_they_are_sent() -> None:
+    """Also those of different groups: device 0 sends to 1 alone, and to 1 as one of two."""
+    found = lowered(
+        chain(3),
+        split(parts=2),
+        place({"embed": 0}, devices=[0]),
+        place({"layer": 0}, devices=[1]),
+        place({"layer": 1}, devices=[0]),
+        place({"layer": 2}, devices=[1, 2]),
+        place({"head": 0}, devices=[0]),
+        place({"loss": 0}, devices=[0]),
+    )
+    verify_plans(found.dag, found.classes, found.plans)
+    index = next(i for i, plan in enumerate(found.plans) if plan.devices == (1,))
+    rows = found.plans[index].instructions
+    receives = [
+        i
+        for i, x in enumerate(rows)
+        if x.verb is Verb.RECV and isinstance(x.op, Transfer) and 0 in x.op.source
+    ]
+    assert len({rows[i].op for i in receives}) > 1
+    for first, second in itertools.combinations(receives, 2):
+        turned = list(rows)
+        for place_, other in ((first, second), (second, first)):
+            turned[place_] = replace(rows[place_], node=rows[other].node, op=rows[other].op)
+        plans = list(found.plans)
+        plans[index] = replace(plans[index], instructions=tuple(turned))
+        with pytest.raises(PiperError, match="several orders"):
+            verify_plans(found.dag, found.classes, plans)

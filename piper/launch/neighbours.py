@@ -7,6 +7,7 @@ theirs still move, and where they are; the first that knows what is wrong tells 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -28,11 +29,19 @@ _FAILED = "failed"
 class Neighbours:
     """One process's view of the others."""
 
-    def __init__(self, store: dist.Store, program: Program, number: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        program: Program,
+        number: int,
+        timeout: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._program = program
         self._number = number
         self._timeout = timeout
+        self._now = now
         self._looked = 0.0
         self._heard: dict[int, tuple[int, float]] = {}
         self.device: Device | None = None
@@ -47,7 +56,7 @@ class Neighbours:
 
     def problem(self, seconds: float) -> str | None:
         """What is wrong, if anything is, after so many seconds with one thing."""
-        now = time.monotonic()
+        now = self._now()
         if now - self._looked < _PERIOD:
             return None
         self._looked = now
