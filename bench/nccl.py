@@ -49,6 +49,8 @@ CASES = ("1f1b", *LEVELS, "interleaved", "zb-v", "dualpipev")
 """The rarer ones last: where a rank hangs, the cases before it are known."""
 COSTS = piper.Costs(flops_per_second=20e12, bytes_per_second=1e9, overhead=5e-5)
 """About what fp32 kernels and sockets of one machine do."""
+BUCKETS = (25.0, 4.0)
+"""Sizes in MB: torch's default, and a smaller one."""
 COMPARED = 10
 """Steps whose losses must agree: AdamW multiplies differences of rounding."""
 
@@ -142,7 +144,7 @@ def joined(ranks: Sequence[Found]) -> Found:
     )
 
 
-def sides_of(name: str, work: Work, bucket_mb: float, device: str) -> dict[str, Make]:
+def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> dict[str, Make]:
     """Ours and theirs."""
     if name not in LEVELS:
         torchs = pipelines.SCHEDULES[name]
@@ -151,14 +153,18 @@ def sides_of(name: str, work: Work, bucket_mb: float, device: str) -> dict[str, 
             f"torch {torchs}": partial(Piped, work, torchs, device),
         }
     zero = LEVELS[name]
-    ours = partial(data_parallel.program, work, zero, bucket_mb, "1f1b", COSTS, device)
-    if zero == 0:
-        return {"piper zero=0": ours, "DDP": partial(Replicated, work, bucket_mb, device, False)}
-    ahead = device == "cpu"  # on GPUs it is the default
-    return {
-        f"piper zero={zero}": ours,
-        "FSDP2": partial(Sharded, work, zero == 3, ahead, True, device),
+    ours: dict[str, Make] = {
+        f"piper zero={zero}, {mb:g} MB": partial(
+            data_parallel.program, work, zero, mb, "1f1b", COSTS, device
+        )
+        for mb in buckets
     }
+    if zero == 0:
+        return ours | {
+            f"DDP, {mb:g} MB": partial(Replicated, work, mb, device, False) for mb in buckets
+        }
+    ahead = device == "cpu"  # on GPUs it is the default
+    return {**ours, "FSDP2": partial(Sharded, work, zero == 3, ahead, True, device)}
 
 
 def main(
@@ -171,7 +177,10 @@ def main(
     vocab: Vocab = 1024,
     microbatches: Annotated[int, typer.Option(help="Of a step of a pipeline.")] = 8,
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 2,
-    bucket_mb: Annotated[float, typer.Option(help="Of ours and DDP's buckets.")] = 4.0,
+    bucket_mb: Annotated[
+        list[float] | None,
+        typer.Option(help="Of ours and DDP's buckets: 25 and 4, the best counts."),
+    ] = None,
     fused: Fused = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 8,
@@ -201,7 +210,7 @@ def main(
             for name in names:
                 parts = 1 if name in LEVELS else microbatches
                 work = Work(config, ranks, parts, rows * microbatches // parts, fused)
-                makes = sides_of(name, work, bucket_mb, device)
+                makes = sides_of(name, work, bucket_mb or BUCKETS, device)
                 comparison.cases.append(measure(here, name, makes, work, rounds, steps, warm))
                 if dist.get_rank() == 0:
                     comparison.write(file)
