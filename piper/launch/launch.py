@@ -27,8 +27,9 @@ def launch(program: Program, on: str = Where.VIRTUAL.value, **options: Any) -> T
     """Start the devices of ``program`` and give a trainer, to be used in a ``with`` block.
 
     ``on`` is "virtual", "processes" or "torchrun". ``options`` are the launcher's own: for
-    "processes" and "torchrun" ``timeout`` (seconds that anything may take); for "virtual" on a GPU
-    ``cuda_graphs`` (capture a step once, and replay it).
+    "processes" and "torchrun" ``timeout`` (seconds that anything may take) and ``share_gpus``
+    (several processes may share a GPU); on GPUs ``cuda_graphs`` (capture a step once, and replay
+    it) and ``shake`` (a seed: delay streams at random, to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
