@@ -230,10 +230,12 @@ def _placed(
 ) -> tuple[Dag, Mapping[int, Model], Code]:
     known: Variants = {}
     facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
-    _refuse_different(facts)
+    _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
     placed = strategy.apply(build(facts[next(iter(captured))]))
     joints = {n: _joints(c, placed) for n, c in captured.items()}
     models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
+    for n in captured:
+        _refuse_other_share(facts[n], models[n])
     programs = {n: _programs(c, joints[n], placed) for n, c in captured.items()}
     return placed, models, Code.of(captured, programs)
 
@@ -305,15 +307,34 @@ def _programs(captured: Captured, joints: Sequence[Joint], dag: Dag) -> tuple[Ch
     return consume_inputs(captured.cut, found)
 
 
-def _refuse_different(models: Mapping[int, Model]) -> None:
-    """The model must have the same chunks at every size of group."""
+def _refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:
+    """The model must have the same chunks at every size of group; ``rows`` is what each of its
+    devices has."""
     (size, first), *others = models.items()
     for n, other in others:
         if [_wiring(c) for c in other.chunks] != [_wiring(c) for c in first.chunks]:
+            single = [k for k in (size, n) if rows[k] == 1]
+            reason = (
+                f"of a microbatch each of {single[0]} devices has 1 row, and torch treats "
+                "dimensions of size 1 otherwise; give a larger batch or fewer microbatches, or"
+                if single
+                else "its operations depend on the number of rows;"
+            )
             raise PiperError(
                 f"the model computes differently on a share of the batch for groups of {n} devices "
-                f"than for groups of {size}: its operations depend on the number of rows; give all "
-                "regions groups of one size"
+                f"than for groups of {size}: {reason} give all regions groups of one size"
+            )
+
+
+def _refuse_other_share(whole: Model, share: Model) -> None:
+    """On a share of its experts a region must take and keep what it does with all of them."""
+    for mine, other in zip(whole.chunks, share.chunks, strict=True):
+        if _wiring(mine) != _wiring(other):
+            name = " ".join(f"{k}[{i}]" for k, i in mine.tags.items()) or "model"
+            raise PiperError(
+                f"region {name} computes differently on a share of its experts: torch treats "
+                "dimensions of size 1 otherwise, and there the region has other numbers of experts "
+                "and rows; give a larger batch, or shard fewer ways="
             )
 
 

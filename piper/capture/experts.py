@@ -2,7 +2,7 @@
 
 Captured, a region takes ``[experts, rows, ...]`` and all parameters; after the exchange a device
 has ``[experts / ways, ways * rows, ...]`` and its part of the parameters. The region's own ops are
-traced again at these shapes.
+traced again at these shapes, once it is proved that they treat each expert and each row by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -19,7 +20,10 @@ from piper.capture.chunks import Body, Chunk
 from piper.capture.codegen import Compiler
 from piper.capture.graphs import returned
 from piper.capture.joint import Joint
+from piper.capture.layouts import Axis, Layout
+from piper.capture.mixing import Layouts, prove_separate
 from piper.capture.program import Kind, Ref
+from piper.capture.quiet import quiet_tracing
 from piper.errors import CaptureError
 
 Shape = tuple[int, ...]
@@ -58,20 +62,22 @@ def _packed(x: torch.Tensor) -> Shape:
 def _share(chunk: Chunk, ways: int, dim: int) -> Body:
     """The chunk's body at the shapes of one share."""
     body = chunk.body
+    given = _given(body, dim)
+    layouts = prove_separate(body.module.graph, given, chunk.name)
     graph = fx.Graph()
-    graph.output(graph.graph_copy(body.module.graph, {}))
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(body.module.graph, copies))
+    for node, copied in copies.items():
+        _resize(copied, layouts[node], ways)
     module = fx.GraphModule(torch.nn.Module(), graph)
     old = body.fakes()
     mode = old[0].fake_mode
-    first = body.parameters + body.buffers
     fakes = [
-        _empty(mode, x, _divided(x.shape, ways, dim)) if i < body.parameters
-        else _empty(mode, x, exchanged_shape(x.shape, ways)) if i >= first
-        else x
-        for i, x in enumerate(old)
-    ]  # fmt: skip
+        _empty(mode, x, layout.shape(ways)) for x, layout in zip(old, given.values(), strict=True)
+    ]
     try:
-        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
+        with quiet_tracing():
+            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise CaptureError(
             f"region {chunk.name} cannot run on a share of its experts: its operations name the "
@@ -79,20 +85,71 @@ def _share(chunk: Chunk, ways: int, dim: int) -> Body:
             "size follows from its inputs and parameters, for instance with torch.bmm or "
             "torch.einsum, or reshape with -1"
         ) from error
+    for node, copied in copies.items():
+        layout = layouts[node]
+        found = tuple(copied.meta["val"].shape) if isinstance(layout, Layout) else ()
+        if isinstance(layout, Layout) and found != layout.shape(ways):
+            raise CaptureError(
+                f"region {chunk.name} cannot run on a share of its experts: {node.target} makes "
+                f"{list(found)} there, not {list(layout.shape(ways))}; leave its sizes to its "
+                "inputs (broadcasting, -1)"
+            )
     for before, after in zip(returned(body.module.graph), returned(graph), strict=True):
-        wanted = exchanged_shape(before.meta["val"].shape, ways)
+        shape = before.meta["val"].shape
         found = tuple(after.meta["val"].shape)
-        if found != wanted:
+        if layouts[before] != _expert_major(shape) or found != _expert_major(shape).shape(ways):
             raise CaptureError(
                 f"region {chunk.name} mixes experts: on one of {ways} shares it makes "
-                f"{list(found)}, not {list(wanted)}; do the dispatch and the combination outside"
+                f"{list(found)}, not {list(exchanged_shape(shape, ways))} with the experts first "
+                "and their rows second; do the dispatch and the combination outside"
             )
     key = f"{body.key} share {ways} along {dim}"
     return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, body.updates, key)
 
 
-def _divided(shape: Sequence[int], ways: int, dim: int) -> Shape:
-    return tuple(n // ways if i == dim else n for i, n in enumerate(shape))
+def _given(body: Body, dim: int) -> dict[fx.Node, Layout]:
+    """The layout of each argument: experts along ``dim`` of parameters, expert-major inputs."""
+    first = body.parameters + body.buffers
+    found = {}
+    for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
+        shape = node.meta["val"].shape
+        found[node] = (
+            Layout.of(shape, {dim: Axis.EXPERTS}) if i < body.parameters
+            else _expert_major(shape) if i >= first
+            else Layout.of(shape)
+        )  # fmt: skip
+    return found
+
+
+def _expert_major(shape: Sequence[int]) -> Layout:
+    return Layout.of(shape, {0: Axis.EXPERTS, 1: Axis.ROWS})
+
+
+_SIZES = ("size", "sizes", "shape")
+
+
+def _resize(node: fx.Node, made: Layouts, ways: int) -> None:
+    """Write the sizes on a share into an operation that names those of the whole."""
+    if not isinstance(node.target, OpOverload) or not isinstance(made, Layout) or not made.axes:
+        return
+    if node.target is torch.ops.aten.view.default:
+        node.target = torch.ops.aten.reshape.default  # with more rows a copy may be needed
+    names = [argument.name for argument in node.target._schema.arguments]
+    for name in _SIZES:
+        if name not in names:
+            continue
+        shape = made.shape(ways)
+        if node.target is torch.ops.aten.unflatten.int:
+            dim, sizes = node.args[1], node.args[2]
+            assert isinstance(dim, int)
+            assert isinstance(sizes, list | tuple)
+            first = dim % (len(shape) - len(sizes) + 1)
+            shape = shape[first : first + len(sizes)]
+        index = names.index(name)
+        if index < len(node.args):
+            node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
+        else:
+            node.kwargs = {**node.kwargs, name: list(shape)}
 
 
 def _empty(mode: FakeTensorMode, like: FakeTensor, shape: Shape) -> torch.Tensor:
