@@ -29,6 +29,7 @@ At = tuple[int, int]
 """A class and a place in its plan."""
 
 MEETING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+MOVED = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)
 HALVES = (Pass.BI, Pass.BW)
 OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
 OF_BACKWARD = (Role.SAVED, Role.KEPT, Role.HANDOFF)
@@ -985,6 +986,7 @@ class _Checker:
             for i, n in enumerate(plan.slot_bytes)
         ]
         """What a slot takes for itself."""
+        gaps = self._gaps(c, alone)
         later: defaultdict[int, Counter[Holder]] = defaultdict(Counter)
         """For each instruction, what is let go before it, and what is put in order then."""
         for place, x in enumerate(plan.instructions):
@@ -998,12 +1000,13 @@ class _Checker:
                 (slot,) = x.reads
                 live.remove(slot)
                 if not any(self._turns_into(y) and slot in y.reads for y in plan.instructions):
-                    gone = Counter({self.kinds[c][slot]: size[slot]})
+                    gone = Counter({self.kinds[c][slot]: size[slot] + gaps.get(slot, 0)})
                     sends = [
                         p
                         for p, y in enumerate(plan.instructions[:place])
                         if slot in y.reads
                         and (y.verb is Verb.SEND or y.role is ExtraRole.EXCHANGED)
+                        and not self._copy(y)
                         and over[p] > place
                     ]
                     if sends:
@@ -1020,7 +1023,7 @@ class _Checker:
                     live.add(slot)
                     is_buffer = reduced is not None and not scatters
                     held[self.kinds[c][slot]] += (
-                        0 if self._turns_into(x) or is_buffer else size[slot]
+                        0 if self._turns_into(x) or is_buffer else size[slot] + gaps.get(slot, 0)
                     )
                     if slot in alone:
                         fresh += size[slot]
@@ -1126,20 +1129,65 @@ class _Checker:
         """Bytes that a communication keeps until it is over, beside its slots."""
         size = self.plans[c].slot_bytes
         if x.role is ExtraRole.PARTIAL and x.verb is Verb.COLLECTIVE:
-            return size[x.reads[0]]
+            return size[x.reads[0]] + self._copy(x)
         if x.role is ExtraRole.REDUCED:  # the bucket in one piece, and what is to be added
             assert isinstance(x.op, Collective)
             whole = self._whole(x.of, c) * self.dag.buckets[x.of].gradient.itemsize
             if x.op.kind is CollectiveKind.REDUCE_SCATTER:
                 return whole + sum(size[slot] for slot in x.adds)
             return whole if x.adds else 0
-        return 0
+        return self._copy(x)
+
+    def _copy(self, x: Instruction) -> int:
+        """Bytes of what is sent, or of what comes, where the tensor itself is not contiguous."""
+        if x.verb not in MEETING or x.role not in MOVED:
+            return 0
+        node = self.dag.nodes[x.node]
+        comes = x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL
+        value = (node.writes if comes else node.reads)[0]
+        group: Group | None = None
+        while value >= self.dag.first_extra:
+            extra = self.dag.extra[value - self.dag.first_extra]
+            if extra.role is not ExtraRole.RECEIVED:
+                return 0  # put together from rows
+            group = group or extra.devices
+            value = extra.of
+        if self._role(value) not in (Role.ACTIVATION, Role.GRADIENT):
+            return 0
+        group = group or self.dag.nodes[self.dag.producers[value]].devices
+        return self._lies(value, group)[1]
+
+    def _lies(self, number: int, group: Group) -> tuple[int, int]:
+        """Bytes of an activation or its gradient as it lies, and of its contiguous copy if it is
+        not contiguous itself."""
+        value, _ = self.dag.table.value(number)
+        model = self._model(group)
+        facts = model.values[value.of]
+        if value.role is Role.GRADIENT and value.of in model.chunks[value.by].gradients:
+            gradient = model.chunks[value.by].gradients[value.of]
+            return gradient.nbytes, gradient.copied or 0
+        return facts.nbytes, facts.copied or 0
 
     def _grown(self, c: int) -> set[int]:
         """Slots with gradients that later passes add to."""
         return {
             slot for x in self.plans[c].instructions for slot in x.adds if x.verb is Verb.COMPUTE
         }
+
+    def _gaps(self, c: int, slots: set[int]) -> dict[int, int]:
+        """Bytes that gradients in such slots leave free: each begins at a multiple of 64."""
+        found: dict[int, int] = {}
+        for x in self.plans[c].instructions:
+            if not isinstance(x.op, Compute):
+                continue
+            for value, slot in zip(self.dag.nodes[x.node].writes, x.writes, strict=True):
+                if slot in slots and value < self.dag.first_extra:
+                    model = self.dag.model
+                    chunk, ways = model.chunks[x.op.chunk], self._ways(x.op.chunk)
+                    mine = [model.parameters[p] for p in chunk.parameters if self._is_of(value, p)]
+                    takes = [math.prod(p.shape) // ways * p.gradient.itemsize for p in mine]
+                    found[slot] = sum(-n % 64 for n in takes)
+        return found
 
     def _busy(self, c: int, place: int, fresh: int) -> int:
         """Bytes that an instruction needs while it runs, or when its program is done: then
@@ -1154,6 +1202,10 @@ class _Checker:
         while_it_runs = self._workspace(c, x, freed)
         if not fresh:
             return while_it_runs
+        assert isinstance(x.op, Compute)
+        model = self._model(self.dag.nodes[x.node].devices)
+        variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
+        while_it_runs += variant.passes[x.op.which].housed
         of_backward = [slot for slot in freed if self.kinds[c][slot] is Holder.SAVED]
         gone = sum(plan.slot_bytes[slot] for slot in of_backward)
         return max(while_it_runs, fresh + sum(plan.slot_bytes[s] for s in x.adds) - gone)
@@ -1183,6 +1235,9 @@ class _Checker:
 
     def _nbytes(self, c: int, content: Any) -> int:
         match content:
+            case _Tensor(value=value, group=group, form=form) if form != "plain":
+                nbytes, copy = self._lies(value, group)
+                return copy or nbytes  # put together from rows
             case _Tensor(value=value, group=group):
                 return self._value_bytes(value, group)
             case _Gradients(nbytes=nbytes):
@@ -1211,7 +1266,7 @@ class _Checker:
             parameters = [model.parameters[p] for p in names]
             sizes = [math.prod(p.shape) * p.gradient.itemsize for p in parameters]
             return sum(sizes) // self._ways(value.of)
-        return model.values[value.of].nbytes
+        return self._lies(number, group)[0]
 
     def _part(self, bucket: int, c: int) -> int:
         """Elements of one holder's part, if the bucket's rule divides anything; else all."""

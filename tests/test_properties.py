@@ -33,6 +33,7 @@ from piper.directives import (
 )
 from piper.errors import DirectiveError
 from piper.ir import ChunkFacts, Dag, Model, ParameterFacts, build
+from piper.ir.facts import Stored
 from piper.lower.lower import Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.strategy import Strategy
@@ -64,7 +65,8 @@ class Case:
 
 
 def widened(model: Model, rng: random.Random) -> Model:
-    """``model`` with odd sizes and workspaces, with several dtypes, with a second parameter,
+    """``model`` with odd sizes and workspaces, with values and gradients that are not contiguous,
+    with several dtypes, with a second parameter,
     trained or frozen, in some chunks, and with some that several chunks share, of which some make
     no gradient."""
     parameters = {}
@@ -96,7 +98,13 @@ def widened(model: Model, rng: random.Random) -> Model:
                 parameters=(*chunk.parameters, f"shared.{i}"),
                 detached=(*chunk.detached, *detached),
             )
-    found = replace(model, chunks=tuple(chunks), parameters=parameters)
+    values = tuple(
+        replace(v, **_lying(v.nbytes, rng)) if rng.random() < 0.3 else v for v in model.values
+    )
+    for chunk in chunks:
+        gradients = {v: Stored(**_lying(40, rng)) for v in chunk.inputs if rng.random() < 0.3}
+        chunks[chunk.index] = replace(chunk, gradients=gradients)
+    found = replace(model, chunks=tuple(chunks), values=values, parameters=parameters)
     if rng.random() < 0.5:
         return found
     return mixed(found, {name: rng.choice(DTYPES) for name in parameters})
@@ -109,6 +117,17 @@ DTYPES = [
 ]
 
 
+def _lying(nbytes: int, rng: random.Random) -> dict[str, int | None]:
+    """How a tensor may lie: expanded, transposed, or as it is sent."""
+    return rng.choice(
+        [
+            {"nbytes": 4, "copied": nbytes},
+            {"nbytes": nbytes, "copied": nbytes},
+            {"nbytes": nbytes, "copied": None},
+        ]
+    )
+
+
 def _busy(chunk: ChunkFacts, rng: random.Random) -> ChunkFacts:
     """``chunk`` with other workspaces, and passes that are the last to read some things."""
     variants = {}
@@ -119,6 +138,7 @@ def _busy(chunk: ChunkFacts, rng: random.Random) -> ChunkFacts:
                 workspace=(most := rng.choice([0, 1, 1000, 10000])),
                 last=tuple(ref for ref in p.reads if rng.random() < 0.7),
                 eased=min(most, rng.choice([0, 1, 1000])),
+                housed=rng.choice([0, 1, 1000]),
             )
             for which, p in variant.passes.items()
         }

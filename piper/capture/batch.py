@@ -186,6 +186,11 @@ def strided_like(x: Tensor, stride: tuple[int, ...], device: torch.device) -> Te
     """``x`` on ``device`` with the strides that a program was traced with."""
     if x.device == device and x.stride() == stride:
         return x
+    if any(n > 1 and s == 0 for n, s in zip(x.shape, stride, strict=True)):
+        once = x
+        for dim, step in enumerate(stride):
+            once = once.narrow(dim, 0, 1) if step == 0 and x.shape[dim] else once
+        return strided_like(once, stride, device).expand(x.shape)
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=device).copy_(x)
 
 

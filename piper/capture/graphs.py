@@ -116,9 +116,12 @@ def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:
     return list(order)
 
 
-def workspace(graph: fx.Graph, given: Collection[fx.Node] = ()) -> int:
+def workspace(
+    graph: fx.Graph, given: Collection[fx.Node] = (), into: Collection[fx.Node] = ()
+) -> int:
     """Bytes that a call needs at its worst moment beside its arguments and its results, when each
-    tensor is let go after its last use: its own, and the arguments ``given`` to it for good."""
+    tensor is let go after its last use: its own, and the arguments ``given`` to it for good.
+    Nodes in ``into`` are written into memory of the caller's."""
     results = {base_of(node) for node in returned(graph)}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -130,7 +133,7 @@ def workspace(graph: fx.Graph, given: Collection[fx.Node] = ()) -> int:
     size = {node: TensorSpec.of(node.meta["val"]).nbytes for node in given}
     held = peak = kept = 0
     for node in graph.nodes:
-        made, unused = _made(node)
+        made, unused = _made(node) if node not in into else ({}, 0)
         size.update(made)
         held += sum(made.values())
         kept += sum(n for result, n in made.items() if result in results)

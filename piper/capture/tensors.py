@@ -33,6 +33,15 @@ class TensorSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def copied(self) -> int | None:
+        """Bytes of a contiguous copy, which is what messages carry; None if it is contiguous."""
+        step, dense = 1, []
+        for n in reversed(self.shape):
+            dense.append(step)
+            step *= max(n, 1)
+        return None if self.stride == tuple(reversed(dense)) else self.numel * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 

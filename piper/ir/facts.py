@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import fx
 
-from piper.capture.graphs import workspace
+from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.passes import split
 from piper.capture.program import BUNDLES, Function, Kind, Pass, Program, Ref
 from piper.capture.saving import Remat
+from piper.capture.tensors import TensorSpec
 
 _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
 
@@ -44,6 +46,9 @@ class PassFacts:
     """Bytes that its operations read and write, each by itself."""
     moved_fused: int = 0
     """The same if all but matrix products and the like are fused."""
+    housed: int = 0
+    """Bytes more that it needs where the memory of its parameters' gradients is there before it
+    runs, so that others can be added to them later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,28 @@ class ChunkFacts:
     """Whether its forward draws random numbers."""
     detached: tuple[str, ...] = ()
     """Parameters that it reads but makes no gradient of, though other chunks may."""
+    gradients: Mapping[int, Stored] = field(default_factory=dict)
+    """How the gradients lie that it makes, by the number of their value; those that are not here
+    lie as the value does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a tensor lies in memory."""
+
+    nbytes: int
+    """Bytes of its storage: an expanded dimension takes none."""
+    copied: int | None = None
+    """Bytes of the contiguous copy that is sent in its place; None if it is sent as it is."""
+
+    @staticmethod
+    def of(spec: TensorSpec) -> Stored:
+        return Stored(spec.nbytes, spec.copied)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of a message with it."""
+        return self.nbytes if self.copied is None else self.copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +112,12 @@ class ValueFacts:
     name: str
     shape: tuple[int, ...]
     nbytes: int
+    copied: int | None = None
+    """As in ``Stored``."""
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.nbytes, self.copied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +167,11 @@ def facts_of(
     variants: Variants = {} if known is None else known
     for joint in joints:
         if id(joint) not in variants:
-            variants[id(joint)] = _variants(joint)
+            variants[id(joint)] = _variants(captured, joint)
+    values = tuple(
+        ValueFacts(value.name, value.spec.shape, value.spec.nbytes, value.spec.copied)
+        for value in captured.cut.values
+    )
     chunks = tuple(
         ChunkFacts(
             index=chunk.index,
@@ -151,11 +188,14 @@ def facts_of(
                 for i, name in enumerate(chunk.parameters)
                 if Ref(Kind.PARAMETER_GRAD, i) not in program.specs
             ),
+            gradients={
+                value: stored
+                for i, value in enumerate(chunk.inputs)
+                if (ref := Ref(Kind.INPUT_GRAD, i)) in program.specs
+                and (stored := Stored.of(program.specs[ref])) != values[value].stored
+            },
         )
         for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)
-    )
-    values = tuple(
-        ValueFacts(value.name, value.spec.shape, value.spec.nbytes) for value in captured.cut.values
     )
     parameters: dict[str, ParameterFacts] = {}
     buffers: dict[str, int] = {}
@@ -173,13 +213,13 @@ def facts_of(
     return Model(chunks, values, parameters, cut.loss, size, remat, cut.count, buffers)
 
 
-def _variants(joint: Joint) -> Mapping[Remat, Variant]:
-    return {policy: _variant(split(joint, policy)) for policy in Remat}
+def _variants(captured: Captured, joint: Joint) -> Mapping[Remat, Variant]:
+    return {policy: _variant(captured, split(joint, policy)) for policy in Remat}
 
 
-def _variant(program: Program) -> Variant:
+def _variant(captured: Captured, program: Program) -> Variant:
     return Variant(
-        passes={which: _pass(program, which) for which in program.functions},
+        passes={which: _pass(captured, program, which) for which in program.functions},
         saved_bytes=program.saved_bytes - program.kept_bytes,
         kept_bytes=program.kept_bytes,
         handoff_bytes=sum(spec.nbytes for spec in program.handoff),
@@ -194,11 +234,12 @@ _LATER: Mapping[Pass, tuple[Pass, ...]] = {
 }
 
 
-def _pass(program: Program, which: Pass) -> PassFacts:
+def _pass(captured: Captured, program: Program, which: Pass) -> PassFacts:
     function = program.functions[which]
     after = [program.functions[later] for later in _LATER[which] if later in program.functions]
     needed = {ref for later in after for ref in bundled(later.arguments)}
     last = tuple(ref for ref in bundled(function.arguments) if ref not in needed)
+    freeing = max(0, _freeing(function, last))
     return PassFacts(
         reads=bundled(function.arguments),
         writes=bundled(function.results),
@@ -206,17 +247,43 @@ def _pass(program: Program, which: Pass) -> PassFacts:
         uses_parameters=any(ref.kind is Kind.PARAMETER for ref in function.arguments),
         workspace=function.workspace,
         last=last,
-        eased=function.workspace - max(0, _freeing(function, last)),
+        eased=function.workspace - freeing,
         moved=function.moved,
         moved_fused=function.moved_fused,
+        housed=max(
+            0,
+            _housed(captured, program, function, ()) - function.workspace,
+            _housed(captured, program, function, last) - freeing,
+        ),
     )
+
+
+def _housed(captured: Captured, program: Program, function: Function, last: tuple[Ref, ...]) -> int:
+    """The workspace of a function that finds the memory of parameters' gradients there: some it
+    writes into it, the others are copied there in the end."""
+    graph = function.module.graph
+    grads = [i for i, r in enumerate(function.results) if r.kind is Kind.PARAMETER_GRAD]
+    specs = {i: program.specs[function.results[i]] for i in grads}
+    fitting = [
+        i
+        for i in captured.compiler.into(function)
+        if specs[i].copied is None and captured.master in (None, specs[i].dtype)
+    ]
+    ends = returned(graph)
+    into = [base_of(ends[i]) for i in fitting]
+    copied = sum(specs[i].nbytes for i in grads if i not in fitting)
+    return workspace(graph, _given(function, last), into) + copied
 
 
 def _freeing(function: Function, last: tuple[Ref, ...]) -> int:
     """The workspace of a function to which the arguments in ``last`` are given for good."""
-    graph = function.module.graph
-    arguments = zip(graph.find_nodes(op="placeholder"), function.arguments, strict=True)
-    return workspace(graph, [node for node, ref in arguments if set(bundled((ref,))) & set(last)])
+    return workspace(function.module.graph, _given(function, last))
+
+
+def _given(function: Function, last: tuple[Ref, ...]) -> list[fx.Node]:
+    placeholders = function.module.graph.find_nodes(op="placeholder")
+    arguments = zip(placeholders, function.arguments, strict=True)
+    return [node for node, ref in arguments if set(bundled((ref,))) & set(last)]
 
 
 def bundled(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:

@@ -11,6 +11,14 @@ from piper.ir.dag import Bucket, Compute, Dag
 from piper.ir.values import Role, parameters_of
 from piper.lower.plan import Plan
 
+LINE = 64
+"""Bytes: where gradients are added up each for itself, each begins at a multiple."""
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a gradient takes among others."""
+    return -(-nbytes // LINE) * LINE
+
 
 def adds_up_in_place(bucket: Bucket, slots: Sequence[Sequence[str]]) -> bool:
     """Whether a reduction of ``bucket`` finds its gradients in its own buffer; ``slots`` are the

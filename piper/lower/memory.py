@@ -14,7 +14,7 @@ from piper.ir.dag import Compute, Dag, Update
 from piper.ir.facts import PassFacts
 from piper.ir.text import group_text, region_of
 from piper.ir.values import ExtraRole, Role
-from piper.lower.accumulation import adds_up_in_place, gradient_names
+from piper.lower.accumulation import adds_up_in_place, gradient_names, padded
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed
 from piper.lower.sizes import Sizes
 from piper.units import bytes_text
@@ -109,22 +109,24 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
                 book.add(holder, -nbytes)
         if x.verb is Verb.FREE:
             slot = x.reads[0]
-            own = size[slot] - sums.within(slot)
+            own = size[slot] - sums.within(slot) + sums.padding(slot)
             if slot not in moved and not way.keeps(slot, holders[slot], own):
                 book.add(holders[slot], -own)
         else:
             for slot in x.writes:
                 if slot not in x.adds and not _in_place(x) and not sums.becomes(x):
-                    book.add(holders[slot], size[slot] - sums.within(slot))
+                    own = size[slot] - sums.within(slot) + sums.padding(slot)
+                    book.add(holders[slot], own)
                     book.add(Holder.GRADIENTS, sums.begun(slot))
             if x.verb in COMMUNICATING:
                 beside = _beside(dag, sizes, x, size)
                 book.add(Holder.GRADIENTS, -sums.taken(x))
                 book.add(Holder.COMMUNICATION, beside)
-                way.begin(place, x, beside)
+                way.begin(place, x, beside, copies=_copied(dag, sizes, x) > 0)
             workspace = _workspace(dag, sizes, x, frees[place], size, optimizer)
             if copied := sums.copied(x):  # when the program is done with what it alone reads
                 gone = sum(size[slot] for slot in frees[place] if holders[slot] is Holder.SAVED)
+                workspace += _housed(dag, sizes, x)
                 workspace = max(workspace, _added(x, size) + copied - gone)
             book.look(place, workspace)
         over_time.append(book.total)
@@ -190,13 +192,23 @@ class _Sums:
                 self._parts.setdefault(slot, {})[x.of] = nbytes
         self._open: set[int] = set()
         growing = {slot for x in plan.instructions for slot in x.adds}
-        self._alone = {
-            s: plan.slot_bytes[s] for s in names if s in growing and s not in self._parts
+        alone = [s for s in names if s in growing and s not in self._parts]
+        self._alone = {s: plan.slot_bytes[s] for s in alone}
+        ways = {
+            slot: dag.shards[x.op.chunk].ways
+            for x in plan.instructions
+            if isinstance(x.op, Compute) and x.op.chunk in dag.shards
+            for slot in x.writes
         }
+        self._padding = {s: _padding(dag, names[s], ways.get(s, 1)) for s in alone}
 
     def within(self, slot: int) -> int:
         """Bytes of a slot that lie in such buffers."""
         return sum(self._parts.get(slot, {}).values())
+
+    def padding(self, slot: int) -> int:
+        """Bytes between the gradients of a slot, each of which begins at a line of its own."""
+        return self._padding.get(slot, 0)
 
     def begun(self, slot: int) -> int:
         """Bytes of the buffers that the first gradients in ``slot`` make necessary."""
@@ -222,6 +234,16 @@ class _Sums:
         return self._sizes.divided(x.of)
 
 
+def _padding(dag: Dag, names: tuple[str, ...], ways: int) -> int:
+    """Bytes between gradients that lie side by side."""
+    total = 0
+    for name in names:
+        parameter = dag.model.parameters[name]
+        nbytes = math.prod(parameter.shape) // ways * parameter.gradient.itemsize
+        total += padded(nbytes) - nbytes
+    return total
+
+
 class _UnderWay:
     """Communications that have begun and hold memory until they are over."""
 
@@ -231,10 +253,11 @@ class _UnderWay:
         self._held: dict[int, list[tuple[Holder, int]]] = {}
         self._sends: dict[int, list[int]] = {}
 
-    def begin(self, place: int, x: Instruction, beside: int) -> None:
+    def begin(self, place: int, x: Instruction, beside: int, *, copies: bool) -> None:
+        """``copies`` says that not what is read goes out, but a contiguous copy of it."""
         self._held[place] = [(Holder.COMMUNICATION, beside)]
-        if x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED:
-            for slot in x.reads:  # goes out as it is
+        if (x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED) and not copies:
+            for slot in x.reads:
                 self._sends.setdefault(slot, []).append(place)
 
     def keeps(self, slot: int, holder: Holder, nbytes: int) -> bool:
@@ -257,8 +280,19 @@ def _beside(dag: Dag, sizes: Sizes, x: Instruction, size: tuple[int, ...]) -> in
         if not sizes.divided(x.of):
             return whole if x.adds else whole - size[x.writes[0]]
         return whole + sum(size[slot] for slot in x.adds)
-    if x.role is ExtraRole.PARTIAL:
-        return size[x.reads[0]]  # its rows in another order
+    if x.role is ExtraRole.PARTIAL:  # its rows in another order
+        return size[x.reads[0]] + _copied(dag, sizes, x)
+    return _copied(dag, sizes, x)
+
+
+def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
+    """Bytes of the contiguous copy that messages carry of what lies otherwise: expanded, or
+    transposed."""
+    node = dag.nodes[x.node]
+    if x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL:
+        return sizes.copied(node.writes[0])
+    if x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED:
+        return sizes.copied(node.reads[0])
     return 0
 
 
@@ -289,6 +323,13 @@ def _workspace(
     if isinstance(x.op, Update):
         return sizes.updating(x.op.bucket, optimizer.update, together=optimizer.together)
     return 0
+
+
+def _housed(dag: Dag, sizes: Sizes, x: Instruction) -> int:
+    """Bytes more that a pass needs where the memory of its gradients is there first."""
+    if not isinstance(x.op, Compute):
+        return 0
+    return sizes.facts(x.op, len(dag.nodes[x.node].devices)).housed
 
 
 def _reads_last(dag: Dag, x: Instruction, facts: PassFacts, freed: list[int]) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from piper.capture.saving import Remat
 from piper.ir.dag import Compute, Dag, Node
-from piper.ir.facts import Model, PassFacts
-from piper.ir.values import ExtraRole, Role, parameters_of
+from piper.ir.facts import Model, PassFacts, Stored
+from piper.ir.values import ExtraRole, Role, Value, parameters_of
 
 _SCALAR = 8
 
@@ -23,6 +23,7 @@ class Sizes:
     models: Mapping[int, Model]
     _groups: dict[int, int] = field(default_factory=dict)
     _known: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _messages: dict[tuple[object, ...], Stored] = field(default_factory=dict)
     _first_extra: int = 0
 
     def __post_init__(self) -> None:
@@ -36,17 +37,36 @@ class Sizes:
 
     def nbytes(self, number: int) -> int:
         """Bytes of a value on each device that holds it. All microbatches' values are alike."""
-        if number < self._first_extra:
-            key: tuple[object, ...] = (number % self.dag.table.size, self._groups.get(number, 1))
-        else:
-            extra = self.dag.extra[number - self._first_extra]
-            of = extra.of
-            if extra.role in _FORMS:
-                of = self._plain(of) % self.dag.table.size
-            key = (extra.role, of, len(extra.devices))
+        key = self._key(number)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._nbytes(number)
+        return found
+
+    def _key(self, number: int) -> tuple[object, ...]:
+        """What a value's size depends on."""
+        if number < self._first_extra:
+            return number % self.dag.table.size, self._groups.get(number, 1)
+        extra = self.dag.extra[number - self._first_extra]
+        of = extra.of
+        if extra.role in _FORMS:
+            of = self._plain(of) % self.dag.table.size
+        return extra.role, of, len(extra.devices)
+
+    def sent(self, number: int) -> int:
+        """Bytes of a value in a message: all of it, also where in memory rows are one."""
+        return self._message(number).sent
+
+    def copied(self, number: int) -> int:
+        """Bytes of the contiguous copy that is sent in place of a value, or received; 0 where it
+        goes as it is."""
+        return self._message(number).copied or 0
+
+    def _message(self, number: int) -> Stored:
+        key = self._key(number)
+        found = self._messages.get(key)
+        if found is None:
+            found = self._messages[key] = self._stored(number)
         return found
 
     def given(self, number: int, group: int) -> int:
@@ -64,7 +84,7 @@ class Sizes:
             extra = dag.extra[number - self._first_extra]
             match extra.role:
                 case ExtraRole.RECEIVED | ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
-                    return self._of_model(self._plain(extra.of), len(extra.devices))
+                    return self._stored(number).nbytes
                 case ExtraRole.REDUCED | ExtraRole.SUMMED:
                     return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
                 case ExtraRole.UPDATED | ExtraRole.NORM:
@@ -128,6 +148,8 @@ class Sizes:
                 return self.whole(extra.of) * bucket.gradient.itemsize
             if extra.role is ExtraRole.GATHERED and bucket:
                 return self.whole(extra.of) * bucket.dtype.itemsize
+            if extra.role is ExtraRole.RECEIVED:
+                return self.sent(made)
             return self.nbytes(made)
         return self.nbytes(node.reads[0])
 
@@ -156,8 +178,31 @@ class Sizes:
                 nbytes = sum(math.prod(p.shape) * p.gradient.itemsize for p in parameters)
                 return nbytes // (shard.ways if shard else 1)
             case _:
-                return model.values[value.of].nbytes
+                return self._lying(value, group).nbytes
+
+    def _stored(self, number: int) -> Stored:
+        """How a value lies in memory on each device that holds it."""
+        if number < self._first_extra:
+            plain, group = number, self._groups.get(number, 1)
+        else:
+            extra = self.dag.extra[number - self._first_extra]
+            plain, group = self._plain(extra.of), len(extra.devices)
+            if extra.role is not ExtraRole.RECEIVED:  # put together from rows: contiguous
+                value, _ = self.dag.table.value(plain)
+                return Stored(self._lying(value, group).sent)
+        value, _ = self.dag.table.value(plain)
+        if value.role in _TENSORS:
+            return self._lying(value, group)
+        return Stored(self._of_model(plain, group))
+
+    def _lying(self, value: Value, group: int) -> Stored:
+        model = self.models.get(group, self.dag.model)
+        facts = model.values[value.of]
+        if value.role is Role.GRADIENT:
+            return model.chunks[value.by].gradients.get(value.of, facts.stored)
+        return facts.stored
 
 
+_TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.GATHERED)
 _FORMS = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)

@@ -65,7 +65,7 @@ def traffic_of(dag: Dag, plan: Plan, sizes: Sizes) -> Traffic:
         match x.op:
             case Transfer(source=source, target=target) if x.verb is Verb.SEND:
                 key = "send", node.stream
-                sent[key] += 0 if source == target else sizes.nbytes(node.reads[0])
+                sent[key] += 0 if source == target else sizes.sent(node.reads[0])
                 counts[key] += 1
             case Collective(kind=kind, groups=groups):
                 key = kind.value, node.stream

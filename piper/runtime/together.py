@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from piper.capture.tensors import TensorSpec
-
-_LINE = 64
-"""Bytes: where each begins is a multiple."""
+from piper.lower.accumulation import LINE
 
 
 class Together:
@@ -32,7 +30,7 @@ class Together:
         for spec in specs:
             like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             dense = torch.empty_like(like, dtype=dtype or spec.dtype)
-            kind, line = dense.dtype, _LINE // dense.element_size()
+            kind, line = dense.dtype, LINE // dense.element_size()
             self._places.append((kind, spec.shape, dense.stride(), self._sizes[kind]))
             self._sizes[kind] += -(-dense.numel() // line) * line
 
