@@ -39,6 +39,7 @@ from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
     check_divisible,
+    check_taken,
     cost_of,
     try_scheduler,
 )
@@ -221,8 +222,19 @@ def _compile(
     placed, models, code = _placed(strategy, captured)
     lowered = lower(placed, models, settings)
     if training.optimizer is not None:
-        check_divisible(training.optimizer, lowered.dag)
+        trained = {n: p.shape for n, p in code.parameters.items() if n in _trained(lowered.dag)}
+        check_taken(training.optimizer, trained)
+        check_divisible(
+            training.optimizer,
+            lowered.dag,
+            _first(captured).device,
+            whole=settings.optimizer.whole,
+        )
     return _Compiled(lowered, code, placed, models, settings)
+
+
+def _trained(dag: Dag) -> set[str]:
+    return {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
 
 
 def _placed(

@@ -1,26 +1,34 @@
-"""What the compiler must know of an optimizer: how much it takes, and whether it may see parts.
+"""What the compiler must know of an optimizer: how much it takes, and what it may be given.
 
-Both are found by trying it on a small parameter: no list of known optimizers.
+All is found by trying it on small parameters: there is no list of known optimizers.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from piper.errors import DirectiveError, PiperError
-from piper.ir.dag import Dag
+from piper.ir.dag import Bucket, Dag
+from piper.ir.text import group_text
 from piper.lower.memory import OptimizerCost
+from piper.optimizer_trials import OptimizerFactory as OptimizerFactory
+from piper.optimizer_trials import (
+    looks_across,
+    sample,
+    step_with,
+    steps_by_bucket,
+    works_on_parts,
+)
 from piper.tracking import Tracker
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-_ROWS, _COLUMNS = 16, 16
 
 
 def make(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -39,7 +47,29 @@ def make(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.opt
                 f"the optimizer {type(found).__name__} evaluates the loss again within a step, "
                 "which a compiled step cannot: use one whose step needs no closure"
             )
+    _refuse_others(found, parameters)
     return found
+
+
+def _refuse_others(found: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """An optimizer updates the parameters that it was made for, all of them and no others."""
+    given = set(map(id, parameters))
+    taken = {id(p) for group in found.param_groups for p in group["params"]}
+    name = type(found).__name__
+    if not taken <= given:
+        raise PiperError(
+            f"optimizer= was given {len(given)} parameters, but the {name} that it returned is for "
+            f"{len(taken - given)} others, which a compiled step never trains: make it from the "
+            "list that the function is given, as in lambda params: torch.optim.AdamW(params, "
+            "lr=3e-4), and not from model.parameters()"
+        )
+    if taken != given:
+        raise PiperError(
+            f"the {name} that optimizer= returned leaves out {len(given - taken)} of the "
+            f"{len(given)} parameters that it was given, which would then never be trained: put "
+            "all of them into its groups, and freeze what is not to be trained in the model, by "
+            "requires_grad_(False), before compiling"
+        )
 
 
 def make_scheduler(
@@ -69,25 +99,34 @@ def make_scheduler(
 def try_scheduler(factory: OptimizerFactory | None, scheduler: SchedulerFactory | None) -> None:
     """Refuse a scheduler that cannot work, before anything is compiled."""
     if factory is not None and scheduler is not None:
-        make_scheduler(scheduler, make(factory, [nn.Parameter(_sample(0))]))
+        make_scheduler(scheduler, make(factory, [nn.Parameter(sample(0))]))
 
 
 def cost_of(factory: OptimizerFactory | None, device: torch.device) -> OptimizerCost:
-    """What the optimizer keeps, and what it needs while it updates."""
+    """What the optimizer keeps, what it needs while it updates, and whether it steps as a whole."""
     if factory is None:
         return OptimizerCost(0.0)
-    one = _tried(factory, 1, device)
-    two = _tried(factory, 2, device)
-    return replace(one, together=two.update > 1.5 * one.update)
+    with _own_randomness(device):
+        one = _tried(factory, 1, device)
+        two = _tried(factory, 2, device)
+        whole = not steps_by_bucket(partial(make, factory), device)
+    return replace(one, together=two.update > 1.5 * one.update, whole=whole)
+
+
+@contextmanager
+def _own_randomness(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is not missing outside."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
 
 
 def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> OptimizerCost:
     """What a step on ``count`` equal parameters takes."""
-    parameters = [nn.Parameter(_sample(0).to(device)) for _ in range(count)]
-    gradients = [_sample(1).to(device) for _ in range(count)]
+    parameters = [nn.Parameter(sample(0).to(device)) for _ in range(count)]
+    gradients = [sample(1).to(device) for _ in range(count)]
     optimizer = make(factory, parameters)
     try:
-        _step(optimizer, parameters, gradients)
+        step_with(optimizer, parameters, gradients)
         tracker = Tracker()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -105,44 +144,70 @@ def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> Optim
     return OptimizerCost(kept / size, tracker.peak // size, scalars=scalars)
 
 
-def check_divisible(factory: OptimizerFactory, dag: Dag) -> None:
-    """Refuse to divide state of an optimizer that looks at a parameter as a whole."""
-    divided = [b for b in dag.buckets if b.trained and b.level]
-    if not divided or _works_on_parts(factory):
-        return
-    rule = divided[0].rule
-    name = type(make(factory, [nn.Parameter(_sample(0))])).__name__
-    raise DirectiveError(
-        f"{dag.history[rule.made_by]}: the optimizer {name}, as given, does not treat each element "
-        "of a parameter by itself (or looks at its shape, for instance for weight decay), so its "
-        f"state cannot be divided with zero={rule.zero}: use zero=0 for these regions, or an "
-        "elementwise optimizer that treats all parameters alike"
-    )
-
-
-def _works_on_parts(factory: OptimizerFactory) -> bool:
-    """Whether two steps on a matrix equal two steps on its halves, each a flat row."""
-    whole = nn.Parameter(_sample(0))
-    halves = [nn.Parameter(part.clone()) for part in _sample(0).flatten().chunk(2)]
-    try:
-        first, second = make(factory, [whole]), make(factory, halves)
-        for seed in (1, 2):
-            gradient = _sample(seed)
-            _step(first, [whole], [gradient])
-            _step(second, halves, list(gradient.flatten().chunk(2)))
-    except (RuntimeError, ValueError, TypeError):
-        return False
-    return torch.allclose(whole.detach().flatten(), torch.cat([h.detach() for h in halves]))
-
-
-def _sample(seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(_ROWS, _COLUMNS, generator=generator)
-
-
-def _step(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], gradients: list[Tensor]
+def check_divisible(
+    factory: OptimizerFactory, dag: Dag, device: torch.device, *, whole: bool
 ) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
-    optimizer.step()
+    """Refuse to give an optimizer parts of what it looks at together; ``whole`` says that it does
+    not step bucket by bucket."""
+    divided = [b for b in dag.buckets if b.trained and b.level]
+    if divided and not works_on_parts(partial(make, factory)):
+        rule = divided[0].rule
+        raise DirectiveError(
+            f"{dag.history[rule.made_by]}: the optimizer {_name(factory)}, as given, does not "
+            "treat each element of a parameter by itself (or looks at its shape, for instance for "
+            f"weight decay), so its state cannot be divided with zero={rule.zero}: use zero=0 for "
+            "these regions, or an elementwise optimizer that treats all parameters alike"
+        )
+    apart = _apart(dag.buckets)
+    if apart and whole:
+        with _own_randomness(device):
+            across = looks_across(partial(make, factory), device)
+        if across:
+            raise DirectiveError(
+                f"the optimizer {_name(factory)} looks at all parameters together (as for a norm "
+                "over all of them, or an estimate of the learning rate), but here no device has "
+                f"all: devices {group_text(apart)} have different ones. Train with it on one "
+                "device or on replicas with zero=0, or use an optimizer that treats each parameter "
+                "by itself (to clip by the norm of all gradients, give clip_norm= to compile)"
+            )
+
+
+def _apart(buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    """The devices, if not every one of them has all of the trained parameters."""
+    trained = [b for b in buckets if b.trained]
+    holders = [{d for group in b.groups for d in group} for b in trained]
+    everyone = set().union(*holders)
+    whole = all(h == everyone for h in holders) and not any(b.level or b.ways > 1 for b in trained)
+    return () if whole else tuple(sorted(everyone))
+
+
+def check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse an optimizer that cannot be made for parameters of these shapes: tried on small ones
+    with as many dimensions."""
+    names = {len(shape): name for name, shape in reversed(list(shapes.items()))}
+
+    def tried(dimensions: Sequence[int]) -> Exception | None:
+        try:
+            make(factory, [nn.Parameter(sample(0, (4,) * n)) for n in dimensions])
+        except PiperError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            return error
+        return None
+
+    if not names or (error := tried(sorted(names))) is None:
+        return
+    alone = {n: found for n in names if (found := tried([n])) is not None}
+    dimensions, error = next(iter(alone.items()), (next(iter(names)), error))
+    name = names[dimensions]
+    shape = "x".join(map(str, shapes[name])) or "a scalar"
+    raise PiperError(
+        f"optimizer= cannot make an optimizer for the parameter {name} ({shape}): "
+        f"{type(error).__name__}: {error}. It is given every trained parameter, in one list: "
+        "return an optimizer that takes all of them, or freeze this one in the model, by "
+        "requires_grad_(False), before compiling"
+    ) from error
+
+
+def _name(factory: OptimizerFactory) -> str:
+    return type(make(factory, [nn.Parameter(sample(0))])).__name__

@@ -49,11 +49,12 @@ def check(
     clip: bool = False,
     models: Mapping[int, Model] | None = None,
     optimizer_bytes: float = 2.0,
+    whole: bool = False,
 ) -> None:
     """Raise a ``PlanError`` unless the plans together do one step of ``dag``, and right.
 
-    ``clip``, ``models`` and ``optimizer_bytes`` are what lowering was told."""
-    checker = _Checker(dag, plans, clip, models or {})
+    ``clip``, ``models``, ``optimizer_bytes`` and ``whole`` are what lowering was told."""
+    checker = _Checker(dag, plans, clip, models or {}, whole)
     checker.check_shape()
     checker.check_passes()
     checker.check_buckets()
@@ -186,11 +187,17 @@ class _Holding:
 
 class _Checker:
     def __init__(
-        self, dag: Dag, plans: Sequence[Plan], clip: bool, models: Mapping[int, Model]
+        self,
+        dag: Dag,
+        plans: Sequence[Plan],
+        clip: bool,
+        models: Mapping[int, Model],
+        whole: bool = False,
     ) -> None:
         self.dag = dag
         self.plans = plans
         self.clip = clip
+        self.whole = whole
         self.models = models
         self.class_of: dict[int, int] = {}
         for c, plan in enumerate(plans):
@@ -828,6 +835,8 @@ class _Checker:
         read = {slot: g for slot, g in read.items() if not isinstance(g, _OfAll)}
         contents = list(read.values())
         self._must(all(isinstance(g, _Gradients) for g in contents), at, f"reads {contents}")
+        if self.whole:
+            contents = self._own(at, op.bucket, read)
         if self.clip:
             self.applied[c].update(read)
             same = all(self.normed[c].get(slot) == g for slot, g in read.items())
@@ -845,6 +854,23 @@ class _Checker:
         self.update_at[c, op.bucket] = at[1]
         target = self._one(at, x.writes)
         self._write(at, target, _OfBucket(ExtraRole.UPDATED, op.bucket, scattered == {True}))
+
+    def _own(self, at: At, bucket: int, read: dict[int, Any]) -> list[Any]:
+        """What an update reads for itself. Where the optimizer steps once, the last one must read
+        all that others do, as it was: it is held until then."""
+        c = at[0]
+        updates = [
+            (place, y)
+            for place, y in enumerate(self.plans[c].instructions)
+            if y.verb is Verb.UPDATE
+        ]
+        own = [g for g in read.values() if g.bucket == bucket]
+        own = own or [g for g in read.values() if g.bucket is None]
+        if at[1] == updates[-1][0]:
+            others = {s for _, y in updates for s in y.reads}
+            scalars = {s for s in others if isinstance(self.slots[c].get(s), _OfAll)}
+            self._must(others - scalars == set(read), at, "does not read all gradients")
+        return own
 
     def _check_sum(self, at: At, d: int, p: str, found: Counter[tuple[int, int]]) -> None:
         held = self.holding[p]

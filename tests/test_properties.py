@@ -52,12 +52,14 @@ class Case:
     strategy: Strategy
     name: str
     clip: bool = False
+    whole: bool = False
     forward_only: bool = False
     first: int = 1
     """The size of group at whose shapes the strategy is applied."""
 
     def __repr__(self) -> str:
-        how = f"clip={self.clip}, forward_only={self.forward_only}, first={self.first}"
+        how = f"clip={self.clip}, whole={self.whole}, forward_only={self.forward_only}"
+        how += f", first={self.first}"
         return f"{self.name}, {how}\n{self.strategy}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -300,6 +302,7 @@ def cases(draw: st.DrawFn) -> Case:
         Strategy(steps + assigned),
         name,
         clip=draw(st.booleans(), label="clip"),
+        whole=draw(st.booleans(), label="whole"),
         forward_only=draw(st.sampled_from([False] * 9 + [True])),
         first=draw(st.sampled_from(SIZES)),
     )
@@ -366,7 +369,8 @@ def outcome(case: Case) -> str:
         dag = case.strategy.apply(build(models[case.first]))
         if case.forward_only:
             dag = forwards(dag)
-        lowered = lower(dag, models, Settings(clip=case.clip, optimizer=OptimizerCost(1.5)))
+        cost = OptimizerCost(1.5, whole=case.whole)
+        lowered = lower(dag, models, Settings(clip=case.clip, optimizer=cost))
     except DirectiveError as error:
         if DIRECTIVE.search(str(error)):
             return "refused"
@@ -378,6 +382,7 @@ def outcome(case: Case) -> str:
         clip=case.clip,
         models=models,
         optimizer_bytes=1.5,
+        whole=case.whole,
     )
     return "compiled"
 

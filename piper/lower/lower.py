@@ -19,6 +19,7 @@ from piper.lower.planning import plans_of
 from piper.lower.schedule import Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
+from piper.lower.stepping import step_at_once
 from piper.lower.ties import tie_gradients
 from piper.lower.totals import add_totals
 from piper.lower.transfers import add_transfers, refuse_undivided
@@ -63,7 +64,10 @@ def lower(
     dag = add_transfers(keep_buffers(_shared_groups(dag)))
     refuse_undivided(dag, models)
     dag = tie_gradients(add_exchanges(dag))
-    dag = add_totals(add_state(dag, buckets), clip=settings.clip)
+    dag = add_state(dag, buckets)
+    if settings.optimizer.whole:
+        dag = step_at_once(dag)
+    dag = add_totals(dag, clip=settings.clip)
     verify(dag)
     if all(bucket.level < 3 for bucket in dag.buckets):
         found = _planned(dag, models, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,7 +15,7 @@ from piper.ir.facts import PassFacts
 from piper.ir.text import group_text, region_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import adds_up_in_place, gradient_names, padded
-from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed, updated
 from piper.lower.sizes import Sizes
 from piper.units import bytes_text
 
@@ -75,6 +75,9 @@ class OptimizerCost:
     """Whether it needs that for all parameters at once, and not one after another."""
     scalars: int = 0
     """Bytes kept for each parameter, whatever its size."""
+    whole: bool = False
+    """Whether its step is about all parameters of a device, and not about one bucket after
+    another: then the last update waits for all gradients, and takes the step."""
 
 
 def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> Memory:
@@ -102,6 +105,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
     sums = _Sums(dag, plan, sizes)
     moved = {x.reads[0] for x in plan.instructions if _in_place(x)}
     frees = freed(plan)
+    stepped = updated(plan, whole=optimizer.whole)
     for place, x in enumerate(plan.instructions):
         for other in way.ends[place]:
             book.look(place, _unpacked(plan.instructions[other], size))
@@ -123,7 +127,8 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
                 book.add(Holder.GRADIENTS, -sums.taken(x))
                 book.add(Holder.COMMUNICATION, beside)
                 way.begin(place, x, beside, copies=_copied(dag, sizes, x) > 0)
-            workspace = _workspace(dag, sizes, x, frees[place], size, optimizer)
+            steps = [u.op.bucket for u in stepped.get(place, ()) if isinstance(u.op, Update)]
+            workspace = _workspace(dag, sizes, x, frees[place], size, optimizer, steps)
             if copied := sums.copied(x):  # when the program is done with what it alone reads
                 gone = sum(size[slot] for slot in frees[place] if holders[slot] is Holder.SAVED)
                 workspace += _housed(dag, sizes, x)
@@ -313,15 +318,20 @@ def _workspace(
     freed: list[int],
     size: tuple[int, ...],
     optimizer: OptimizerCost,
+    steps: Sequence[int],
 ) -> int:
     """Bytes that an instruction needs while it runs beside what it reads and writes; ``freed`` are
-    the slots that nobody needs after it."""
+    the slots that nobody needs after it, ``steps`` the buckets that the optimizer updates in it."""
     if isinstance(x.op, Compute):
         facts = sizes.facts(x.op, len(dag.nodes[x.node].devices))
         eased = facts.eased if _reads_last(dag, x, facts, freed) else 0
         return facts.workspace - eased + _added(x, size)
     if isinstance(x.op, Update):
-        return sizes.updating(x.op.bucket, optimizer.update, together=optimizer.together)
+        each = [
+            sizes.updating(bucket, optimizer.update, together=optimizer.together)
+            for bucket in steps
+        ]
+        return sum(each) if optimizer.together else max(each, default=0)
     return 0
 
 

@@ -203,6 +203,15 @@ def freed(plan: Plan) -> list[list[int]]:
     return found
 
 
+def updated(plan: Plan, *, whole: bool) -> dict[int, tuple[Instruction, ...]]:
+    """By place, the updates for which an optimizer's step is called there: each for itself, or,
+    of an optimizer that steps as a ``whole``, all of them with the last."""
+    found = [(i, x) for i, x in enumerate(plan.instructions) if x.verb is Verb.UPDATE]
+    if whole and found:
+        return {i: () for i, _ in found[:-1]} | {found[-1][0]: tuple(x for _, x in found)}
+    return {i: (x,) for i, x in found}
+
+
 def _op_to_json(op: Op | None) -> list[Any] | None:
     match op:
         case Compute(chunk=chunk, which=which, microbatch=microbatch):

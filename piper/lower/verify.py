@@ -117,7 +117,7 @@ def _gradients(dag: Dag) -> None:
     summed: dict[int, list[int]] = {}
     for node in dag.nodes:
         if isinstance(node.op, Update):
-            summed[node.op.bucket] = [v for value in node.reads for v in _parts(dag, value)]
+            summed[node.op.bucket] = [v for value in _own(dag, node) for v in _parts(dag, value)]
     for index, bucket in enumerate(dag.buckets):
         everyone = {device for group in bucket.groups for device in group}
         found = Counter(summed.get(index, ()))
@@ -130,6 +130,15 @@ def _gradients(dag: Dag) -> None:
 
 def _role(dag: Dag, value: int) -> Role | None:
     return None if value >= dag.first_extra else dag.table.value(value)[0].role
+
+
+def _own(dag: Dag, node: Node) -> list[int]:
+    """What an update reads of its own bucket: sums of it, or else all gradients."""
+    assert isinstance(node.op, Update)
+    extra = {v: dag.extra[v - dag.first_extra] for v in node.reads if v >= dag.first_extra}
+    sums = [v for v, x in extra.items() if x.role in (ExtraRole.REDUCED, ExtraRole.SUMMED)]
+    own = [v for v in sums if extra[v].of == node.op.bucket]
+    return own or [v for v in node.reads if v not in sums]
 
 
 def _parts(dag: Dag, value: int) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ class Executor:
                 last = [s for s in frees[place] if s in x.reads and s not in board.grads]
                 act = compute(board, x, x.op, last, bound.free)
             else:
-                act = _load(board, x)
+                act = _load(board, x, place)
             after = [slot for slot in frees[place] if slot not in last]
             if recorder is not None:
                 act = recorder.wrapped(act, place)
@@ -185,7 +185,7 @@ def _comes_from_others(x: Instruction) -> bool:
     return set(x.op.source).isdisjoint(x.op.target)
 
 
-def _load(board: Board, x: Instruction) -> Act:
+def _load(board: Board, x: Instruction, place: int) -> Act:
     match x.op:
         case Transfer():
             return send(board, x, x.op) if x.verb is Verb.SEND else receive(board, x, x.op)
@@ -193,7 +193,7 @@ def _load(board: Board, x: Instruction) -> Act:
             group = next(group for group in groups if board.device in group)
             return _collective(board, x, group)
         case Update():
-            return update(board, x, x.op)
+            return update(board, x, place)
         case _:
             raise AssertionError(f"{x.verb} has nothing to do")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,17 +80,19 @@ class DeviceState:
         if factory is not None and self.optimizer is not None:
             self.scheduler = make_scheduler(factory, self.optimizer)
 
-    def update(self, held: Held, gradients: list[Tensor]) -> None:
-        """Let the optimizer update one bucket."""
+    def update(self, rows: Sequence[tuple[Held, list[Tensor]]]) -> None:
+        """One step of the optimizer, on some buckets with their gradients."""
         if self.optimizer is None:
             return
-        for parameter, gradient in zip(held.trained, gradients, strict=True):
-            parameter.grad = gradient
-        with self._only(held):
+        for held, gradients in rows:
+            for parameter, gradient in zip(held.trained, gradients, strict=True):
+                parameter.grad = gradient
+        with self._only([held for held, _ in rows]):
             self.optimizer.step()
-        for parameter in held.trained:
-            parameter.grad = None
-        held.publish()
+        for held, _ in rows:
+            for parameter in held.trained:
+                parameter.grad = None
+            held.publish()
 
     def make_capturable(self) -> None:
         """From now on updates wait for nothing on the host, and may be captured as CUDA graphs."""
@@ -111,12 +113,14 @@ class DeviceState:
         return [{k: v for k, v in group.items() if k not in free} for group in self._groups()]
 
     @contextmanager
-    def _only(self, held: Held) -> Iterator[None]:
-        """The optimizer knows of one bucket's parameters only: it looks at every one it knows."""
+    def _only(self, rows: Sequence[Held]) -> Iterator[None]:
+        """The optimizer knows of these buckets' parameters only: it looks at every one that it
+        knows."""
         groups = self._groups()
         usual = [dict(group) for group in groups]
-        for i, (group, few) in enumerate(zip(groups, held.groups, strict=True)):
-            group["params"] = few
+        for i, group in enumerate(groups):
+            if len(rows) == 1:
+                group["params"] = rows[0].groups[i]
             if self._rates:
                 group["lr"] = self._rates[i]
         try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from piper.ir.dag import Update
-from piper.lower.plan import Instruction
+from piper.lower.plan import Instruction, updated
 from piper.runtime.board import Board
 from piper.runtime.pending import Act, Pending
 from piper.runtime.state import Held
@@ -201,18 +201,22 @@ def _gradients(board: Board, x: Instruction) -> Callable[[], list[Tensor]]:
     return summed
 
 
-def update(board: Board, x: Instruction, op: Update) -> Act:
+def update(board: Board, x: Instruction, place: int) -> Act:
+    """The optimizer on what the instruction at ``place`` updates: one bucket, all of the device,
+    or, if a later instruction does that, nothing yet."""
+    assert isinstance(x.op, Update)
     slots, state = board.slots, board.state
-    held = state.held[op.bucket]
     training = state.program.training
-    collect = _gradients(board, x)
+    own, collect_own = state.held[x.op.bucket], _gradients(board, x)
+    whole = state.program.settings.optimizer.whole
+    updates = updated(board.plan, whole=whole)[place]
+    collect = [
+        (state.held[u.op.bucket], _gradients(board, u)) for u in updates if isinstance(u.op, Update)
+    ]
     counted, clip = board.code.count is not None, training.clip_norm
     (target,) = x.writes
 
-    def act() -> None:
-        gradients = collect()
-        if clip is None:  # of sums: the count is divided off at the end
-            slots[target] = squares(_counted(held, gradients))
+    def scale(gradients: list[Tensor]) -> None:
         if counted:
             assert board.totals.loss is not None
             for gradient in gradients:
@@ -221,8 +225,18 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
             coefficient = _clip(board, clip, counted)
             for gradient in gradients:
                 gradient.mul_(coefficient.to(gradient.dtype))
+
+    def act() -> None:
+        rows = [(held, gradients()) for held, gradients in collect]
+        if clip is None:  # of sums: the count is divided off at the end
+            found = next((g for held, g in rows if held is own), None)
+            slots[target] = squares(_counted(own, collect_own() if found is None else found))
+        else:
             slots[target] = torch.zeros((), dtype=torch.float64, device=board.where)
-        state.update(held, gradients)
+        for _, gradients in rows:
+            scale(gradients)
+        if rows:
+            state.update(rows)
 
     return act
 

@@ -1,0 +1,293 @@
+"""Optimizers that do not treat each parameter by itself: those that count their steps or look at
+all parameters together, and factories that do not do what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper import DirectiveError, PiperError
+from piper.directives import Directive, replicate
+from piper.lower.plan import Verb
+from tests.training import (
+    Batch,
+    Optimizer,
+    adamw,
+    assert_same,
+    compiled,
+    data_parallel,
+    one_f_one_b,
+    pipeline,
+    plain,
+    shared_captures,
+    train,
+)
+
+ROWS, WIDTH, STEPS = 16, 8, 6
+BUCKET = WIDTH * WIDTH * 8 / 2**20
+"""Mebibytes that hold one layer's weight."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captures() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+class Layers(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        if tied:
+            self.layers[5].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("layer"):
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+class Counting(torch.optim.Optimizer):
+    """Decays with the number of its steps, which it keeps in its groups."""
+
+    def __init__(self, parameters: Any, lr: float = 0.5) -> None:
+        super().__init__(parameters, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+class Own(Counting):
+    """The same with the number in the optimizer itself, which matters only later."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] = 0 if self.calls < 100 else 10
+        super().step()
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides by the norm of all gradients if that is large."""
+
+    def __init__(self, parameters: Any, lr: float = 0.5, limit: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr, "limit": limit})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in every if p.grad is not None]).norm()
+        for group in self.param_groups:
+            scale = torch.clamp(group["limit"] / norm, max=1.0)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * scale, alpha=group["lr"])
+
+
+def hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """A hook that counts steps, and changes the learning rate by it."""
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    calls = [0]
+
+    def before(made: torch.optim.Optimizer, *_: Any) -> None:
+        calls[0] += 1
+        made.param_groups[0]["lr"] = 0.5 / calls[0]
+
+    optimizer.register_step_pre_hook(before)
+    return optimizer
+
+
+def data(dtype: torch.dtype = torch.float64) -> list[Batch]:
+    torch.manual_seed(1)
+    rows = [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(2 * STEPS)]
+    return [((x,), (y,)) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+
+
+def model(tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Layers(tied).double()
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    wanted = target > -0.5
+    squares = (output - target).square()
+    return torch.where(wanted, squares, 0.0).sum(), wanted.sum()
+
+
+def check(
+    strategy: Sequence[Directive],
+    optimizer: Optimizer,
+    parts: int,
+    *,
+    whole: bool = True,
+    tied: bool = False,
+    loss: Callable[..., Any] = mean_loss,
+    **options: Any,
+) -> None:
+    net, batches = model(tied), data()
+    program = compiled(net, strategy, loss, batches, optimizer=optimizer, **options)
+    assert program.settings.optimizer.whole is whole
+    expected = plain(
+        net,
+        loss,
+        batches,
+        microbatches=parts,
+        optimizer=optimizer,
+        clip_norm=options.get("clip_norm"),
+    )
+    assert_same(train(program, batches), expected, 1e-12)
+
+
+STEP_ONCE: dict[str, Optimizer] = {"group": Counting, "hook": hooked}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", STEP_ONCE)
+def test_an_optimizer_that_counts_steps_on_replicas(name: str, zero: int) -> None:
+    """A step is one call, however many buckets there are."""
+    strategy = [*data_parallel(2, 2), replicate({}, zero=zero, bucket_mb=BUCKET)]
+    check(strategy, STEP_ONCE[name], 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_optimizer_that_counts_steps_on_stages(tied: bool) -> None:
+    """Stages hold different buckets, and a tied weight is one of both."""
+    strategy = [
+        *pipeline([[0, 1], [2, 3]], 2, *one_f_one_b(2, 2)),
+        replicate({}, zero=0, bucket_mb=BUCKET),
+    ]
+    check(strategy, Counting, 4, tied=tied)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_an_optimizer_that_counts_steps_with_counts_and_clipping(clip_norm: float | None) -> None:
+    strategy = [*data_parallel(2, 2), replicate({}, zero=1, bucket_mb=BUCKET)]
+    check(strategy, Counting, 4, loss=counted_loss, clip_norm=clip_norm)
+
+
+def test_an_optimizer_that_looks_across_parameters_on_replicas() -> None:
+    strategy = [*data_parallel(2, 2), replicate({}, zero=0, bucket_mb=BUCKET)]
+    check(strategy, Normed, 4)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pipeline([[0], [1]], 2, *one_f_one_b(2, 2)),
+        [*data_parallel(2, 2), replicate({}, zero=1)],
+        [*data_parallel(2, 2), replicate({}, zero=3)],
+    ],
+    ids=["stages", "zero-1", "zero-3"],
+)
+def test_an_optimizer_that_looks_across_parameters_needs_all(strategy: Sequence[Directive]) -> None:
+    with pytest.raises(
+        DirectiveError, match=r"Normed looks at all parameters together.*devices 0,1"
+    ):
+        compiled(model(), strategy, mean_loss, data(), optimizer=Normed)
+
+
+def test_what_an_optimizer_counts_for_later_is_found() -> None:
+    """It matters from the hundredth call on: after the trial."""
+    program = compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=Own)
+    assert program.settings.optimizer.whole
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        adamw,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+        lambda p: torch.optim.NAdam(p, lr=0.1),
+    ],
+    ids=["adamw", "momentum", "adagrad", "adafactor", "nadam"],
+)
+def test_torchs_own_step_bucket_by_bucket(optimizer: Optimizer) -> None:
+    """So that updates follow their sums, and gradients are let go early."""
+    program = compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=optimizer)
+    assert not program.settings.optimizer.whole
+
+
+def test_trying_an_optimizer_draws_nothing_from_the_users_generator() -> None:
+    def noisy(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        torch.rand(3)
+        return Counting(parameters)
+
+    piper.optimizer.cost_of(Counting, torch.device("cpu"))
+    before = torch.get_rng_state()
+    piper.optimizer.cost_of(noisy, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_wait_for_the_step_are_counted(zero: int) -> None:
+    """The memory that is predicted holds them to the end, as a run does."""
+    x = torch.zeros(2, WIDTH, dtype=torch.float64)
+    held = {}
+    for name, optimizer in {"once": Counting, "in turn": torch.optim.SGD}.items():
+        strategy = [*data_parallel(2, 1), replicate({}, zero=zero, bucket_mb=BUCKET)]
+        batches = [((x,), (x,))]
+        program = compiled(model(), strategy, mean_loss, batches, optimizer=optimizer)
+        with piper.launch(program, on="virtual") as trainer:
+            trainer.step(x, x)
+            measured = trainer.measure_memory(x, x)
+        (plan,), (memory,) = program.plans, program.memory
+        for found in measured.values():
+            assert 0.9 * memory.peak <= found.peak <= memory.peak
+        last = max(i for i, y in enumerate(plan.instructions) if y.verb is Verb.UPDATE)
+        held[name] = memory.over_time[last - 1] - memory.parameters
+        gradients = sum(
+            b.elements * b.gradient.itemsize // (b.within if zero else 1) for b in program.buckets
+        )
+    assert held["in turn"] < gradients <= held["once"]
+
+
+# factories
+
+
+def test_a_factory_that_ignores_its_parameters() -> None:
+    net = model()
+    with pytest.raises(PiperError, match="AdamW that it returned is for 12 others"):
+        compiled(
+            net,
+            data_parallel(2, 2),
+            mean_loss,
+            data(),
+            optimizer=lambda _: adamw([*net.parameters()]),
+        )
+
+
+def test_a_factory_that_leaves_parameters_out() -> None:
+    def matrices(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return adamw([p for p in parameters if p.ndim > 1] or parameters)
+
+    with pytest.raises(PiperError, match="AdamW that optimizer= returned leaves out"):
+        compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=matrices)
+
+
+def test_an_optimizer_that_does_not_take_every_parameter() -> None:
+    def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(parameters, lr=0.01)
+
+    with pytest.raises(PiperError, match=r"layers\.0\.bias \(8\).*2D.*requires_grad_\(False\)"):
+        compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=muon)
