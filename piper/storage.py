@@ -3,32 +3,54 @@
 program.json    strategy, settings, facts, names, plans, memory
 graphs.json     each distinct program once
 constants.pt    tensors that the model's code holds outside parameters and buffers
+checksums.json  the checksums of these, by which damage is found
+
+Whoever wrote a folder, reading it runs nothing of it: everything is checked against what it must be
+before it is used, and ``check`` says whether the parts fit each other.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from piper import folder as folders
 from piper.capture.batch import Batch
 from piper.capture.codegen import compiler_named
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.serial import (
+    device_named,
     program_from_json,
     program_to_json,
     spec_from_json,
     spec_to_json,
 )
 from piper.capture.tensors import TensorSpec
-from piper.codec import decode, encode
+from piper.capture.trees import tree_from_json, tree_to_json
+from piper.checks import check
+from piper.codec import (
+    MalformedError,
+    count,
+    decode,
+    encode,
+    pairs,
+    parsed,
+    rows,
+    string,
+    table,
+    whole,
+    within,
+    wrong,
+)
 from piper.errors import PiperError
-from piper.ir.dag import Bucket, Rest, StreamRule
+from piper.ir.dag import Bucket, StreamRule
 from piper.ir.facts import Model
 from piper.lower.lower import Settings
 from piper.lower.memory import Memory
@@ -38,14 +60,13 @@ from piper.program import Code, Piece, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
-_FORMAT = "piper program 3"
+_FORMAT = "piper program 4"
 
 
 def save(program: Program, folder: Path) -> None:
     """Write ``program`` into ``folder``."""
     graphs = _Graphs()
     data = {
-        "format": _FORMAT,
         "strategy": program.strategy.to_json(),
         "clip_norm": program.training.clip_norm,
         "precision": program.training.precision,
@@ -65,17 +86,18 @@ def save(program: Program, folder: Path) -> None:
         "device": program.device.type,
         "compiler": type(program.compiler).__name__.lower(),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "program.json").write_text(json.dumps(data))
-        (folder / "graphs.json").write_text(json.dumps([program_to_json(p) for p in graphs.items]))
-        constants = {
-            "code": dict(program.code.constants),
-            "evaluation_code": dict(program.evaluation_code.constants),
-        }
-        torch.save(constants, folder / "constants.pt")
-    except OSError as error:
-        raise PiperError(f"the program cannot be saved to {folder}: {error}") from error
+    constants = {
+        "code": dict(program.code.constants),
+        "evaluation_code": dict(program.evaluation_code.constants),
+    }
+    buffer = io.BytesIO()
+    torch.save(constants, buffer)
+    files = {
+        "program.json": json.dumps(data).encode(),
+        "graphs.json": json.dumps([program_to_json(p) for p in graphs.items]).encode(),
+        "constants.pt": buffer.getvalue(),
+    }
+    folders.write(folder, _FORMAT, files)
 
 
 def load(
@@ -85,40 +107,103 @@ def load(
     scheduler: SchedulerFactory | None,
 ) -> Program:
     """The program in ``folder``."""
+    files = folders.read(folder, _FORMAT, ("program.json", "graphs.json", "constants.pt"))
+    with _reading(folder, "constants.pt"):
+        constants = _constants(files["constants.pt"])
+    with _reading(folder, "program.json"):
+        data = table(parsed(files["program.json"]), _PARTS)
+        device = _part(data, "device", device_named)
+    with _reading(folder, "graphs.json"):
+        programs = rows(parsed(files["graphs.json"]), lambda x: program_from_json(x, device))
+    with _reading(folder, "program.json"):
+        program = _program(data, device, programs, constants, source, optimizer, scheduler)
+        check(program)
+    return program
+
+
+@contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
     try:
-        data = json.loads((folder / "program.json").read_text())
-        graphs = json.loads((folder / "graphs.json").read_text())
-        constants = torch.load(folder / "constants.pt", weights_only=True)
-    except FileNotFoundError as error:
-        raise PiperError(f"{folder} is no saved program: {error}") from error
-    except (ValueError, OSError) as error:
-        raise PiperError(f"the program in {folder} cannot be read: {error}") from error
-    if data.get("format") != _FORMAT:
-        raise PiperError(f"{folder} holds {data.get('format')!r}, not {_FORMAT!r}")
-    device = torch.device(data["device"])
-    programs = [program_from_json(graph, device) for graph in graphs]
-    training = Training(optimizer, scheduler, data["clip_norm"], data["precision"], data["seed"])
+        yield
+    except PiperError as error:
+        raise PiperError(f"the program in {folder} cannot be used: {name}: {error}") from None
+
+
+_PARTS = (
+    "strategy", "clip_norm", "precision", "seed", "settings", "models", "names", "plans",
+    "evaluation_plans", "memory", "buckets", "streams", "microbatches", "code", "evaluation_code",
+    "example", "device", "compiler",
+)  # fmt: skip
+
+
+def _part(data: dict[str, Any], name: str, read: Callable[[Any], Any]) -> Any:
+    with within(name):
+        try:
+            return read(data[name])
+        except MalformedError:
+            raise
+        except PiperError as error:
+            raise MalformedError(str(error)) from None
+
+
+def _program(
+    data: dict[str, Any],
+    device: torch.device,
+    programs: list[ChunkProgram],
+    constants: Mapping[str, Mapping[str, Tensor]],
+    source: Source | None,
+    optimizer: OptimizerFactory | None,
+    scheduler: SchedulerFactory | None,
+) -> Program:
+    def part(name: str, kind: Any) -> Any:
+        return _part(data, name, lambda item: decode(kind, item))
+
+    def plans(name: str) -> tuple[Plan, ...]:
+        return _part(data, name, lambda item: tuple(rows(item, Plan.from_json)))
+
+    def code(name: str) -> Code:
+        return _part(data, name, lambda item: _code_from_json(item, programs, constants[name]))
+
+    training = Training(
+        optimizer, scheduler, part("clip_norm", float | None), part("precision", str),
+        part("seed", int),
+    )  # fmt: skip
     return Program(
-        strategy=Strategy.from_json(data["strategy"]),
+        strategy=_part(data, "strategy", lambda item: Strategy.from_json(rows(item))),
         training=training,
         source=source,
-        names=decode(StateNames, data["names"]),
-        settings=decode(Settings, data["settings"]),
-        models=decode(Mapping[int, Model], data["models"]),
-        plans=tuple(Plan.from_json(plan) for plan in data["plans"]),
-        evaluation_plans=tuple(Plan.from_json(plan) for plan in data["evaluation_plans"]),
-        memory=decode(tuple[Memory, ...], data["memory"]),
-        buckets=decode(tuple[Bucket, ...], data["buckets"]),
-        streams=_streams_from_json(data["streams"]),
-        microbatches=data["microbatches"],
-        code=_code_from_json(data["code"], programs, constants["code"]),
-        evaluation_code=_code_from_json(
-            data["evaluation_code"], programs, constants["evaluation_code"]
-        ),
-        example=_batch_from_json(data["example"]),
+        names=part("names", StateNames),
+        settings=part("settings", Settings),
+        models=part("models", Mapping[int, Model]),
+        plans=plans("plans"),
+        evaluation_plans=plans("evaluation_plans"),
+        memory=part("memory", tuple[Memory, ...]),
+        buckets=part("buckets", tuple[Bucket, ...]),
+        streams=part("streams", Mapping[str, StreamRule]),
+        microbatches=_part(data, "microbatches", lambda item: whole(item, 1)),
+        code=code("code"),
+        evaluation_code=code("evaluation_code"),
+        example=_part(data, "example", _batch_from_json),
         device=device,
-        compiler=compiler_named(data["compiler"]),
+        compiler=_part(data, "compiler", lambda item: compiler_named(string(item))),
     )
+
+
+def _constants(content: bytes) -> dict[str, dict[str, Tensor]]:
+    try:
+        found = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:
+        raise MalformedError(str(error)) from error
+    table(found, ("code", "evaluation_code"))
+    for name, tensors in found.items():
+        with within(name):
+            if type(tensors) is not dict:
+                raise wrong(tensors, "a table of tensors")
+            for key, tensor in tensors.items():
+                if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+                    raise wrong(type(tensor), "a tensor")
+                string(key)
+    return found
 
 
 class _Graphs:
@@ -135,14 +220,6 @@ class _Graphs:
         return self._numbers[id(program)]
 
 
-def _streams_from_json(data: list[Any]) -> dict[str, StreamRule]:
-    """By hand, since ``decode`` takes the first type of a union, and ``sms`` may be of two."""
-    return {
-        name: StreamRule(priority, Rest.REST if sms == Rest.REST.value else sms)
-        for name, (priority, sms) in data
-    }
-
-
 def _code_to_json(code: Code, graphs: _Graphs) -> dict[str, Any]:
     return {
         "pieces": encode(code.pieces),
@@ -154,17 +231,28 @@ def _code_to_json(code: Code, graphs: _Graphs) -> dict[str, Any]:
     }
 
 
+_CODE = ("pieces", "programs", "values", "loss", "count", "parameters")
+
+
 def _code_from_json(
-    data: dict[str, Any], programs: list[ChunkProgram], constants: dict[str, Tensor]
+    data: Any, programs: list[ChunkProgram], constants: Mapping[str, Tensor]
 ) -> Code:
+    table(data, _CODE)
+
+    def numbered(item: Any) -> tuple[ChunkProgram, ...]:
+        return tuple(rows(item, lambda n: programs[whole(n, 0, len(programs))]))
+
+    def specs(item: Any) -> tuple[TensorSpec, ...]:
+        return tuple(rows(item, spec_from_json))
+
     return Code(
-        pieces=decode(tuple[Piece, ...], data["pieces"]),
-        programs={n: tuple(programs[i] for i in row) for n, row in data["programs"]},
-        values={n: tuple(map(spec_from_json, row)) for n, row in data["values"]},
-        loss=data["loss"],
-        count=data["count"],
+        pieces=_part(data, "pieces", lambda item: decode(tuple[Piece, ...], item)),
+        programs=_part(data, "programs", lambda item: pairs(item, count, numbered)),
+        values=_part(data, "values", lambda item: pairs(item, count, specs)),
+        loss=_part(data, "loss", count),
+        count=_part(data, "count", lambda item: None if item is None else count(item)),
         constants=constants,
-        parameters={name: spec_from_json(spec) for name, spec in data["parameters"]},
+        parameters=_part(data, "parameters", lambda item: pairs(item, string, spec_from_json)),
     )
 
 
@@ -173,17 +261,27 @@ def _batch_to_json(batch: Batch) -> dict[str, Any]:
         {"tensor": spec_to_json(TensorSpec.of(x))} if isinstance(x, Tensor) else {"plain": x}
         for x in batch.leaves
     ]
-    return {"leaves": leaves, "spec": pytree.treespec_dumps(batch.spec)}
+    return {"leaves": leaves, "tree": tree_to_json(batch.spec)}
 
 
-def _batch_from_json(data: dict[str, Any]) -> Batch:
-    leaves = []
-    for leaf in data["leaves"]:
-        if "tensor" in leaf:
-            spec = spec_from_json(leaf["tensor"])
-            leaf = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-        else:
-            leaf = leaf["plain"]
-        leaves.append(leaf)
-    args, kwargs, targets = pytree.treespec_loads(data["spec"]).unflatten(leaves)
+def _batch_from_json(data: Any) -> Batch:
+    table(data, ("leaves", "tree"))
+    with within("leaves"):
+        leaves = rows(data["leaves"], _leaf_from_json)
+    with within("tree"):
+        tree = tree_from_json(data["tree"])
+        if tree.num_leaves != len(leaves):
+            raise MalformedError(f"it has {tree.num_leaves} leaves, but {len(leaves)} are given")
+    args, kwargs, targets = tree.unflatten(leaves)
     return Batch.of(kwargs or args, targets)
+
+
+def _leaf_from_json(data: Any) -> Any:
+    match data:
+        case {"tensor": written} if len(data) == 1:
+            spec = spec_from_json(written)
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        case {"plain": bool() | int() | float() | str() | None as plain} if len(data) == 1:
+            return plain
+        case _:
+            raise wrong(data, "a tensor or a plain value")

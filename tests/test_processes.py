@@ -7,12 +7,14 @@ with one fault. ``python tests/scripts/repeat_faults.py 20`` runs everything her
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,7 @@ from piper.runtime.gloo import Gloo
 from tests.scripts import faulty
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, acting, batches, differences, numbers
 from tests.scripts.faulty import Act
-from tests.scripts.leftovers import alive, children, ports
+from tests.scripts.leftovers import alive, children, listening, ports
 from tests.training import shared_captures
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -136,6 +138,33 @@ def test_all_groups_of_a_process_share_one_thread() -> None:
         assert [type(comm) for comm in made] == [Gloo, Gloo]
         assert len(communicators_of(plans, 0)) > 2
         assert loops() <= before + 2
+
+
+# strangers
+
+
+LOOPBACK = "0100007F"
+"""127.0.0.1, as the system writes it."""
+
+
+def test_nothing_listens_where_a_stranger_could_come_from(place: Place) -> None:
+    """All ports are of this machine alone, and rubbish there disturbs nothing."""
+    with launch(compiled("stages")) as trainer, contextlib.ExitStack() as connections:
+        assert not listening(os.getpid())
+        found = [at for worker in place.workers for at in listening(worker)]
+        assert found
+        assert {address for address, _ in found} == {LOOPBACK}
+        for said in (b"", b"GET / HTTP/1.1", bytes(range(256)) * 64):
+            for _, port in found:
+                connection = socket.create_connection(("127.0.0.1", port))
+                connections.enter_context(connection)
+                connection.sendall(said)
+        with no_hang():
+            assert not differences(numbers(trainer), expected("stages"))
+        others = [path for path in place.folder.rglob("*") if path.stat().st_mode & 0o077]
+        shut = {path for path in place.folder.iterdir() if not path.stat().st_mode & 0o077}
+        assert all(shut.intersection(path.parents) for path in others)
+    place.assert_nothing_left()
 
 
 # the same numbers, then a fault

@@ -1,13 +1,16 @@
 """Programs as plain data: every op by its name, every tensor by shape, strides and dtype.
 
-No pickle and no source code: what is read back can only be ops that torch, or a library that the
-reader has imported, knows by these names.
+No pickle and no source code: what is read back can only be operators that torch, or a library that
+the reader has imported, knows by these names. Graphs become Python source before they run, so that
+nothing of a file gets there but identifiers, registered operators and plain values.
 """
 
 from __future__ import annotations
 
-import importlib
+import keyword
 import operator
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +18,23 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from piper.capture.operators import check_arguments, operator_named
 from piper.capture.program import Function, Kind, Pass, Program, Ref
 from piper.capture.tensors import TensorSpec
+from piper.codec import (
+    MalformedError,
+    count,
+    counts,
+    decode,
+    dtype,
+    row,
+    rows,
+    shown,
+    string,
+    table,
+    within,
+    wrong,
+)
 from piper.errors import PiperError
 
 Json = Any
@@ -27,8 +45,15 @@ def spec_to_json(spec: TensorSpec) -> Json:
 
 
 def spec_from_json(data: Json) -> TensorSpec:
-    shape, stride, dtype = data
-    return TensorSpec(tuple(shape), tuple(stride), getattr(torch, dtype))
+    shape, stride, kind = row(data, 3)
+    found = TensorSpec(counts(shape), counts(stride), dtype(kind))
+    if len(found.shape) != len(found.stride):
+        raise MalformedError(
+            f"{shown(data)} has {len(found.shape)} sizes, {len(found.stride)} strides"
+        )
+    if max(found.nbytes, found.numel * found.dtype.itemsize) >= _MOST_BYTES:
+        raise MalformedError(f"a tensor of sizes {shown(list(found.shape))} is too large to exist")
+    return found
 
 
 def program_to_json(program: Program) -> Json:
@@ -43,13 +68,23 @@ def program_to_json(program: Program) -> Json:
 
 def program_from_json(data: Json, device: torch.device) -> Program:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-    return Program(
-        functions={
-            Pass(which): _function_from_json(function, mode, device)
-            for which, function in data["functions"].items()
-        },
-        specs={_ref(ref): spec_from_json(spec) for ref, spec in data["specs"]},
-    )
+    table(data, ("functions", "specs"))
+    specs: dict[Ref, TensorSpec] = {}
+    with within("specs"):
+        for place, item in enumerate(rows(data["specs"])):
+            with within(place):
+                ref, spec = row(item, 2)
+                if specs.setdefault(_ref(ref), found := spec_from_json(spec)) is not found:
+                    raise MalformedError(f"{ref} is there twice")
+    functions = {}
+    with within("functions"):
+        if type(data["functions"]) is not dict or "F" not in data["functions"]:
+            raise wrong(data["functions"], "an object with at least the pass F")
+        for name, function in data["functions"].items():
+            with within(name):
+                which = decode(Pass, name)
+                functions[which] = _function_from_json(function, specs, mode, device)
+    return Program(functions, specs)
 
 
 def _function_to_json(function: Function) -> Json:
@@ -65,23 +100,76 @@ def _function_to_json(function: Function) -> Json:
     }
 
 
-def _function_from_json(data: Json, mode: FakeTensorMode, device: torch.device) -> Function:
+_FUNCTION = (
+    "graph", "arguments", "results", "flops", "moved", "workspace", "random", "consumes"
+)  # fmt: skip
+
+
+def _function_from_json(
+    data: Json, specs: Mapping[Ref, TensorSpec], mode: FakeTensorMode, device: torch.device
+) -> Function:
+    table(data, _FUNCTION)
+    ends: dict[str, tuple[Ref, ...]] = {}
+    for name in ("arguments", "results", "consumes"):
+        with within(name):
+            ends[name] = tuple(rows(data[name], _ref))
+            if unknown := [ref for ref in ends[name] if ref not in specs]:
+                raise MalformedError(f"nothing is said of {unknown[0]} in specs")
+            if len(set(ends[name])) != len(ends[name]):
+                raise MalformedError("something is there twice")
+    with within("consumes"):
+        if not set(ends["consumes"]).issubset(ends["arguments"]):
+            raise MalformedError("what is consumed must be among the arguments")
+    with within("graph"):
+        module = _graph_from_json(data["graph"], mode, device)
+        _check_ends(module.graph, ends["arguments"], ends["results"], specs)
+    with within("moved"):
+        moved, fused = map(count, row(data["moved"], 2))
+    with within("random"):
+        random = decode(bool, data["random"])
+    with within("flops or workspace"):
+        flops, workspace = count(data["flops"]), count(data["workspace"])
     return Function(
-        module=_graph_from_json(data["graph"], mode, device),
-        arguments=tuple(map(_ref, data["arguments"])),
-        results=tuple(map(_ref, data["results"])),
-        flops=data["flops"],
-        moved=data["moved"][0],
-        moved_fused=data["moved"][1],
-        workspace=data["workspace"],
-        random=data["random"],
-        consumes=frozenset(map(_ref, data["consumes"])),
+        module=module,
+        arguments=ends["arguments"],
+        results=ends["results"],
+        flops=flops,
+        moved=moved,
+        moved_fused=fused,
+        workspace=workspace,
+        random=random,
+        consumes=frozenset(ends["consumes"]),
     )
 
 
-def _ref(written: str) -> Ref:
-    kind = written.rstrip("0123456789")
-    return Ref(Kind(kind), int(written[len(kind) :]))
+def _check_ends(
+    graph: fx.Graph,
+    arguments: tuple[Ref, ...],
+    results: tuple[Ref, ...],
+    specs: Mapping[Ref, TensorSpec],
+) -> None:
+    """What goes in and comes out of a graph is what is said of it elsewhere."""
+    taken = graph.find_nodes(op="placeholder")
+    made = graph.output_node().args[0]
+    assert isinstance(made, list | tuple)
+    for what, refs, nodes in (("arguments", arguments, taken), ("results", results, made)):
+        if len(refs) != len(nodes):
+            raise MalformedError(f"it has {len(nodes)} {what}, but {len(refs)} are named")
+        for ref, node in zip(refs, nodes, strict=True):
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            if not isinstance(value, Tensor) or TensorSpec.of(value) != specs[ref]:
+                raise MalformedError(f"its {what} disagree with specs about {ref}")
+
+
+_REF = re.compile(r"([a-z_]+)(0|[1-9]\d{0,8})", re.ASCII)
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+def _ref(written: Json) -> Ref:
+    match = _REF.fullmatch(string(written))
+    if match is None or match[1] not in _KINDS:
+        raise wrong(written, f"a kind of tensor and a number: {', '.join(_KINDS)}")
+    return Ref(_KINDS[match[1]], int(match[2]))
 
 
 def _graph_to_json(graph: fx.Graph) -> Json:
@@ -102,13 +190,74 @@ def _graph_to_json(graph: fx.Graph) -> Json:
 def _graph_from_json(data: Json, mode: FakeTensorMode, device: torch.device) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: list[fx.Node] = []
-    for op, name, target, args, kwargs, value in data:
-        found = _target(target) if op == "call_function" else target
-        node = graph.create_node(op, found, _decode(args, nodes), _decode(kwargs, nodes), name=name)
-        if value is not None:
-            node.meta["val"] = _value_from_json(value, mode, device)
+    seen: set[str] = set()
+    last = len(rows(data)) - 1
+    for place, item in enumerate(data):
+        try:
+            op, name, target, args, kwargs, value = row(item, 6)
+            if (op == "output") != (place == last):
+                raise MalformedError("the output, and nothing else, comes at the end of a graph")
+            if op == "placeholder" and nodes and nodes[-1].op != "placeholder":
+                raise MalformedError("an argument after the first operation")
+            if _identifier(name) in seen:
+                raise MalformedError(f"{name} is there twice")
+            seen.add(name)
+            node = _node_from_json(graph, op, name, target, args, kwargs, nodes)
+            if value is not None:
+                node.meta["val"] = _value_from_json(value, mode, device)
+        except MalformedError as error:
+            error.at.append(f"[{place}]")
+            raise
         nodes.append(node)
+    if not nodes:
+        raise MalformedError("a graph has at least an output")
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _node_from_json(
+    graph: fx.Graph,
+    op: Json,
+    name: str,
+    target: Json,
+    args: Json,
+    kwargs: Json,
+    nodes: list[fx.Node],
+) -> fx.Node:
+    given, named = _decode(args, nodes), _decode_keywords(kwargs, nodes)
+    if not isinstance(given, tuple):
+        raise wrong(args, "a tuple of arguments")
+    match op:
+        case "placeholder":
+            if given or named:
+                raise MalformedError(f"the argument {name} of a graph has no default")
+            return graph.create_node("placeholder", _identifier(target), name=name)
+        case "output":
+            rows_of_nodes = len(given) == 1 and isinstance(given[0], list | tuple)
+            if named or not rows_of_nodes or target != "output":
+                raise MalformedError("an output is a list of what operations made")
+            return graph.create_node("output", "output", given, name=name)
+        case "call_function" if target == "getitem":
+            whole = len(given) == 2 and isinstance(given[0], fx.Node) and type(given[1]) is int
+            if named or not whole:
+                raise MalformedError("getitem takes one of several results by its number")
+            return graph.create_node("call_function", operator.getitem, given, name=name)
+        case "call_function":
+            found = operator_named(string(target))
+            check_arguments(found, given, named)
+            return graph.create_node("call_function", found, given, named, name=name)
+        case _:
+            raise wrong(op, "placeholder, call_function or output")
+
+
+def _identifier(name: Json) -> str:
+    """A name that can stand in Python source and means nothing there by itself."""
+    if type(name) is not str or not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise wrong(name, "a name of letters, digits and underscores")
+    return name
+
+
+_NAME = re.compile(r"(?!__)[A-Za-z_]\w{0,199}", re.ASCII)
+_MOST_BYTES = 2**62
 
 
 def _target_name(node: fx.Node) -> str:
@@ -119,27 +268,6 @@ def _target_name(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "getitem"
     raise PiperError(f"the operation {node.target} cannot be saved: it is no op of a library")
-
-
-def _target(name: str) -> Any:
-    if name == "getitem":
-        return operator.getitem
-    found = _registered(name)
-    if found is None and name.startswith("prims."):
-        importlib.import_module("torch._inductor.inductor_prims")  # registers Inductor's own
-        found = _registered(name)
-    if found is None:
-        raise PiperError(
-            f"the operation {name} is unknown here: import the library that defines it first"
-        )
-    return found
-
-
-def _registered(name: str) -> Any:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def _encode(item: Any, numbers: dict[fx.Node, int]) -> Json:
@@ -166,22 +294,52 @@ def _torch_name(item: Any) -> str:
     return str(item).removeprefix("torch.")
 
 
-def _decode(item: Json, nodes: list[fx.Node]) -> Any:
+def _decode(item: Json, nodes: list[fx.Node], depth: int = 0) -> Any:
+    if depth > _DEPTH:
+        raise MalformedError("an argument is nested too deeply")
     match item:
-        case {"node": number}:
+        case {"node": number} if len(item) == 1:
+            if type(number) is not int or not 0 <= number < len(nodes):
+                raise MalformedError(f"{shown(number)} is not the number of a node before this one")
             return nodes[number]
-        case {"tuple": items}:
-            return tuple(_decode(x, nodes) for x in items)
-        case {"dict": items}:
-            return {key: _decode(x, nodes) for key, x in items.items()}
-        case {"torch": name}:
-            return getattr(torch, name)
-        case {"device": name}:
-            return torch.device(name)
+        case {"tuple": list(items)} if len(item) == 1:
+            return tuple(_decode(x, nodes, depth + 1) for x in items)
+        case {"torch": name} if len(item) == 1:
+            if type(name) is not str or name not in _CONSTANTS:
+                raise wrong(name, "a dtype, layout or memory format of torch's")
+            return _CONSTANTS[name]
+        case {"device": name} if len(item) == 1:
+            return device_named(name)
         case list():
-            return [_decode(x, nodes) for x in item]
-        case _:
+            return [_decode(x, nodes, depth + 1) for x in item]
+        case bool() | float() | str() | None:
             return item
+        case int():
+            return count(item) if item >= 0 else -count(-item)
+        case _:
+            raise wrong(item, "an argument of an operation")
+
+
+def _decode_keywords(item: Json, nodes: list[fx.Node]) -> dict[str, Any]:
+    match item:
+        case {"dict": dict(items)} if len(item) == 1:
+            return {_identifier(key): _decode(x, nodes) for key, x in items.items()}
+        case _:
+            raise wrong(item, "an object of arguments by name")
+
+
+def device_named(name: Json) -> torch.device:
+    if name not in ("cpu", "cuda", "meta", "mps", "xpu"):
+        raise wrong(name, "a kind of device, such as cpu or cuda")
+    return torch.device(name)
+
+
+_DEPTH = 4
+_CONSTANTS: Mapping[str, torch.dtype | torch.layout | torch.memory_format] = {
+    name: item
+    for name, item in vars(torch).items()
+    if isinstance(item, torch.dtype | torch.layout | torch.memory_format)
+}
 
 
 def _value_to_json(value: Any) -> Json:
@@ -194,10 +352,13 @@ def _value_to_json(value: Any) -> Json:
 
 def _value_from_json(data: Json, mode: FakeTensorMode, device: torch.device) -> Any:
     if isinstance(data, dict):
-        return tuple(
-            None if item is None else _value_from_json(item, mode, device)
-            for item in data["several"]
-        )
+        table(data, ("several",))
+        found = []
+        for item in rows(data["several"]):
+            if isinstance(item, dict):
+                raise wrong(item, "a tensor's sizes, strides and dtype, or null")
+            found.append(None if item is None else _value_from_json(item, mode, device))
+        return tuple(found)
     spec = spec_from_json(data)
     with mode:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)

@@ -13,7 +13,6 @@ class Task:
     """What a worker is to be."""
 
     device: int
-    port: int
     threads: int
     timeout: float
     start_timeout: float

@@ -1,8 +1,9 @@
 """One process a device, on this machine: compiled once, shipped as plans.
 
 The workers get the saved program, the weights in one file that they map, and the optimizer by
-value. Whatever goes wrong in one of them ends all of them, and the caller is told which device,
-which instruction and why.
+value; they find each other through a file. All of it is in a folder that only this user can read,
+and nothing listens where another machine could come from. Whatever goes wrong in one of them ends
+all of them, and the caller is told which device, which instruction and why.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -112,13 +112,11 @@ class ProcessCrew:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: Sequence[Plan] | None = None
         """The plans that the workers run, if they run any; None until they are ready."""
-        self._store: dist.TCPStore | None = None
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         try:
             self._start(
-                lambda device, port: Task(
+                lambda device: Task(
                     device=device,
-                    port=port,
                     threads=threads or max(1, (os.cpu_count() or 1) // len(program.devices)),
                     timeout=timeout,
                     start_timeout=start_timeout,
@@ -166,16 +164,14 @@ class ProcessCrew:
         for worker in self._workers:
             worker.release()
         self._workers.clear()
-        self._store = None
 
     # starting
 
-    def _start(self, task_of: Callable[[int, int], Task], timeout: float) -> None:
+    def _start(self, task_of: Callable[[int], Task], timeout: float) -> None:
         folder = Path(self._folder.name)
         program = self._program
         self._write(folder)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        tasks = [task_of(device, self._store.port) for device in program.devices]
+        tasks = [task_of(device) for device in program.devices]
         for task in tasks:
             (folder / f"at.{task.device}").write_bytes(_NOWHERE)
             self._workers.append(self._spawn(task.device, folder))
@@ -211,7 +207,6 @@ class ProcessCrew:
     def _spawn(self, device: int, folder: Path) -> _Worker:
         environment = dict(os.environ)
         if sys.platform == "linux":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
             for name, value in KEEPING.items():
                 environment.setdefault(name, value)
         root = str(Path(__file__).resolve().parents[2])

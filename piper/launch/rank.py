@@ -41,9 +41,11 @@ class Rank:
         timeout: float,
         cuda_graphs: bool = False,
         shake: int | None = None,
+        alone: bool = False,
     ) -> None:
-        """``store`` is the job's alone, and shared by all its processes. With ``cuda_graphs`` steps
-        are captured and replayed; ``shake`` is the seed of random delays of streams."""
+        """``store`` is the job's alone, and shared by all its processes; ``alone`` says that these
+        are all on this machine. With ``cuda_graphs`` steps are captured and replayed; ``shake`` is
+        the seed of random delays of streams."""
         if cuda_graphs:
             refuse_uncapturable(program)
         self.program = program
@@ -55,7 +57,7 @@ class Rank:
         if where.type == "cuda":
             self.comm = Nccl(number, plans, store, limit, where, program.streams)
         else:
-            self.comm = Gloo(number, plans, store, limit)
+            self.comm = Gloo(number, plans, store, limit, alone=alone)
         shaker = None if shake is None else Shaker(shake, number)
         self.device = Device(
             program, number, where, self.comm, fetch, Runners(program.compiler), shaker,
@@ -131,11 +133,11 @@ def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.de
     count = torch.cuda.device_count()
     # torch's watchdog would end the process before our monitor could say why
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if alone:  # nobody else has to reach this process
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if share:
         os.environ.setdefault("NCCL_HOSTID", f"piper-{number}")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
-        if alone:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     where = torch.device("cuda", local % count if share else local)
     torch.cuda.set_device(where)
     return where

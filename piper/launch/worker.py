@@ -88,7 +88,8 @@ def _start(task: Task, folder: Path) -> Rank:
     if where.type == "cuda":
         local = program.devices.index(task.device)
         where = choose_gpu(local, task.device, share=task.share_gpus, alone=True)
-    store = dist.TCPStore("127.0.0.1", task.port, timeout=timedelta(seconds=task.start_timeout))
+    store = dist.FileStore(str(folder / "store"))  # a port would be open to others
+    store.set_timeout(timedelta(seconds=task.start_timeout))
     _meet(store, len(program.devices))  # from here on they are given the time of a step
     rank = Rank(
         program,
@@ -99,6 +100,7 @@ def _start(task: Task, folder: Path) -> Rank:
         timeout=task.timeout,
         cuda_graphs=task.cuda_graphs,
         shake=task.shake,
+        alone=True,
     )
     rank.device.show_progress_in(_shared_place(folder / f"at.{task.device}"))
     return rank

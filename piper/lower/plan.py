@@ -12,6 +12,20 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from piper.capture.program import Pass
+from piper.codec import (
+    MalformedError,
+    count,
+    counts,
+    decode,
+    row,
+    rows,
+    shown,
+    string,
+    table,
+    whole,
+    within,
+    wrong,
+)
 from piper.ir.dag import (
     Collective,
     CollectiveKind,
@@ -124,34 +138,63 @@ class Plan:
         }
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Plan:
-        ops = [_op_from_json(op) for op in data["ops"]]
-        groups = [tuple(group) for group in data["groups"]]
-        instructions = tuple(
-            Instruction(
-                verb=Verb(verb),
-                node=node,
-                name=data["names"][name],
-                stream=data["streams"][stream],
-                op=ops[op],
-                role=ExtraRole(role) if role else None,
-                of=of,
-                group=groups[group],
-                reads=tuple(reads),
-                writes=tuple(writes),
-                adds=tuple(adds),
-                waits=tuple(waits),
+    def from_json(data: Any) -> Plan:
+        """What ``to_json`` wrote; anything else is refused."""
+        table(data, _PARTS)
+        with within("ops"):
+            ops = rows(data["ops"], _op_from_json)
+        with within("groups"):
+            groups = rows(data["groups"], _group)
+        with within("names"):
+            names = rows(data["names"], string)
+        with within("streams"):
+            streams = rows(data["streams"], string)
+
+        def instruction(item: Any) -> Instruction:
+            verb, node, name, stream, op, role, of, group, *slots = row(item, 12)
+            reads, writes, adds, waits = map(counts, slots)
+            return Instruction(
+                verb=decode(Verb, verb),
+                node=whole(node, -1),
+                name=names[whole(name, 0, len(names))],
+                stream=streams[whole(stream, 0, len(streams))],
+                op=ops[whole(op, 0, len(ops))],
+                role=None if role is None else decode(ExtraRole, role),
+                of=whole(of, -1),
+                group=groups[whole(group, 0, len(groups))],
+                reads=reads,
+                writes=writes,
+                adds=adds,
+                waits=waits,
             )
-            for (verb, node, name, stream, op, role, of, group, reads, writes, adds, waits) in data[
-                "instructions"
-            ]
-        )
-        return Plan(
-            tuple(data["devices"]),
-            instructions,
-            tuple(Given(s, v, m, groups[g]) for s, v, m, g in data["given"]),
-            tuple(data["slot_bytes"]),
-        )
+
+        def given(item: Any) -> Given:
+            slot, value, microbatch, group = row(item, 4)
+            return Given(
+                count(slot), count(value), count(microbatch), groups[whole(group, 0, len(groups))]
+            )
+
+        with within("instructions"):
+            instructions = tuple(rows(data["instructions"], instruction))
+        with within("given"):
+            taken = tuple(rows(data["given"], given))
+        with within("devices"):
+            devices = _group(data["devices"])
+        with within("slot_bytes"):
+            return Plan(devices, instructions, taken, counts(data["slot_bytes"]))
+
+
+_PARTS = (
+    "devices", "given", "groups", "slot_bytes", "names", "streams", "ops", "instructions"
+)  # fmt: skip
+
+
+def _group(data: Any) -> Group:
+    """Devices, each once."""
+    found = counts(data)
+    if len(set(found)) != len(found):
+        raise MalformedError(f"a device is twice in {shown(list(found))}")
+    return found
 
 
 def awaited(plan: Plan) -> list[tuple[int, ...]]:
@@ -226,18 +269,20 @@ def _op_to_json(op: Op | None) -> list[Any] | None:
             return None
 
 
-def _op_from_json(data: list[Any] | None) -> Op | None:
+def _op_from_json(data: Any) -> Op | None:
     match data:
         case ["compute", chunk, which, microbatch]:
-            return Compute(chunk, Pass(which), microbatch)
+            return Compute(count(chunk), decode(Pass, which), count(microbatch))
         case ["transfer", source, target]:
-            return Transfer(tuple(source), tuple(target))
+            return Transfer(_group(source), _group(target))
         case ["collective", kind, groups]:
-            return Collective(CollectiveKind(kind), tuple(map(tuple, groups)))
+            return Collective(decode(CollectiveKind, kind), tuple(rows(groups, _group)))
         case ["update", bucket]:
-            return Update(bucket)
-        case _:
+            return Update(count(bucket))
+        case None:
             return None
+        case _:
+            raise wrong(data, "something that a device does")
 
 
 def _line(x: Instruction) -> str:

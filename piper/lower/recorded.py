@@ -9,6 +9,7 @@ not shrink with the rows.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
-from piper.codec import decode, encode
+from piper.codec import MalformedError, decode, encode, parsed, table, within
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Dag, Node, Transfer, Update
 from piper.ir.text import region_of
@@ -63,6 +64,10 @@ class Timed:
     flops: int
     seconds: float
 
+    def __post_init__(self) -> None:
+        if self.work.rows < 1 or self.flops < 0 or not 0 <= self.seconds < math.inf:
+            raise PiperError(f"{self} was not measured: it has rows, and takes time")
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -73,6 +78,10 @@ class Moved:
     members: int
     nbytes: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        if self.members < 1 or self.nbytes < 0 or not 0 <= self.seconds < math.inf:
+            raise PiperError(f"{self} was not measured: it has members, and takes time")
 
 
 @dataclass(frozen=True)
@@ -192,12 +201,13 @@ class Recorded:
     def load(path: str | Path) -> Recorded:
         """What ``save`` wrote."""
         try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+            data = parsed(Path(path).read_bytes())
+            if not isinstance(data, dict) or data.get("format") != _FORMAT:
+                raise PiperError(f"{path} holds no recorded costs ({_FORMAT!r})")
+            with within("costs"):
+                return decode(Recorded, table(data, ("format", "costs"))["costs"])
+        except (OSError, MalformedError) as error:
             raise PiperError(f"{path} cannot be read: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise PiperError(f"{path} holds no recorded costs ({_FORMAT!r})")
-        return decode(Recorded, data["costs"])
 
 
 def _size(rows: int, flops: int, other: int) -> int:

@@ -31,21 +31,26 @@ def _fault(what: str) -> PiperError:
 
 
 def _slots(plan: Plan) -> None:
+    if (found := slots_fault(plan)) is not None:
+        raise _fault(f"devices {plan.devices[:4]} {found}")
+
+
+def slots_fault(plan: Plan) -> str | None:
+    """What is wrong with the slots of a plan and with what it waits for, if anything is."""
     live = {given.slot for given in plan.given}
     for place, x in enumerate(plan.instructions):
         if x.verb is Verb.FREE:
             if x.reads[0] not in live:
-                raise _fault(f"devices {plan.devices[:4]} free slot {x.reads[0]} twice at {place}")
+                return f"free slot {x.reads[0]} twice at {place}"
             live.discard(x.reads[0])
             continue
         if not live.issuperset(x.reads) or not live.issuperset(x.adds):
-            raise _fault(f"devices {plan.devices[:4]} read at {place} what nothing has written")
+            return f"read at {place} what nothing has written"
         live.update(x.writes)
         for other in x.waits:
             if other >= place:
-                raise _fault(f"devices {plan.devices[:4]} wait at {place} for what comes later")
-    if live:
-        raise _fault(f"devices {plan.devices[:4]} never free slots {sorted(live)[:4]}")
+                return f"wait at {place} for what comes later"
+    return f"never free slots {sorted(live)[:4]}" if live else None
 
 
 def _communications(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:

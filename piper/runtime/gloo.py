@@ -11,6 +11,7 @@ these wakes take time from those that compute.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -90,11 +91,18 @@ class Gloo:
     any_order = True
 
     def __init__(
-        self, device: int, plans: Iterable[Plan], store: dist.Store, timeout: timedelta
+        self,
+        device: int,
+        plans: Iterable[Plan],
+        store: dist.Store,
+        timeout: timedelta,
+        *,
+        alone: bool = False,
     ) -> None:
-        """``store`` is the job's alone, and shared by all its processes."""
+        """``store`` is the job's alone, and shared by all its processes; ``alone`` says that they
+        are all on this machine."""
         self._device = device
-        sockets = dist.ProcessGroupGloo.create_default_device()
+        sockets = _sockets(alone)
         self._backends = {
             one: _backend(one, device, store, timeout, sockets)
             for one in communicators_of(plans, device)
@@ -157,6 +165,16 @@ class Gloo:
         if stream not in self._threads:
             self._threads[stream] = ThreadPoolExecutor(1, thread_name_prefix=f"piper {stream}")
         return self._threads[stream]
+
+
+def _sockets(alone: bool) -> Any:
+    """Where this process listens: as torch's own variable says, or, if all others are on this
+    machine, where nobody else can come from."""
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
+    if alone:
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def _backend(

@@ -25,13 +25,19 @@ def alive(process: int) -> bool:
 
 def ports() -> set[int]:
     """The TCP ports that this process listens on."""
-    mine = {_target(link) for link in Path("/proc/self/fd").iterdir()}
+    return {port for _, port in listening(os.getpid())}
+
+
+def listening(process: int) -> set[tuple[str, int]]:
+    """The addresses, as the system writes them, and TCP ports that a process listens on."""
+    mine = {_target(link) for link in Path(f"/proc/{process}/fd").iterdir()}
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             if state == "0A" and f"socket:[{rest[5]}]" in mine:
-                found.add(int(local.rpartition(":")[2], 16))
+                address, _, port = local.rpartition(":")
+                found.add((address, int(port, 16)))
     return found
 
 
