@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from piper.runtime.groups import Group
 from piper.runtime.kernels import Kernel
 from piper.runtime.portable import Portions
 from piper.runtime.recording import Measured
@@ -76,7 +77,7 @@ class Restored:
     numbers: Mapping[tuple[str, str], Any] | None = None
     steps: int | None = None
     scheduler: Mapping[str, Any] | None = None
-    groups: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[Group] = ()
     kind: str = ""
     """The name of the optimizer's class."""
 
