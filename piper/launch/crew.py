@@ -100,6 +100,11 @@ class Crew(Protocol):
     leads: bool
     """Whether this process is the one that writes files for all."""
 
+    @property
+    def damaged(self) -> bool:
+        """Whether a step has ended in the middle of its changes."""
+        ...
+
     def meet(self) -> None:
         """Return when all processes that have a trainer are here."""
         ...

@@ -101,6 +101,7 @@ class Device:
     def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         """The forwards alone."""
         totals = yield from self.executor.run(self._evaluation, given)
+        self.state.changing = False
         assert totals.loss is not None
         return Report(totals.loss, None, memory_of(self.state.where))
 
@@ -118,6 +119,8 @@ class Device:
         if restored.steps is not None:
             state.steps = restored.steps
         restore_groups(state, restored.groups, restored.scheduler)
+        if restored.optimizer is not None:
+            state.changing = False
 
 
 def memory_of(where: torch.device) -> int:
