@@ -635,3 +635,49 @@ def test_a_loss_with_parameters_must_be_given_again() -> None:
     with pytest.raises(PiperError, match="loss="):
         SingleDevice(captured, model).step(X, Y)
     assert SingleDevice(captured, model, loss=loss).step(X, Y).loss.isfinite()
+
+
+# parameters in one memory
+
+
+class TwoInOne(nn.Module):
+    """Two parameters; ``views`` makes them from one row of numbers."""
+
+    def __init__(
+        self, views: Callable[[Tensor], tuple[Tensor, Tensor]], train: bool = True
+    ) -> None:
+        super().__init__()
+        first, second = views(torch.ones(2, 8))
+        self.first = nn.Parameter(first, requires_grad=train)
+        self.second = nn.Parameter(second, requires_grad=train)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first.sum() + self.second.sum() + self.rest(x)
+
+    def rest(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    "views",
+    [lambda x: (x, x), lambda x: (x[0], x[0, 4:]), lambda x: (x, x.t())],
+    ids=["same", "part", "transposed"],
+)
+def test_two_parameters_in_one_memory(views: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    x = torch.ones(4, 1)
+    with pytest.raises(
+        CaptureError, match=r"first and second are two tensors in one memory.*clone"
+    ):
+        capture(TwoInOne(views), inputs=(x,), loss=lambda y: y.sum())
+
+
+@pytest.mark.parametrize(
+    "views",
+    [lambda x: (x[0], x[1]), lambda x: (x[:, ::2], x[:, 1::2]), lambda x: (x, x.clone())],
+    ids=["rows", "in turn", "copy"],
+)
+def test_parameters_side_by_side_in_one_memory(
+    views: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    x = torch.ones(4, 1)
+    assert capture(TwoInOne(views), inputs=(x,), loss=lambda y: y.sum()).chunks

@@ -4,6 +4,7 @@ all parameters together, and factories that do not do what they are asked."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,6 +261,84 @@ def test_gradients_that_wait_for_the_step_are_counted(zero: int) -> None:
             b.elements * b.gradient.itemsize // (b.within if zero else 1) for b in program.buckets
         )
     assert held["in turn"] < gradients <= held["once"]
+
+
+# groups
+
+
+class Halves(nn.Module):
+    """The first half has matrices only, the second a vector only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("layer"):
+            x = torch.tanh(self.first(x))
+        with piper.annotate("layer"):
+            return x * self.scale
+
+
+def without_empty_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.5, "lr": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 0.01},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        ],
+        [2],
+    )
+
+
+TWO = pipeline([[0], [1]], 2, *one_f_one_b(2, 2))
+ONE = data_parallel(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(TWO, TWO), (ONE, TWO), (TWO, ONE)], ids=["2-2", "1-2", "2-1"]
+)
+def test_groups_are_matched_by_what_they_hold(
+    before: Sequence[Directive], after: Sequence[Directive], tmp_path: Path
+) -> None:
+    """Devices have different groups: none gets the settings of another."""
+    torch.manual_seed(0)
+    net, batches = Halves().double(), data()
+    how: dict[str, Any] = {"optimizer": without_empty_groups, "scheduler": halving}
+    expected = plain(net, mean_loss, batches, microbatches=2, **how)
+    with piper.launch(compiled(net, before, mean_loss, batches, **how)) as trainer:
+        for (x,), (y,) in batches[:3]:
+            trainer.step(x, y)
+        trainer.save(tmp_path / "state")
+    with piper.launch(compiled(net, after, mean_loss, batches, **how)) as trainer:
+        trainer.load(tmp_path / "state")
+        losses = [trainer.step(x, y).loss for (x,), (y,) in batches[3:]]
+        state = trainer.state_dict()
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected.losses[3:]))
+    for name, tensor in expected.state.items():
+        torch.testing.assert_close(state[name], tensor)
+
+
+def test_groups_that_were_apart_cannot_be_one(tmp_path: Path) -> None:
+    net, batches = Halves().double(), data()
+    made = compiled(net, ONE, mean_loss, batches, optimizer=without_empty_groups)
+    with piper.launch(made) as trainer:
+        trainer.save(tmp_path / "state")
+    made = compiled(net, ONE, mean_loss, batches, optimizer=adamw)
+    with (
+        piper.launch(made) as trainer,
+        pytest.raises(PiperError, match=r"first\.weight and scale are in groups"),
+    ):
+        trainer.load(tmp_path / "state")
 
 
 # factories

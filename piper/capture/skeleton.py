@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
+from piper.capture.sharing import refuse_shared_memory
 from piper.errors import CaptureError
 
 
@@ -71,6 +72,7 @@ def skeleton_of(
     try:
         skeleton = copy.deepcopy(model, memo)
         _refuse_aliases(model, memo, names)
+        refuse_shared_memory(model, names)
         return skeleton, names
     except CaptureError:
         raise

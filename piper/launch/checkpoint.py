@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from piper.launch.crew import Restored
 from piper.launch.fetching import fetcher
 from piper.optimizer import make
 from piper.program import Program
+from piper.runtime.groups import Group
 from piper.runtime.portable import Portions, assemble
 
 _FORMAT = "piper training state 1"
@@ -37,9 +38,17 @@ def whole_state(program: Program, portions: list[Portions], rest: Mapping[str, T
         numbers={key: item for found in portions for key, item in found.numbers.items()},
         steps=portions[0].steps,
         scheduler=next((f.scheduler for f in portions if f.scheduler is not None), None),
-        groups=next((f.groups for f in portions if f.groups), []),
+        groups=_distinct([group for found in portions for group in found.groups]),
         kind=next((f.kind for f in portions if f.kind), ""),
     )
+
+
+def _distinct(groups: Sequence[Group]) -> list[Group]:
+    """Each group once: replicas have the same ones."""
+    found: dict[tuple[str, ...], Group] = {}
+    for group in groups:
+        found.setdefault(group.names, group)
+    return list(found.values())
 
 
 def tensor_of(
@@ -79,7 +88,7 @@ def write(path: str | Path, program: Program, state: Restored) -> None:
         "numbers": [(name, kind, item) for (name, kind), item in (state.numbers or {}).items()],
         "steps": state.steps,
         "scheduler": state.scheduler,
-        "groups": list(state.groups),
+        "groups": [[list(g.names), dict(g.settings), dict(g.schedule)] for g in state.groups],
         "kind": state.kind,
     }
     target = Path(path)
@@ -123,12 +132,20 @@ def read(path: str | Path, program: Program) -> Restored:
         numbers={(name, kind): item for name, kind, item in content["numbers"]},
         steps=content["steps"],
         scheduler=content["scheduler"],
-        groups=content["groups"],
+        groups=[_group(item) for item in content["groups"]],
         kind=content["kind"],
     )
 
 
 _FIELDS = {"tensors", "optimizer", "numbers", "steps", "scheduler", "groups", "kind"}
+
+
+def _group(item: Any) -> Group:
+    """A group as it was saved; older files have the settings alone."""
+    if isinstance(item, dict):
+        return Group((), item, {})
+    names, settings, schedule = item
+    return Group(tuple(names), settings, schedule)
 
 
 def _refuse_other_optimizer(path: str | Path, program: Program, kind: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from piper.runtime.groups import Group
 from piper.runtime.kernels import Kernel
 from piper.runtime.portable import Portions
 from piper.runtime.recording import Measured
@@ -76,7 +77,7 @@ class Restored:
     numbers: Mapping[tuple[str, str], Any] | None = None
     steps: int | None = None
     scheduler: Mapping[str, Any] | None = None
-    groups: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[Group] = ()
     kind: str = ""
     """The name of the optimizer's class."""
 
@@ -98,6 +99,11 @@ class Crew(Protocol):
 
     leads: bool
     """Whether this process is the one that writes files for all."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a step has ended in the middle of its changes."""
+        ...
 
     def meet(self) -> None:
         """Return when all processes that have a trainer are here."""

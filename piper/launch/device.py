@@ -15,6 +15,7 @@ from piper.launch.crew import Report, Restored, Watch
 from piper.program import Program
 from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, Loaded, Place
+from piper.runtime.groups import restore_groups
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
@@ -100,6 +101,7 @@ class Device:
     def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         """The forwards alone."""
         totals = yield from self.executor.run(self._evaluation, given)
+        self.state.changing = False
         assert totals.loss is not None
         return Report(totals.loss, None, memory_of(self.state.where))
 
@@ -116,14 +118,9 @@ class Device:
         restore(state, restored.tensors, restored.optimizer, restored.numbers)
         if restored.steps is not None:
             state.steps = restored.steps
-        if state.optimizer is not None:
-            for mine, other in zip(state.optimizer.param_groups, restored.groups, strict=False):
-                here = mine.get("capturable")  # a matter of how it runs, not of what it computes
-                mine.update(other)
-                if here is not None:
-                    mine["capturable"] = here
-        if restored.scheduler is not None and state.scheduler is not None:
-            state.scheduler.load_state_dict(dict(restored.scheduler))
+        restore_groups(state, restored.groups, restored.scheduler)
+        if restored.optimizer is not None:
+            state.changing = False
 
 
 def memory_of(where: torch.device) -> int:

@@ -81,6 +81,7 @@ class ProcessCrew:
     """A process for each device of a program."""
 
     leads = True
+    damaged = False  # workers end with a step that fails
 
     def meet(self) -> None:
         return

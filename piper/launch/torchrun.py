@@ -84,6 +84,10 @@ class TorchrunCrew:
         if self._neighbours is not None:
             self._neighbours.device = self._rank.device
 
+    @property
+    def damaged(self) -> bool:
+        return self._rank.device.state.changing
+
     def meet(self) -> None:
         dist.barrier(group=self._objects)
 

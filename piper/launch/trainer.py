@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from piper.errors import PiperError
 from piper.launch.checkpoint import in_turn, read, tensor_of, whole_state, write
 from piper.launch.crew import Crew, Report, Restored, Watch
+from piper.launch.interrupts import held_back
 from piper.launch.profile import Profile
 from piper.program import Program
 from piper.tracking import Alive
@@ -79,13 +80,15 @@ class Trainer:
         A smaller batch is refused, or, if ``pad`` gives one value for each tensor, filled up with
         rows of these values; they must not count, so the loss must return (sum, count).
         """
-        result = self._run(self._devices.step, batch, pad)
-        self.steps += 1
+        with held_back():
+            result = self._run(self._whole.step, batch, pad)
+            self.steps += 1
         return result
 
     def evaluate(self, *batch: Any, pad: Sequence[float | int] | None = None) -> StepResult:
         """The loss of one batch in evaluation mode; nothing is changed."""
-        return self._run(self._devices.evaluate, batch, pad)
+        with held_back():
+            return self._run(self._whole.evaluate, batch, pad)
 
     def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
         """Train ``steps`` times on one global batch, and measure every instruction of every device:
@@ -99,8 +102,9 @@ class Trainer:
         found = []
         for step in range(steps):
             last = kernels and step == steps - 1
-            report = self._devices.watch(tensors, Watch.KERNELS if last else Watch.TIME)
-            self.steps += 1
+            with held_back():
+                report = self._whole.watch(tensors, Watch.KERNELS if last else Watch.TIME)
+                self.steps += 1
             found.append(report.measured)
         return Profile(self.program, tuple(found), report.kernels)
 
@@ -121,8 +125,9 @@ class Trainer:
         To be compared with ``program.memory``, which foretells them. The first step of an optimizer
         makes its state: measure a later one.
         """
-        report = self._devices.watch(self._tensors(batch, None), Watch.MEMORY)
-        self.steps += 1
+        with held_back():
+            report = self._whole.watch(self._tensors(batch, None), Watch.MEMORY)
+            self.steps += 1
         return dict(sorted(report.alive.items()))
 
     def fit(
@@ -152,7 +157,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, whole, under their own names."""
-        portions = self._devices.export(optimizer=False)
+        with held_back():
+            portions = self._whole.export(optimizer=False)
         return dict(whole_state(self.program, portions, self._rest).tensors)
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +167,8 @@ class Trainer:
         names = self.program.names
         for keys in in_turn(names.keys, names.elements):
             only = frozenset(names.keys[key] for key in keys)
-            portions = self._devices.export(optimizer=False, only=only)
+            with held_back():
+                portions = self._whole.export(optimizer=False, only=only)
             find = tensor_of(self.program, portions, self._rest)
             for key in keys:
                 yield key, find(names.keys[key])
@@ -173,7 +180,8 @@ class Trainer:
 
     def save(self, path: Any) -> None:
         """Write the state of training to one file, whole or not at all."""
-        portions = self._devices.export(optimizer=True)
+        with held_back():
+            portions = self._whole.export(optimizer=True)
         if self._devices.leads:
             write(path, self.program, whole_state(self.program, portions, self._rest))
         self._devices.meet()
@@ -188,10 +196,11 @@ class Trainer:
     def _restore(self, state: Restored) -> None:
         names = {name: name for name in state.tensors}
         sizes = {name: tensor.numel() for name, tensor in state.tensors.items()}
-        for run in in_turn(names, sizes):  # no device is sent the whole model
-            self._devices.restore(state.part(run))
-        held = self.program.held_names
-        self._rest = {n: x.clone() for n, x in state.tensors.items() if n not in held}
+        with held_back():
+            for run in in_turn(names, sizes):  # no device is sent the whole model
+                self._devices.restore(state.part(run))
+            held = self.program.held_names
+            self._rest = {n: x.clone() for n, x in state.tensors.items() if n not in held}
 
     def _refuse_closed(self) -> None:
         if self._crew is None:
@@ -202,6 +211,17 @@ class Trainer:
         self._refuse_closed()
         assert self._crew is not None
         return self._crew
+
+    @property
+    def _whole(self) -> Crew:
+        """The devices, whose state is that after a number of whole steps."""
+        if self._devices.damaged:
+            raise PiperError(
+                f"step {self.steps} failed or was interrupted while it changed the state: some "
+                "tensors are those after it, others those before. Go on from a checkpoint with "
+                "trainer.load"
+            )
+        return self._devices
 
     def _run(self, act: Any, batch: Sequence[Any], pad: Sequence[float | int] | None) -> StepResult:
         start = time.perf_counter()

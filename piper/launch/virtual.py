@@ -31,6 +31,10 @@ class VirtualCrew:
 
     leads = True
 
+    @property
+    def damaged(self) -> bool:
+        return any(device.state.changing for device in self._devices)
+
     def meet(self) -> None:
         return
 

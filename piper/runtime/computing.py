@@ -94,6 +94,8 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
             slots[slot] = [gradient.to(master) for gradient in slots[slot]]
         for slot, places in adds:
             torch._foreach_add_(slots[slot], [results[i] for i in places])
+        if updates:
+            board.state.changing = True
         for buffer, i in updates:
             buffer.copy_(results[i])
 

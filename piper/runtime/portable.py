@@ -3,6 +3,7 @@ whole tensors under their original names, and taken apart again."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from piper.capture.tensors import TensorSpec
 from piper.program import Program
+from piper.runtime.groups import Group, export_groups
 from piper.runtime.layout import Fragment, Layout
 from piper.runtime.state import DeviceState, Held
 
@@ -40,8 +42,8 @@ class Portions:
     """State of the optimizer that is no tensor of a parameter's size, by parameter and kind."""
     steps: int
     scheduler: dict[str, Any] | None
-    groups: list[dict[str, Any]]
-    """The optimizer's settings, without its parameters."""
+    groups: list[Group]
+    """The optimizer's groups, with the names of what they hold."""
     kind: str
     """The name of the optimizer's class."""
 
@@ -75,11 +77,10 @@ def export(state: DeviceState, *, optimizer: bool, only: frozenset[str] | None =
     buffers = {
         name: x.cpu().clone() for name, x in state.buffers.items() if only is None or name in only
     }
-    groups = state.optimizer.param_groups if optimizer and state.optimizer else []
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    groups = export_groups(state) if optimizer else []
     scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
     kind = type(state.optimizer).__name__ if state.optimizer is not None else ""
-    return Portions(parameters, buffers, kinds, numbers, state.steps, scheduler, settings, kind)
+    return Portions(parameters, buffers, kinds, numbers, state.steps, scheduler, groups, kind)
 
 
 def _own_range(held: Held) -> Tensor:
@@ -156,6 +157,8 @@ def restore(
                     if name == fragment.name:
                         if isinstance(item, Tensor):
                             item = item.to(parameter.device if kept_there else "cpu", copy=True)
+                        else:  # devices of one process must not share what changes
+                            item = copy.deepcopy(item)
                         kept[kind] = item
     for name, buffer in state.buffers.items():
         if name in tensors:

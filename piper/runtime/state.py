@@ -53,6 +53,8 @@ class DeviceState:
         self.where = where
         self.program = program
         self.steps = 0
+        self.changing = False
+        """Whether a step has begun to change what is kept, and is not over."""
         specs = program.parameters
         self.held: dict[int, Held] = {}
         for index, bucket in enumerate(program.buckets):
@@ -84,14 +86,18 @@ class DeviceState:
         """One step of the optimizer, on some buckets with their gradients."""
         if self.optimizer is None:
             return
+        self.changing = True
         for held, gradients in rows:
             for parameter, gradient in zip(held.trained, gradients, strict=True):
                 parameter.grad = gradient
-        with self._only([held for held, _ in rows]):
-            self.optimizer.step()
+        try:
+            with self._only([held for held, _ in rows]):
+                self.optimizer.step()
+        finally:
+            for held, _ in rows:
+                for parameter in held.trained:
+                    parameter.grad = None
         for held, _ in rows:
-            for parameter in held.trained:
-                parameter.grad = None
             held.publish()
 
     def make_capturable(self) -> None:
@@ -151,6 +157,7 @@ class DeviceState:
             self.scheduler.step()
             for rate, group in zip(self._rates, self._groups(), strict=False):
                 rate.fill_(group["lr"])
+        self.changing = False
 
     def _hold(self, layout: Layout, bucket: Bucket, fetch: Fetch) -> Held:
         flat = torch.zeros(layout.padded, dtype=bucket.gradient, device=self.where)

@@ -1,0 +1,134 @@
+"""An optimizer's groups of parameters, known by what they hold: their settings travel by the names
+of parameters, since each device has groups of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.errors import PiperError
+from piper.runtime.state import DeviceState
+
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+"""What a scheduler keeps as a list with an item for each group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group of one device's optimizer."""
+
+    names: tuple[str, ...]
+    """The parameters it holds, whole or in part; none if that is not known."""
+    settings: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    """What a scheduler keeps for this group."""
+
+
+def export_groups(state: DeviceState) -> list[Group]:
+    """The groups of a device's optimizer."""
+    if state.optimizer is None:
+        return []
+    schedule = {} if state.scheduler is None else state.scheduler.state_dict()
+    return [
+        Group(
+            names,
+            {k: copy.deepcopy(v) for k, v in group.items() if k != "params"},
+            _of_group(schedule, i),
+        )
+        for i, (group, names) in enumerate(
+            zip(state.optimizer.param_groups, _names(state), strict=True)
+        )
+    ]
+
+
+def restore_groups(
+    state: DeviceState, groups: Sequence[Group], schedule: Mapping[str, Any] | None
+) -> None:
+    """Give each group the settings of those that held the same parameters."""
+    if state.optimizer is None:
+        return
+    mine = state.optimizer.param_groups
+    found = [_match(names, groups, i) for i, names in enumerate(_names(state))]
+    for group, other in zip(mine, found, strict=True):
+        if other is not None:
+            here = group.get("capturable")  # a matter of how it runs, not of what it computes
+            group.update(copy.deepcopy(dict(other.settings)))
+            if here is not None:
+                group["capturable"] = here
+    if schedule is not None and state.scheduler is not None:
+        own = state.scheduler.state_dict()
+        rows = [
+            _of_group(own, i) if group is None else group.schedule for i, group in enumerate(found)
+        ]
+        state.scheduler.load_state_dict(_with_groups(copy.deepcopy(dict(schedule)), rows))
+
+
+def _names(state: DeviceState) -> list[tuple[str, ...]]:
+    """For each group, the names of its parameters."""
+    assert state.optimizer is not None
+    name_of = {
+        id(parameter): fragment.name
+        for held in state.held.values()
+        for fragment, parameter in zip(held.layout.fragments, held.trained, strict=False)
+    }
+    groups = state.optimizer.param_groups
+    return [tuple(dict.fromkeys(name_of[id(p)] for p in g["params"])) for g in groups]
+
+
+def _match(names: tuple[str, ...], groups: Sequence[Group], place: int) -> Group | None:
+    """The group that held these parameters; by its place, where it is not known what they held."""
+    if groups and not any(group.names for group in groups):
+        return groups[place] if place < len(groups) else None
+    wanted = set(names)
+    found = [group for group in groups if not wanted.isdisjoint(group.names)]
+    for other in found[1:]:
+        if not _same(other.settings, found[0].settings):
+            one, two = (next(n for n in g.names if n in wanted) for g in (found[0], other))
+            raise PiperError(
+                f"in the checkpoint {one} and {two} are in groups of the optimizer with different "
+                "settings, but here they are in one group: group the parameters as they were when "
+                "it was saved, or take over the weights alone with load_state_dict"
+            )
+    return found[0] if found else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _of_group(schedule: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """What a scheduler, or each one of several in it, keeps for the group at ``place``."""
+    found = {
+        k: schedule[k][place]
+        for k in _BY_GROUP
+        if isinstance(schedule.get(k), list) and place < len(schedule[k])
+    }
+    inner = schedule.get("_schedulers")
+    if isinstance(inner, list):
+        found["_schedulers"] = [_of_group(s, place) for s in inner]
+    return copy.deepcopy(found)
+
+
+def _with_groups(schedule: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of a scheduler with the groups of one device."""
+    for k in _BY_GROUP:
+        if isinstance(schedule.get(k), list) and all(k in row for row in rows):
+            schedule[k] = [row[k] for row in rows]
+    inner = schedule.get("_schedulers")
+    if isinstance(inner, list) and all("_schedulers" in row for row in rows):
+        schedule["_schedulers"] = [
+            _with_groups(dict(s), [row["_schedulers"][i] for row in rows])
+            for i, s in enumerate(inner)
+        ]
+    return schedule
