@@ -5,7 +5,7 @@ from piper.capture.regions import annotate
 from piper.compiler import compile
 from piper.cost import Cluster, Device, Link, Machine, Recorded, Sharing, Simulation
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
-from piper.errors import CaptureError, DirectiveError, PiperError
+from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
 from piper.job import Job
 from piper.launch import Trainer, launch
 from piper.lower.costs import Costs
@@ -27,6 +27,7 @@ __all__ = [
     "Machine",
     "Memory",
     "PiperError",
+    "PiperWarning",
     "Program",
     "Recorded",
     "Sharing",

@@ -7,7 +7,7 @@ that one device of such a group sees; the strategy rewrites the DAG; lowering ma
 from __future__ import annotations
 
 import gc
-import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from piper.capture.codegen import CompilerName
 from piper.capture.experts import trace_share
 from piper.capture.export import Loss
 from piper.capture.joint import Joint
-from piper.capture.model import Captured, capture
+from piper.capture.model import Captured, capture, trace
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
 from piper.capture.program import Pass
@@ -29,7 +29,7 @@ from piper.capture.program import Program as ChunkProgram
 from piper.capture.saving import Remat
 from piper.directives.place import Place
 from piper.directives.split import Split
-from piper.errors import DirectiveError, PiperError
+from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
 from piper.ir.build import build
 from piper.ir.dag import Dag
 from piper.ir.facts import Model, Variants, facts_of
@@ -85,6 +85,7 @@ def compile(
     training.check()
     _check(init, memory_limit, costs)
     try_scheduler(optimizer, scheduler)
+    _warn_of_evaluation_mode(model)
     shape = _shape(strategy, Batch.of(inputs, targets).size)
     how = _Capture(
         model, inputs, targets, loss, tags, shape.microbatches, device, compiler, remat, precision
@@ -99,7 +100,7 @@ def compile(
         )
         found = _compile(strategy, captured, training, settings)
         first = _first(captured)
-        if _depends_on_mode(first, model, loss):
+        if _depends_on_mode(how, first):
             with _evaluating(model, loss):
                 again = {n: how.at(n) for n in shape.groups}
             evaluation = _evaluation(strategy, again, found)
@@ -137,6 +138,18 @@ def _check(init: object, memory_limit: int | None, costs: object) -> None:
         raise PiperError(f"memory_limit={memory_limit!r} must be a number of bytes, or None")
     if not isinstance(costs, Costs | None):
         raise PiperError(f"costs={costs!r} must be piper.Costs(...), or None")
+
+
+def _warn_of_evaluation_mode(model: nn.Module) -> None:
+    """A model straight from a library is often in evaluation mode: nothing else would say so."""
+    if isinstance(model, nn.Module) and not model.training:
+        warnings.warn(
+            f"{type(model).__name__} is in evaluation mode and is trained like that, without "
+            "dropout and with fixed batch-norm statistics: call model.train() before, or silence "
+            "this warning if it is meant",
+            PiperWarning,
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +195,19 @@ class _Capture:
     compiler: str
     remat: str | None
     precision: str
+
+    def traced(self, group: int) -> str:
+        """What ``at`` would trace."""
+        return trace(
+            self.model,
+            inputs=self.inputs,
+            targets=self.targets,
+            loss=self.loss,
+            tags=self.tags,
+            microbatches=self.microbatches * group,
+            device=self.device,
+            precision=self.precision,
+        )
 
     def at(self, group: int) -> Captured:
         """The model as one of ``group`` devices sees it for one microbatch."""
@@ -358,25 +384,22 @@ def _wiring(chunk: Any) -> object:
     return dict(chunk.tags), chunk.parameters, chunk.inputs, chunk.outputs, passes
 
 
-def _depends_on_mode(captured: Captured, *parts: object) -> bool:
-    """Whether evaluation may compute otherwise: the forward draws random numbers or changes
-    buffers, or a module of the user's looks at its mode."""
-    if any(chunk.updates for chunk in captured.chunks) or any(
-        program.functions[Pass.F].random for program in captured.programs
-    ):
-        return True
-    modules = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
-    kinds = {kind for m in modules for kind in type(m).__mro__}
-    own = [k for k in kinds if not k.__module__.startswith(("torch.nn.", "builtins"))]
-    functions = [f for part in (*own, *modules) for f in vars(part).values()]
-    plain = [getattr(f, "__func__", f) for f in functions]
-    return any(_mentions_mode(f.__code__) for f in plain if isinstance(f, types.FunctionType))
-
-
-def _mentions_mode(code: types.CodeType) -> bool:
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    named = "training" in code.co_names or "training" in code.co_consts
-    return named or any(map(_mentions_mode, inner))
+def _depends_on_mode(how: _Capture, captured: Captured) -> bool:
+    """Whether evaluation computes otherwise than training: both are traced and compared, since the
+    mode can be read anywhere. What differs without any reason of the model's own is refused."""
+    group = captured.microbatches // how.microbatches
+    with _evaluating(how.model, how.loss):
+        evaluation = how.traced(group)
+    if evaluation == captured.traced:
+        return False
+    if how.traced(group) != captured.traced:
+        raise CaptureError(
+            f"{type(how.model).__name__} computes something else each time it is traced, and the "
+            "captured step would repeat the first for ever: a number from outside torch is in it "
+            "(Python's or numpy's random generator, the time, a counter); draw it with torch.rand, "
+            "keep it in a buffer, or pass it with the batch"
+        )
+    return True
 
 
 @contextmanager

@@ -16,3 +16,7 @@ class CaptureError(PiperError):
 
 class DirectiveError(PiperError):
     """A directive cannot be applied, or the strategy as a whole cannot run."""
+
+
+class PiperWarning(UserWarning):
+    """What Piper says of a model that may train otherwise than its author thinks."""

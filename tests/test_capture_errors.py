@@ -681,3 +681,36 @@ def test_parameters_side_by_side_in_one_memory(
 ) -> None:
     x = torch.ones(4, 1)
     assert capture(TwoInOne(views), inputs=(x,), loss=lambda y: y.sum()).chunks
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda out, y: (out.argmax(-1) == y).float().mean(),
+        lambda out, y: out.detach().exp().sum(),
+        lambda out, y: (out > 0).sum(),
+    ],
+    ids=["accuracy", "perplexity", "positives"],
+)
+def test_a_metric_is_not_a_count(metric: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def loss(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(out, y, reduction="sum"), metric(out, y)
+
+    with pytest.raises(CaptureError, match=r"second value depends on a trained parameter .weight"):
+        capture(
+            nn.Linear(4, 4), inputs=(torch.randn(2, 4),), targets=(torch.tensor([1, 2]),), loss=loss
+        )
+
+
+def test_a_count_may_depend_on_the_batch_and_on_fixed_weights() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
+
+        def forward(self, out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            total = F.cross_entropy(out, y, weight=self.weight, reduction="sum")
+            return total, self.weight[y].sum()
+
+    example = (torch.randn(2, 4),)
+    capture(nn.Linear(4, 4), inputs=example, targets=(torch.tensor([1, 2]),), loss=Weighted())

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import piper
 import piper.compiler
 import piper.ir.facts
-from piper.capture import Captured, capture
+from piper.capture import capture
 from piper.capture.joint import Joint
+from piper.capture.model import trace
 from piper.capture.passes import split as cut_into_passes
 from piper.capture.program import Program
 from piper.capture.saving import Remat
@@ -366,26 +367,31 @@ def overlapped(stages: int, microbatches: int) -> list[Directive]:
 def shared_captures() -> Iterator[None]:
     """Inside, strategies share what was captured of one model at one size, and its passes: these
     say nothing of the strategy, and take most of a compilation's time."""
-    captured: dict[Any, Captured] = {}
+    captured: dict[Any, Any] = {}
     passes: dict[Any, Program] = {}
     kept: list[object] = []  # so that no other object gets the same id
 
-    def remembered(model: nn.Module, **given: Any) -> Captured:
-        if not isinstance(model, nn.Module):
-            return capture(model, **given)
-        inputs = given["inputs"]
-        values = [*(inputs.values() if isinstance(inputs, Mapping) else inputs), *given["targets"]]
-        key = (
-            id(model),
-            id(given["loss"]),
-            model.training,
-            tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in values),
-            *(str(value) for name, value in given.items() if name not in _OBJECTS),
-        )
-        if key not in captured:
-            kept.extend([model, given["loss"]])
-            captured[key] = capture(model, **given)
-        return captured[key]
+    def remembering(made: Callable[..., Any]) -> Callable[..., Any]:
+        def remembered(model: nn.Module, **given: Any) -> Any:
+            if not isinstance(model, nn.Module):
+                return made(model, **given)
+            inputs = given["inputs"]
+            rows = inputs.values() if isinstance(inputs, Mapping) else inputs
+            values = [*rows, *given["targets"]]
+            key = (
+                made,
+                id(model),
+                id(given["loss"]),
+                model.training,
+                tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in values),
+                *(str(value) for name, value in given.items() if name not in _OBJECTS),
+            )
+            if key not in captured:
+                kept.extend([model, given["loss"]])
+                captured[key] = made(model, **given)
+            return captured[key]
+
+        return remembered
 
     def divided(joint: Joint, policy: Remat) -> Program:
         key = (id(joint), policy)
@@ -395,7 +401,8 @@ def shared_captures() -> Iterator[None]:
         return passes[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piper.compiler, "capture", remembered)
+        patch.setattr(piper.compiler, "capture", remembering(capture))
+        patch.setattr(piper.compiler, "trace", remembering(trace))
         patch.setattr(piper.compiler, "split", divided)
         patch.setattr(piper.ir.facts, "split", divided)
         yield

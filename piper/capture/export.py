@@ -7,7 +7,10 @@ it was traced in; what training must not differentiate is behind an explicit ``d
 
 from __future__ import annotations
 
+import copy
 import inspect
+import random
+import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -25,6 +28,8 @@ from piper.capture import opaque
 from piper.capture.attention import restore_eager_attention
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import explain, user_frames
+from piper.capture.fingerprint import fingerprint
+from piper.capture.graphs import ancestors
 from piper.capture.quiet import quiet_tracing
 from piper.capture.regions import (
     LOSS,
@@ -37,7 +42,7 @@ from piper.capture.regions import (
 from piper.capture.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.capture.stray import RefuseStray, refuse_autograd_functions, refuse_unsupported
 from piper.capture.tensors import overlaps
-from piper.errors import CaptureError
+from piper.errors import CaptureError, PiperWarning
 
 LOSS_PREFIX = "loss:"
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -60,6 +65,8 @@ class Exported:
     regions: dict[Region, str]
     loss_region: Region
     output_tree: OutputTree
+    traced: str
+    """What was traced, as a text to compare with that of another trace."""
 
 
 class _Parts(nn.Module):
@@ -83,6 +90,8 @@ class _Seen:
     """For each buffer that lives in another tensor's memory, that tensor."""
     frozen: list[str] = field(default_factory=list)
     """Numbers that change from one call to the next."""
+    drawn: list[str] = field(default_factory=list)
+    """Generators of random numbers outside the model that the step drew from."""
     assigned: list[str] = field(default_factory=list)
     """The buffers to which a new tensor was assigned: the last results of the step."""
     tree: OutputTree = field(default_factory=OutputTree)
@@ -108,26 +117,50 @@ class _Step(nn.Module):
 
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
         before = _attributes(self)
+        generators = _generators()
         output = self.model(*args, **kwargs)
         kept = self.seen.tree.take(output) if self._keep else []
         self.seen.running = "the loss"
         with annotate(LOSS) as self.seen.loss_region:
             loss = _check_loss(self.loss_fn(output, *targets))
         self.seen.running = type(self.model).__name__
+        after = _generators()
+        self.seen.drawn = [name for name, state in generators.items() if state != after[name]]
         assigned = _assigned(self, before, self.seen.frozen)
         self.seen.assigned = list(assigned)
         return (*loss, *kept, *(value.detach() for value in assigned.values()))
 
 
+def _generators() -> dict[str, object]:
+    """The state of the generators that tracing cannot follow."""
+    numpy = sys.modules.get("numpy")
+    with unset_fake_temporarily():
+        torch_state = torch.get_rng_state().numpy().tobytes()
+    found: dict[str, object] = {
+        "Python's random": random.getstate(),
+        "torch's generator for the CPU outside of tracing": torch_state,
+    }
+    if numpy is not None:
+        found["numpy.random"] = str(numpy.random.get_state())
+    return found
+
+
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """The buffers, and the plain numbers and tensors, of all modules."""
+    """The buffers, and the plain numbers (in lists and dicts, too) and tensors, of all modules."""
     found: dict[tuple[str, str], Any] = {}
     for path, owner in module.named_modules():
         plain = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor | int | float)}
+        plain |= {k: copy.copy(v) for k, v in vars(owner).items() if _is_of_numbers(v)}
         for name, value in {**plain, **owner._buffers}.items():
             if value is not None:
                 found[path, name] = value
     return found
+
+
+def _is_of_numbers(x: object) -> bool:
+    if not isinstance(x, list | dict):
+        return False
+    return all(isinstance(v, int | float | str) for v in (x.values() if isinstance(x, dict) else x))
 
 
 def _assigned(
@@ -168,6 +201,74 @@ def export(
 ) -> Exported:
     """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches. ``dtype``, if
     given, is what floating-point parameters and inputs are taken in."""
+    traced = _trace(model, batch, loss, tags, parts, device, keep_outputs, dtype)
+    step, program = traced.step, traced.program
+    text = fingerprint(program)
+    try:
+        refuse_unsupported(program, traced.paths, traced.names)
+        opaque.hide(program.graph_module)
+        with quiet_tracing():
+            program = program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise explain(error, step.seen.running, traced.modules) from error
+    for name in dict.fromkeys(step.seen.frozen):
+        warnings.warn(
+            f"{name!r} changes from one call of the model to the next; the captured step keeps the "
+            "value it has now. If it is part of the computation, make it a buffer",
+            PiperWarning,
+            stacklevel=4,
+        )
+    for name in step.seen.drawn:
+        warnings.warn(
+            f"{type(model).__name__} draws from {name} while it is traced; every step repeats what "
+            "was drawn now. If it is part of the computation, draw it with torch.rand, or pass it "
+            "with the batch",
+            PiperWarning,
+            stacklevel=4,
+        )
+    opaque.restore(program.graph)
+    restore_eager_attention(program.graph)
+    return _roles(program, step, traced.paths, traced.names, traced.regions, text)
+
+
+def trace_text(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss,
+    tags: Mapping[str, str],
+    *,
+    parts: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> str:
+    """What ``export`` would trace, as ``Exported.traced`` has it."""
+    return fingerprint(_trace(model, batch, loss, tags, parts, device, False, dtype).program)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A step as torch exported it, and how its ends are called."""
+
+    step: _Step
+    program: ExportedProgram
+    paths: list[str]
+    names: dict[str, str]
+    modules: dict[nn.Module, str]
+    regions: dict[Region, str]
+
+
+def _trace(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss,
+    tags: Mapping[str, str],
+    parts: int,
+    device: torch.device,
+    keep_outputs: bool,
+    dtype: torch.dtype | None,
+) -> _Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     slices = batch.slices(parts)[0]
     example = [fake_like(_packed(x), mode, device, dtype) for x in slices]
@@ -183,23 +284,11 @@ def export(
         with quiet_tracing(), refuse_autograd_functions(), recording() as recorder:
             program = torch.export.export(step, tuple(example), strict=False)
         check_tags_entered(tags, recorder.entered.values())
-        refuse_unsupported(program, paths, names)
-        opaque.hide(program.graph_module)
-        with quiet_tracing():
-            program = program.run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:
         raise explain(error, step.seen.running, modules) from error
-    for name in dict.fromkeys(step.seen.frozen):
-        warnings.warn(
-            f"{name!r} changes from one call of the model to the next; the captured step keeps the "
-            "value it has now. If it is part of the computation, make it a buffer",
-            stacklevel=4,
-        )
-    opaque.restore(program.graph)
-    restore_eager_attention(program.graph)
-    return _roles(program, step, paths, names, recorder.entered)
+    return _Trace(step, program, paths, names, modules, recorder.entered)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -217,6 +306,7 @@ def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
 def _check_loss(loss: Any) -> tuple[Tensor, ...]:
     parts = loss if isinstance(loss, tuple) else (loss,)
     good = len(parts) in (1, 2) and all(isinstance(x, Tensor) and x.numel() == 1 for x in parts)
+    good = good and (len(parts) == 1 or not (parts[1].is_complex() or parts[1].dtype == torch.bool))
     if not good or not parts[0].is_floating_point():
         found = [_described(x) for x in parts]
         raise CaptureError(
@@ -238,6 +328,7 @@ def _roles(
     paths: list[str],
     names: dict[str, str],
     regions: dict[Region, str],
+    traced: str,
 ) -> Exported:
     """Read off which end of the graph is which, in the user's names."""
     graph = program.graph
@@ -277,6 +368,8 @@ def _roles(
         updates[_user_name(target, names)] = returned.pop()
     n_loss = len(returned) - step.seen.tree.tensors
     _refuse_shared_updates(step, updates, names)
+    if n_loss == 2:
+        _refuse_metric(returned[1], step, parameters)
     return Exported(
         graph=graph,
         parameters=parameters,
@@ -290,7 +383,22 @@ def _roles(
         regions=regions,
         loss_region=step.seen.loss_region,
         output_tree=step.seen.tree,
+        traced=traced,
     )
+
+
+def _refuse_metric(count: fx.Node, step: _Step, parameters: Mapping[fx.Node, str]) -> None:
+    """A count follows from the batch: what follows from trained parameters is a metric, and to
+    divide by it would scale the loss and all gradients."""
+    trained = {_user_name(n, {}) for n, p in step.named_parameters() if p.requires_grad}
+    behind = ancestors([count], ())
+    for node, name in parameters.items():
+        if node in behind and name in trained:
+            raise CaptureError(
+                "the loss returns a pair, which is taken for (sum, count), but its second value "
+                f"depends on a trained parameter ({name}) and so counts nothing: "
+                "return the loss alone, and compute metrics from the model's output elsewhere"
+            )
 
 
 def _refuse_shared_updates(

@@ -21,7 +21,7 @@ from piper.capture.batch import Batch, OutputTree
 from piper.capture.chunks import Chunk, Cut, refuse_empty
 from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
 from piper.capture.cut import cut
-from piper.capture.export import LOSS_PREFIX, Loss, export
+from piper.capture.export import LOSS_PREFIX, Loss, export, trace_text
 from piper.capture.joint import Joint
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
@@ -37,6 +37,11 @@ class Precision(Enum):
     """The model's own precision."""
     BF16 = "bf16"
     """bf16, with fp32 weights for the optimizer."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What parameters and inputs are taken in; None for their own."""
+        return torch.bfloat16 if self is Precision.BF16 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class Captured:
     compiler: Compiler
     remat: Remat
     """What the programs compute again."""
+    traced: str
+    """What was traced, to be compared with another trace of the model."""
     master: torch.dtype | None = None
     """What trained parameters are kept in, where the programs take copies in another precision."""
 
@@ -121,6 +128,30 @@ def capture(
         )
 
 
+def trace(
+    model: nn.Module,
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    targets: Sequence[Any],
+    loss: Loss,
+    tags: Mapping[str, str] | None,
+    microbatches: int,
+    device: torch.device | str | None,
+    precision: str,
+) -> str:
+    """What ``capture`` would trace, as a text to compare with ``Captured.traced``."""
+    with _tracing_is_process_wide, unset_fake_temporarily():
+        return trace_text(
+            model,
+            Batch.of(inputs, targets),
+            loss,
+            tags or {},
+            parts=microbatches,
+            device=_device(model, device),
+            dtype=_precision(precision).dtype,
+        )
+
+
 # torch keeps the modes of a trace, and Python its warnings and stderr, for the whole process
 _tracing_is_process_wide = threading.RLock()
 
@@ -145,7 +176,7 @@ def _capture(
         parts=microbatches,
         device=where,
         keep_outputs=keep_outputs,
-        dtype=torch.bfloat16 if precision is Precision.BF16 else None,
+        dtype=precision.dtype,
     )
     pieces = cut(exported)
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -167,6 +198,7 @@ def _capture(
         device=where,
         compiler=chosen,
         remat=policy,
+        traced=exported.traced,
         master=torch.float32 if precision is Precision.BF16 else None,
     )
 

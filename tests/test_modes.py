@@ -1,0 +1,114 @@
+"""What capture could freeze without a word: the mode, and numbers from outside of torch."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper.directives import place
+
+WIDTH = 4
+X, Y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+
+class Net(nn.Module):
+    """A layer, scaled by what ``factor`` says at each call."""
+
+    def __init__(self, factor: Callable[[nn.Module], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.factor = factor
+        self.seen: dict[str, int] = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor(self)
+
+
+def compile_net(net: nn.Module) -> piper.Program:
+    return piper.compile(
+        net,
+        piper.Strategy([place({}, devices=[0])]),
+        inputs=(X,),
+        targets=(Y,),
+        loss=F.mse_loss,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+    )
+
+
+def mode_of(module: nn.Module) -> bool:
+    return module.training
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda m: 3.0 if mode_of(m) else 1.0,
+        lambda m: 3.0 if getattr(m, "".join(["train", "ing"])) else 1.0,
+    ],
+    ids=["helper", "getattr"],
+)
+def test_the_mode_may_be_read_anywhere(factor: Callable[[nn.Module], float]) -> None:
+    net = Net(factor)
+    with piper.launch(compile_net(net)) as trainer:
+        found = trainer.evaluate(X, Y).loss
+        trained = trainer.step(X, Y).loss
+    assert net.training
+    torch.testing.assert_close(trained, F.mse_loss(net(X), Y))
+    torch.testing.assert_close(found, F.mse_loss(net.eval()(X), Y))
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda m: random.random(),
+        lambda m: float(np.random.rand()),
+        lambda m: torch.from_numpy(np.random.rand(WIDTH).astype(np.float32)),
+        lambda m: time.perf_counter(),
+    ],
+    ids=["random", "numpy", "numpy-tensor", "time"],
+)
+@pytest.mark.filterwarnings("ignore::piper.PiperWarning")
+def test_numbers_from_outside_of_torch_are_refused(factor: Callable[[nn.Module], float]) -> None:
+    with pytest.raises(piper.CaptureError, match="Net computes something else each time"):
+        compile_net(Net(factor))
+
+
+def skips_rarely(module: nn.Module) -> float:
+    return 0.0 if random.random() < 0 else 1.0
+
+
+def test_draws_that_leave_no_trace_are_warned_of() -> None:
+    with pytest.warns(piper.PiperWarning, match="draws from Python's random"):
+        compile_net(Net(skips_rarely))
+
+
+def counts(module: Net) -> float:
+    module.seen["calls"] += 1
+    return 1.0 + module.seen["calls"]
+
+
+def test_state_of_python_that_changes_is_warned_of() -> None:
+    with pytest.warns(piper.PiperWarning, match="'seen' changes from one call"):
+        compile_net(Net(counts))
+
+
+def test_a_model_left_in_evaluation_mode_is_warned_of_once() -> None:
+    with pytest.warns(piper.PiperWarning, match="Net is in evaluation mode") as caught:
+        compile_net(Net(lambda m: 1.0).eval())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_an_ordinary_model_is_compiled_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_net(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
