@@ -1,7 +1,8 @@
 """A strategy: a list of directives, applied in order, that can be added, printed, saved and read.
 
 Reads two forms of JSON: its own (``to_json``), and that of the published system, whose objects say
-``filter``, ``bucket_size``, ``shard_grads``, ``shard_params``, ``dim_name``, ``num_microbatches``.
+``filter``, ``device``, ``bucket_size``, ``shard_grads``, ``shard_params``, ``dim_name`` and
+``num_microbatches``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from piper.directives import (
     split,
     stream,
 )
+from piper.directives.joining import join_last
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
 from piper.ir.verify import verify
@@ -45,10 +47,11 @@ class Strategy:
         object.__setattr__(self, "directives", given)
 
     def apply(self, dag: Dag) -> Dag:
-        """``dag`` after all directives, checked."""
+        """``dag`` after all directives, checked. What follows the last placed region joins it."""
         after = dag
         for directive in self.directives:
             after = directive.apply(after, check=False)
+        after = join_last(after)
         try:
             verify(after)
         except DirectiveError:
@@ -108,6 +111,8 @@ def _read(item: Any, at: int) -> Directive:
     if "where" in fields and isinstance(fields["where"], Mapping):
         fields["where"] = _where(fields["where"])
     try:
+        if "device" in fields:
+            fields["devices"] = _devices(fields)
         return _READERS[op](fields)
     except (TypeError, KeyError, ValueError, AttributeError, DirectiveError) as error:
         raise DirectiveError(f"directive {at}, {op}: {error} in {dict(item)}") from None
@@ -116,6 +121,14 @@ def _read(item: Any, at: int) -> Directive:
 def _where(given: Mapping[str, Any]) -> dict[str, Any]:
     """A filter as JSON has it: null stands for a tag that must be absent."""
     return {name: "-" if value is None else value for name, value in given.items()}
+
+
+def _devices(fields: dict[str, Any]) -> Any:
+    """The devices of a directive that says ``device``, one or several."""
+    given = fields.pop("device")
+    if "devices" in fields:
+        raise KeyError("both 'device' and 'devices' are given: leave one out")
+    return given if isinstance(given, Sequence) else [given]
 
 
 def _place(fields: dict[str, Any]) -> Directive:

@@ -15,8 +15,10 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
+from piper.launch.faults import described
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.watching import watched
+from piper.lower.plan import COMMUNICATING
 from piper.program import Program
 from piper.runtime.executor import CommunicationError
 from piper.runtime.gloo import Gloo
@@ -70,18 +72,18 @@ class Rank:
 
     def step(self, given: list[Tensor]) -> Report:
         if self._graph is None:
-            report = finished(self.device.train(given))
+            report = self._finished(self.device.train(given))
         else:
             report = self._graph.run([given], [self.device.state.settings()])
         self.device.state.advance()
         return report
 
     def evaluate(self, given: list[Tensor]) -> Report:
-        return finished(self.device.evaluate(given))
+        return self._finished(self.device.evaluate(given))
 
     def watch(self, given: list[Tensor], what: Watch) -> Report:
         run = self.device.watch(given, what)
-        return watched(lambda: finished(run), what, self.where)
+        return watched(lambda: self._finished(run), what, self.where)
 
     def export(self, *, optimizer: bool, only: frozenset[str] | None) -> Portions:
         return self.device.export(optimizer=optimizer, only=only)
@@ -103,6 +105,28 @@ class Rank:
             torch.cuda.synchronize(self.where)
         self.comm.close()
 
+    def _finished(self, run: Generator[Pending, None, Report]) -> Report:
+        """As ``finished``, and an error says with whom this device was communicating."""
+        try:
+            return finished(run)
+        except LostError as error:
+            plan = self.device.running.board.plan
+            names = [x.name if x.verb in COMMUNICATING else "" for x in plan.instructions]
+            raise CommunicationError(
+                f"device {self.number}, {described(plan, names.index(error.name), self.number)}: "
+                f"{error.why}; most likely one of those has ended or hangs: look at what it wrote "
+                "first"
+            ) from error.__cause__
+
+
+class LostError(CommunicationError):
+    """A communication ended in an error while the host waited for it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+        self.name = name
+        self.why = why
+
 
 def finished(run: Generator[Pending, None, Report]) -> Report:
     """Drive a step to its end; the host waits where it must, which on a GPU is nowhere."""
@@ -116,7 +140,7 @@ def finished(run: Generator[Pending, None, Report]) -> Report:
             pending.wait()
         except Exception as error:
             run.close()
-            raise CommunicationError(f"{pending.name}: {type(error).__name__}: {error}") from error
+            raise LostError(pending.name, f"{type(error).__name__}: {error}") from error
 
 
 def on_host(report: Report) -> Report:

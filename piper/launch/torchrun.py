@@ -20,6 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.errors import PiperError
+from piper.launch.agreeing import (
+    Batches,
+    Weights,
+    everyone,
+    fingerprints,
+    lost_peers,
+    refuse_other_programs,
+)
 from piper.launch.clock import seconds_ahead
 from piper.launch.crew import Report, Restored, Watch
 from piper.launch.monitor import Monitor
@@ -43,15 +51,21 @@ class TorchrunCrew:
         share_gpus: bool = False,
         cuda_graphs: bool = False,
         shake: int | None = None,
+        check_weights: bool = True,
+        check_batches: int = 100,
     ) -> None:
         """``timeout`` is the seconds that one communication, or on GPUs one step, may take. With
         ``share_gpus`` several processes may share a GPU; with ``cuda_graphs`` steps are captured
         and replayed; ``shake`` is the seed of random delays of streams, by which races are found.
+        The first weights of all processes are compared, unless ``check_weights`` is False, and
+        their first three batches, then every ``check_batches``-th; 0 compares none.
         """
         _refuse_alone()
         self._program = program
         where = _where(program, share_gpus)
         _join(where, timeout)
+        self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        refuse_other_programs(fingerprints(program), self._objects)
         devices = program.devices
         if dist.get_world_size() != len(devices):
             raise PiperError(
@@ -60,7 +74,9 @@ class TorchrunCrew:
                 "they are as many"
             )
         self._number = devices[dist.get_rank()]
-        self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._batches = Batches(check_batches, self._objects)
+        self._evaluated = Batches(check_batches, self._objects)
+        weights = Weights(fetch)
         self.leads = dist.get_rank() == 0
         store = _own_store(self._objects)
         self._neighbours: Neighbours | None = None
@@ -76,50 +92,51 @@ class TorchrunCrew:
                 self._number,
                 where,
                 store,
-                fetch,
+                weights if check_weights else fetch,
                 timeout=timeout,
                 cuda_graphs=cuda_graphs,
                 shake=shake,
             )
         if self._neighbours is not None:
             self._neighbours.device = self._rank.device
+        if check_weights:
+            weights.refuse_others(self._objects)
 
     @property
     def damaged(self) -> bool:
         return self._rank.device.state.changing
 
     def meet(self) -> None:
-        dist.barrier(group=self._objects)
+        lost_peers(lambda: dist.barrier(group=self._objects))
 
     def step(self, batch: Sequence[Tensor]) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
+        self._batches.refuse_others(batch)
         with self._telling():
             return self._rank.step(cut(plan, program.code, self._number, batch))
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
+        self._batches.refuse_others(batch)
         given = cut(plan, program.code, self._number, batch)
         ahead = seconds_ahead(self._objects)
         with self._telling():
             report = self._rank.watch(given, what).at_clock(ahead)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, report, group=self._objects)
-        return Report.joined([report, *everyone])
+        return Report.joined([report, *everyone(report, self._objects)])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program
         plan = program.evaluation_plan_of(self._number)
+        self._evaluated.refuse_others(batch)
         with self._telling():
             given = cut(plan, program.evaluation_code, self._number, batch)
             return self._rank.evaluate(given)
 
     def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
         mine = self._rank.export(optimizer=optimizer, only=only)
-        everyone: list[Portions | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self._objects)
-        return [portions for portions in everyone if portions is not None]
+        return everyone(mine, self._objects)
 
     def restore(self, state: Restored) -> None:
         self._rank.restore(state)

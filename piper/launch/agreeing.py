@@ -1,0 +1,170 @@
+"""Processes that run one script each must mean the same: the same program, the same first weights,
+the same batches. Each says what it has in a few bytes; where they differ, all of them are told.
+
+Numbers are compared by the bits of their rows, added up: that costs one pass over them, and the
+order of the rows counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.capture.serial import program_to_json
+from piper.errors import PiperError
+from piper.program import Program
+from piper.runtime.state import Fetch
+
+Fingerprints = dict[str, str]
+_FIRST = 3
+"""Batches that are compared before every n-th is."""
+
+
+def fingerprints(program: Program) -> Fingerprints:
+    """What a program consists of, part by part."""
+    codes = (program.code, program.evaluation_code)
+    chunks = [one for code in codes for row in code.programs.values() for one in row]
+    graphs = {id(one): one for one in chunks}
+    constants = [(n, of_tensor(x)) for code in codes for n, x in sorted(code.constants.items())]
+    training = program.training
+    return {
+        "number of devices": str(len(program.devices)),
+        "strategy": _digest(program.strategy.to_json()),
+        "settings (precision, clip_norm, seed, microbatches, device, compiler)": _digest(
+            [
+                str(training.precision),
+                training.clip_norm,
+                training.seed,
+                program.microbatches,
+                program.device.type,
+                type(program.compiler).__name__,
+            ]
+        ),
+        "model's code": _digest([program_to_json(one) for one in graphs.values()]),
+        "constants in the model's code": _digest(constants),
+        "plans": _digest([p.to_json() for p in (*program.plans, *program.evaluation_plans)]),
+    }
+
+
+def refuse_other_programs(mine: Fingerprints, objects: Any) -> None:
+    """Refuse processes that compiled something else than the first."""
+    found = everyone(mine, objects)
+    for rank, theirs in enumerate(found):
+        different = [part for part, digest in mine.items() if theirs[part] != found[0][part]]
+        if different:
+            raise PiperError(
+                f"rank {rank} has another program than rank 0: its {', its '.join(different)} "
+                "differ; under torchrun every process must compile the same model with the same "
+                "strategy and settings, so let nothing of them depend on the rank"
+            )
+
+
+class Weights:
+    """Notes the first weights that this process takes."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._seen: Fingerprints = {}
+
+    def __call__(self, name: str) -> Tensor:
+        found = self._fetch(name)
+        self._seen[name] = of_tensor(found)
+        return found
+
+    def refuse_others(self, objects: Any) -> None:
+        """Refuse weights of which two processes have different ones."""
+        first: dict[str, tuple[int, str]] = {}
+        different: dict[str, tuple[int, int]] = {}
+        for rank, theirs in enumerate(everyone(self._seen, objects)):
+            for name, digest in theirs.items():
+                other, known = first.setdefault(name, (rank, digest))
+                if known != digest:
+                    different.setdefault(name, (other, rank))
+        if different:
+            (one, two) = next(iter(different.values()))
+            names = list(different)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise PiperError(
+                f"the first weights differ between ranks {one} and {two}: "
+                f"{', '.join(names[:5])}{more}; under torchrun every process must begin with the "
+                "same ones: call torch.manual_seed with the same number on all of them before the "
+                "model is made, or load the same file (check_weights=False if trainer.load is to "
+                "replace them all)"
+            )
+
+
+class Batches:
+    """Compares the first batches, then every ``every``-th; none if that is 0."""
+
+    def __init__(self, every: int, objects: Any) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise PiperError(
+                f"check_batches={every!r} must be a number of steps, or 0 to compare no batches"
+            )
+        self._every = every
+        self._objects = objects
+        self._seen = 0
+
+    def refuse_others(self, batch: Sequence[Tensor]) -> None:
+        """Refuse a batch that is not the same in all processes."""
+        self._seen += 1
+        if not self._every or (self._seen > _FIRST and self._seen % self._every):
+            return
+        mine = [of_tensor(x) for x in batch]
+        found = everyone(mine, self._objects)
+        for rank, theirs in enumerate(found):
+            if theirs == found[0]:
+                continue
+            place = next(i for i, x in enumerate(theirs) if x != found[0][i])
+            raise PiperError(
+                f"the batches of ranks 0 and {rank} differ: tensor {place} of {len(theirs)}, of "
+                f"shape {list(batch[place].shape)} here; under torchrun every process must give "
+                "the same global batch, of which it computes its own rows: leave out "
+                "DistributedSampler, and shuffle with a generator of the same seed everywhere "
+                "(check_batches=0 turns this comparison off)"
+            )
+
+
+def of_tensor(x: Tensor) -> str:
+    """A few bytes that stand for shape, dtype and every number of a tensor."""
+    x = x.detach()
+    rows = _bits(x.contiguous())
+    rows = rows.reshape(x.shape[0] if x.dim() else 1, -1) if x.numel() else rows.reshape(0, 1)
+    sums = rows.sum(1, dtype=torch.int64)  # which no order of adding changes
+    head = f"{x.dtype} {list(x.shape)} ".encode()
+    return hashlib.blake2b(head + sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _bits(x: Tensor) -> Tensor:
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.reshape(-1).view(whole.get(x.element_size(), torch.uint8))
+
+
+def lost_peers(act: Callable[[], Any]) -> Any:
+    """What ``act`` gives, unless a process that takes part in it is gone."""
+    try:
+        return act()
+    except RuntimeError as error:
+        raise PiperError(
+            f"the processes cannot be brought together ({str(error).splitlines()[0]}): one of them "
+            "has ended or hangs; look at what it wrote first"
+        ) from error
+
+
+def everyone(mine: Any, objects: Any) -> list[Any]:
+    """What every process has, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    lost_peers(lambda: dist.all_gather_object(found, mine, group=objects))
+    return found
+
+
+def _digest(data: Sequence[Any] | Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,92 @@
+"""Run with ``torchrun --nproc-per-node 2``: processes that do not mean the same, in every way. Each
+writes what it was told into ``told.RANK.json`` of the folder that is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import piper
+
+RANK = int(os.environ["RANK"])
+
+
+def compiled(model: nn.Module, devices: int) -> piper.Program:
+    strategy = [piper.place({}, devices=range(devices)), piper.replicate({})]
+    return piper.compile(
+        model,
+        piper.Strategy([piper.split(into="MB", parts=2), *strategy]),
+        inputs=(torch.zeros(8, 4),),
+        targets=(torch.zeros(8, 4),),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def refused(program: piper.Program, **options: object) -> str:
+    try:
+        piper.launch(program, on="torchrun", timeout=30, **options)
+    except piper.PiperError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    told = {"program": refused(compiled(model, 1 + RANK))}
+    program = compiled(model, 2)
+    with torch.no_grad():
+        model[2].bias += RANK
+    told["weights"] = refused(program)
+    told["weights, unchecked"] = refused(program, check_weights=False)
+    with torch.no_grad():
+        model[2].bias.zero_()
+    told["option"] = refused(program, check_batches=-1)
+    with piper.launch(program, on="torchrun", timeout=30, check_batches=5) as trainer:
+        for step in range(1, 8):
+            x, y = batch(step)
+            if step in (2, 4, 5):  # the habit of a DistributedSampler; an unseeded shuffle of rows
+                x, y = batch(100 * RANK) if step == 2 else (x, y.roll(RANK, 0))
+            try:
+                trainer.step(x, y)
+            except piper.PiperError as error:
+                told[f"step {step}"] = str(error)
+        try:
+            trainer.evaluate(*batch(RANK))
+        except piper.PiperError as error:
+            told["evaluate"] = str(error)
+    trainer = piper.launch(program, on="torchrun", timeout=30, check_batches=0)
+    trainer.step(*batch(1))
+    if RANK == 1:
+        write(folder, told)
+        os._exit(0)
+    try:
+        trainer.step(*batch(2))
+    except piper.PiperError as error:
+        told["lost"] = f"{type(error).__name__}: {error}"
+    try:
+        trainer.state_dict()
+    except piper.PiperError as error:
+        told["lost, state"] = str(error)
+    write(folder, told)
+    os._exit(0)
+
+
+def write(folder: Path, told: dict[str, str]) -> None:
+    (folder / f"told.{RANK}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
