@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import os
+import pickle
 import re
 import resource
 import signal
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,9 +32,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import piper
+from piper.launch.sending import by_value
 from piper.runtime.communicators import communicators_of
 from piper.runtime.gloo import Gloo
 from tests.scripts import faulty
@@ -165,6 +169,29 @@ def test_nothing_listens_where_a_stranger_could_come_from(place: Place) -> None:
         shut = {path for path in place.folder.iterdir() if not path.stat().st_mode & 0o077}
         assert all(shut.intersection(path.parents) for path in others)
     place.assert_nothing_left()
+
+
+# what is sent to workers
+
+
+def test_a_compiled_class_at_the_top_of_a_script_is_imported_by_workers() -> None:
+    """``safe_open`` says that it is built into Python, where it is not."""
+
+    def init(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        with safe_open(name, framework="pt") as file:
+            tensor.copy_(file.get_tensor(name))
+
+    kinds: Any = [safe_open, int, dict, types.FunctionType, type(None), nn.Linear]
+    loaded, *others = pickle.loads(by_value((init, *kinds)))
+    assert others == kinds
+    assert loaded.__globals__["safe_open"] is safe_open
+
+    class Elsewhere:
+        pass
+
+    Elsewhere.__module__ = "builtins"
+    with pytest.raises(pickle.PicklingError, match="Elsewhere is a compiled class"):
+        by_value(Elsewhere)
 
 
 # the same numbers, then a fault

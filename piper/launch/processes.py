@@ -183,7 +183,7 @@ class ProcessCrew:
 
     def _write(self, folder: Path) -> None:
         try:
-            import cloudpickle
+            from piper.launch.sending import by_value
         except ImportError as error:
             raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
         program = self._program
@@ -198,7 +198,7 @@ class ProcessCrew:
         torch.save({n: x.detach() for n, x in weights.items()}, folder / "weights.pt")
         training = program.training
         try:
-            callables = cloudpickle.dumps((training.optimizer, training.scheduler, source.init))
+            callables = by_value((training.optimizer, training.scheduler, source.init))
         except Exception as error:
             raise PiperError(
                 f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
