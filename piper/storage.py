@@ -38,7 +38,7 @@ from piper.program import Code, Piece, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
-_FORMAT = "piper program 3"
+_FORMAT = "piper program 4"
 
 
 def save(program: Program, folder: Path) -> None:
