@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +77,8 @@ class StateNames:
     keys: Mapping[str, str]
     """For each key, the tensor's first name: tied parameters have several keys."""
     shapes: Mapping[str, tuple[int, ...]]
+    added: tuple[str, ...] = ()
+    """Keys of what modules add to their state dict: extra state, and what hooks compute."""
 
     @staticmethod
     def of(source: Source) -> StateNames:
@@ -83,12 +87,15 @@ class StateNames:
             firsts.setdefault(id(tensor), name)
         keys: dict[str, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
+        added: list[str] = []
         for prefix, module in source.roots():
             for key, tensor in module.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor) and id(tensor) in firsts:
                     keys[prefix + key] = firsts[id(tensor)]
                     shapes[prefix + key] = tuple(tensor.shape)
-        return StateNames(keys, shapes)
+                else:
+                    added.append(prefix + key)
+        return StateNames(keys, shapes, tuple(added))
 
     @property
     def elements(self) -> Mapping[str, int]:
@@ -98,7 +105,7 @@ class StateNames:
     def checked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state dict by their first names; another model's are refused."""
         missing = sorted(self.keys.keys() - state.keys())
-        unknown = sorted(state.keys() - self.keys.keys())
+        unknown = sorted(state.keys() - self.keys.keys() - set(self.added))
         if missing or unknown:
             raise PiperError(
                 "the state dict is not this model's: "
@@ -127,4 +134,23 @@ class StateNames:
             if name not in known:
                 known[name] = tensor_of(name)
             found[key] = known[name]
+        return found
+
+    def with_added(self, source: Source, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """``state`` and what the modules of ``source`` add to such a state, in their own order:
+        asked of a copy that has the tensors of ``state``."""
+        if not self.added:
+            return dict(state)
+        first = {self.keys[key]: tensor for key, tensor in state.items()}
+        memo: dict[int, Any] = {}
+        for name, parameter in source.parameters():
+            if name in first:
+                memo[id(parameter)] = nn.Parameter(first[name], parameter.requires_grad)
+        for name, buffer in source.buffers():
+            if name in first:
+                memo.setdefault(id(buffer), first[name])
+        found: dict[str, Any] = {}
+        for prefix, module in source.roots():
+            for key, item in copy.deepcopy(module, memo).state_dict().items():
+                found[prefix + key] = state.get(prefix + key, item)
         return found

@@ -342,6 +342,55 @@ def test_loading_a_state_keeps_the_optimizers() -> None:
     assert_same(after, Run(whole.losses[2:], whole.norms[2:], whole.state))
 
 
+class Added(nn.Module):
+    """Adds to its state: settings, what a hook computes, and something that is no data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self._register_state_dict_hook(self._norm)
+        self.register_state_dict_post_hook(self._kind)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"version": 3, "scale": torch.tensor(2.0)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["version"] == 3
+
+    @staticmethod
+    def _norm(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "norm"] = module.layer.weight.detach().norm()
+
+    @staticmethod
+    def _kind(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "kind"] = type(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("layer"):
+            return self.layer(x)
+
+
+def test_what_modules_add_to_their_state(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Added(), Added())
+    made = compiled(net, pipeline([[0], [1]], 2), F.mse_loss, batches())
+    with piper.launch(made) as trainer:
+        trainer.step(*given(0))
+        state = trainer.state_dict()
+        assert list(state) == list(net.state_dict())
+        assert state["0._extra_state"]["version"] == 3
+        assert torch.equal(state["1.norm"], state["1.layer.weight"].norm())
+        assert not torch.equal(state["1.norm"], net.state_dict()["1.norm"])
+        with pytest.warns(UserWarning, match=r"0\.kind of the model's state dict is not in the"):
+            trainer.save(tmp_path / "state")
+        saved = torch.load(tmp_path / "state", weights_only=True)["added"]
+        assert torch.equal(saved["1.norm"], state["1.norm"])
+        assert saved["0._extra_state"]["version"] == 3
+        trainer.load_state_dict(state)
+        trainer.load(tmp_path / "state")
+        copy.deepcopy(net).load_state_dict(state, strict=False)
+
+
 # checkpoints
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def write(path: str | Path, program: Program, state: Restored) -> None:
     content = {
         "format": _FORMAT,
         "tensors": dict(state.tensors),
+        "added": _added(program, state.tensors),
         "optimizer": {k: dict(v) for k, v in (state.optimizer or {}).items()},
         "numbers": [(name, kind, item) for (name, kind), item in (state.numbers or {}).items()],
         "steps": state.steps,
@@ -109,6 +111,31 @@ def write(path: str | Path, program: Program, state: Restored) -> None:
         raise PiperError(
             f"the state cannot be saved to {target}: {error}; what was there before is untouched"
         ) from error
+
+
+def _added(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the model's modules add to a state dict, as far as a file can hold it that runs no code
+    when it is read."""
+    if program.source is None:
+        return {}
+    whole = program.names.with_added(program.source, tensors)
+    found = {key: whole[key] for key in program.names.added if key in whole}
+    for key in [key for key, item in found.items() if not _is_data(item)]:
+        warnings.warn(
+            f"{key} of the model's state dict is not in the checkpoint: it is a "
+            f"{type(found.pop(key)).__name__}, and a file holds tensors, numbers, text and "
+            "containers of these only",
+            stacklevel=4,
+        )
+    return found
+
+
+def _is_data(item: Any) -> bool:
+    if isinstance(item, dict):
+        return all(map(_is_data, (*item.keys(), *item.values())))
+    if isinstance(item, list | tuple | set):
+        return all(map(_is_data, item))
+    return isinstance(item, Tensor | str | bytes | int | float | None)
 
 
 def read(path: str | Path, program: Program) -> Restored:

@@ -155,11 +155,14 @@ class Trainer:
                 bar.update(task, advance=1, loss=float(result.loss), rate=rate)
                 yield result
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's parameters and buffers, whole, under their own names."""
+    def state_dict(self) -> dict[str, Any]:
+        """The model's parameters and buffers, whole, under their own names, and what its modules
+        add to a state dict (extra state, hooks)."""
         with held_back():
             portions = self._whole.export(optimizer=False)
-        return dict(whole_state(self.program, portions, self._rest).tensors)
+        state = whole_state(self.program, portions, self._rest).tensors
+        source = self.program.source
+        return dict(state) if source is None else self.program.names.with_added(source, state)
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """What ``state_dict`` gives, a few tensors at a time: nobody ever holds the whole model,
