@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from piper.capture.batch import Batch
 from piper.data import ByteBatches, source_bytes, stdlib_bytes
 from piper.errors import PiperError
 
@@ -162,3 +163,11 @@ def test_a_wrong_argument_is_named(change: dict[str, object], message: str) -> N
 def test_a_negative_step_is_an_error() -> None:
     with pytest.raises(PiperError, match="step=-1"):
         ByteBatches(RAMP, batch=2, seq=4)[-1]
+
+
+def test_a_batch_of_keywords_says_that_they_are_one_mapping() -> None:
+    x = torch.randn(2, 3)
+    example = Batch.of({"input_ids": x, "mask": x}, (x,))
+    wanted = r"1 mapping of input_ids, mask and 1 target, .*; 3 values given"
+    with pytest.raises(PiperError, match=wanted):
+        example.like(x, x, x)

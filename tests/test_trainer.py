@@ -658,9 +658,9 @@ def batch_errors() -> dict[str, tuple[Callable[[piper.Trainer], Any], str]]:
     return {
         "nothing": (
             lambda t: t.step(),
-            "1 input(s) and 1 target(s), as in the example that was captured; 0 were given",
+            "1 input and 1 target, as in the example that was captured; 0 values given",
         ),
-        "one-too-many": (lambda t: t.step(x, y, y), "1 input(s) and 1 target(s)"),
+        "one-too-many": (lambda t: t.step(x, y, y), "1 input and 1 target"),
         "fewer-rows": (lambda t: t.step(x[:4], y[:4]), "pad"),
         "more-rows": (
             lambda t: t.step(torch.cat([x, x]), torch.cat([y, y])),
@@ -675,8 +675,8 @@ def batch_errors() -> dict[str, tuple[Callable[[piper.Trainer], Any], str]]:
         "a-list": (lambda t: t.step([x], y), "inputs[0] is a tuple or list, but a tensor"),
         "a-mapping": (lambda t: t.step({"x": x}, y), "inputs[0] is a dict, but a tensor"),
         "no-values": (lambda t: t.step(x.to("meta"), y), "on the meta device and has no values"),
-        "evaluated": (lambda t: t.evaluate(x), "1 input(s) and 1 target(s)"),
-        "fitted": (lambda t: list(t.fit([(x,)])), "1 input(s) and 1 target(s)"),
+        "evaluated": (lambda t: t.evaluate(x), "1 input and 1 target"),
+        "fitted": (lambda t: list(t.fit([(x,)])), "1 input and 1 target"),
         "fitted-with-a-tensor": (lambda t: list(t.fit([x])), "batch"),
         "padded-mean": (lambda t: t.step(x[:4], y[:4], pad=(0, 0)), "returns (sum, count)"),
     }

@@ -113,6 +113,26 @@ def test_gpt2_with_a_padding_mask() -> None:
     check(gpt2(), GPT2_TAGS, attention_mask=mask)
 
 
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def test_t5_whose_attention_learns_its_mask() -> None:
+    tags = {"encoder.block.*": "layer", "decoder.block.*": "layer"}
+    check(t5(), tags, decoder_input_ids=tokens()[0])
+
+
 def qwen3_moe(experts: str) -> nn.Module:
     config = transformers.Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12

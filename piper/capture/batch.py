@@ -50,9 +50,10 @@ class Batch:
         args, kwargs, targets = self.spec.unflatten(list(self.leaves))
         n = 1 if kwargs else len(args)
         if len(batch) != n + len(targets):
+            inputs = f"1 mapping of {', '.join(kwargs)}" if kwargs else _number(n, "input")
             raise PiperError(
-                f"a batch here is {n} input(s) and {len(targets)} target(s), as in the example "
-                f"that was captured; {len(batch)} were given"
+                f"a batch here is {inputs} and {_number(len(targets), 'target')}, as in the "
+                f"example that was captured; {_number(len(batch), 'value')} given"
             )
         if kwargs and not isinstance(batch[0], Mapping):
             raise PiperError(
@@ -175,6 +176,10 @@ class Batch:
             tuple(x[i * n : (i + 1) * n] if x.dim() else x for x in self.tensors)
             for i in range(parts)
         ]
+
+
+def _number(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _counts(size: int) -> str:

@@ -230,7 +230,16 @@ def export(
         )
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)
+    _free_views(program.graph)
     return _roles(program, step, traced.paths, traced.names, traced.regions, text)
+
+
+def _free_views(graph: fx.Graph) -> None:
+    """Let views copy where they must. Attention may come out in another memory layout when it is
+    differentiated than when it was exported (another kernel where the mask needs a gradient), and
+    a ``contiguous`` that changed nothing at export is no longer there."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
 
 
 def trace_text(
