@@ -1,8 +1,10 @@
 """ZeRO-3: the whole parameters of a bucket are gathered before they are used, and let go after.
 
 Uses that follow one another on a device, with no use of another bucket in between, share one
-gather. A gather may begin when the pass some places before its first use is done: one bucket ahead,
-or as far as memory allows.
+gather. So do those of a device that has several stages and runs one for many microbatches at once,
+as breadth-first schedules do: it holds the buckets of that stage meanwhile, and of no other. A
+gather may begin when the pass some places before its first use is done: one bucket ahead, or as far
+as memory allows.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
+from piper.capture.program import Pass
 from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group
 from piper.ir.values import ExtraRole
 from piper.lower.rewriter import Rewriter
@@ -19,9 +22,10 @@ from piper.lower.schedule import Schedule
 AHEAD = 2
 
 
-def add_gathers(dag: Dag, order: Schedule, ahead: int = AHEAD) -> Dag:
+def add_gathers(dag: Dag, order: Schedule, ahead: int = AHEAD, *, stages: bool = True) -> Dag:
     """``dag`` with a gather for every run of uses, in the order in which ``order`` runs them; each
-    may begin when the pass ``ahead`` places before the first use is done."""
+    may begin when the pass ``ahead`` places before the first use is done. If not ``stages``, no
+    bucket is held while another is used."""
     buckets = _divided(dag)
     if not buckets:
         return dag
@@ -34,19 +38,41 @@ def add_gathers(dag: Dag, order: Schedule, ahead: int = AHEAD) -> Dag:
     for row in rows.values():
         if any(_uses(dag, number, buckets) for number in row):
             _keep_order(out, row)  # the gathers are right for this order of passes only
+        uses = [(place, _uses(dag, number, buckets)) for place, number in enumerate(row)]
+        uses = [(place, used) for place, used in uses if used]  # a loss parts no run
+        forward = [dag.nodes[row[place]].compute.which is Pass.F for place, _ in uses]
+        again = _used_again([used for _, used in uses], forward) if stages else set()
         held: dict[int, int] = {}
-        for place, number in enumerate(row):
-            used = _uses(dag, number, buckets)
-            if not used:  # a loss between the last layer's forward and backward parts no run
-                continue
-            held = {bucket: held[bucket] for bucket in used if bucket in held}
+        for i, (place, used) in enumerate(uses):
+            held = {b: whole for b, whole in held.items() if b in used or (i, b) in again}
             for bucket in used:
                 if bucket not in held:
                     before = row[place - ahead] if place >= ahead else None
-                    held[bucket] = _gather(dag, out, bucket, number, before, blocks)
-            node = out.nodes[number]
-            out.nodes[number] = replace(node, reads=(*node.reads, *held.values()))
+                    held[bucket] = _gather(dag, out, bucket, row[place], before, blocks)
+            node = out.nodes[row[place]]
+            mine = (held[bucket] for bucket in used)
+            out.nodes[row[place]] = replace(node, reads=(*node.reads, *mine))
     return out.dag()
+
+
+def _used_again(uses: list[list[int]], forward: list[bool]) -> set[tuple[int, int]]:
+    """At which of ``uses`` which other buckets are held for a later one: where only forwards, or
+    only backwards, are in between, and not all of those that the device runs."""
+    everything: dict[bool, set[int]] = {True: set(), False: set()}
+    for used, ahead in zip(uses, forward, strict=True):
+        everything[ahead].update(used)
+    found: set[tuple[int, int]] = set()
+    for first, used in enumerate(uses):
+        for bucket in used:
+            between = {bucket}
+            for i in range(first + 1, len(uses)):
+                if forward[i] is not forward[first] or between == everything[forward[first]]:
+                    break
+                if bucket in uses[i]:
+                    found.update((j, bucket) for j in range(first + 1, i))
+                    break
+                between.update(uses[i])
+    return found
 
 
 def _keep_order(out: Rewriter, row: list[int]) -> None:

@@ -83,8 +83,11 @@ def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Low
     """Plans that gather divided parameters as early as the limit allows."""
     order = _run(dag, models, settings.costs)[1]
     limit = settings.memory_limit
-    for ahead in (AHEAD,) if limit is None else _AHEAD_WITHIN_LIMIT:
-        gathered = add_gathers(dag, order, ahead)
+    tries = [(AHEAD, True)]
+    if limit is not None:
+        tries = [(ahead, stages) for stages in (True, False) for ahead in _AHEAD_WITHIN_LIMIT]
+    for ahead, stages in tries:
+        gathered = add_gathers(dag, order, ahead, stages=stages)
         verify(gathered)
         found = _planned(gathered, models, settings)
         if limit is None or all(memory.peak <= limit for memory in found.memory):

@@ -7,7 +7,8 @@
 
 bubble       (PP - 1)(F + B) / V, with V stages a rank
 activations  M microbatches on every rank
-A parameter is used for all microbatches in one run: with ZeRO-3 it is gathered once a pass.
+A parameter is used for all microbatches in one run: with ZeRO-3 it is gathered once a pass, and the
+parameters of one stage are held meanwhile.
 """
 
 from __future__ import annotations
