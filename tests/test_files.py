@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import piper
 from piper import PiperError
 from piper.cli import main as cli
+from tests.scripts.mutations import OTHER, tally
 from tests.training import pipeline
 
 
@@ -275,3 +276,63 @@ def test_a_full_disk_leaves_the_earlier_program(program: piper.Program, folder: 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert piper.Program.load(folder).plans == program.plans
+
+
+# everything at random
+
+
+def test_mutations_of_every_kind_of_file() -> None:
+    """Refused, or what is read can be used; ``PiperError`` is the only error."""
+    found = tally(300, seed=1)
+    assert sum(found.values()) == 300
+    assert not found["program, damaged", OTHER]
+    assert not found["checkpoint, damaged", OTHER]
+
+
+@pytest.mark.slow
+def test_many_mutations_of_every_kind_of_file() -> None:
+    """``-s`` prints how they ended."""
+    found = tally(20_000, seed=2)
+    for (kind, outcome), count in sorted(found.items()):
+        print(f"{kind:>20} {outcome:>10} {count:>6}")
+    assert sum(found.values()) == 20_000
+
+
+def test_a_damaged_checkpoint_is_refused(program: piper.Program, tmp_path: Path) -> None:
+    """Torch itself reads whatever the numbers have become."""
+    path = tmp_path / "state"
+    x = torch.ones(4, 4)
+    with piper.launch(program) as trainer:
+        trainer.step(x, x)
+        trainer.save(path)
+        weight = trainer.state_dict()["layers.0.weight"].numpy().tobytes()
+        content = bytearray(path.read_bytes())
+        content[content.index(weight) + 3] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(PiperError, match=r"is damaged: the checksum of .* differs"):
+            trainer.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(steps="2"), "steps: '2' is not a whole number from 0 on"),
+        (lambda c: c.update(groups=[{"params": []}]), "groups[0]: settings have no params"),
+        (lambda c: c.update(numbers=[(1, 2)]), "numbers[0]: (1, 2) is not a parameter, a name"),
+        (lambda c: c.update(optimizer={"a": {"b": torch.ones(1)}}), "there is no parameter 'b'"),
+        (lambda c: c.update(tensors=torch.ones(1)), "tensors: tensor([1.]) is not a table"),
+        (lambda c: c.update(kind=3), "kind: 3 is not a string"),
+    ],
+)
+def test_what_a_checkpoint_says_must_fit(
+    program: piper.Program, tmp_path: Path, change: Callable[[Any], Any], words: str
+) -> None:
+    path = tmp_path / "state"
+    with piper.launch(program) as trainer:
+        trainer.save(path)
+        content = torch.load(path)
+        change(content)
+        torch.save(content, path)
+        with pytest.raises(PiperError, match="cannot be used: ") as caught:
+            trainer.load(path)
+    assert words in str(caught.value)

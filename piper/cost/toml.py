@@ -46,6 +46,7 @@ from piper.cost import presets
 from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
 from piper.errors import PiperError
 
+_MOST = 10**6
 _TABLES = {"name", "machines", "devices", "links", "between", "sharing"}
 _MACHINE = {"count", "devices", "device", "inside", "outside"}
 _DEVICE = {field.name for field in fields(Device)} - {"name"} | {"like"}
@@ -168,7 +169,7 @@ def _device(name: str, table: Any, devices: Mapping[str, Device]) -> Device:
     points = table.get("efficiency", base.efficiency if base else ((1.0, 1.0),))
     if not isinstance(points, list | tuple) or not all(_pair(point) for point in points):
         raise PiperError(f"{where}: efficiency must be a list of [operations, share]")
-    sms = table.get("sms", base.sms if base else None)
+    sms = _count(table, "sms", where) if "sms" in table else base and base.sms
     return Device(
         name=name,
         flops=flops,
@@ -178,7 +179,7 @@ def _device(name: str, table: Any, devices: Mapping[str, Device]) -> Device:
         overhead=_number(table, "overhead", where, base.overhead if base else 0.0),
         issue=_number(table, "issue", where, base.issue if base else 0.0),
         synchronous=bool(table.get("synchronous", base.synchronous if base else False)),
-        sms=int(sms) if sms else None,
+        sms=sms,
     )
 
 
@@ -236,7 +237,7 @@ def _number(
 
 def _count(table: Mapping[str, Any], key: str, where: str) -> int:
     value = table.get(key, 1)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
         raise PiperError(f"{where}: {key} must be a whole number from 1 on, not {value!r}")
     return value
 

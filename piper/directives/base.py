@@ -111,6 +111,12 @@ def check_stream(what: str, name: object) -> None:
         raise DirectiveError(f"{what}={name!r} must be the name of a stream")
 
 
+def check_tag(what: str, name: object) -> None:
+    """Refuse what is no name of a tag."""
+    if not isinstance(name, str) or not name:
+        raise DirectiveError(f"{what}={name!r} must be the name of a tag")
+
+
 def positive(what: str, value: object) -> int:
     """``value``, which must be a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, positive
+from piper.directives.base import Directive, check_tag, positive
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
 from piper.ir.facts import ChunkFacts
@@ -28,6 +28,8 @@ class Partition(Directive):
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         positive("parts", self.parts)
+        check_tag("tag", self.tag)
+        check_tag("into", self.into)
         if self.into in dag.tag_values:
             raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
         regions = sorted({c.tags[self.tag] for c in dag.model.chunks if self.tag in c.tags})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, plain_filter, positive
+from piper.directives.base import Directive, check_tag, plain_filter, positive
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.filters import Filter, FilterLike, select
@@ -25,6 +25,7 @@ class Split(Directive):
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         positive("parts", self.parts)
+        check_tag("into", self.into)
         if dag.microbatches is not None:
             raise DirectiveError(f"the batch is split already, into {dag.microbatches[0]!r}")
         if self.into in dag.tag_values:

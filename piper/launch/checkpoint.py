@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from piper.codec import MalformedError
 from piper.errors import PiperError
 from piper.launch.crew import Restored
 from piper.launch.fetching import fetcher
+from piper.launch.state_checks import check_state
 from piper.optimizer import make
 from piper.program import Program
 from piper.runtime.groups import Group
@@ -100,7 +104,8 @@ def write(path: str | Path, program: Program, state: Restored) -> None:
         raise PiperError(f"the state cannot be saved to {target}: {error}") from error
     try:
         with os.fdopen(handle, "wb") as file:
-            torch.save(content, file)
+            with _checksums():
+                torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, target)
@@ -138,9 +143,21 @@ def _is_data(item: Any) -> bool:
     return isinstance(item, Tensor | str | bytes | int | float | None)
 
 
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Whatever else the process saves without."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def read(path: str | Path, program: Program) -> Restored:
     """The state in a file."""
     try:
+        _refuse_damage(path)
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise PiperError(f"there is no state at {path}") from error
@@ -151,10 +168,13 @@ def read(path: str | Path, program: Program) -> Restored:
     missing = _FIELDS - content.keys()
     if missing:
         raise PiperError(f"{path} is incomplete: it lacks {', '.join(sorted(missing))}")
-    tensors: dict[str, Tensor] = content["tensors"]
+    try:
+        check_state(content, program)
+    except MalformedError as error:
+        raise PiperError(f"{path} cannot be used: {error}") from None
     _refuse_other_optimizer(path, program, content["kind"])
     return Restored(
-        tensors=program.names.checked(tensors),
+        tensors=program.names.checked(content["tensors"]),
         optimizer=content["optimizer"],
         numbers={(name, kind): item for name, kind, item in content["numbers"]},
         steps=content["steps"],
@@ -173,6 +193,13 @@ def _group(item: Any) -> Group:
         return Group((), item, {})
     names, settings, schedule = item
     return Group(tuple(names), settings, schedule)
+
+
+def _refuse_damage(path: str | Path) -> None:
+    """Torch reads whatever the numbers have become; a file has a checksum for each tensor."""
+    with zipfile.ZipFile(path) as file:
+        if (damaged := file.testzip()) is not None:
+            raise zipfile.BadZipFile(f"it is damaged: the checksum of {damaged} differs")
 
 
 def _refuse_other_optimizer(path: str | Path, program: Program, kind: str) -> None:

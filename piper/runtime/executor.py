@@ -110,7 +110,7 @@ class Executor:
         list is emptied, so that the plan alone says how long they are kept."""
         self.running = loaded
         board, at = loaded.board, self.at
-        free = loaded.bound.free
+        free, keeps = loaded.bound.free, loaded.bound.keeps
         pending: dict[int, Pending] = {}
         place = 0
         try:
@@ -127,6 +127,8 @@ class Executor:
                 begun = act()
                 if begun is not None:
                     pending[place] = begun
+                    if not keeps:
+                        begun.release()
                 for slot in frees:
                     free(slot)
             for other in list(pending):

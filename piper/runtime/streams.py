@@ -35,6 +35,10 @@ Free = Callable[[int], None]
 class Bound:
     """Runs one plan's instructions in order. This is the CPU's: they are just called."""
 
+    keeps = False
+    """Whether a communication keeps what it reads; on a CPU, whoever communicates does, and no
+    longer than it must."""
+
     def __init__(self, plan: Plan, slots: list[Any]) -> None:
         self._plan = plan
         self._slots = slots
@@ -124,6 +128,8 @@ class CudaStreams(Streams):
 
 class CudaBound(Bound):
     """Runs one plan's instructions on CUDA streams."""
+
+    keeps = True
 
     def __init__(self, streams: CudaStreams, plan: Plan, slots: list[Any]) -> None:
         super().__init__(plan, slots)
