@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from piper.capture import opaque
 from piper.capture.attention import restore_eager_attention
@@ -134,7 +135,7 @@ class _Step(nn.Module):
 def _generators() -> dict[str, object]:
     """The state of the generators that tracing cannot follow."""
     numpy = sys.modules.get("numpy")
-    with unset_fake_temporarily():
+    with _disable_current_modes():  # else the state would be traced, and kept with the program
         torch_state = torch.get_rng_state().numpy().tobytes()
     found: dict[str, object] = {
         "Python's random": random.getstate(),
