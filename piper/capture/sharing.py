@@ -8,6 +8,7 @@ from itertools import combinations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.errors import CaptureError
 
@@ -17,7 +18,8 @@ def refuse_shared_memory(model: nn.Module, names: dict[str, str]) -> None:
     ``names`` are the paths as the user knows them."""
     homes: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
+        real = not tensor.is_meta and not isinstance(tensor, FakeTensor)  # others have no memory
+        if real and tensor.layout is torch.strided and tensor.numel():
             homes[tensor.untyped_storage().data_ptr()].append((path, tensor))
     for rows in homes.values():
         for (one, a), (two, b) in combinations(rows, 2):
