@@ -47,11 +47,6 @@ class Nccl:
         }
         self._to_self: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 
-    @property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """Those that this process is a member of."""
-        return tuple(self._backends)
-
     def close(self) -> None:
         """Give back what the communicators hold; all members must do so."""
         for backend in self._backends.values():

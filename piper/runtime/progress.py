@@ -37,10 +37,6 @@ class Progress:
         """The run is over when ``stream`` comes here."""
         self._now.over.record(stream)
 
-    def over(self) -> bool:
-        """Whether every run that has begun is over, as far as the host has come in it."""
-        return self.unfinished() is None and self._now.over.query()
-
     def unfinished(self) -> int | None:
         """The first communication that has begun and is not over."""
         for run in (self._last, self._now):

@@ -29,7 +29,7 @@ from piper.runtime.shaking import Shaker
 from piper.runtime.shares import Shares
 
 Free = Callable[[int], None]
-"""Lets go of a slot."""
+"""Frees a slot."""
 
 
 class Bound:
@@ -64,7 +64,7 @@ class Bound:
         pending.release()
 
     def free(self, slot: int) -> None:
-        """Let go of a slot."""
+        """Free a slot."""
         self._slots[slot] = None
 
 
