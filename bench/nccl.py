@@ -71,7 +71,7 @@ class Side:
             device = what.devices[rank]
             self.found.predicted = [m.peak for m in what.memory if device in m.devices]
             self._rows: Callable[[Tensor], Any] = lambda x: x
-            self._step: Callable[[Any, Any], Tensor | float] = lambda x, y: trainer.step(x, y).loss
+            self._step: Callable[[Any, Any], Any] = trainer.step
         else:
             self._rows = lambda x: what.rows(x, rank)
             self._step = what.begin()

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import piper
 from piper import PiperError
+from piper.capture.operators import check_arguments, operator_named
 from piper.cli import main as cli
 from tests.scripts.mutations import OTHER, tally
 from tests.training import pipeline
@@ -143,6 +144,14 @@ def test_a_graph_can_only_call_operators_on_tensors(
         piper.Program.load(folder)
     assert words in str(caught.value)
     assert not Path("harm").exists()
+
+
+def test_a_missing_tensor_fits_an_operator() -> None:
+    """The gradient of attention on GPUs is asked for without a bias, though its schema wants it."""
+    operator = operator_named("aten._scaled_dot_product_efficient_attention_backward.default")
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    check_arguments(operator, (x, x, x, x, None, x, x, x, x, 0.0, [True] * 4), {})
 
 
 def test_the_command_line_runs_nothing_of_a_program(

@@ -11,6 +11,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -115,7 +116,8 @@ def _fits(kind: Any) -> Fits:
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    "TensorType": (fx.Node, bool, int, float),  # torch makes tensors of numbers
+    # Torch makes tensors of numbers, and an undefined one of None: a missing attention bias.
+    "TensorType": (fx.Node, bool, int, float, NoneType),
     "IntType": (int, fx.Node),
     "SymIntType": (int, fx.Node),
     "FloatType": (int, float, fx.Node),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from piper.runtime.groups import Group
@@ -35,12 +36,30 @@ class Report:
     """The squared norm of all gradients."""
     memory: int
     """The most bytes that one device has held."""
+    ready: torch.cuda.Event | None = None
+    """What to wait for before ``total`` and ``norm`` are read."""
     measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
     """By device, what its instructions took, if that was asked for."""
     kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict)
     """By device, the kernels of its instructions, if that was asked for; on the same clock."""
     alive: Mapping[int, Alive] = field(default_factory=dict)
     """By device, the memory that its tensors took, if that was asked for."""
+
+    def scalars(self) -> tuple[Tensor, Tensor | None]:
+        """``total`` and ``norm``, for the current stream, which waits for them."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.total.device)
+            stream.wait_event(self.ready)
+            for x in (self.total, self.norm):
+                if x is not None:
+                    x.record_stream(stream)
+        return self.total, self.norm
+
+    def on_host(self) -> Report:
+        """The same when the GPU has got there."""
+        total, norm = self.scalars()
+        norm = None if norm is None else norm.cpu()
+        return replace(self, total=total.cpu(), norm=norm, ready=None)
 
     def at_clock(self, ahead: float) -> Report:
         """The same on a clock that this machine's is so many seconds ahead of."""

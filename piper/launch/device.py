@@ -69,7 +69,7 @@ class Device:
         """All instructions of a step of training; the state still has to advance."""
         totals = yield from self.executor.run(self._training, given)
         assert totals.loss is not None
-        return Report(totals.loss, totals.norm, memory_of(self.state.where))
+        return Report(totals.loss, totals.norm, memory_of(self.state.where), totals.ready)
 
     def watch(self, given: list[Tensor], what: Watch) -> Generator[Pending, None, Report]:
         """One step of training, and what it took."""
@@ -103,7 +103,7 @@ class Device:
         totals = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
         assert totals.loss is not None
-        return Report(totals.loss, None, memory_of(self.state.where))
+        return Report(totals.loss, None, memory_of(self.state.where), totals.ready)
 
     def abandon(self) -> None:
         """Forget a step that failed."""

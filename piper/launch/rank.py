@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -141,12 +140,6 @@ def finished(run: Generator[Pending, None, Report]) -> Report:
         except Exception as error:
             run.close()
             raise LostError(pending.name, f"{type(error).__name__}: {error}") from error
-
-
-def on_host(report: Report) -> Report:
-    """``report`` when the GPU has got there."""
-    norm = None if report.norm is None else report.norm.cpu()
-    return replace(report, total=report.total.cpu(), norm=norm)
 
 
 def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.device:

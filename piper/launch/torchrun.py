@@ -123,7 +123,7 @@ class TorchrunCrew:
         given = cut(plan, program.code, self._number, batch)
         ahead = seconds_ahead(self._objects)
         with self._telling():
-            report = self._rank.watch(given, what).at_clock(ahead)
+            report = self._rank.watch(given, what).on_host().at_clock(ahead)
         return Report.joined([report, *everyone(report, self._objects)])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:

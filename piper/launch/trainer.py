@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -22,19 +22,31 @@ from piper.program import Program
 from piper.tracking import Alive
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step reports, the same for every caller."""
+    """What one step reports, the same for every caller.
 
-    loss: Tensor
-    """The loss over the whole batch."""
-    grad_norm: Tensor | None
-    """The norm of all gradients before clipping; None after an evaluation."""
-    seconds: float
-    tokens: int
-    """Elements of the first input: tokens, for a language model."""
-    memory: int
-    """The most bytes that a device's process has held so far: GPU memory, or resident."""
+    On GPUs the sums of the loss and of the norm over all devices run beside the next step; reading
+    one of them makes the current stream wait for them.
+    """
+
+    def __init__(self, report: Report, program: Program, seconds: float, tokens: int) -> None:
+        self._report = report
+        self._program = program
+        self.seconds = seconds
+        self.tokens = tokens
+        """Elements of the first input: tokens, for a language model."""
+        self.memory = report.memory
+        """The most bytes that a device's process has held so far: GPU memory, or resident."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss over the whole batch."""
+        return self._scalars[0]
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients before clipping; None after an evaluation."""
+        return self._scalars[1]
 
     @property
     def tokens_per_second(self) -> float:
@@ -42,6 +54,26 @@ class StepResult:
 
     def __float__(self) -> float:
         return float(self.loss)
+
+    def __repr__(self) -> str:
+        return (
+            f"StepResult(loss={self.loss}, grad_norm={self.grad_norm}, seconds={self.seconds}, "
+            f"tokens={self.tokens}, memory={self.memory})"
+        )
+
+    @cached_property
+    def _scalars(self) -> tuple[Tensor, Tensor | None]:
+        """The loss and the norm from their sums."""
+        program = self._program
+        sums, squares = self._report.scalars()
+        total = sums.to(program.loss_dtype)
+        norm = None if squares is None else squares.sqrt()
+        if program.code.count is None:
+            loss = total[0] / program.loss_parts
+        else:
+            loss = total[0] / sums[1].to(program.loss_dtype)
+            norm = None if norm is None else norm / sums[1]
+        return loss, None if norm is None else norm.float()
 
 
 class Trainer:
@@ -230,10 +262,9 @@ class Trainer:
         start = time.perf_counter()
         tensors = self._tensors(batch, pad)
         report: Report = act(tensors)
-        loss, norm = self._scalars(report)
         seconds = time.perf_counter() - start
         given = batch[0] if isinstance(batch[0], Tensor) and pad is not None else tensors[0]
-        return StepResult(loss, norm, seconds, given.numel(), report.memory)
+        return StepResult(report, self.program, seconds, given.numel())
 
     def _tensors(self, batch: Sequence[Any], pad: Sequence[float | int] | None) -> list[Tensor]:
         example = self.program.example
@@ -276,15 +307,3 @@ class Trainer:
                 x = torch.cat([x, rows.to(x.device)])
             found.append(x)
         return found
-
-    def _scalars(self, report: Report) -> tuple[Tensor, Tensor | None]:
-        """The loss and the norm from their sums."""
-        code, program = self.program.code, self.program
-        total = report.total.to(program.loss_dtype)
-        norm = None if report.norm is None else report.norm.sqrt()
-        if code.count is None:
-            loss = total[0] / program.loss_parts
-        else:
-            loss = total[0] / report.total[1].to(program.loss_dtype)
-            norm = None if norm is None else norm / report.total[1]
-        return loss, None if norm is None else norm.float()

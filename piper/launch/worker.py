@@ -31,7 +31,7 @@ from piper.launch.calls import Call, Failure, Task, receive, send
 from piper.launch.crew import Report, Restored
 from piper.launch.faults import described
 from piper.launch.monitor import Monitor
-from piper.launch.rank import Rank, choose_gpu, on_host
+from piper.launch.rank import Rank, choose_gpu
 from piper.program import Program
 from piper.runtime.executor import CommunicationError, InstructionError
 from piper.runtime.state import Fetch
@@ -162,10 +162,10 @@ def _serve(connection: Connection, folder: Path) -> None:
 def _settled(rank: Rank, monitor: Monitor | None, run: Callable[[], Report]) -> Report:
     """What ``run`` reports, when it is over on the device too."""
     if monitor is None:
-        return on_host(run())
+        return run().on_host()
     over = threading.Event()
     monitor.watch(over.is_set)
-    report = on_host(run())
+    report = run().on_host()
     over.set()
     return report
 

@@ -30,6 +30,8 @@ class Totals:
     """The sum of the losses and of what they are divided by."""
     norm: Tensor | None = None
     """The squared norm of all gradients."""
+    ready: torch.cuda.Event | None = None
+    """What to wait for before they are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Executor:
             x = board.plan.instructions[place]
             kind = CommunicationError if x.verb in COMMUNICATING else InstructionError
             raise self._failed(board, place, kind, error) from error
-        self.streams.finish()
+        board.totals.ready = self.streams.finish(loaded.bound.reporting)
         loaded.bound.end()
         board.end()
         return board.totals

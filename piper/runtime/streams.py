@@ -8,12 +8,15 @@ freed block to whatever its own stream runs next:
   streams that made it wait for it, on the device;
 - parameters gathered for a while are freed behind their last reader: the gathering stream waits;
 - anything else that a stream reads of another's is recorded with the allocator.
+
+Nothing waits for a stream that only reports the scalars of the step, until somebody reads them:
+their communication runs beside the next step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from piper.runtime.progress import Progress
 from piper.runtime.shaking import Shaker
 from piper.runtime.shares import Shares
 
+REPORTED = (ExtraRole.TOTAL, ExtraRole.NORM)
 Free = Callable[[int], None]
 """Frees a slot."""
 
@@ -38,6 +42,8 @@ class Bound:
     keeps = False
     """Whether a communication keeps what it reads; on a CPU, whoever communicates does, and no
     longer than it must."""
+    reporting: frozenset[str] = frozenset()
+    """The streams that nothing waits for when a run ends."""
 
     def __init__(self, plan: Plan, slots: list[Any]) -> None:
         self._plan = plan
@@ -74,8 +80,10 @@ class Streams:
     def begin(self) -> None:
         """All streams start after what the caller has done."""
 
-    def finish(self) -> None:
-        """The caller goes on after all streams."""
+    def finish(self, reporting: Collection[str] = ()) -> torch.cuda.Event | None:
+        """The caller goes on after all streams but those that are ``reporting``; what tells when
+        these are done, if the caller has to wait for it."""
+        return None
 
     def bind(self, plan: Plan, slots: list[Any]) -> Bound:
         """What runs ``plan`` over ``slots``."""
@@ -107,9 +115,18 @@ class CudaStreams(Streams):
         for stream in self._streams.values():
             stream.wait_stream(self.caller)
 
-    def finish(self) -> None:
-        for stream in self._streams.values():
-            self.caller.wait_stream(stream)
+    def finish(self, reporting: Collection[str] = ()) -> torch.cuda.Event | None:
+        if torch.cuda.is_current_stream_capturing():  # a graph ends where it began
+            reporting = ()
+        for name, stream in self._streams.items():
+            if name not in reporting:
+                self.caller.wait_stream(stream)
+        if not reporting:
+            return None
+        first, *others = [self.stream(name) for name in sorted(reporting)]
+        for stream in others:
+            first.wait_stream(stream)
+        return first.record_event()
 
     def bind(self, plan: Plan, slots: list[Any]) -> Bound:
         return CudaBound(self, plan, slots)
@@ -134,6 +151,7 @@ class CudaBound(Bound):
     def __init__(self, streams: CudaStreams, plan: Plan, slots: list[Any]) -> None:
         super().__init__(plan, slots)
         self._streams = streams
+        self.reporting = _reporting(plan)
         self._before = crossed(plan)
         self._owners = _owners(plan)
         self._behind = _behind(plan)
@@ -233,12 +251,12 @@ def _makers(plan: Plan) -> dict[int, set[tuple[Verb, str]]]:
 def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
     """For each communication that reads what other streams made: those streams. The one that waits
     for it anyway, where the plan takes it to its end, is left out."""
-    makers = _makers(plan)
+    makers, reporting = _makers(plan), _reporting(plan)
     ends = {c: place for place, row in enumerate(completed(plan)) for c in row}
     waits = crossed(plan)
     found = {}
     for place, x in enumerate(plan.instructions):
-        if x.verb not in COMMUNICATING:
+        if x.verb not in COMMUNICATING or x.stream in reporting:
             continue
         streams = {
             name
@@ -279,17 +297,24 @@ def _gathered(plan: Plan) -> dict[int, str]:
     }
 
 
+def _reporting(plan: Plan) -> frozenset[str]:
+    """The streams that only sum up the scalars of the step."""
+    others = {x.stream for x in plan.instructions if x.role not in REPORTED}
+    return frozenset(x.stream for x in plan.instructions) - others
+
+
 def _foreign(plan: Plan) -> dict[int, set[str]]:
     """For each slot the streams with which its memory is recorded when it is freed."""
-    makers, gathered = _makers(plan), _gathered(plan)
+    makers, gathered, reporting = _makers(plan), _gathered(plan), _reporting(plan)
     found: defaultdict[int, set[str]] = defaultdict(set)
     for x in plan.instructions:
         if x.verb is Verb.FREE:
             continue
         for slot in (*x.reads, *x.writes):
             computed = all(verb not in COMMUNICATING for verb, _ in makers.get(slot, ()))
-            if slot in makers and computed and x.verb in COMMUNICATING:
-                continue  # the communication keeps it
+            kept = x.verb in COMMUNICATING and x.stream not in reporting
+            if slot in makers and computed and kept:
+                continue
             found[slot].add(x.stream)
     for slot, made in makers.items():
         verb, stream = next(iter(made))
