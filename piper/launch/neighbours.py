@@ -47,6 +47,10 @@ class Neighbours:
         self.device: Device | None = None
         """The device of this process, once it is there."""
 
+    def unfinished(self) -> int | None:
+        """The communication that the GPU is at, if it is at one."""
+        return None if self.device is None else self.device.running.bound.unfinished()
+
     def tell(self, problem: str) -> None:
         """Let all others know what went wrong; the first who says something is believed."""
         try:
@@ -76,7 +80,7 @@ class Neighbours:
         if seconds < _LONG:
             self._heard.clear()
             return None
-        place = None if self.device is None else self.device.running.bound.unfinished()
+        place = self.unfinished()
         here, waits_for = "in the preparation of communication", self._others()
         if place is not None and self.device is not None:
             plan = self.device.running.board.plan

@@ -108,23 +108,26 @@ class Rank:
         """As ``finished``, and an error says with whom this device was communicating."""
         try:
             return finished(run)
-        except LostError as error:
+        except CommunicationError as error:
             plan = self.device.running.board.plan
-            names = [x.name if x.verb in COMMUNICATING else "" for x in plan.instructions]
+            place, cause = error.place, error.__cause__
+            if isinstance(error, LostError):
+                names = [x.name if x.verb in COMMUNICATING else "" for x in plan.instructions]
+                place = names.index(error.name)
+            assert place is not None
             raise CommunicationError(
-                f"device {self.number}, {described(plan, names.index(error.name), self.number)}: "
-                f"{error.why}; most likely one of those has ended or hangs: look at what it wrote "
-                "first"
-            ) from error.__cause__
+                f"device {self.number}, {described(plan, place, self.number)}: "
+                f"{type(cause).__name__}: {cause}; most likely one of those has ended or hangs: "
+                "look at what it wrote first"
+            ) from cause
 
 
 class LostError(CommunicationError):
     """A communication ended in an error while the host waited for it."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name}: {why}")
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.name = name
-        self.why = why
 
 
 def finished(run: Generator[Pending, None, Report]) -> Report:
@@ -139,7 +142,7 @@ def finished(run: Generator[Pending, None, Report]) -> Report:
             pending.wait()
         except Exception as error:
             run.close()
-            raise LostError(pending.name, f"{type(error).__name__}: {error}") from error
+            raise LostError(pending.name) from error
 
 
 def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.device:
@@ -148,8 +151,11 @@ def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.de
     machine has all processes."""
     refuse_too_few_gpus(local + 1, share=share)
     count = torch.cuda.device_count()
-    # torch's watchdog would end the process before our monitor could say why
+    # torch's watchdog would end the process before our monitor could say why, and wait for a minute
+    # at its end for what it writes down
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     if alone:  # nobody else has to reach this process
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if share:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +29,7 @@ from piper.launch.agreeing import (
 )
 from piper.launch.clock import seconds_ahead
 from piper.launch.crew import Report, Restored, Watch
-from piper.launch.monitor import Monitor
-from piper.launch.neighbours import Neighbours
+from piper.launch.guard import Guard
 from piper.launch.rank import Rank, choose_gpu
 from piper.program import Program
 from piper.runtime.feeding import cut
@@ -63,7 +61,7 @@ class TorchrunCrew:
         _refuse_alone()
         self._program = program
         where = _where(program, share_gpus)
-        _join(where, timeout)
+        _join(timeout)
         self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         refuse_other_programs(fingerprints(program), self._objects)
         devices = program.devices
@@ -79,12 +77,10 @@ class TorchrunCrew:
         weights = Weights(fetch)
         self.leads = dist.get_rank() == 0
         store = _own_store(self._objects)
-        self._neighbours: Neighbours | None = None
-        self._monitor: Monitor | None = None
+        self._guard: Guard | None = None
         if where.type == "cuda":
-            self._neighbours = Neighbours(store, program, self._number, timeout)
-            self._monitor = Monitor(self._neighbours.problem, _end_process)
-        with self._telling():
+            self._guard = Guard(store, program, self._number, timeout)
+        with self._guarded():
             if where.type == "cuda":
                 _refuse_shared(store, where, self._number, allowed=share_gpus)
             self._rank = Rank(
@@ -97,8 +93,8 @@ class TorchrunCrew:
                 cuda_graphs=cuda_graphs,
                 shake=shake,
             )
-        if self._neighbours is not None:
-            self._neighbours.device = self._rank.device
+        if self._guard is not None:
+            self._guard.look_at(self._rank.device)
         if check_weights:
             weights.refuse_others(self._objects)
 
@@ -113,7 +109,7 @@ class TorchrunCrew:
         program = self._program
         plan = program.plan_of(self._number)
         self._batches.refuse_others(batch)
-        with self._telling():
+        with self._guarded():
             return self._rank.step(cut(plan, program.code, self._number, batch))
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
@@ -122,7 +118,7 @@ class TorchrunCrew:
         self._batches.refuse_others(batch)
         given = cut(plan, program.code, self._number, batch)
         ahead = seconds_ahead(self._objects)
-        with self._telling():
+        with self._guarded():
             report = self._rank.watch(given, what).on_host().at_clock(ahead)
         return Report.joined([report, *everyone(report, self._objects)])
 
@@ -130,7 +126,7 @@ class TorchrunCrew:
         program = self._program
         plan = program.evaluation_plan_of(self._number)
         self._evaluated.refuse_others(batch)
-        with self._telling():
+        with self._guarded():
             given = cut(plan, program.evaluation_code, self._number, batch)
             return self._rank.evaluate(given)
 
@@ -142,61 +138,24 @@ class TorchrunCrew:
         self._rank.restore(state)
 
     def close(self, error: BaseException | None = None) -> None:
-        if self._monitor is not None and self._neighbours is not None:
-            self._monitor.close()
-            if error is not None:
-                self._tell(error)
-        self._rank.close(abandoned=error is not None)
+        if self._guard is None:
+            self._rank.close(abandoned=error is not None)
+        elif error is None:
+            self._guard.close()
+            self._rank.close()
+        else:
+            with self._guard.closing(error):
+                self._rank.close(abandoned=True)
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """What goes wrong here is told to the others, whose GPUs would wait for this one."""
-        if self._monitor is None or self._neighbours is None:
-            yield
-            return
-        issued = _Issued()
-        self._monitor.watch(issued.over)
-        try:
-            yield
-        except BaseException as error:
-            self._tell(error)
-            raise
-        issued.record()
-
-    def _tell(self, error: BaseException) -> None:
-        assert self._neighbours is not None
-        self._neighbours.tell(f"device {self._number} failed: {type(error).__name__}: {error}")
+    def _guarded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._guard is None else self._guard.over()
 
 
-class _Issued:
-    """What the host hands to the GPU: over when the GPU has come to its end."""
-
-    def __init__(self) -> None:
-        self._end: torch.cuda.Event | None = None
-
-    def record(self) -> None:
-        """The host has handed over all of it."""
-        end = torch.cuda.Event()
-        end.record()
-        self._end = end
-
-    def over(self) -> bool:
-        return self._end is not None and self._end.query()
-
-
-def _end_process(problem: str) -> None:
-    """The main thread may be stuck in the driver, where no exception reaches it."""
-    sys.stderr.write(f"piper: {problem}\n")
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _join(where: torch.device, timeout: float) -> None:
+def _join(timeout: float) -> None:
     """Be part of torch's default process group, if the caller is not yet."""
     if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     # not before: torch could not begin again on the same rendezvous, for another program
     atexit.register(_leave)
 

@@ -44,6 +44,9 @@ class Place(Protocol):
 class InstructionError(PiperError):
     """An instruction failed; the cause is the error that it raised."""
 
+    place: int | None = None
+    """Where it is in its plan, if that is known."""
+
 
 class CommunicationError(InstructionError):
     """A communication failed: most likely because another device did before."""
@@ -142,7 +145,6 @@ class Executor:
             kind = CommunicationError if x.verb in COMMUNICATING else InstructionError
             raise self._failed(board, place, kind, error) from error
         board.totals.ready = self.streams.finish(loaded.bound.reporting)
-        loaded.bound.end()
         board.end()
         return board.totals
 
@@ -155,10 +157,12 @@ class Executor:
     def _failed(
         self, board: Board, place: int, kind: type[InstructionError], error: Exception
     ) -> InstructionError:
-        return kind(
+        failed = kind(
             f"device {self.state.device}, instruction {place} "
             f"({board.plan.instructions[place].name}): {type(error).__name__}: {error}"
         )
+        failed.place = place
+        return failed
 
 
 def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:

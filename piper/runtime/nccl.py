@@ -8,6 +8,7 @@ Messages on one communicator arrive in the order in which they are sent.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -54,9 +55,13 @@ class Nccl:
         self._backends.clear()
 
     def abort(self) -> None:
-        """Let kernels that wait for other processes end, with whatever is in their tensors."""
-        for backend in self._backends.values():
-            backend.abort()
+        """Let kernels that wait for other processes end, with whatever is in their tensors. All
+        communicators at once: the end of one may wait until no kernel of another runs."""
+        threads = [threading.Thread(target=x.abort, daemon=True) for x in self._backends.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         self._backends.clear()
 
     def send(self, node: int, stream: str, to: int) -> One:

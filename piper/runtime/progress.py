@@ -1,46 +1,46 @@
 """Where a device is in its plan while the host is ahead of it: for whoever asks why nothing moves.
 
-Every communication sets an event when it is over. The events of the last two runs are kept, so the
-host may be one step ahead and no more: before it begins the next, it waits for the step before.
+Every stream counts its communications that are over.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
 from piper.lower.plan import COMMUNICATING, Plan
-
-
-class _Run:
-    def __init__(self, places: list[int]) -> None:
-        self.ends = {place: torch.cuda.Event() for place in places}
-        self.over = torch.cuda.Event()
+from piper.runtime.signals import Signal
 
 
 class Progress:
     """The communications of one plan that have ended."""
 
     def __init__(self, plan: Plan) -> None:
-        places = [i for i, x in enumerate(plan.instructions) if x.verb in COMMUNICATING]
-        self._last, self._now = _Run(places), _Run(places)
+        self._streams = [x.stream for x in plan.instructions]
+        self._places: defaultdict[str, list[int]] = defaultdict(list)
+        """By stream, where its communications are."""
+        for place, x in enumerate(plan.instructions):
+            if x.verb in COMMUNICATING:
+                self._places[x.stream].append(place)
+        self._signals = {name: Signal() for name in self._places}
+        self._first = dict.fromkeys(self._signals, 0)
+        """What had been sent before this run: the one before may have ended in an error."""
 
     def begin(self) -> None:
-        """A run begins; the one before the last is over."""
-        self._last, self._now = self._now, self._last
-        self._now.over.synchronize()
+        """A run begins."""
+        self._first = {name: signal.sent for name, signal in self._signals.items()}
 
     def note(self, place: int, stream: torch.cuda.Stream) -> None:
         """The communication at ``place`` is over when ``stream`` comes here."""
-        self._now.ends[place].record(stream)
-
-    def end(self, stream: torch.cuda.Stream) -> None:
-        """The run is over when ``stream`` comes here."""
-        self._now.over.record(stream)
+        self._signals[self._streams[place]].send(stream)
 
     def unfinished(self) -> int | None:
         """The first communication that has begun and is not over."""
-        for run in (self._last, self._now):
-            for place, end in run.ends.items():
-                if not end.query():
-                    return place
-        return None
+        found = []
+        for name, signal in self._signals.items():
+            reached, places = signal.reached, self._places[name]
+            if reached < signal.sent:
+                run, index = divmod(reached - self._first[name], len(places))
+                found.append((run, places[index]))
+        return min(found)[1] if found else None

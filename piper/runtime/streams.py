@@ -52,9 +52,6 @@ class Bound:
     def begin(self) -> None:
         """A run begins."""
 
-    def end(self) -> None:
-        """A run has been issued to its end."""
-
     def unfinished(self) -> int | None:
         """The first communication that the device, behind the host, has not ended, if it is known
         and there is one."""
@@ -173,10 +170,6 @@ class CudaBound(Bound):
         self._noting = None if torch.cuda.is_current_stream_capturing() else self._progress
         if self._noting is not None:
             self._noting.begin()
-
-    def end(self) -> None:
-        if self._noting is not None:
-            self._noting.end(self._streams.caller)
 
     def unfinished(self) -> int | None:
         return None if self._progress is None else self._progress.unfinished()
