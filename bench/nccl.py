@@ -6,6 +6,9 @@ One dense transformer in fp32, the same weights, batches and AdamW; on 2 or 4 ra
     ddp                                  ``DistributedDataParallel``
     zero-2, zero-3                       ``fully_shard`` that keeps, or frees, gathered parameters
 
+Our steps report the loss of all ranks and the norm of the gradients, which takes communication;
+theirs of the last two lines do not, unless they are asked to: both are shown.
+
 NCCL lets ranks share a GPU if each says that it is a host of its own. They talk over the loopback
 then: order and lifetimes are real, and speeds are not those of a cluster, for all sides alike.
 
@@ -159,12 +162,18 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
         )
         for mb in buckets
     }
-    if zero == 0:
-        return ours | {
-            f"DDP, {mb:g} MB": partial(Replicated, work, mb, device, False) for mb in buckets
-        }
-    ahead = device == "cpu"  # on GPUs it is the default
-    return {**ours, "FSDP2": partial(Sharded, work, zero == 3, ahead, True, device)}
+    theirs: dict[str, Make] = {}
+    for reports in (False, True):  # ours always do
+        more = ", loss and norm" if reports else ""
+        if zero == 0:
+            theirs |= {
+                f"DDP, {mb:g} MB{more}": partial(Replicated, work, mb, device, False, reports)
+                for mb in buckets
+            }
+        else:
+            ahead = device == "cpu"  # on GPUs it is the default
+            theirs[f"FSDP2{more}"] = partial(Sharded, work, zero == 3, ahead, True, device, reports)
+    return ours | theirs
 
 
 def main(

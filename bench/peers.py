@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from work import Work
 from workers import Step
 
@@ -37,6 +38,8 @@ class Replicated(Divided):
     broadcasts: bool = True
     """Whether the first rank sends its buffers with each forward: the default, though here none
     change."""
+    reports: bool = False
+    """Whether a step also finds the loss of all ranks and the norm of the gradients, as ours do."""
 
     def begin(self) -> Step:
         from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +60,8 @@ class Replicated(Divided):
                     loss = work.loss(net(x), y) / len(xs)
                     loss.backward()
                 total += loss.detach()
+            if self.reports:
+                _report(total, net)
             optimizer.step()
             optimizer.zero_grad()
             return total
@@ -76,6 +81,8 @@ class Sharded(Divided):
     """Whether gradients are summed and divided with each microbatch, which holds only a part of
     them, or after the last."""
     device: str = "cpu"
+    reports: bool = False
+    """As for ``Replicated``."""
 
     def begin(self) -> Step:
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -99,11 +106,23 @@ class Sharded(Divided):
                 loss = work.loss(net(x), y) / len(xs)
                 loss.backward()
                 total += loss.detach()
+            if self.reports:
+                _report(total, net)
             optimizer.step()
             optimizer.zero_grad()
             return total
 
         return step
+
+
+def _report(loss: Tensor, net: nn.Module) -> None:
+    """``loss`` becomes the mean over all ranks, and the norm of all gradients is found."""
+    dist.all_reduce(loss, dist.ReduceOp.AVG if loss.is_cuda else dist.ReduceOp.SUM)
+    if not loss.is_cuda:
+        loss /= dist.get_world_size()
+    norm = nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm.full_tensor()
 
 
 def _gather_ahead(modules: list[Any]) -> None:

@@ -234,7 +234,7 @@ def test_processes_that_share_a_gpu() -> None:
         assert not differences(numbers(trainer), should, exact=False)
         workers = [worker.process.pid for worker in trainer._crew._workers]
         os.kill(workers[1], signal.SIGSTOP)
-        with pytest.raises(piper.PiperError, match=r"device 0 .* instruction .* with device 1"):
+        with pytest.raises(piper.PiperError, match=r"(?s)device 0 .*instruction .*device 1"):
             trainer.step(*batch(0))
     with piper.launch(program, **options) as trainer:
         trainer.step(*batch(0))
