@@ -6,8 +6,8 @@ One dense transformer in fp32, the same weights, batches and AdamW; on 2 or 4 ra
     ddp                                  ``DistributedDataParallel``
     zero-2, zero-3                       ``fully_shard`` that keeps, or frees, gathered parameters
 
-Our steps report the loss of all ranks and the norm of the gradients, which takes communication;
-theirs of the last two lines do not, unless they are asked to: both are shown.
+Each side runs without a report, and with one: the loss of all ranks and the norm of all gradients,
+which take communication of their own.
 
 NCCL lets ranks share a GPU if each says that it is a host of its own. They talk over the loopback
 then: order and lifetimes are real, and speeds are not those of a cluster, for all sides alike.
@@ -54,10 +54,12 @@ COSTS = piper.Costs(flops_per_second=20e12, bytes_per_second=1e9, overhead=5e-5)
 """About what fp32 kernels and sockets of one machine do."""
 BUCKETS = (25.0, 4.0)
 """Sizes in MB: torch's default, and a smaller one."""
-COMPARED = 10
-"""Steps whose losses must agree: AdamW multiplies differences of rounding."""
+WARM = 10
+"""Steps before all others, whose losses must agree: AdamW multiplies differences of rounding."""
 
 Make = Callable[[], piper.Program | Way]
+REPORTING = ", loss and norm"
+"""What names of sides that report end in."""
 
 
 class Side:
@@ -74,14 +76,18 @@ class Side:
             device = what.devices[rank]
             self.found.predicted = [m.peak for m in what.memory if device in m.devices]
             self._rows: Callable[[Tensor], Any] = lambda x: x
-            self._step: Callable[[Any, Any], Any] = trainer.step
+            self._step: Callable[[Any, Any, bool], Any] = lambda x, y, report: trainer.step(
+                x, y, report=report
+            )
         else:
             self._rows = lambda x: what.rows(x, rank)
-            self._step = what.begin()
+            step = what.begin()
+            self._step = lambda x, y, report: step(x, y)
             self.close = lambda: None
 
-    def take(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Train on ``batches``; only the whole of it is timed."""
+    def take(self, batches: Sequence[tuple[Tensor, Tensor]], *, report: bool) -> None:
+        """Train on ``batches``; only the whole of it is timed. Whether ours ``report`` can be said
+        of every turn."""
         given = [(self._rows(x), self._rows(y)) for x, y in batches]
         losses, host = [], []
         others = self._here.allocated() - self._held
@@ -91,12 +97,13 @@ class Side:
         start = time.perf_counter()
         for x, y in given:
             began = time.perf_counter()
-            losses.append(self._step(x, y))
+            losses.append(self._step(x, y, report))
             host.append(time.perf_counter() - began)
         self._here.meet()
         self.found.seconds.append((time.perf_counter() - start) / len(given))
         self.found.host += host
-        self.found.losses += map(float, losses)
+        if report:
+            self.found.losses += map(float, losses)
         if self._here.device == "cuda":
             peak = torch.cuda.max_memory_allocated() - others
             self.found.memory = max(self.found.memory, peak)
@@ -110,8 +117,8 @@ class Side:
 
 def measure(
     here: Here, name: str, sides: Mapping[str, Make], work: Work, rounds: int, steps: int, warm: int
-) -> Case:
-    """A case: each side is begun once and made warm; then they take turns, there and back."""
+) -> list[Case]:
+    """Each side is begun once and made warm; then they take turns, there and back."""
 
     def batches(first: int, count: int) -> list[tuple[Tensor, Tensor]]:
         drawn = (work.batch(first + i) for i in range(count))
@@ -121,17 +128,21 @@ def measure(
     for side, make in sides.items():
         print(f"{name}: {side} starts", file=sys.stderr, flush=True)
         ready[side] = Side(make, here)
-        ready[side].take(batches(0, warm))
+        ready[side].take(batches(0, warm), report=True)
         ready[side].settle()
     for number in range(rounds):
         print(f"{name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         given = batches(warm + number * steps, steps)
         for side in list(sides)[:: -1 if number % 2 else 1]:
-            ready[side].take(given)
+            ready[side].take(given, report=side.endswith(REPORTING))
     for one in ready.values():  # not after an error: the other ranks would be waited for
         one.close()
     found = {side: joined(here.everyone(one.found)) for side, one in ready.items()}
-    return Case(name, best(found, theirs(found)), found)
+    return [
+        Case(f"{name}{more}", best(kept, theirs(kept)), kept)
+        for more in ("", REPORTING)
+        if (kept := {k: v for k, v in found.items() if k.endswith(REPORTING) is bool(more)})
+    ]
 
 
 def joined(ranks: Sequence[Found]) -> Found:
@@ -149,31 +160,27 @@ def joined(ranks: Sequence[Found]) -> Found:
 
 def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> dict[str, Make]:
     """Ours and theirs."""
-    if name not in LEVELS:
-        torchs = pipelines.SCHEDULES[name]
-        return {
-            f"piper {name}": partial(pipelines.program, work, name, device, COSTS),
-            f"torch {torchs}": partial(Piped, work, torchs, device),
-        }
-    zero = LEVELS[name]
-    ours: dict[str, Make] = {
-        f"piper zero={zero}, {mb:g} MB": partial(
-            data_parallel.program, work, zero, mb, "1f1b", COSTS, device
-        )
-        for mb in buckets
-    }
-    theirs: dict[str, Make] = {}
-    for reports in (False, True):  # ours always do
-        more = ", loss and norm" if reports else ""
-        if zero == 0:
-            theirs |= {
-                f"DDP, {mb:g} MB{more}": partial(Replicated, work, mb, device, False, reports)
-                for mb in buckets
-            }
-        else:
+    found: dict[str, Make] = {}
+    for reports in (False, True):
+        more = REPORTING if reports else ""
+        if name not in LEVELS:
+            torchs = pipelines.SCHEDULES[name]
+            found[f"piper {name}{more}"] = partial(pipelines.program, work, name, device, COSTS)
+            found[f"torch {torchs}{more}"] = partial(Piped, work, torchs, device, reports)
+            continue
+        zero = LEVELS[name]
+        for mb in buckets:
+            found[f"piper zero={zero}, {mb:g} MB{more}"] = partial(
+                data_parallel.program, work, zero, mb, "1f1b", COSTS, device
+            )
+            if zero == 0:
+                found[f"DDP, {mb:g} MB{more}"] = partial(
+                    Replicated, work, mb, device, False, reports
+                )
+        if zero:
             ahead = device == "cpu"  # on GPUs it is the default
-            theirs[f"FSDP2{more}"] = partial(Sharded, work, zero == 3, ahead, True, device, reports)
-    return ours | theirs
+            found[f"FSDP2{more}"] = partial(Sharded, work, zero == 3, ahead, True, device, reports)
+    return found
 
 
 def main(
@@ -193,7 +200,7 @@ def main(
     fused: Fused = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 8,
-    warm: Warm = 3,
+    warm: Warm = WARM,
     limit: Annotated[float, typer.Option(help="Seconds after which ranks are ended.")] = 240,
     file: File = None,
     inside: Annotated[bool, typer.Option(hidden=True)] = False,
@@ -212,7 +219,7 @@ def main(
             f"{ranks} ranks over {'NCCL on one GPU' if device == 'cuda' else 'gloo'}",
             f"{chip}, {size}, torch {torch.__version__}",
             [],
-            compared=min(COMPARED, warm + rounds * steps),
+            compared=warm,
         )
         began = time.monotonic()
         with entered(device, limit) as here:
@@ -220,7 +227,7 @@ def main(
                 parts = 1 if name in LEVELS else microbatches
                 work = Work(config, ranks, parts, rows * microbatches // parts, fused)
                 makes = sides_of(name, work, bucket_mb or BUCKETS, device)
-                comparison.cases.append(measure(here, name, makes, work, rounds, steps, warm))
+                comparison.cases.extend(measure(here, name, makes, work, rounds, steps, warm))
                 if dist.get_rank() == 0:
                     comparison.write(file)
                     print(f"{name}: done after {time.monotonic() - began:,.0f} s", flush=True)

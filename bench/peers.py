@@ -162,6 +162,8 @@ class Piped:
     schedule: str
     """The name of its class, without "Schedule"."""
     device: str = "cpu"
+    reports: bool = False
+    """As for ``Replicated``."""
 
     def rows(self, x: Tensor, rank: int) -> list[Tensor]:
         return [x.clone()]
@@ -191,11 +193,22 @@ class Piped:
             inputs = xs if 0 in numbers else []
             targets = {"target": ys[0], "losses": losses} if last in numbers else {}
             run.step(*inputs, **targets, return_outputs=False)
+            loss: Tensor | float = torch.stack(losses).detach().mean() if losses else math.nan
+            if self.reports:
+                loss = self._report(loss, modules)
             optimizer.step()
             optimizer.zero_grad()
-            return torch.stack(losses).detach().mean() if losses else math.nan
+            return loss
 
         return step
+
+    def _report(self, loss: Tensor | float, modules: Sequence[nn.Module]) -> Tensor:
+        """The loss, which one rank knows, on all; the norm of all gradients is found with it."""
+        grads = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+        known = loss if isinstance(loss, Tensor) else torch.zeros((), device=self.device)
+        both = torch.stack([known, nn.utils.get_total_norm(grads).square()])
+        dist.all_reduce(both)
+        return both[0]
 
 
 def _shape_of(x: Tensor) -> Tensor:

@@ -544,6 +544,31 @@ def test_metrics(trainer: piper.Trainer) -> None:
     assert trainer.evaluate(*given(0)).tokens == ROWS * WIDTH
 
 
+@pytest.mark.parametrize(
+    ("counted", "clip"), [(False, None), (True, None), (False, 0.1), (True, 0.1)]
+)
+@pytest.mark.parametrize("on", ["virtual", pytest.param("processes", marks=pytest.mark.slow)])
+def test_a_step_that_reports_nothing_trains_the_same(
+    counted: bool, clip: float | None, on: str
+) -> None:
+    """What the step itself needs is summed up all the same."""
+    loss, batch = (sum_and_count, counted_batch()) if counted else (F.mse_loss, given(0))
+    made = compiled(model(drop=0.0), ZERO, loss, [((batch[0],), (batch[1],))], clip_norm=clip)
+    expected = train(made, [((batch[0],), (batch[1],))] * 3)
+    with piper.launch(made, on=on) as trainer:
+        for _ in range(2):
+            result = trainer.step(*batch, report=False)
+        if counted:
+            assert torch.equal(result.loss, expected.losses[1])
+        else:
+            assert result.grad_norm is None
+            with pytest.raises(PiperError, match="not to report its loss"):
+                _ = result.loss
+        result = trainer.step(*batch)
+        found = Run((*expected.losses[:2], result.loss), (), trainer.state_dict())
+    assert_same(found, Run(expected.losses, (), expected.state))
+
+
 @pytest.mark.parametrize("count", [None, 0, 2, 9])
 def test_fit_is_step_after_step(count: int | None) -> None:
     made = program()

@@ -30,10 +30,10 @@ class Watch(Enum):
 class Report:
     """The scalars of one step, as every device knows them."""
 
-    total: Tensor
-    """The sum of the losses, and of what they are divided by."""
+    total: Tensor | None
+    """The sum of the losses, and of what they are divided by; None if nobody asked for it."""
     norm: Tensor | None
-    """The squared norm of all gradients."""
+    """The squared norm of all gradients; None if nobody asked for it, or after an evaluation."""
     memory: int
     """The most bytes that one device has held."""
     ready: torch.cuda.Event | None = None
@@ -45,21 +45,19 @@ class Report:
     alive: Mapping[int, Alive] = field(default_factory=dict)
     """By device, the memory that its tensors took, if that was asked for."""
 
-    def scalars(self) -> tuple[Tensor, Tensor | None]:
+    def scalars(self) -> tuple[Tensor | None, Tensor | None]:
         """``total`` and ``norm``, for the current stream, which waits for them."""
-        if self.ready is not None:
-            stream = torch.cuda.current_stream(self.total.device)
-            stream.wait_event(self.ready)
-            for x in (self.total, self.norm):
-                if x is not None:
-                    x.record_stream(stream)
+        for x in (self.total, self.norm):
+            if x is not None and self.ready is not None:
+                stream = torch.cuda.current_stream(x.device)
+                stream.wait_event(self.ready)
+                x.record_stream(stream)
         return self.total, self.norm
 
     def on_host(self) -> Report:
         """The same when the GPU has got there."""
-        total, norm = self.scalars()
-        norm = None if norm is None else norm.cpu()
-        return replace(self, total=total.cpu(), norm=norm, ready=None)
+        total, norm = (None if x is None else x.cpu() for x in self.scalars())
+        return replace(self, total=total, norm=norm, ready=None)
 
     def at_clock(self, ahead: float) -> Report:
         """The same on a clock that this machine's is so many seconds ahead of."""
@@ -128,7 +126,7 @@ class Crew(Protocol):
         """Return when all processes that have a trainer are here."""
         ...
 
-    def step(self, batch: Sequence[Tensor]) -> Report:
+    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         """Train on one batch."""
         ...
 

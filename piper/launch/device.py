@@ -65,10 +65,11 @@ class Device:
         self.state.advance()
         return report
 
-    def train(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+    def train(
+        self, given: list[Tensor], *, report: bool = True
+    ) -> Generator[Pending, None, Report]:
         """All instructions of a step of training; the state still has to advance."""
-        totals = yield from self.executor.run(self._training, given)
-        assert totals.loss is not None
+        totals = yield from self.executor.run(self._training, given, report=report)
         return Report(totals.loss, totals.norm, memory_of(self.state.where), totals.ready)
 
     def watch(self, given: list[Tensor], what: Watch) -> Generator[Pending, None, Report]:
@@ -102,7 +103,6 @@ class Device:
         """The forwards alone."""
         totals = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
-        assert totals.loss is not None
         return Report(totals.loss, None, memory_of(self.state.where), totals.ready)
 
     def abandon(self) -> None:

@@ -133,8 +133,8 @@ class ProcessCrew:
             self.close()
             raise
 
-    def step(self, batch: Sequence[Tensor]) -> Report:
-        return self._run("step", batch)
+    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
+        return self._run("step", batch, report)
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         return self._run("watch", batch, what)
@@ -227,7 +227,7 @@ class ProcessCrew:
 
     # running
 
-    def _run(self, method: str, batch: Sequence[Tensor], what: Watch | None = None) -> Report:
+    def _run(self, method: str, batch: Sequence[Tensor], how: Watch | bool = True) -> Report:
         program = self._program
         plans, code = program.plans, program.code
         if method == "evaluate":
@@ -239,7 +239,7 @@ class ProcessCrew:
             with self._place(worker).open("r+b") as place:
                 place.write(_NOWHERE)
             given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
-            return dumped(Call(method, given if what is None else (given, what)))
+            return dumped(Call(method, (given, how)))
 
         # one by one: the first can begin while the next one's part is cut
         reports: list[Report] = self._ask(map(message, self._workers))

@@ -69,13 +69,13 @@ class Rank:
             self._graph = StepGraph(where, lambda rows: finished(self.device.train(*rows)))
             self.device.state.make_capturable()
 
-    def step(self, given: list[Tensor]) -> Report:
+    def step(self, given: list[Tensor], *, report: bool = True) -> Report:
         if self._graph is None:
-            report = self._finished(self.device.train(given))
-        else:
-            report = self._graph.run([given], [self.device.state.settings()])
+            found = self._finished(self.device.train(given, report=report))
+        else:  # captured with its report
+            found = self._graph.run([given], [self.device.state.settings()])
         self.device.state.advance()
-        return report
+        return found
 
     def evaluate(self, given: list[Tensor]) -> Report:
         return self._finished(self.device.evaluate(given))

@@ -60,12 +60,10 @@ class StepGraph:
         if targets:
             torch._foreach_copy_(targets, [x for rows in given for x in rows])
         self._graph.replay()
-        norm = self._report.norm
-        return replace(
-            self._report,
-            total=self._report.total.clone(),
-            norm=None if norm is None else norm.clone(),
+        total, norm = (
+            None if x is None else x.clone() for x in (self._report.total, self._report.norm)
         )
+        return replace(self._report, total=total, norm=norm)
 
     def _capture(self, given: Rows) -> None:
         self._given = [[x.to(self._where, copy=True) for x in rows] for rows in given]

@@ -105,12 +105,13 @@ class TorchrunCrew:
     def meet(self) -> None:
         lost_peers(lambda: dist.barrier(group=self._objects))
 
-    def step(self, batch: Sequence[Tensor]) -> Report:
+    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
         self._batches.refuse_others(batch)
         with self._guarded():
-            return self._rank.step(cut(plan, program.code, self._number, batch))
+            given = cut(plan, program.code, self._number, batch)
+            return self._rank.step(given, report=report)
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         program = self._program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
@@ -41,11 +41,15 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """The loss over the whole batch."""
-        return self._scalars[0]
+        loss = self._scalars[0]
+        if loss is None:
+            raise PiperError("this step was told not to report its loss: leave out report=False")
+        return loss
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients before clipping; None after an evaluation."""
+        """The norm of all gradients before clipping; None after an evaluation, or a step that was
+        not to report it."""
         return self._scalars[1]
 
     @property
@@ -57,15 +61,17 @@ class StepResult:
 
     def __repr__(self) -> str:
         return (
-            f"StepResult(loss={self.loss}, grad_norm={self.grad_norm}, seconds={self.seconds}, "
-            f"tokens={self.tokens}, memory={self.memory})"
+            f"StepResult(loss={self._scalars[0]}, grad_norm={self.grad_norm}, "
+            f"seconds={self.seconds}, tokens={self.tokens}, memory={self.memory})"
         )
 
     @cached_property
-    def _scalars(self) -> tuple[Tensor, Tensor | None]:
+    def _scalars(self) -> tuple[Tensor | None, Tensor | None]:
         """The loss and the norm from their sums."""
         program = self._program
         sums, squares = self._report.scalars()
+        if sums is None:
+            return None, None
         total = sums.to(program.loss_dtype)
         norm = None if squares is None else squares.sqrt()
         if program.code.count is None:
@@ -106,14 +112,18 @@ class Trainer:
             self._crew.close(error)
             self._crew = None
 
-    def step(self, *batch: Any, pad: Sequence[float | int] | None = None) -> StepResult:
+    def step(
+        self, *batch: Any, pad: Sequence[float | int] | None = None, report: bool = True
+    ) -> StepResult:
         """Train on one global batch: the inputs, then the targets.
 
         A smaller batch is refused, or, if ``pad`` gives one value for each tensor, filled up with
-        rows of these values; they must not count, so the loss must return (sum, count).
+        rows of these values; they must not count, so the loss must return (sum, count). With
+        ``report=False`` loss and norm are not summed over the devices, unless the step itself needs
+        them, and cannot be read; under torchrun, all processes must say the same.
         """
         with held_back():
-            result = self._run(self._whole.step, batch, pad)
+            result = self._run(partial(self._whole.step, report=report), batch, pad)
             self.steps += 1
         return result
 

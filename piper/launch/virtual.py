@@ -71,18 +71,19 @@ class VirtualCrew:
             for device in self._devices:
                 device.state.make_capturable()
 
-    def step(self, batch: Sequence[Tensor]) -> Report:
+    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
         if self._graph is None:
-            report = self._train(parts)
-        else:
-            report = self._graph.run(parts, [d.state.settings() for d in self._devices])
+            found = self._train(parts, report=report)
+        else:  # captured with its report
+            found = self._graph.run(parts, [d.state.settings() for d in self._devices])
         for device in self._devices:
             device.state.advance()
-        return report
+        return found
 
-    def _train(self, parts: list[list[Tensor]]) -> Report:
-        return self._drive([d.train(p) for d, p in zip(self._devices, parts, strict=True)])
+    def _train(self, parts: list[list[Tensor]], *, report: bool = True) -> Report:
+        both = zip(self._devices, parts, strict=True)
+        return self._drive([device.train(part, report=report) for device, part in both])
 
     def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)

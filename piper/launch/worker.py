@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,12 @@ def _serve(connection: Connection, folder: Path) -> None:
     _answer(connection, None)
     while True:
         match call := _next(connection):
-            case Call("step", given):
-                _answer(connection, _settled(rank, monitor, lambda: rank.step(given)))
+            case Call("step", (given, report)):
+                step = partial(rank.step, given, report=report)
+                _answer(connection, _settled(rank, monitor, step))
             case Call("watch", (given, what)):
                 _answer(connection, _settled(rank, monitor, lambda: rank.watch(given, what)))
-            case Call("evaluate", given):
+            case Call("evaluate", (given, _)):
                 _answer(connection, _settled(rank, monitor, lambda: rank.evaluate(given)))
             case Call("export", (optimizer, only)):
                 _answer(connection, rank.export(optimizer=optimizer, only=only))

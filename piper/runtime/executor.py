@@ -25,7 +25,7 @@ from piper.runtime.moving import exchange, receive, send
 from piper.runtime.pending import Act, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
-from piper.runtime.streams import Bound, Streams
+from piper.runtime.streams import REPORTED, Bound, Streams
 from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
 
 _SMALL = 2**16
@@ -68,6 +68,8 @@ class Loaded:
 
     board: Board
     ops: tuple[Op, ...]
+    unreported: tuple[Op, ...]
+    """The same without the communication of scalars that only the caller would read."""
     bound: Bound
 
 
@@ -106,11 +108,14 @@ class Executor:
             ops.append(Op(place, complete, bound.wrapped(act, place), tuple(after)))
         if self.comm.any_order:
             ops = _early(ops, plan)
-        return Loaded(board, tuple(ops), bound)
+        return Loaded(board, tuple(ops), _unreported(ops, plan), bound)
 
-    def run(self, loaded: Loaded, given: list[Tensor]) -> Generator[Pending, None, Totals]:
+    def run(
+        self, loaded: Loaded, given: list[Tensor], *, report: bool = True
+    ) -> Generator[Pending, None, Totals]:
         """One step on this device's part of the batch, in the order of the plan's ``given``; the
-        list is emptied, so that the plan alone says how long they are kept."""
+        list is emptied, so that the plan alone says how long they are kept. Scalars that no
+        instruction needs are summed up if ``report`` is true."""
         self.running = loaded
         board, at = loaded.board, self.at
         free, keeps = loaded.bound.free, loaded.bound.keeps
@@ -121,7 +126,7 @@ class Executor:
             given.clear()
             self.streams.begin()
             loaded.bound.begin()
-            for place, waits, act, frees in loaded.ops:
+            for place, waits, act, frees in loaded.ops if report else loaded.unreported:
                 at[0] = place
                 for other in waits:
                     while not pending[other].done():
@@ -182,6 +187,25 @@ def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
                 computation = len(found)
             found.append(op)
     return found
+
+
+def _unreported(ops: Sequence[Op], plan: Plan) -> tuple[Op, ...]:
+    """``ops`` without what sums up scalars that no instruction reads."""
+    read = {slot for x in plan.instructions if x.verb is not Verb.FREE for slot in x.reads}
+    left_out = {
+        place
+        for place, x in enumerate(plan.instructions)
+        if x.role in REPORTED and read.isdisjoint(x.writes)
+    }
+    found = []
+    for place, waits, act, frees in ops:
+        waits = tuple(other for other in waits if other not in left_out)
+        found.append(Op(place, waits, _nothing if place in left_out else act, frees))
+    return tuple(found)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _comes_from_others(x: Instruction) -> bool:
