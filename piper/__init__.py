@@ -2,7 +2,7 @@
 
 from piper import strategies
 from piper.capture.regions import annotate
-from piper.compiler import compile
+from piper.compiler import Capture, capture, compile
 from piper.cost import Cluster, Device, Link, Machine, Recorded, Sharing, Simulation
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
 from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
@@ -16,6 +16,7 @@ from piper.strategy import Strategy
 from piper.weights import Source
 
 __all__ = [
+    "Capture",
     "CaptureError",
     "Cluster",
     "Costs",
@@ -37,6 +38,7 @@ __all__ = [
     "Traffic",
     "Trainer",
     "annotate",
+    "capture",
     "compile",
     "launch",
     "order",

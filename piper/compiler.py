@@ -1,14 +1,14 @@
 """``compile``: a model and a strategy go in; a ``Program``, ready to be launched, comes out.
 
 The model is captured once for each size of group that the strategy places regions on, at the shape
-that one device of such a group sees; the strategy rewrites the DAG; lowering makes the plans.
+that one device of such a group sees; the strategy rewrites the DAG; lowering makes the plans. With
+``capture``, other strategies can be compiled for what was captured.
 """
 
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,20 +21,18 @@ from piper.capture.codegen import CompilerName
 from piper.capture.experts import trace_share
 from piper.capture.export import Loss
 from piper.capture.joint import Joint
-from piper.capture.model import Captured, capture, trace
+from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
-from piper.capture.passes import split
 from piper.capture.program import Pass
-from piper.capture.program import Program as ChunkProgram
-from piper.capture.saving import Remat
 from piper.directives.place import Place
 from piper.directives.split import Split
-from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
+from piper.errors import DirectiveError, PiperError, warn
 from piper.ir.build import build
 from piper.ir.dag import Dag
-from piper.ir.facts import Model, Variants, facts_of
+from piper.ir.facts import Known, Model, facts_of
 from piper.lower.costs import Costs
 from piper.lower.lower import Lowered, Settings, lower
+from piper.lower.memory import OptimizerCost
 from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
@@ -45,7 +43,39 @@ from piper.optimizer import (
 )
 from piper.program import Code, Program, Training
 from piper.strategy import Strategy
+from piper.traces import Subject, Traces
 from piper.weights import Init, Source, StateNames
+
+
+def capture(
+    model: nn.Module,
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    targets: Sequence[Any] = (),
+    loss: Loss,
+    optimizer: OptimizerFactory | None = None,
+    scheduler: SchedulerFactory | None = None,
+    tags: Mapping[str, str] | None = None,
+    init: Init | None = None,
+    compiler: str = CompilerName.EAGER.value,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+    remat: str | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> Capture:
+    """Capture ``model`` for training under strategies that are still to be named.
+
+    ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
+    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without one nothing
+    is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step.
+    ``init`` fills the parameters of a model on the meta device. ``precision="bf16"`` computes in
+    bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all gradients.
+    ``seed`` is for ``init`` and for random operations.
+    """
+    subject = Subject(model, inputs, targets, loss, tags, device, compiler, remat, precision)
+    training = Training(optimizer, scheduler, clip_norm, precision, seed)
+    return _capture(subject, training, init)
 
 
 def compile(
@@ -68,71 +98,151 @@ def compile(
     costs: Costs | None = None,
     seed: int = 0,
 ) -> Program:
-    """Compile ``model`` for training under ``strategy``.
-
-    ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
-    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without one nothing
-    is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step.
-    ``init`` fills the parameters of a model on the meta device. ``precision="bf16"`` computes in
-    bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all gradients.
-    ``memory_limit`` is the bytes that a device has: a strategy that needs more is refused.
-    ``costs`` says how fast devices compute and communicate, or what was measured: what a strategy
-    leaves open is ordered by it. ``seed`` is for ``init`` and for random operations.
-    """
-    if not isinstance(strategy, Strategy):
-        raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
+    """Compile ``model`` for training under ``strategy``: ``capture`` and ``Capture.compile`` in a
+    row, whose arguments these are."""
+    _check_strategy(strategy)
+    subject = Subject(model, inputs, targets, loss, tags, device, compiler, remat, precision)
     training = Training(optimizer, scheduler, clip_norm, precision, seed)
+    captured = _capture(subject, training, init)
+    return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
+
+
+def _capture(subject: Subject, training: Training, init: Init | None) -> Capture:
     training.check()
-    _check(init, memory_limit, costs)
-    try_scheduler(optimizer, scheduler)
-    _warn_of_evaluation_mode(model)
-    shape = _shape(strategy, Batch.of(inputs, targets).size)
-    how = _Capture(
-        model, inputs, targets, loss, tags, shape.microbatches, device, compiler, remat, precision
-    )
-    with _no_collection():
-        captured = {n: how.at(n) for n in shape.groups}
-        settings = Settings(
-            clip=training.clip_norm is not None,
-            optimizer=cost_of(training.optimizer, _first(captured).device),
-            memory_limit=memory_limit,
-            costs=costs or Costs(),
-        )
-        found = _compile(strategy, captured, training, settings)
-        first = _first(captured)
-        if _depends_on_mode(how, first):
-            with _evaluating(model, loss):
-                again = {n: how.at(n) for n in shape.groups}
-            evaluation = _evaluation(strategy, again, found)
-        else:
-            evaluation = _evaluation_of(found)
-    source = Source(model, loss if isinstance(loss, nn.Module) else None, init)
-    program = Program(
-        strategy=strategy,
-        training=training,
-        source=source,
-        names=StateNames.of(source),
-        settings=found.settings,
-        models=found.models,
-        plans=found.lowered.plans,
-        evaluation_plans=evaluation.lowered.plans,
-        memory=found.lowered.memory,
-        buckets=evaluation.lowered.dag.buckets,  # training's, and what only evaluation uses
-        streams=found.lowered.dag.streams,
-        microbatches=shape.microbatches,
-        code=found.code,
-        evaluation_code=evaluation.code,
-        example=first.example,
-        device=first.device,
-        compiler=first.compiler,
-    )
-    vars(program)["lowered"] = found.lowered  # a cached property: it need not be made again
-    return program
-
-
-def _check(init: object, memory_limit: int | None, costs: object) -> None:
     if init is not None and not callable(init):
         raise PiperError(f"init={init!r} must be a function (name, tensor, generator)")
+    try_scheduler(training.optimizer, training.scheduler)
+    _warn_of_evaluation_mode(subject.model)
+    return Capture(subject, training, init)
+
+
+class Capture:
+    """A model, to be compiled for as many strategies as one likes. It is traced when a strategy
+    first needs it, once for each number of rows that a device can have; what is traced is kept, so
+    the model must stay as it is, but for its weights."""
+
+    def __init__(self, subject: Subject, training: Training, init: Init | None) -> None:
+        self._size = Batch.of(subject.inputs, subject.targets).size
+        self._subject = subject
+        self._training = training
+        self._init = init
+        self._traces = Traces(subject)
+        self._known = Known()
+        self._shares: dict[tuple[int, int, int], Joint] = {}
+        self._cost: OptimizerCost | None = None
+
+    def compile(
+        self, strategy: Strategy, *, memory_limit: int | None = None, costs: Costs | None = None
+    ) -> Program:
+        """The program of ``strategy``. ``memory_limit`` is the bytes that a device has: a strategy
+        that needs more is refused. ``costs`` says how fast devices compute and communicate, or what
+        was measured: what a strategy leaves open is ordered by it."""
+        _check_strategy(strategy)
+        _check(memory_limit, costs)
+        shape = _shape(strategy, self._size)
+        with _no_collection():
+            captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
+            first = next(iter(captured.values()))
+            if self._cost is None:
+                self._cost = cost_of(self._training.optimizer, first.device)
+            settings = Settings(
+                clip=self._training.clip_norm is not None,
+                optimizer=self._cost,
+                memory_limit=memory_limit,
+                costs=costs or Costs(),
+            )
+            placed = self._placed(strategy, captured)
+            found = _lowered(placed, self._training, settings, first.device)
+            evaluation = placed
+            if self._traces.depends_on_mode(first.microbatches):
+                again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
+                evaluation = self._placed_for_evaluation(strategy, again)
+            forwards = _forwards(evaluation, found, settings)
+        loss = self._subject.loss
+        source = Source(
+            self._subject.model, loss if isinstance(loss, nn.Module) else None, self._init
+        )
+        program = Program(
+            strategy=strategy,
+            training=self._training,
+            source=source,
+            names=StateNames.of(source),
+            settings=settings,
+            models=placed.models,
+            plans=found.plans,
+            evaluation_plans=forwards.plans,
+            memory=found.memory,
+            buckets=forwards.dag.buckets,  # training's, and what only evaluation uses
+            streams=found.dag.streams,
+            microbatches=shape.microbatches,
+            code=placed.code,
+            evaluation_code=evaluation.code,
+            example=first.example,
+            device=first.device,
+            compiler=first.compiler,
+        )
+        vars(program)["lowered"] = found  # a cached property: it need not be made again
+        return program
+
+    def _placed(self, strategy: Strategy, captured: Mapping[int, Captured]) -> _Placed:
+        known = self._known
+        facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
+        _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
+        dag = strategy.apply(build(facts[next(iter(captured))]))
+        joints = {n: self._joints(c, dag) for n, c in captured.items()}
+        models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
+        for n in captured:
+            _refuse_other_share(facts[n], models[n])
+        programs = {
+            n: consume_inputs(
+                c.cut, [known.passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])]
+            )
+            for n, c in captured.items()
+        }
+        return _Placed(dag, models, Code.of(captured, programs))
+
+    def _placed_for_evaluation(
+        self, strategy: Strategy, captured: Mapping[int, Captured]
+    ) -> _Placed:
+        try:
+            return self._placed(strategy, captured)
+        except DirectiveError as error:
+            raise DirectiveError(
+                f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
+                "training mode: a strategy must fit both"
+            ) from None
+
+    def _joints(self, captured: Captured, dag: Dag) -> tuple[Joint, ...]:
+        """The joint graph of each chunk; of a sharded one, that of a device's share."""
+        found = []
+        for chunk, joint in zip(captured.chunks, captured.joints, strict=True):
+            rule = dag.shards.get(chunk.index)
+            if rule is not None and rule.ways > 1:
+                key = (id(joint), rule.ways, rule.dim)
+                if key not in self._shares:
+                    self._shares[key] = trace_share(
+                        chunk, joint, rule.ways, rule.dim, captured.compiler
+                    )
+                joint = self._shares[key]
+            found.append(joint)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A model under a strategy."""
+
+    dag: Dag
+    models: Mapping[int, Model]
+    code: Code
+
+
+def _check_strategy(strategy: object) -> None:
+    if not isinstance(strategy, Strategy):
+        raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
+
+
+def _check(memory_limit: int | None, costs: object) -> None:
     whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
     if memory_limit is not None and (not whole or memory_limit <= 0):
         raise PiperError(f"memory_limit={memory_limit!r} must be a number of bytes, or None")
@@ -143,12 +253,10 @@ def _check(init: object, memory_limit: int | None, costs: object) -> None:
 def _warn_of_evaluation_mode(model: nn.Module) -> None:
     """A model straight from a library is often in evaluation mode: nothing else would say so."""
     if isinstance(model, nn.Module) and not model.training:
-        warnings.warn(
+        warn(
             f"{type(model).__name__} is in evaluation mode and is trained like that, without "
             "dropout and with fixed batch-norm statistics: call model.train() before, or silence "
-            "this warning if it is meant",
-            PiperWarning,
-            stacklevel=3,
+            "this warning if it is meant"
         )
 
 
@@ -181,126 +289,27 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
     return _Shape(count, tuple(dict.fromkeys(len(p.devices) for p in groups)) or (1,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Capture:
-    """Everything that a capture needs but the size of the group."""
-
-    model: nn.Module
-    inputs: Sequence[Any] | Mapping[str, Any]
-    targets: Sequence[Any]
-    loss: Loss
-    tags: Mapping[str, str] | None
-    microbatches: int
-    device: torch.device | str | None
-    compiler: str
-    remat: str | None
-    precision: str
-
-    def traced(self, group: int) -> str:
-        """What ``at`` would trace."""
-        return trace(
-            self.model,
-            inputs=self.inputs,
-            targets=self.targets,
-            loss=self.loss,
-            tags=self.tags,
-            microbatches=self.microbatches * group,
-            device=self.device,
-            precision=self.precision,
-        )
-
-    def at(self, group: int) -> Captured:
-        """The model as one of ``group`` devices sees it for one microbatch."""
-        return capture(
-            self.model,
-            inputs=self.inputs,
-            targets=self.targets,
-            loss=self.loss,
-            tags=self.tags,
-            microbatches=self.microbatches * group,
-            device=self.device,
-            compiler=self.compiler,
-            remat=self.remat,
-            precision=self.precision,
-        )
-
-
-def _first(captured: Mapping[int, Captured]) -> Captured:
-    return next(iter(captured.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    lowered: Lowered
-    code: Code
-    placed: Dag
-    models: Mapping[int, Model]
-    settings: Settings
-
-
-def _compile(
-    strategy: Strategy,
-    captured: Mapping[int, Captured],
-    training: Training,
-    settings: Settings,
-) -> _Compiled:
-    """Apply and lower the strategy."""
-    placed, models, code = _placed(strategy, captured)
-    lowered = lower(placed, models, settings)
+def _lowered(
+    placed: _Placed, training: Training, settings: Settings, device: torch.device
+) -> Lowered:
+    """The plans of a step of training."""
+    lowered = lower(placed.dag, placed.models, settings)
     if training.optimizer is not None:
-        trained = {n: p.shape for n, p in code.parameters.items() if n in _trained(lowered.dag)}
+        parameters = placed.code.parameters
+        trained = {n: p.shape for n, p in parameters.items() if n in _trained(lowered.dag)}
         check_taken(training.optimizer, trained)
-        check_divisible(
-            training.optimizer,
-            lowered.dag,
-            _first(captured).device,
-            whole=settings.optimizer.whole,
-        )
-    return _Compiled(lowered, code, placed, models, settings)
+        check_divisible(training.optimizer, lowered.dag, device, whole=settings.optimizer.whole)
+    return lowered
 
 
 def _trained(dag: Dag) -> set[str]:
     return {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
 
 
-def _placed(
-    strategy: Strategy, captured: Mapping[int, Captured]
-) -> tuple[Dag, Mapping[int, Model], Code]:
-    known: Variants = {}
-    facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
-    _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
-    placed = strategy.apply(build(facts[next(iter(captured))]))
-    joints = {n: _joints(c, placed) for n, c in captured.items()}
-    models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
-    for n in captured:
-        _refuse_other_share(facts[n], models[n])
-    programs = {n: _programs(c, joints[n], placed) for n, c in captured.items()}
-    return placed, models, Code.of(captured, programs)
-
-
-def _evaluation(
-    strategy: Strategy, captured: Mapping[int, Captured], found: _Compiled
-) -> _Compiled:
-    """The forwards alone of a model that computes otherwise in evaluation mode."""
-    try:
-        placed, models, code = _placed(strategy, captured)
-    except DirectiveError as error:
-        raise DirectiveError(
-            f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
-            "training mode: a strategy must fit both"
-        ) from None
-    return _forwards(found, placed, models, code)
-
-
-def _evaluation_of(found: _Compiled) -> _Compiled:
-    """The forwards of a compiled step alone, where evaluation computes the same as training."""
-    return _forwards(found, found.placed, found.models, found.code)
-
-
-def _forwards(found: _Compiled, placed: Dag, models: Mapping[int, Model], code: Code) -> _Compiled:
-    settings = replace(found.settings, memory_limit=None)
-    lowered = lower(_forward_only(placed), models, settings, found.lowered.dag.buckets)
-    return _Compiled(lowered, code, placed, models, settings)
+def _forwards(placed: _Placed, found: Lowered, settings: Settings) -> Lowered:
+    """The plans of the forwards alone; ``found`` are those of training."""
+    settings = replace(settings, memory_limit=None)
+    return lower(_forward_only(placed.dag), placed.models, settings, found.dag.buckets)
 
 
 def _forward_only(dag: Dag) -> Dag:
@@ -316,33 +325,6 @@ def _forward_only(dag: Dag) -> Dag:
             replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
         )
     return replace(dag, nodes=tuple(nodes))
-
-
-def _joints(captured: Captured, dag: Dag) -> tuple[Joint, ...]:
-    """The joint graph of each chunk; of a sharded one, that of a device's share."""
-    shares: dict[tuple[int, int, int], Joint] = {}
-    found = []
-    for chunk, joint in zip(captured.chunks, captured.joints, strict=True):
-        rule = dag.shards.get(chunk.index)
-        if rule is not None and rule.ways > 1:
-            key = (id(joint), rule.ways, rule.dim)
-            if key not in shares:
-                shares[key] = trace_share(chunk, joint, rule.ways, rule.dim, captured.compiler)
-            joint = shares[key]
-        found.append(joint)
-    return tuple(found)
-
-
-def _programs(captured: Captured, joints: Sequence[Joint], dag: Dag) -> tuple[ChunkProgram, ...]:
-    """The program of each chunk under the policy that the strategy gives it."""
-    made: dict[tuple[int, Remat], ChunkProgram] = {}
-    found = []
-    for index, joint in enumerate(joints):
-        key = (id(joint), dag.policy(index))
-        if key not in made:
-            made[key] = split(joint, dag.policy(index))
-        found.append(made[key])
-    return consume_inputs(captured.cut, found)
 
 
 def _refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:
@@ -382,39 +364,6 @@ def _wiring(chunk: Any) -> object:
         for policy, variant in chunk.variants.items()
     }
     return dict(chunk.tags), chunk.parameters, chunk.inputs, chunk.outputs, passes
-
-
-def _depends_on_mode(how: _Capture, captured: Captured) -> bool:
-    """Whether evaluation computes otherwise than training: both are traced and compared, since the
-    mode can be read anywhere. What differs without any reason of the model's own is refused."""
-    group = captured.microbatches // how.microbatches
-    with _evaluating(how.model, how.loss):
-        evaluation = how.traced(group)
-    if evaluation == captured.traced:
-        return False
-    if how.traced(group) != captured.traced:
-        raise CaptureError(
-            f"{type(how.model).__name__} computes something else each time it is traced, and the "
-            "captured step would repeat the first for ever: a number from outside torch is in it "
-            "(Python's or numpy's random generator, the time, a counter); draw it with torch.rand, "
-            "keep it in a buffer, or pass it with the batch"
-        )
-    return True
-
-
-@contextmanager
-def _evaluating(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
-    """The model in evaluation mode inside; as it was outside."""
-    roots = [model] + ([loss] if isinstance(loss, nn.Module) else [])
-    modules = [m for root in roots for m in root.modules()]
-    before = [m.training for m in modules]
-    try:
-        for root in roots:
-            root.eval()
-        yield
-    finally:
-        for module, mode in zip(modules, before, strict=True):
-            module.training = mode
 
 
 @contextmanager

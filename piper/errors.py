@@ -5,6 +5,10 @@ A message says what is wrong, where in the person's own names, and what to chang
 
 from __future__ import annotations
 
+import sys
+import warnings
+from types import FrameType
+
 
 class PiperError(Exception):
     """Base of every error that Piper raises on purpose."""
@@ -20,3 +24,12 @@ class DirectiveError(PiperError):
 
 class PiperWarning(UserWarning):
     """What Piper says of a model that may train otherwise than its author thinks."""
+
+
+def warn(text: str) -> None:
+    """Warn at the line outside this package that led here."""
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "piper":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PiperWarning, stacklevel=level)

@@ -12,19 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import piper
-import piper.compiler
-import piper.ir.facts
 from piper.capture import capture
-from piper.capture.joint import Joint
-from piper.capture.model import trace
-from piper.capture.passes import split as cut_into_passes
-from piper.capture.program import Program
-from piper.capture.saving import Remat
 from piper.directives import Directive, order, partition, place, split
 from piper.single import SingleDevice
 from tests.reference import slices
@@ -180,18 +172,7 @@ def single(
     """The reference of models that draw random numbers: the captured step on one device. It knows
     no norm of gradients."""
     inputs, targets = batches[0]
-    captured = piper.compiler.capture(  # as ``compile`` does, so that it is shared
-        model,
-        inputs=inputs,
-        targets=targets,
-        loss=loss,
-        tags=None,
-        microbatches=microbatches,
-        device=None,
-        compiler="eager",
-        remat=None,
-        precision="fp32",
-    )
+    captured = capture(model, inputs=inputs, targets=targets, loss=loss, microbatches=microbatches)
     model, loss = copies(model, loss)
     trainer = SingleDevice(captured, model, optimizer, seed=seed)
     losses = [trainer.step(*_given(batch)).loss for batch in batches]
@@ -209,7 +190,7 @@ def compiled(
 ) -> piper.Program:
     """The program of ``strategy`` for batches like the first."""
     inputs, targets = batches[0]
-    return piper.compile(
+    return compile_shared(
         model,
         piper.Strategy(strategy),
         inputs=inputs,
@@ -218,6 +199,19 @@ def compiled(
         optimizer=optimizer,
         **options,
     )
+
+
+def compile_shared(
+    model: nn.Module,
+    strategy: piper.Strategy,
+    *,
+    memory_limit: int | None = None,
+    costs: piper.Costs | None = None,
+    **options: Any,
+) -> piper.Program:
+    """As ``piper.compile``; what is captured is shared, within ``shared_captures``."""
+    captured = _captures.of(model, options)
+    return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
 
 
 def train(program: piper.Program, batches: Sequence[Batch]) -> Run:
@@ -363,49 +357,43 @@ def overlapped(stages: int, microbatches: int) -> list[Directive]:
 # what is the same for many strategies
 
 
+class _Captures:
+    """Captures of the same model, loss and options for batches of one shape are one."""
+
+    def __init__(self, *, kept: bool) -> None:
+        self._kept = kept
+        self._known: dict[Any, tuple[list[Any], piper.Capture]] = {}
+
+    def of(self, model: nn.Module, options: Mapping[str, Any]) -> piper.Capture:
+        if not self._kept or not isinstance(model, nn.Module):
+            return piper.capture(model, **options)
+        key = (id(model), model.training, *(_like(options[name]) for name in sorted(options)))
+        if key not in self._known:
+            same = [model, *options.values()]  # so that no other object gets the same id
+            self._known[key] = same, piper.capture(model, **options)
+        return self._known[key][1]
+
+
+def _like(option: Any) -> Any:
+    """What an option must have in common with another to be the same."""
+    if isinstance(option, Tensor):
+        return option.shape, option.dtype
+    if isinstance(option, Mapping):
+        return tuple((name, _like(item)) for name, item in option.items())
+    if isinstance(option, list | tuple):
+        return tuple(map(_like, option))
+    return id(option) if callable(option) else repr(option)
+
+
+_captures = _Captures(kept=False)
+
+
 @contextmanager
 def shared_captures() -> Iterator[None]:
-    """Inside, strategies share what was captured of one model at one size, and its passes: these
-    say nothing of the strategy, and take most of a compilation's time."""
-    captured: dict[Any, Any] = {}
-    passes: dict[Any, Program] = {}
-    kept: list[object] = []  # so that no other object gets the same id
-
-    def remembering(made: Callable[..., Any]) -> Callable[..., Any]:
-        def remembered(model: nn.Module, **given: Any) -> Any:
-            if not isinstance(model, nn.Module):
-                return made(model, **given)
-            inputs = given["inputs"]
-            rows = inputs.values() if isinstance(inputs, Mapping) else inputs
-            values = [*rows, *given["targets"]]
-            key = (
-                made,
-                id(model),
-                id(given["loss"]),
-                model.training,
-                tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in values),
-                *(str(value) for name, value in given.items() if name not in _OBJECTS),
-            )
-            if key not in captured:
-                kept.extend([model, given["loss"]])
-                captured[key] = made(model, **given)
-            return captured[key]
-
-        return remembered
-
-    def divided(joint: Joint, policy: Remat) -> Program:
-        key = (id(joint), policy)
-        if key not in passes:
-            kept.append(joint)
-            passes[key] = cut_into_passes(joint, policy)
-        return passes[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piper.compiler, "capture", remembering(capture))
-        patch.setattr(piper.compiler, "trace", remembering(trace))
-        patch.setattr(piper.compiler, "split", divided)
-        patch.setattr(piper.ir.facts, "split", divided)
+    """Inside, strategies share what was captured of one model at one size."""
+    global _captures  # noqa: PLW0603
+    before, _captures = _captures, _Captures(kept=True)
+    try:
         yield
-
-
-_OBJECTS = ("inputs", "targets", "loss")
+    finally:
+        _captures = before

@@ -12,7 +12,6 @@ import inspect
 import random
 import sys
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +42,7 @@ from piper.capture.regions import (
 from piper.capture.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.capture.stray import RefuseStray, refuse_autograd_functions, refuse_unsupported
 from piper.capture.tensors import overlaps
-from piper.errors import CaptureError, PiperWarning
+from piper.errors import CaptureError, warn
 
 LOSS_PREFIX = "loss:"
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -215,19 +214,15 @@ def export(
     except Exception as error:
         raise explain(error, step.seen.running, traced.modules) from error
     for name in dict.fromkeys(step.seen.frozen):
-        warnings.warn(
+        warn(
             f"{name!r} changes from one call of the model to the next; the captured step keeps the "
-            "value it has now. If it is part of the computation, make it a buffer",
-            PiperWarning,
-            stacklevel=4,
+            "value it has now. If it is part of the computation, make it a buffer"
         )
     for name in step.seen.drawn:
-        warnings.warn(
+        warn(
             f"{type(model).__name__} draws from {name} while it is traced; every step repeats what "
             "was drawn now. If it is part of the computation, draw it with torch.rand, or pass it "
-            "with the batch",
-            PiperWarning,
-            stacklevel=4,
+            "with the batch"
         )
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)

@@ -30,6 +30,20 @@ from piper.capture.tensors import TensorSpec, overlaps
 Ends = list[tuple[Ref, fx.Node]]
 
 
+class Passes:
+    """The programs of joint graphs, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, Remat], tuple[Joint, Program]] = {}
+
+    def of(self, joint: Joint, policy: Remat) -> Program:
+        """The program of ``joint`` under ``policy``."""
+        key = id(joint), policy  # which is no other's while the graph is kept
+        if key not in self._made:
+            self._made[key] = joint, split(joint, policy)
+        return self._made[key][1]
+
+
 def split(joint: Joint, policy: Remat) -> Program:
     """The program of a chunk, with the forward keeping what ``policy`` says."""
     joint, kept = choose(joint, policy)

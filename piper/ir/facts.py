@@ -15,7 +15,7 @@ from torch import fx
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
-from piper.capture.passes import split
+from piper.capture.passes import Passes
 from piper.capture.program import BUNDLES, Function, Kind, Pass, Program, Ref
 from piper.capture.saving import Remat
 from piper.capture.tensors import TensorSpec
@@ -151,7 +151,22 @@ class Model:
     """Bytes of buffers and constants, by name."""
 
 
-Variants = dict[int, Mapping[Remat, Variant]]
+class Known:
+    """What was found out about joint graphs, for other models that have them too."""
+
+    def __init__(self) -> None:
+        self.passes = Passes()
+        self._variants: dict[int, Mapping[Remat, Variant]] = {}
+
+    def variants(self, captured: Captured, joint: Joint) -> Mapping[Remat, Variant]:
+        """The facts of ``joint`` under each policy."""
+        if id(joint) not in self._variants:
+            self._variants[id(joint)] = {
+                policy: _variant(captured, self.passes.of(joint, policy)) for policy in Remat
+            }
+        return self._variants[id(joint)]
+
+
 """By the identity of a chunk's joint graph."""
 
 
@@ -159,15 +174,12 @@ def facts_of(
     captured: Captured,
     remat: Remat,
     joints: Sequence[Joint] | None = None,
-    known: Variants | None = None,
+    known: Known | None = None,
 ) -> Model:
     """The facts of a captured model; ``joints`` stand for the chunks' own, if given; ``known``
     keeps what was found out for the next call."""
     joints = captured.joints if joints is None else joints
-    variants: Variants = {} if known is None else known
-    for joint in joints:
-        if id(joint) not in variants:
-            variants[id(joint)] = _variants(captured, joint)
+    known = known or Known()
     values = tuple(
         ValueFacts(value.name, value.spec.shape, value.spec.nbytes, value.spec.copied)
         for value in captured.cut.values
@@ -179,7 +191,7 @@ def facts_of(
             parameters=chunk.parameters,
             inputs=chunk.inputs,
             outputs=chunk.outputs,
-            variants=variants[id(joint)],
+            variants=known.variants(captured, joint),
             changes=chunk.updates,
             buffers=chunk.buffers,
             random=program.functions[Pass.F].random,
@@ -211,10 +223,6 @@ def facts_of(
     size = captured.example.size
     cut = captured.cut
     return Model(chunks, values, parameters, cut.loss, size, remat, cut.count, buffers)
-
-
-def _variants(captured: Captured, joint: Joint) -> Mapping[Remat, Variant]:
-    return {policy: _variant(captured, split(joint, policy)) for policy in Remat}
 
 
 def _variant(captured: Captured, program: Program) -> Variant:

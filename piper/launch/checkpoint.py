@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.codec import MalformedError
-from piper.errors import PiperError
+from piper.errors import PiperError, warn
 from piper.launch.crew import Restored
 from piper.launch.fetching import fetcher
 from piper.launch.state_checks import check_state
@@ -126,11 +125,10 @@ def _added(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     whole = program.names.with_added(program.source, tensors)
     found = {key: whole[key] for key in program.names.added if key in whole}
     for key in [key for key, item in found.items() if not _is_data(item)]:
-        warnings.warn(
+        warn(
             f"{key} of the model's state dict is not in the checkpoint: it is a "
             f"{type(found.pop(key)).__name__}, and a file holds tensors, numbers, text and "
-            "containers of these only",
-            stacklevel=4,
+            "containers of these only"
         )
     return found
 

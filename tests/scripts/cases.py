@@ -20,7 +20,7 @@ import piper
 from piper import annotate, partition, place, replicate, shard, split
 from piper.directives import Directive
 from tests.scripts.faulty import Act, act
-from tests.training import data_parallel, one_f_one_b, pipeline, zero_bubble
+from tests.training import compile_shared, data_parallel, one_f_one_b, pipeline, zero_bubble
 
 ROWS, SEQ, DIM, VOCAB = 24, 4, 13, 431
 """Odd sizes: the embedding has 5603 numbers, more than are summed in one message, which divide
@@ -97,7 +97,7 @@ class Case:
 
     def compile(self, **options: Any) -> piper.Program:
         x, y = batches()[0]
-        return piper.compile(
+        return compile_shared(
             options.pop("model", source(self.model).model),
             piper.Strategy(self.strategy),
             inputs=(x,),

@@ -14,6 +14,7 @@ from torch import Tensor
 import piper
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh
+from tests.training import compile_shared
 
 LARGE = DenseConfig(vocab=8192, dim=512, layers=8, heads=8, mlp_dim=1536, max_seq=256)
 CONFIG = MoEConfig(vocab=67, dim=32, layers=4, heads=4, mlp_dim=48, experts=4)
@@ -48,7 +49,7 @@ class Case:
     def compile(self, device: str = "cuda") -> piper.Program:
         x, y = batch(0, self.config)
         options: dict[str, Any] = {"optimizer": sgd, "loss": lm_loss, **self.options}
-        return piper.compile(
+        return compile_shared(
             source(self.config).model,
             self.strategy,
             inputs=(x,),

@@ -1,0 +1,122 @@
+"""A model as one device sees it, traced once for each number of rows and each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper.capture.export import Loss
+from piper.capture.model import Captured, capture, trace
+from piper.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is traced."""
+
+    model: nn.Module
+    inputs: Sequence[Any] | Mapping[str, Any]
+    targets: Sequence[Any]
+    loss: Loss
+    tags: Mapping[str, str] | None
+    device: torch.device | str | None
+    compiler: str
+    remat: str | None
+    precision: str
+
+
+class Traces:
+    """All traces of a model that were needed so far."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._training: dict[int, Captured] = {}
+        self._evaluation: dict[int, Captured] = {}
+        self._by_mode: dict[int, bool] = {}
+
+    def training(self, parts: int) -> Captured:
+        """The model as it sees one of ``parts`` equal parts of the batch."""
+        if parts not in self._training:
+            self._training[parts] = self._capture(parts)
+        return self._training[parts]
+
+    def evaluation(self, parts: int) -> Captured:
+        """The same in evaluation mode."""
+        if parts not in self._evaluation:
+            with self._evaluating():
+                self._evaluation[parts] = self._capture(parts)
+        return self._evaluation[parts]
+
+    def depends_on_mode(self, parts: int) -> bool:
+        """Whether evaluation computes otherwise than training: both are traced and compared, since
+        the mode can be read anywhere. What differs without any reason of the model's own is
+        refused."""
+        if parts not in self._by_mode:
+            self._by_mode[parts] = self._compared(parts)
+        return self._by_mode[parts]
+
+    def _compared(self, parts: int) -> bool:
+        with self._evaluating():
+            evaluation = self._text(parts)
+        training = self.training(parts).traced
+        if evaluation == training:
+            return False
+        if self._text(parts) != training:
+            raise CaptureError(
+                f"{type(self._subject.model).__name__} computes something else each time it is "
+                "traced, and the captured step would repeat the first for ever: a number from "
+                "outside torch is in it (Python's or numpy's random generator, the time, a "
+                "counter); draw it with torch.rand, keep it in a buffer, or pass it with the batch"
+            )
+        return True
+
+    def _capture(self, parts: int) -> Captured:
+        it = self._subject
+        return capture(
+            it.model,
+            inputs=it.inputs,
+            targets=it.targets,
+            loss=it.loss,
+            tags=it.tags,
+            microbatches=parts,
+            device=it.device,
+            compiler=it.compiler,
+            remat=it.remat,
+            precision=it.precision,
+        )
+
+    def _text(self, parts: int) -> str:
+        it = self._subject
+        return trace(
+            it.model,
+            inputs=it.inputs,
+            targets=it.targets,
+            loss=it.loss,
+            tags=it.tags,
+            microbatches=parts,
+            device=it.device,
+            precision=it.precision,
+        )
+
+    def _evaluating(self) -> Any:
+        return _evaluating(self._subject.model, self._subject.loss)
+
+
+@contextmanager
+def _evaluating(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+    """The model in evaluation mode inside; as it was outside."""
+    roots = [model] + ([loss] if isinstance(loss, nn.Module) else [])
+    modules = [m for root in roots for m in root.modules()]
+    before = [m.training for m in modules]
+    try:
+        for root in roots:
+            root.eval()
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode

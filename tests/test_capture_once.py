@@ -1,0 +1,100 @@
+"""One capture, many strategies: the programs of ``piper.compile``, without tracing again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper import PiperError
+from piper.directives import Directive, place, replicate, shard
+from piper.launch.agreeing import fingerprints
+from tests.training import adamw, data_parallel, one_f_one_b, pipeline
+
+WIDTH, ROWS = 6, 8
+
+
+class Counting(nn.Module):
+    """Tells how many rows it is run, or traced, with."""
+
+    def __init__(self, calls: list[int] | None = None, *, modes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.modes = modes
+        self.note = (lambda rows: None) if calls is None else calls.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(len(x))
+        for layer in self.layers:
+            with piper.annotate("layer"):
+                x = layer(x).relu()
+        return x + 1 if self.modes and not self.training else x
+
+
+def example() -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, ROWS, WIDTH)
+    return {"inputs": (x,), "targets": (y,), "loss": F.mse_loss, "optimizer": adamw}
+
+
+STRATEGIES: dict[str, list[Directive]] = {
+    "1f1b": pipeline([[0], [1]], 4, *one_f_one_b(2, 4)),
+    "data parallel": data_parallel(2, 2),
+    "ZeRO-3": [*data_parallel(2, 2), replicate({}, zero=3)],
+    "one device": [place({}, devices=[0])],
+}
+
+
+@pytest.mark.parametrize("modes", [False, True])
+def test_the_programs_are_those_of_compile(modes: bool) -> None:
+    torch.manual_seed(1)
+    model, how = Counting(modes=modes), example()
+    captured = piper.capture(model, **how)
+    for name, directives in STRATEGIES.items():
+        strategy = piper.Strategy(directives)
+        found, wanted = captured.compile(strategy), piper.compile(model, strategy, **how)
+        assert fingerprints(found) == fingerprints(wanted), name
+        assert [str(plan) for plan in found.plans] == [str(plan) for plan in wanted.plans], name
+        assert found.memory == wanted.memory, name
+        batch = (*how["inputs"], *how["targets"])
+        with piper.launch(found) as one, piper.launch(wanted) as other:
+            for _ in range(2):
+                assert torch.equal(one.step(*batch).loss, other.step(*batch).loss), name
+            assert torch.equal(one.evaluate(*batch).loss, other.evaluate(*batch).loss), name
+
+
+def test_a_model_is_traced_once_for_each_number_of_rows() -> None:
+    seen: list[int] = []
+    captured = piper.capture(Counting(seen), **example())
+    assert not seen  # it has not been asked for anything yet
+    for directives in STRATEGIES.values():
+        captured.compile(piper.Strategy(directives))
+    calls = list(seen)
+    assert sorted(set(calls)) == [2, ROWS]  # 8 rows in 4 microbatches, or in 2 on 2 devices
+    for directives in STRATEGIES.values():
+        captured.compile(piper.Strategy(directives))
+    assert seen == calls
+
+
+def test_weights_are_those_of_the_launch() -> None:
+    model, how = Counting(), example()
+    program = piper.capture(model, **how).compile(piper.Strategy(STRATEGIES["1f1b"]))
+    with torch.no_grad():
+        model.layers[0].weight.zero_()
+    with piper.launch(program) as trainer:
+        assert not trainer.state_dict()["layers.0.weight"].any()
+
+
+def test_what_is_refused_leaves_the_capture_as_it_was() -> None:
+    captured = piper.capture(Counting(), **example())
+    with pytest.raises(PiperError, match="memory_limit=100 is not enough"):
+        captured.compile(piper.Strategy(STRATEGIES["1f1b"]), memory_limit=100)
+    with pytest.raises(PiperError):
+        captured.compile(piper.Strategy([place({}, devices=[0, 1]), shard({"layer": "*"}, dim=0)]))
+    with pytest.raises(PiperError, match="strategy='1f1b' must be"):
+        captured.compile("1f1b")  # type: ignore[arg-type]
+    captured.compile(piper.Strategy(STRATEGIES["1f1b"]))
