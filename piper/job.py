@@ -18,7 +18,7 @@ from torch import nn
 
 from piper.capture.export import Loss
 from piper.capture.model import Precision
-from piper.compiler import compile
+from piper.compiler import Capture, capture
 from piper.cost import Cluster
 from piper.errors import PiperError
 from piper.lower.costs import Costs
@@ -76,11 +76,18 @@ class Job:
         chosen = strategy or self.strategy
         if chosen is None:
             raise PiperError("the job has no strategy: name one, or give it one (Job(strategy=))")
+        return self.capture().compile(
+            chosen,
+            memory_limit=memory_limit if memory_limit is not None else self.memory_limit,
+            costs=cluster.costs(self.dtype) if cluster is not None else self.costs,
+        )
+
+    def capture(self) -> Capture:
+        """The job's model, to be compiled for strategies."""
         if self.loss is None:
             raise PiperError("the job has no loss: give it one, Job(loss=)")
-        return compile(
+        return capture(
             self.model,
-            chosen,
             inputs=self.inputs,
             targets=self.targets,
             loss=self.loss,
@@ -93,7 +100,5 @@ class Job:
             precision=self.precision,
             remat=self.remat,
             clip_norm=self.clip_norm,
-            memory_limit=memory_limit if memory_limit is not None else self.memory_limit,
-            costs=cluster.costs(self.dtype) if cluster is not None else self.costs,
             seed=self.seed,
         )
