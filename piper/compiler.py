@@ -10,7 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from piper.capture.joint import Joint
 from piper.capture.model import Captured, capture, trace
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
-from piper.capture.program import Pass
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.saving import Remat
 from piper.directives.place import Place
@@ -32,14 +31,14 @@ from piper.directives.split import Split
 from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
 from piper.ir.build import build
 from piper.ir.dag import Dag
-from piper.ir.facts import Model, Variants, facts_of
+from piper.ir.facts import Facts, Model, Variants, facts_of
 from piper.lower.costs import Costs
+from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Lowered, Settings, lower
 from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
-    check_divisible,
-    check_taken,
+    check_factory,
     cost_of,
     try_scheduler,
 )
@@ -113,7 +112,8 @@ def compile(
         source=source,
         names=StateNames.of(source),
         settings=found.settings,
-        models=found.models,
+        facts=found.facts,
+        evaluation_facts=evaluation.facts,
         plans=found.lowered.plans,
         evaluation_plans=evaluation.lowered.plans,
         memory=found.lowered.memory,
@@ -234,7 +234,7 @@ class _Compiled:
     lowered: Lowered
     code: Code
     placed: Dag
-    models: Mapping[int, Model]
+    facts: Facts
     settings: Settings
 
 
@@ -245,37 +245,31 @@ def _compile(
     settings: Settings,
 ) -> _Compiled:
     """Apply and lower the strategy."""
-    placed, models, code = _placed(strategy, captured)
-    lowered = lower(placed, models, settings)
+    placed, facts, code = _placed(strategy, captured)
+    lowered = lower(placed, facts.models, settings)
     if training.optimizer is not None:
-        trained = {n: p.shape for n, p in code.parameters.items() if n in _trained(lowered.dag)}
-        check_taken(training.optimizer, trained)
-        check_divisible(
+        check_factory(
             training.optimizer,
             lowered.dag,
+            {name: spec.shape for name, spec in code.parameters.items()},
             _first(captured).device,
             whole=settings.optimizer.whole,
         )
-    return _Compiled(lowered, code, placed, models, settings)
+    return _Compiled(lowered, code, placed, facts, settings)
 
 
-def _trained(dag: Dag) -> set[str]:
-    return {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
-
-
-def _placed(
-    strategy: Strategy, captured: Mapping[int, Captured]
-) -> tuple[Dag, Mapping[int, Model], Code]:
+def _placed(strategy: Strategy, captured: Mapping[int, Captured]) -> tuple[Dag, Facts, Code]:
     known: Variants = {}
     facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
     _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
-    placed = strategy.apply(build(facts[next(iter(captured))]))
+    whole = facts[next(iter(captured))]
+    placed = strategy.apply(build(whole))
     joints = {n: _joints(c, placed) for n, c in captured.items()}
     models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
     for n in captured:
         _refuse_other_share(facts[n], models[n])
     programs = {n: _programs(c, joints[n], placed) for n, c in captured.items()}
-    return placed, models, Code.of(captured, programs)
+    return placed, Facts(whole, models), Code.of(captured, programs)
 
 
 def _evaluation(
@@ -283,39 +277,23 @@ def _evaluation(
 ) -> _Compiled:
     """The forwards alone of a model that computes otherwise in evaluation mode."""
     try:
-        placed, models, code = _placed(strategy, captured)
+        placed, facts, code = _placed(strategy, captured)
     except DirectiveError as error:
         raise DirectiveError(
             f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
             "training mode: a strategy must fit both"
         ) from None
-    return _forwards(found, placed, models, code)
+    return _forwards(found, placed, facts, code)
 
 
 def _evaluation_of(found: _Compiled) -> _Compiled:
     """The forwards of a compiled step alone, where evaluation computes the same as training."""
-    return _forwards(found, found.placed, found.models, found.code)
+    return _forwards(found, found.placed, found.facts, found.code)
 
 
-def _forwards(found: _Compiled, placed: Dag, models: Mapping[int, Model], code: Code) -> _Compiled:
-    settings = replace(found.settings, memory_limit=None)
-    lowered = lower(_forward_only(placed), models, settings, found.lowered.dag.buckets)
-    return _Compiled(lowered, code, placed, models, settings)
-
-
-def _forward_only(dag: Dag) -> Dag:
-    """``dag`` without its backwards."""
-    kept = [i for i, node in enumerate(dag.nodes) if node.compute.which is Pass.F]
-    moved = {old: new for new, old in enumerate(kept)}
-    nodes = []
-    for i in kept:
-        node = dag.nodes[i]
-        pairs = zip(node.after, node.after_by, strict=True)
-        after = [(moved[b], by) for b, by in pairs if b in moved]
-        nodes.append(
-            replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
-        )
-    return replace(dag, nodes=tuple(nodes))
+def _forwards(found: _Compiled, placed: Dag, facts: Facts, code: Code) -> _Compiled:
+    lowered = lower_forwards(placed, facts.models, found.settings, found.lowered.dag.buckets)
+    return _Compiled(lowered, code, placed, facts, found.settings)
 
 
 def _joints(captured: Captured, dag: Dag) -> tuple[Joint, ...]:

@@ -114,7 +114,7 @@ def _trying(argument: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise PiperError(
-            f"{argument} failed when compile tried it on small parameters, for some steps: "
+            f"{argument} failed when it was tried on small parameters, for some steps: "
             f"{type(error).__name__}: {error}. Fix it: it must work for any list of parameters, "
             "made anew each time"
         ) from error
@@ -156,11 +156,25 @@ def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> Optim
     return OptimizerCost(kept / size, tracker.peak // size, scalars=scalars)
 
 
-def check_divisible(
+def check_factory(
+    factory: OptimizerFactory,
+    dag: Dag,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    *,
+    whole: bool,
+) -> None:
+    """Refuse an optimizer for a lowered step whose parameters have these shapes; ``whole`` says
+    that it does not step bucket by bucket."""
+    trained = {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
+    _check_taken(factory, {name: shape for name, shape in shapes.items() if name in trained})
+    _check_divisible(factory, dag, device, whole=whole)
+
+
+def _check_divisible(
     factory: OptimizerFactory, dag: Dag, device: torch.device, *, whole: bool
 ) -> None:
-    """Refuse to give an optimizer parts of what it looks at together; ``whole`` says that it does
-    not step bucket by bucket."""
+    """Refuse to give an optimizer parts of what it looks at together."""
     divided = [b for b in dag.buckets if b.trained and b.level]
     with _trying("optimizer="):
         elementwise = not divided or works_on_parts(partial(make, factory))
@@ -195,7 +209,7 @@ def _apart(buckets: Sequence[Bucket]) -> tuple[int, ...]:
     return () if whole else tuple(sorted(everyone))
 
 
-def check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse an optimizer that cannot be made for parameters of these shapes: tried on small ones
     with as many dimensions."""
     names = {len(shape): name for name, shape in reversed(list(shapes.items()))}

@@ -386,10 +386,10 @@ class Worn(torch.optim.SGD):
     ("options", "message"),
     [
         ({"optimizer": lambda p: adamw(p).nothing}, r"optimizer= failed when .*AttributeError"),
-        ({"optimizer": Worn}, r"optimizer= failed when compile tried it .* LookupError: worn out"),
+        ({"optimizer": Worn}, r"optimizer= failed when it was tried .* LookupError: worn out"),
         (
             {"optimizer": adamw, "scheduler": lambda o: {}[o]},
-            r"scheduler= failed when compile tried it .* KeyError",
+            r"scheduler= failed when it was tried .* KeyError",
         ),
     ],
     ids=["factory", "step", "scheduler"],
