@@ -468,6 +468,21 @@ def test_a_damaged_checkpoint_is_refused(program: piper.Program, tmp_path: Path)
             trainer.load(path)
 
 
+def test_a_tensor_that_became_a_directory_is_refused(
+    program: piper.Program, tmp_path: Path
+) -> None:
+    """Its checksum is right, but torch gives whatever is in memory in place of it."""
+    path = tmp_path / "state"
+    with piper.launch(program) as trainer:
+        trainer.save(path)
+        content = bytearray(path.read_bytes())
+        entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"archive/data/0"))
+        content[entry + 38] |= 0x10  # of the attributes, what marks a directory
+        path.write_bytes(content)
+        with pytest.raises(PiperError, match="is damaged: archive/data/0 is not a plain file"):
+            trainer.load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
