@@ -1,73 +1,63 @@
 """Whether the parts of a program that was read from files fit each other.
 
-Each part is well formed by itself when it gets here. Numbers that stand for something else (slots,
-devices, chunks, values, buckets) must be those of something, and plans must pass what the compiler
-asks of its own. A ``MalformedError`` says what does not fit.
+Each part is well formed by itself when it gets here. Numbers that stand for something else (chunks,
+values, tensors of the batch) must be those of something, the facts that plans are made from must be
+those of the code that plans run, and so must what the strategy says of it. A ``MalformedError``
+says what does not fit.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from piper.capture.model import Precision
-from piper.capture.program import Kind, Pass, Ref
+from piper.capture.program import SAVED, Kind, Pass, Ref
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.saving import Remat
+from piper.capture.tensors import TensorSpec
 from piper.codec import MalformedError, shown, within
-from piper.ir.dag import Bucket, Collective, Compute, Transfer, Update
-from piper.ir.facts import Model, bundled
-from piper.ir.values import ExtraRole
-from piper.lower.plan import Instruction, Plan, Verb
-from piper.lower.verify import slots_fault
+from piper.ir.dag import Dag
+from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
 from piper.program import Code, Piece, Program
 
-_OPS = {
-    Verb.COMPUTE: Compute,
-    Verb.SEND: Transfer,
-    Verb.RECV: Transfer,
-    Verb.COLLECTIVE: Collective,
-    Verb.UPDATE: Update,
-    Verb.FREE: type(None),
-}
-_OF_BUCKETS = (
-    ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.UPDATED, ExtraRole.GATHERED
-)  # fmt: skip
+_READ = (*SAVED, Kind.HANDOFF, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD, Kind.INPUT_GRAD)
+_WRITTEN = (*SAVED, Kind.HANDOFF, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
+_GRADIENTS = (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 
 
 def check(program: Program) -> None:
-    """Refuse a program whose parts do not fit."""
+    """Refuse parts that do not fit; there are no plans yet."""
     program.training.check()
     if program.training.precision not in [p.value for p in Precision]:
         raise MalformedError(f"precision: {shown(program.training.precision)} is unknown")
-    for n, model in program.models.items():
-        with within(f"models for groups of {n}"):
-            _model(model)
-    _same_models(program)
+    if program.settings.clip != (program.training.clip_norm is not None):
+        raise MalformedError("settings.clip: it does not say whether there is a clip_norm")
     for name, code in (("code", program.code), ("evaluation_code", program.evaluation_code)):
         with within(name):
-            _code(code, program)
-    with within("buckets"):
-        for place, bucket in enumerate(program.buckets):
-            with within(place):
-                _bucket(bucket, program)
-        _held(program)
-    with within("plans"):
-        _plans(program.plans, program.code, program)
-    with within("evaluation_plans"):
-        _plans(program.evaluation_plans, program.evaluation_code, program)
-        if sorted(d for plan in program.evaluation_plans for d in plan.devices) != list(
-            program.devices
-        ):
-            raise MalformedError("they are for other devices than those that train")
-    with within("memory"):
-        _memory(program)
+            _code(code)
+    for name, facts, code in (
+        ("facts", program.facts, program.code),
+        ("evaluation_facts", program.evaluation_facts, program.evaluation_code),
+    ):
+        with within(name):
+            _facts(facts, code, program)
     with within("names"):
-        if program.names.keys.keys() != program.names.shapes.keys():
-            raise MalformedError("keys and shapes are of different tensors")
-    with within("example"):
-        _example(program)
+        _names(program)
+
+
+def check_placed(program: Program, training: Dag, evaluation: Dag) -> None:
+    """Refuse a strategy for which the code was not made: the DAGs are what it makes of the facts
+    in both modes."""
+    for name, dag, facts, code in (
+        ("code", training, program.facts, program.code),
+        ("evaluation_code", evaluation, program.evaluation_facts, program.evaluation_code),
+    ):
+        with within(name):
+            _placed(dag, facts, code)
+            parts = dag.microbatches[1] if dag.microbatches else 1
+            with within("example"):
+                _example(program, code, parts)
 
 
 def _in_range(numbers: Sequence[int], count: int, what: str) -> None:
@@ -85,98 +75,175 @@ def _distinct(items: Sequence[object], what: str) -> None:
 # the facts of the model
 
 
-def _model(model: Model) -> None:
-    values = len(model.values)
-    for place, chunk in enumerate(model.chunks):
+def _facts(facts: Facts, code: Code, program: Program) -> None:
+    if facts.models.keys() != code.programs.keys():
+        raise MalformedError("models: they are for groups of other sizes than the code is")
+    first = next(iter(facts.models))
+    for place, n, model in (
+        ("whole", first, facts.whole),
+        *((f"models for groups of {n}", n, model) for n, model in facts.models.items()),
+    ):
+        with within(place):
+            _model(model, code, n, program)
+    if any(_policies(model) != _policies(facts.whole) for model in facts.models.values()):
+        raise MalformedError("models: they differ in what is recomputed")
+
+
+def _policies(model: Model) -> tuple[object, ...]:
+    return (model.remat, [chunk.tags for chunk in model.chunks])
+
+
+def _model(model: Model, code: Code, n: int, program: Program) -> None:
+    """The facts are those of the code at the shapes of groups of ``n`` devices."""
+    if (model.loss, model.count) != (code.loss, code.count):
+        raise MalformedError("its loss is not the loss of the code")
+    if model.batch != program.example.size:
+        raise MalformedError(f"batch is {model.batch}, the example's {program.example.size}")
+    specs = code.values[n]
+    if [(v.shape, v.nbytes, v.copied) for v in model.values] != [
+        (spec.shape, spec.nbytes, spec.copied) for spec in specs
+    ]:
+        raise MalformedError("values: they are not those of the code")
+    if len(model.chunks) != len(code.pieces):
+        raise MalformedError(f"{len(model.chunks)} chunks, but {len(code.pieces)} pieces")
+    if model.parameters != _parameters(code, n, program):
+        raise MalformedError("parameters: they are not those of the code")
+    if model.buffers != _buffers(code, n):
+        raise MalformedError("buffers: they are not those of the code")
+    rows = zip(model.chunks, code.pieces, code.programs[n], strict=True)
+    for place, (chunk, piece, made) in enumerate(rows):
         with within(f"chunks[{place}]"):
             if chunk.index != place:
                 raise MalformedError(f"the chunk says that it is number {chunk.index}")
-            _in_range((*chunk.inputs, *chunk.outputs), values, "value")
-            _known(chunk.parameters, model.parameters, "parameter")
-            _known(chunk.detached, chunk.parameters, "parameter of the chunk")
-            if set(chunk.variants) != set(Remat):
-                raise MalformedError("a variant for each policy of recomputing is wanted")
-            ends = {
-                Kind.INPUT: len(chunk.inputs),
-                Kind.INPUT_GRAD: len(chunk.inputs),
-                Kind.OUTPUT: len(chunk.outputs),
-                Kind.OUTPUT_GRAD: len(chunk.outputs),
-            }
-            for variant in chunk.variants.values():
-                if Pass.F not in variant.passes:
-                    raise MalformedError("the pass F is missing")
-                for facts in variant.passes.values():
-                    for ref in (*facts.reads, *facts.writes, *facts.last):
-                        _in_range([ref.index], ends.get(ref.kind, 1), ref.kind.value)
-                    sizes = (facts.flops, facts.workspace, facts.eased, facts.moved)
-                    _sizes((*sizes, facts.moved_fused))
-                _sizes((variant.saved_bytes, variant.kept_bytes, variant.handoff_bytes))
-    outputs = [value for chunk in model.chunks for value in chunk.outputs]
-    _distinct(outputs, "output")
-    _sizes([n for value in model.values for n in (*value.shape, value.nbytes)])
-    _sizes([n for p in model.parameters.values() for n in (*p.shape, p.nbytes)])
-    _sizes(list(model.buffers.values()))
-    _in_range([model.loss], values, "value")
-    if model.count is not None:
-        _in_range([model.count], values, "value")
-    if model.loss not in outputs:
-        raise MalformedError("no chunk makes the loss")
-    if model.batch < 1:
-        raise MalformedError(f"batch is {model.batch}")
+            _chunk(chunk, piece, made)
+    _gradients(model)
 
 
-def _sizes(numbers: Sequence[int]) -> None:
+def _parameters(code: Code, n: int, program: Program) -> dict[str, ParameterFacts]:
+    trained = {
+        piece.parameters[ref.index]
+        for piece, made in zip(code.pieces, code.programs[n], strict=True)
+        for ref in made.specs
+        if ref.kind is Kind.PARAMETER_GRAD
+    }
+    master = program.training.master
+    return {
+        name: ParameterFacts(
+            spec.shape, spec.nbytes, name in trained, spec.dtype, master or spec.dtype
+        )
+        for name, spec in code.parameters.items()
+    }
+
+
+def _buffers(code: Code, n: int) -> dict[str, int]:
+    return {
+        name: made.specs[Ref(Kind.BUFFER, i)].nbytes
+        for piece, made in zip(code.pieces, code.programs[n], strict=True)
+        for i, name in enumerate(piece.buffers)
+    }
+
+
+def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
+    ends = (chunk.inputs, chunk.outputs, chunk.parameters, chunk.buffers, chunk.changes)
+    if ends != (piece.inputs, piece.outputs, piece.parameters, piece.buffers, piece.updates):
+        raise MalformedError("its ends are not those of the piece of code")
+    if chunk.random != made.functions[Pass.F].random:
+        raise MalformedError("random: the code says otherwise")
+    grads = [Ref(Kind.PARAMETER_GRAD, i) in made.specs for i in range(len(piece.parameters))]
+    if chunk.detached != tuple(
+        name for name, there in zip(piece.parameters, grads, strict=True) if not there
+    ):
+        raise MalformedError("detached: the code makes gradients of others")
+    if not chunk.gradients.keys() <= set(chunk.inputs):
+        raise MalformedError("gradients: they are of values that it does not take")
+    _sizes(n for g in chunk.gradients.values() for n in (g.nbytes, g.copied or 0))
+    if set(chunk.variants) != set(Remat):
+        raise MalformedError("a variant for each policy of recomputing is wanted")
+    for policy, variant in chunk.variants.items():
+        with within(policy.value):
+            _variant(variant, piece, made)
+
+
+def _variant(variant: Variant, piece: Piece, made: ChunkProgram) -> None:
+    """Whatever is recomputed, gradients come and go as in the code."""
+    if variant.passes.keys() != made.functions.keys():
+        raise MalformedError("it has other passes than the code")
+    ends = {
+        Kind.INPUT: len(piece.inputs),
+        Kind.INPUT_GRAD: len(piece.inputs),
+        Kind.OUTPUT: len(piece.outputs),
+        Kind.OUTPUT_GRAD: len(piece.outputs),
+    }
+    for which, facts in variant.passes.items():
+        with within(which.value):
+            reads, writes, *_ = ends_of(made, which)
+            for own, wanted, kinds in (
+                (facts.reads, reads, _READ),
+                (facts.writes, writes, _WRITTEN),
+            ):
+                for ref in own:
+                    if ref.kind not in kinds:
+                        raise MalformedError(f"a pass has no {ref} there")
+                    _in_range([ref.index], ends.get(ref.kind, 1), ref.kind.value)
+                if _of(own, _GRADIENTS) != _of(wanted, _GRADIENTS):
+                    raise MalformedError("its gradients are not those of the code")
+            sizes = (facts.flops, facts.workspace, facts.moved, facts.moved_fused)
+            _sizes((*sizes, facts.eased, facts.housed))
+    _sizes((variant.saved_bytes, variant.kept_bytes, variant.handoff_bytes))
+
+
+def _of(refs: Iterable[Ref], kinds: Collection[Kind]) -> set[Ref]:
+    return {ref for ref in refs if ref.kind in kinds}
+
+
+def _gradients(model: Model) -> None:
+    """What a backward takes, the backward of a later chunk makes."""
+    made: set[int] = {model.loss}
+    for chunk in reversed(model.chunks):
+        passes = chunk.variants[model.remat].passes.values()
+        for ref in (ref for facts in passes for ref in facts.reads if ref.kind in _GRADIENTS):
+            ends = chunk.inputs if ref.kind is Kind.INPUT_GRAD else chunk.outputs
+            if ends[ref.index] not in made:
+                raise MalformedError(f"chunks[{chunk.index}]: nobody makes its {ref}")
+        for ref in (ref for facts in passes for ref in facts.writes):
+            if ref.kind is Kind.INPUT_GRAD:
+                made.add(chunk.inputs[ref.index])
+
+
+def _sizes(numbers: Iterable[int]) -> None:
     for number in numbers:
         if number < 0:
             raise MalformedError(f"{number} is not a valid size")
 
 
-def _known(names: Sequence[str], known: object, what: str) -> None:
+def _known(names: Sequence[str], known: Collection[str], what: str) -> None:
     for name in names:
-        if name not in known:  # type: ignore[operator]
+        if name not in known:
             raise MalformedError(f"there is no {what} {shown(name)}")
-
-
-def _same_models(program: Program) -> None:
-    """All models are one at other shapes; the code is of the same chunks."""
-    sizes = program.models.keys()
-    if not sizes or 0 in sizes:
-        raise MalformedError("models: at least one is wanted, for groups of one device or more")
-    for name, code in (("code", program.code), ("evaluation_code", program.evaluation_code)):
-        if not code.programs.keys() == code.values.keys() == sizes:
-            raise MalformedError(f"{name}: it is for groups of other sizes than the models are")
-    first = next(iter(program.models.values()))
-    shape = [(c.inputs, c.outputs, c.parameters, c.buffers, c.changes) for c in first.chunks]
-    for n, model in program.models.items():
-        other = [(c.inputs, c.outputs, c.parameters, c.buffers, c.changes) for c in model.chunks]
-        if other != shape or len(model.values) != len(first.values):
-            raise MalformedError(
-                f"models: that for groups of {n} is of other chunks than the first"
-            )
-    pieces = [
-        (p.inputs, p.outputs, p.parameters, p.buffers, p.updates) for p in program.code.pieces
-    ]
-    if pieces != shape:
-        raise MalformedError("code: its pieces are not the chunks of the model")
-    if (program.code.loss, program.code.count) != (first.loss, first.count):
-        raise MalformedError("code: its loss is not the loss of the model")
 
 
 # what chunks do
 
 
-def _code(code: Code, program: Program) -> None:
+def _code(code: Code) -> None:
+    if not code.programs or 0 in code.programs or code.programs.keys() != code.values.keys():
+        raise MalformedError("it is for groups of no size, or values are of other sizes")
     for n, specs in code.values.items():
+        if len(code.programs[n]) != len(code.pieces):
+            raise MalformedError(f"{len(code.pieces)} pieces, but {len(code.programs[n])} programs")
+        _in_range([code.loss, *([] if code.count is None else [code.count])], len(specs), "value")
         for place, piece in enumerate(code.pieces):
             with within(f"pieces[{place}]"):
                 _in_range((*piece.inputs, *piece.outputs), len(specs), "value")
-                _known(piece.parameters, code.parameters, "parameter")
-                _known(piece.updates, piece.buffers, "buffer of the piece")
-        _in_range([code.loss, *([] if code.count is None else [code.count])], len(specs), "value")
-        if len(code.programs[n]) != len(code.pieces):
-            raise MalformedError(f"{len(code.pieces)} pieces, but {len(code.programs[n])} programs")
-    if not any(code.loss in piece.outputs for piece in code.pieces):
-        raise MalformedError("no piece makes the loss")
+    for place, piece in enumerate(code.pieces):
+        with within(f"pieces[{place}]"):
+            _known(piece.parameters, code.parameters, "parameter")
+            _known(piece.updates, piece.buffers, "buffer of the piece")
+            for ends in (piece.inputs, piece.outputs, piece.parameters, piece.buffers):
+                _distinct(ends, "end")
+    _order(code)
+    if code.parameters.keys() != {name for piece in code.pieces for name in piece.parameters}:
+        raise MalformedError("parameters: they are not those of its pieces")
     seen: set[tuple[int, int]] = set()
     for row in code.programs.values():
         for place, (piece, chunk) in enumerate(zip(code.pieces, row, strict=True)):
@@ -184,6 +251,20 @@ def _code(code: Code, program: Program) -> None:
                 seen.add((place, id(chunk)))
                 with within(f"programs of {piece.name}"):
                     _refs(chunk, piece)
+
+
+def _order(code: Code) -> None:
+    """Every value is made once, before it is taken; what no piece makes is of the batch."""
+    made = [value for piece in code.pieces for value in piece.outputs]
+    _distinct(made, "output")
+    for value in (code.loss, code.count):
+        if value is not None and value not in made:
+            raise MalformedError("no piece makes the loss, or what it is divided by")
+    later = set(made)
+    for place, piece in enumerate(code.pieces):
+        if early := later.intersection(piece.inputs):
+            raise MalformedError(f"pieces[{place}]: it takes value {min(early)} before it is made")
+        later.difference_update(piece.outputs)
 
 
 def _refs(chunk: ChunkProgram, piece: Piece) -> None:
@@ -214,202 +295,99 @@ def _refs(chunk: ChunkProgram, piece: Piece) -> None:
         own = [ref for ref in refs if ref.kind is kind]
         if own != [Ref(kind, i) for i in range(len(own))]:
             raise MalformedError(f"its {kind.value} tensors are not numbered in order")
+    _consumed(chunk)
+    for kind, wanted in ((Kind.OUTPUT, piece.outputs), (Kind.UPDATE, piece.updates)):
+        results = chunk.functions[Pass.F].results
+        if {ref.index for ref in results if ref.kind is kind} != set(range(len(wanted))):
+            raise MalformedError(f"the pass F does not make every {kind.value}")
 
 
-# state
+def _consumed(chunk: ChunkProgram) -> None:
+    """A pass overwrites only what is its own, and no later one reads."""
+    functions = chunk.functions
+    later = functions[Pass.BW].arguments if Pass.BW in functions else ()
+    for which, function in functions.items():
+        kept = later if which is Pass.BI else ()
+        for ref in function.consumes:
+            if which is Pass.F or ref.kind not in _OWN or ref in kept:
+                raise MalformedError(f"the pass {which.value} must not overwrite {ref}")
 
 
-def _bucket(bucket: Bucket, program: Program) -> None:
-    _known(bucket.parameters, program.parameters, "parameter")
-    members = [device for group in bucket.groups for device in group]
-    _distinct(members, "device")
-    _known_devices(members, program)
-    sizes = {len(group) for group in bucket.groups}
-    if len(sizes) != 1 or 0 in sizes or not bucket.parameters:
-        raise MalformedError("a bucket has parameters, and groups of one size")
-    if bucket.within < 1 or next(iter(sizes)) % bucket.within:
-        raise MalformedError(f"groups of {next(iter(sizes))} are not divided by {bucket.within}")
-    if not 0 <= bucket.rule.zero <= 3:
-        raise MalformedError(f"zero={bucket.rule.zero} is none of 0, 1, 2, 3")
-    if bucket.ways != len(bucket.groups):
-        raise MalformedError(f"experts in {bucket.ways} shares, but {len(bucket.groups)} groups")
-    specs = [program.parameters[name] for name in bucket.parameters]
-    for name, spec in zip(bucket.parameters, specs, strict=True):
-        if spec.dtype != bucket.dtype:
-            raise MalformedError(f"{name} is {spec.dtype}, the bucket {bucket.dtype}")
-        divided = bucket.ways == 1 or (
-            0 <= bucket.dim < len(spec.shape) and spec.shape[bucket.dim] % bucket.ways == 0
-        )
-        if not divided:
-            raise MalformedError(f"{name} cannot be divided over {bucket.ways} devices")
-    if bucket.elements * bucket.ways != sum(math.prod(spec.shape) for spec in specs):
-        raise MalformedError(f"{bucket.elements} elements are not those of its parameters")
-    wanted = program.training.master or bucket.dtype
-    if bucket.gradient != wanted:
-        raise MalformedError(f"its gradients are {bucket.gradient}, not {wanted}")
+_OWN = (*SAVED, Kind.HANDOFF, Kind.INPUT)
 
 
-def _held(program: Program) -> None:
-    """Every parameter is in one bucket."""
-    names = [name for bucket in program.buckets for name in bucket.parameters]
-    _distinct(names, "parameter")
-    _known(list(program.parameters), set(names), "bucket for")
+# what the strategy says
 
 
-# plans
+def _placed(dag: Dag, facts: Facts, code: Code) -> None:
+    """Every chunk recomputes and is divided as its code is, and has code for all its groups."""
+    for node in dag.nodes:
+        if node.devices and len(node.devices) not in code.programs:
+            raise MalformedError(f"there is none for groups of {len(node.devices)} devices")
+    for n, row in code.programs.items():
+        for place, (piece, made) in enumerate(zip(code.pieces, row, strict=True)):
+            with within(f"programs of {piece.name}"):
+                for model in (facts.whole, facts.models[n]):
+                    _recomputed(model.chunks[place].variants[dag.policy(place)], made)
+                rule = dag.shards.get(place)
+                _values(made, piece, code.values[n], divided=rule is not None)
+                for i, name in enumerate(piece.parameters):
+                    shape = list(code.parameters[name].shape)
+                    if rule is not None:
+                        shape[rule.dim] //= rule.ways
+                    spec = made.specs.get(Ref(Kind.PARAMETER, i))
+                    if spec is None or list(spec.shape) != shape:
+                        raise MalformedError(f"it does not take {name} as {shape}")
 
 
-def _known_devices(devices: Sequence[int], program: Program) -> None:
-    known = set(program.devices)
-    for device in devices:
-        if device not in known:
-            raise MalformedError(f"there is no device {device}")
+def _values(
+    made: ChunkProgram, piece: Piece, values: Sequence[TensorSpec], *, divided: bool
+) -> None:
+    """What goes from piece to piece is what both ends say; experts that are divided take as much,
+    in another shape."""
+    for kind, ends in ((Kind.INPUT, piece.inputs), (Kind.OUTPUT, piece.outputs)):
+        for i, value in enumerate(ends):
+            own, other = made.specs.get(Ref(kind, i), values[value]), values[value]
+            same = own.numel == other.numel if divided else own.shape == other.shape
+            if not same or own.dtype != other.dtype:
+                raise MalformedError(f"its {kind.value} {i} is {own}, but value {value} is {other}")
 
 
-def _plans(plans: Sequence[Plan], code: Code, program: Program) -> None:
-    if not plans:
-        raise MalformedError("there is none")
-    _distinct([device for plan in plans for device in plan.devices], "device")
-    there: Counter[tuple[Verb, int]] = Counter()
-    ops: dict[int, Instruction] = {}
-    for place, plan in enumerate(plans):
-        with within(place):
-            _plan(plan, code, program)
-            for at, x in enumerate(plan.instructions):
-                if isinstance(x.op, Transfer | Collective):
-                    there[x.verb, x.node] += len(plan.devices)
-                    other = ops.setdefault(x.node, x)
-                    if (other.op, other.role, other.of) != (x.op, x.role, x.of):
-                        raise MalformedError(f"instructions[{at}]: other devices do something else")
-    for node, x in ops.items():
-        match x.op:
-            case Transfer(source=source, target=target):
-                wanted = {(Verb.SEND, node): len(source), (Verb.RECV, node): len(target)}
-            case Collective(groups=groups):
-                wanted = {(Verb.COLLECTIVE, node): sum(map(len, groups))}
-            case _:
-                continue
-        if any(there[key] != n for key, n in wanted.items()):
-            raise MalformedError(
-                f"{shown(x.name)}: some of its participants do not take part, or twice"
-            )
-
-
-def _plan(plan: Plan, code: Code, program: Program) -> None:
-    slots = len(plan.slot_bytes)
-    with within("devices"):
-        if not plan.devices:
-            raise MalformedError("there is none")
-        _known_devices(plan.devices, program)
-    for at, given in enumerate(plan.given):
-        with within(f"given[{at}]"):
-            _in_range([given.slot], slots, "slot")
-            _shared(plan, given.group, code)
-            _in_range([given.value], min(map(len, code.values.values())), "value")
-            _in_range([given.microbatch], program.microbatches, "microbatch")
-            _in_range([given.value], len(program.example.tensors), "tensor of the batch")
-    _distinct([given.slot for given in plan.given], "slot")
-    for at, x in enumerate(plan.instructions):
-        try:
-            _instruction(x, plan, code, program)
-        except MalformedError as error:
-            error.at.append(f".instructions[{at}]")
-            raise
-    if (fault := slots_fault(plan)) is not None:
-        raise MalformedError(f"its devices {fault}")
-
-
-def _shared(plan: Plan, group: Sequence[int], code: Code) -> None:
-    """Every device of a plan is in a group for whose size there is code."""
-    if len(group) not in code.programs or not set(plan.devices).issubset(group):
-        raise MalformedError(f"its devices are not in the group {shown(list(group))}")
-
-
-def _instruction(x: Instruction, plan: Plan, code: Code, program: Program) -> None:
-    _in_range((*x.reads, *x.writes, *x.adds), len(plan.slot_bytes), "slot")
-    _in_range(x.waits, len(plan.instructions), "instruction")
-    if not isinstance(x.op, _OPS[x.verb]):
-        raise MalformedError(f"the verb {x.verb.value} does not go with {shown(x.op)}")
-    if not set(x.adds).issubset(x.writes):
-        raise MalformedError("it adds to what it does not write")
-    if len(set(x.writes)) != len(x.writes):
-        raise MalformedError("it writes a slot twice")
-    if x.role in _OF_BUCKETS:
-        _in_range([x.of], len(program.buckets), "bucket")
-    mine = set(plan.devices)
-    match x.op:
-        case None:
-            if len(x.reads) != 1 or x.writes:
-                raise MalformedError("a free is of one slot")
-        case Compute(chunk=chunk, which=which, microbatch=microbatch):
-            _in_range([chunk], len(code.pieces), "chunk")
-            _in_range([microbatch], program.microbatches, "microbatch")
-            _shared(plan, x.group, code)
-            if which not in (functions := code.programs[len(x.group)][chunk].functions):
-                raise MalformedError(f"chunk {chunk} has no pass {which.value}")
-            outputs, loss = code.pieces[chunk].outputs, code.loss
-            refs = [
-                ref
-                for ref in bundled(functions[which].arguments)
-                if not (ref.kind is Kind.OUTPUT_GRAD and outputs[ref.index] == loss)
-            ]
-            if len(x.reads) < len(refs):
-                raise MalformedError(f"it reads {len(x.reads)} slots, its pass {len(refs)}")
-        case Transfer(source=source, target=target):
-            members = source if x.verb is Verb.SEND else target
-            _known_devices((*source, *target), program)
-            if not mine.issubset(members):
-                raise MalformedError("its devices do not take part in it")
-            if len(source) % len(target) and len(target) % len(source):
-                raise MalformedError(f"{len(source)} devices cannot send to {len(target)}")
-            if len(x.reads if x.verb is Verb.SEND else x.writes) != 1:
-                raise MalformedError("a message is of one slot")
-        case Collective(groups=groups):
-            members = tuple(device for group in groups for device in group)
-            _distinct(members, "device")
-            _known_devices(members, program)
-            if not mine.issubset(members) or len({len(group) for group in groups}) != 1:
-                raise MalformedError(
-                    "its devices do not take part in it, or its groups differ in size"
-                )
-        case Update(bucket=bucket):
-            _in_range([bucket], len(program.buckets), "bucket")
-            if not all(
-                mine.issubset(d for group in program.buckets[b].groups for d in group)
-                for b in (bucket,)
-            ):
-                raise MalformedError(f"its devices hold nothing of bucket {bucket}")
+def _recomputed(variant: Variant, made: ChunkProgram) -> None:
+    for which, facts in variant.passes.items():
+        own = (facts.reads, facts.writes, facts.uses_parameters, facts.last)
+        if own != ends_of(made, which):
+            raise MalformedError(f"the pass {which.value} is not what the strategy recomputes")
 
 
 # the rest
 
 
-def _memory(program: Program) -> None:
-    if len(program.memory) != len(program.plans):
-        raise MalformedError(f"{len(program.plans)} plans, but {len(program.memory)} of these")
-    for place, (plan, memory) in enumerate(zip(program.plans, program.memory, strict=True)):
-        with within(place):
-            if memory.devices != plan.devices:
-                raise MalformedError("it is of other devices than the plan")
-            if len(memory.over_time) != len(plan.instructions):
-                raise MalformedError(
-                    f"{len(memory.over_time)} moments, {len(plan.instructions)} wanted"
-                )
-            _in_range([memory.peak_at + 1], len(plan.instructions) + 1, "moment")
-            _sizes((memory.parameters, memory.optimizer, memory.peak, *memory.over_time))
-            _sizes(list(memory.at_peak.values()))
+def _names(program: Program) -> None:
+    names = program.names
+    if names.keys.keys() != names.shapes.keys():
+        raise MalformedError("keys and shapes are of different tensors")
+    _known(sorted(program.parameters), set(names.keys.values()), "key for")
+    for key, name in names.keys.items():
+        spec = program.parameters.get(name)
+        if spec is not None and spec.shape != names.shapes[key]:
+            raise MalformedError(
+                f"{shown(key)} has the shape {list(names.shapes[key])}, not {spec}"
+            )
 
 
-def _example(program: Program) -> None:
+def _example(program: Program, code: Code, microbatches: int) -> None:
     tensors = program.example.tensors
-    for code in (program.code, program.evaluation_code):
-        for n, specs in code.values.items():
-            if len(tensors) > len(specs):
-                raise MalformedError(f"{len(tensors)} tensors, but {len(specs)} values")
-            parts = program.microbatches * n
-            for place, (x, spec) in enumerate(zip(tensors, specs, strict=False)):
-                whole = tuple(x.shape)
-                rows = (spec.shape[0] * parts, *spec.shape[1:]) if whole else ()
-                if whole != rows or x.dtype != spec.dtype:
-                    raise MalformedError(f"its tensor {place} is not what the code takes")
-    program.example.size  # noqa: B018 - refuses sizes that disagree
+    computed = Precision(program.training.precision).dtype
+    made = {value for piece in code.pieces for value in piece.outputs}
+    for n, specs in code.values.items():
+        given = [value for value in range(len(specs)) if value not in made]
+        if given != list(range(len(tensors))):
+            raise MalformedError(f"{len(tensors)} tensors, but the code takes {len(given)}")
+        parts = microbatches * n
+        for place, (x, spec) in enumerate(zip(tensors, specs, strict=False)):
+            whole = tuple(x.shape)
+            rows = (spec.shape[0] * parts, *spec.shape[1:]) if whole else ()
+            kind = computed if computed and x.is_floating_point() else x.dtype
+            if whole != rows or spec.dtype != kind:
+                raise MalformedError(f"its tensor {place} is not what the code takes")

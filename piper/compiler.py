@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +23,20 @@ from piper.capture.export import Loss
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
-from piper.capture.program import Pass
 from piper.directives.place import Place
 from piper.directives.split import Split
 from piper.errors import DirectiveError, PiperError, warn
 from piper.ir.build import build
 from piper.ir.dag import Dag
-from piper.ir.facts import Known, Model, facts_of
+from piper.ir.facts import Facts, Known, Model, facts_of
 from piper.lower.costs import Costs
+from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
-    check_divisible,
-    check_taken,
+    check_factory,
     cost_of,
     try_scheduler,
 )
@@ -157,7 +156,9 @@ class Capture:
             if self._traces.depends_on_mode(first.microbatches):
                 again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
                 evaluation = self._placed_for_evaluation(strategy, again)
-            forwards = _forwards(evaluation, found, settings)
+            forwards = lower_forwards(
+                evaluation.dag, evaluation.facts.models, settings, found.dag.buckets
+            )
         loss = self._subject.loss
         source = Source(
             self._subject.model, loss if isinstance(loss, nn.Module) else None, self._init
@@ -168,7 +169,8 @@ class Capture:
             source=source,
             names=StateNames.of(source),
             settings=settings,
-            models=placed.models,
+            facts=placed.facts,
+            evaluation_facts=evaluation.facts,
             plans=found.plans,
             evaluation_plans=forwards.plans,
             memory=found.memory,
@@ -188,7 +190,8 @@ class Capture:
         known = self._known
         facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
         _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
-        dag = strategy.apply(build(facts[next(iter(captured))]))
+        whole = facts[next(iter(captured))]
+        dag = strategy.apply(build(whole))
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
         models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
         for n in captured:
@@ -199,7 +202,7 @@ class Capture:
             )
             for n, c in captured.items()
         }
-        return _Placed(dag, models, Code.of(captured, programs))
+        return _Placed(dag, Facts(whole, models), Code.of(captured, programs))
 
     def _placed_for_evaluation(
         self, strategy: Strategy, captured: Mapping[int, Captured]
@@ -233,7 +236,7 @@ class _Placed:
     """A model under a strategy."""
 
     dag: Dag
-    models: Mapping[int, Model]
+    facts: Facts
     code: Code
 
 
@@ -293,38 +296,12 @@ def _lowered(
     placed: _Placed, training: Training, settings: Settings, device: torch.device
 ) -> Lowered:
     """The plans of a step of training."""
-    lowered = lower(placed.dag, placed.models, settings)
+    lowered = lower(placed.dag, placed.facts.models, settings)
     if training.optimizer is not None:
-        parameters = placed.code.parameters
-        trained = {n: p.shape for n, p in parameters.items() if n in _trained(lowered.dag)}
-        check_taken(training.optimizer, trained)
-        check_divisible(training.optimizer, lowered.dag, device, whole=settings.optimizer.whole)
+        shapes = {name: spec.shape for name, spec in placed.code.parameters.items()}
+        whole = settings.optimizer.whole
+        check_factory(training.optimizer, lowered.dag, shapes, device, whole=whole)
     return lowered
-
-
-def _trained(dag: Dag) -> set[str]:
-    return {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
-
-
-def _forwards(placed: _Placed, found: Lowered, settings: Settings) -> Lowered:
-    """The plans of the forwards alone; ``found`` are those of training."""
-    settings = replace(settings, memory_limit=None)
-    return lower(_forward_only(placed.dag), placed.models, settings, found.dag.buckets)
-
-
-def _forward_only(dag: Dag) -> Dag:
-    """``dag`` without its backwards."""
-    kept = [i for i, node in enumerate(dag.nodes) if node.compute.which is Pass.F]
-    moved = {old: new for new, old in enumerate(kept)}
-    nodes = []
-    for i in kept:
-        node = dag.nodes[i]
-        pairs = zip(node.after, node.after_by, strict=True)
-        after = [(moved[b], by) for b, by in pairs if b in moved]
-        nodes.append(
-            replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
-        )
-    return replace(dag, nodes=tuple(nodes))
 
 
 def _refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:

@@ -99,14 +99,32 @@ def make_scheduler(
 def try_scheduler(factory: OptimizerFactory | None, scheduler: SchedulerFactory | None) -> None:
     """Refuse a scheduler that cannot work, before anything is compiled."""
     if factory is not None and scheduler is not None:
-        make_scheduler(scheduler, make(factory, [nn.Parameter(sample(0))]))
+        with _trying("optimizer="):
+            optimizer = make(factory, [nn.Parameter(sample(0))])
+        with _trying("scheduler="):
+            make_scheduler(scheduler, optimizer)
+
+
+@contextmanager
+def _trying(argument: str) -> Iterator[None]:
+    """Whatever the user's function, or what it made, raises here is told as theirs."""
+    try:
+        yield
+    except PiperError:
+        raise
+    except Exception as error:
+        raise PiperError(
+            f"{argument} failed when it was tried on small parameters, for some steps: "
+            f"{type(error).__name__}: {error}. Fix it: it must work for any list of parameters, "
+            "made anew each time"
+        ) from error
 
 
 def cost_of(factory: OptimizerFactory | None, device: torch.device) -> OptimizerCost:
     """What the optimizer keeps, what it needs while it updates, and whether it steps as a whole."""
     if factory is None:
         return OptimizerCost(0.0)
-    with _own_randomness(device):
+    with _trying("optimizer="), _own_randomness(device):
         one = _tried(factory, 1, device)
         two = _tried(factory, 2, device)
         whole = not steps_by_bucket(partial(make, factory), device)
@@ -125,18 +143,12 @@ def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> Optim
     parameters = [nn.Parameter(sample(0).to(device)) for _ in range(count)]
     gradients = [sample(1).to(device) for _ in range(count)]
     optimizer = make(factory, parameters)
-    try:
-        step_with(optimizer, parameters, gradients)
-        tracker = Tracker()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        with tracker:
-            optimizer.step()
-    except RuntimeError as error:
-        name = type(optimizer).__name__
-        raise PiperError(
-            f"the optimizer {name} cannot update a plain parameter: {error}"
-        ) from error
+    step_with(optimizer, parameters, gradients)
+    tracker = Tracker()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    with tracker:
+        optimizer.step()
     state = [x for x in optimizer.state.get(parameters[0], {}).values() if isinstance(x, Tensor)]
     kept = sum(x.nbytes for x in state if x.numel() > 1)
     scalars = sum(x.nbytes for x in state if x.numel() == 1)
@@ -144,13 +156,29 @@ def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> Optim
     return OptimizerCost(kept / size, tracker.peak // size, scalars=scalars)
 
 
-def check_divisible(
+def check_factory(
+    factory: OptimizerFactory,
+    dag: Dag,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    *,
+    whole: bool,
+) -> None:
+    """Refuse an optimizer for a lowered step whose parameters have these shapes; ``whole`` says
+    that it does not step bucket by bucket."""
+    trained = {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
+    _check_taken(factory, {name: shape for name, shape in shapes.items() if name in trained})
+    _check_divisible(factory, dag, device, whole=whole)
+
+
+def _check_divisible(
     factory: OptimizerFactory, dag: Dag, device: torch.device, *, whole: bool
 ) -> None:
-    """Refuse to give an optimizer parts of what it looks at together; ``whole`` says that it does
-    not step bucket by bucket."""
+    """Refuse to give an optimizer parts of what it looks at together."""
     divided = [b for b in dag.buckets if b.trained and b.level]
-    if divided and not works_on_parts(partial(make, factory)):
+    with _trying("optimizer="):
+        elementwise = not divided or works_on_parts(partial(make, factory))
+    if not elementwise:
         rule = divided[0].rule
         raise DirectiveError(
             f"{dag.history[rule.made_by]}: the optimizer {_name(factory)}, as given, does not "
@@ -160,7 +188,7 @@ def check_divisible(
         )
     apart = _apart(dag.buckets)
     if apart and whole:
-        with _own_randomness(device):
+        with _trying("optimizer="), _own_randomness(device):
             across = looks_across(partial(make, factory), device)
         if across:
             raise DirectiveError(
@@ -181,7 +209,7 @@ def _apart(buckets: Sequence[Bucket]) -> tuple[int, ...]:
     return () if whole else tuple(sorted(everyone))
 
 
-def check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse an optimizer that cannot be made for parameters of these shapes: tried on small ones
     with as many dimensions."""
     names = {len(shape): name for name, shape in reversed(list(shapes.items()))}

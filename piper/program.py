@@ -8,7 +8,7 @@ JSON files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -26,14 +26,20 @@ from piper.directives.partition import Partition
 from piper.errors import PiperError
 from piper.ir.build import build
 from piper.ir.dag import Bucket, Compute, Dag, StreamRule
-from piper.ir.facts import Model
+from piper.ir.facts import Facts, Model
 from piper.ir.text import text
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
 from piper.lower.sizes import Sizes
 from piper.lower.traffic import Traffic, traffic_of
-from piper.optimizer import OptimizerFactory, SchedulerFactory
+from piper.optimizer import (
+    OptimizerFactory,
+    SchedulerFactory,
+    check_factory,
+    cost_of,
+    try_scheduler,
+)
 from piper.strategy import Strategy
 from piper.view.timetable import Timetable
 from piper.weights import Source, StateNames
@@ -132,8 +138,9 @@ class Program:
     source: Source | None
     """Where the weights come from; a program that was loaded has none until it is given."""
     settings: Settings
-    models: Mapping[int, Model] = field(repr=False)
-    """What is known of the model at the shapes of each size of group."""
+    facts: Facts = field(repr=False)
+    evaluation_facts: Facts = field(repr=False)
+    """The same in evaluation mode."""
     plans: tuple[Plan, ...] = field(repr=False)
     """One plan for each class of devices; ``plan.devices`` says whose it is."""
     evaluation_plans: tuple[Plan, ...] = field(repr=False)
@@ -154,9 +161,14 @@ class Program:
 
     @cached_property
     def lowered(self) -> Lowered:
-        """Everything that lowering found out; made again if the program was loaded."""
-        placed = self.strategy.apply(build(next(iter(self.models.values()))))
+        """Everything that lowering found out."""
+        placed = self.strategy.apply(build(self.facts.whole))
         return lower(placed, self.models, self.settings)
+
+    @property
+    def models(self) -> Mapping[int, Model]:
+        """What is known of the model at the shapes of each size of group."""
+        return self.facts.models
 
     @property
     def dag(self) -> Dag:
@@ -236,7 +248,7 @@ class Program:
         was lowered."""
         from piper.view.dag_page import dag_page
 
-        first = build(next(iter(self.models.values())))
+        first = build(self.facts.whole)
         after = zip(self.strategy.directives, self.strategy.steps(first), strict=True)
         steps = [("build", first), *((str(d), dag) for d, dag in after), ("lowered", self.dag)]
         stages = tuple(d.into for d in self.strategy.directives if isinstance(d, Partition))
@@ -269,7 +281,19 @@ class Program:
         optimizer: OptimizerFactory | None = None,
         scheduler: SchedulerFactory | None = None,
     ) -> Program:
-        """The program in the folder ``path``; weights and callables are given again."""
-        from piper.storage import load
+        """The program in the folder ``path``; weights and callables are given again. What it was
+        compiled with need not be the same optimizer: plans are those for the one given here."""
+        from piper.storage import load, with_plans
 
-        return load(Path(path), source, optimizer, scheduler)
+        program = load(Path(path), source, optimizer, scheduler)
+        if optimizer is None:
+            return program
+        try_scheduler(optimizer, scheduler)
+        cost = cost_of(optimizer, program.device)
+        if cost != program.settings.optimizer:
+            program = with_plans(
+                replace(program, settings=replace(program.settings, optimizer=cost))
+            )
+        shapes = {name: spec.shape for name, spec in program.parameters.items()}
+        check_factory(optimizer, program.dag, shapes, program.device, whole=cost.whole)
+        return program

@@ -1,12 +1,13 @@
 """A compiled program in a folder: JSON for all that it is, one file for constants. No pickle.
 
-program.json    strategy, settings, facts, names, plans, memory
+program.json    strategy, settings, facts, names
 graphs.json     each distinct program once
 constants.pt    tensors that the model's code holds outside parameters and buffers
 checksums.json  the checksums of these, by which damage is found
 
 Whoever wrote a folder, reading it runs nothing of it: everything is checked against what it must be
-before it is used, and ``check`` says whether the parts fit each other.
+before it is used, and ``check`` says whether the parts fit each other. Plans are not in it: they
+are made again, so that no file can hold any that the compiler would not make.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from piper.capture.serial import (
 )
 from piper.capture.tensors import TensorSpec
 from piper.capture.trees import tree_from_json, tree_to_json
-from piper.checks import check
+from piper.checks import check, check_placed
 from piper.codec import (
     MalformedError,
     count,
@@ -50,21 +52,25 @@ from piper.codec import (
     wrong,
 )
 from piper.errors import PiperError
-from piper.ir.dag import Bucket, StreamRule
-from piper.ir.facts import Model
-from piper.lower.lower import Settings
-from piper.lower.memory import Memory
-from piper.lower.plan import Plan
+from piper.ir.build import build
+from piper.ir.facts import Facts, Model
+from piper.lower.forwards import lower_forwards
+from piper.lower.lower import Settings, lower
 from piper.optimizer import OptimizerFactory, SchedulerFactory
 from piper.program import Code, Piece, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
-_FORMAT = "piper program 4"
+_FORMAT = "piper program 5"
 
 
 def save(program: Program, folder: Path) -> None:
     """Write ``program`` into ``folder``."""
+    if program.plans != program.lowered.plans:
+        raise PiperError(
+            "the plans of this program are not those that its strategy gives, and a program is "
+            "saved without plans: launch it on virtual devices, which need no copy of it"
+        )
     graphs = _Graphs()
     data = {
         "strategy": program.strategy.to_json(),
@@ -72,14 +78,13 @@ def save(program: Program, folder: Path) -> None:
         "precision": program.training.precision,
         "seed": program.training.seed,
         "settings": encode(program.settings),
-        "models": encode(program.models),
+        "facts": _facts_to_json(program.facts),
+        "evaluation_facts": (
+            None
+            if program.evaluation_facts is program.facts
+            else _facts_to_json(program.evaluation_facts)
+        ),
         "names": encode(program.names),
-        "plans": [plan.to_json() for plan in program.plans],
-        "evaluation_plans": [plan.to_json() for plan in program.evaluation_plans],
-        "memory": encode(program.memory),
-        "buckets": encode(program.buckets),
-        "streams": encode(program.streams),
-        "microbatches": program.microbatches,
         "code": _code_to_json(program.code, graphs),
         "evaluation_code": _code_to_json(program.evaluation_code, graphs),
         "example": _batch_to_json(program.example),
@@ -106,7 +111,7 @@ def load(
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
 ) -> Program:
-    """The program in ``folder``."""
+    """The program in ``folder``; the optimizer must be one that its plans were made for."""
     files = folders.read(folder, _FORMAT, ("program.json", "graphs.json", "constants.pt"))
     with _reading(folder, "constants.pt"):
         constants = _constants(files["constants.pt"])
@@ -116,9 +121,9 @@ def load(
     with _reading(folder, "graphs.json"):
         programs = rows(parsed(files["graphs.json"]), lambda x: program_from_json(x, device))
     with _reading(folder, "program.json"):
-        program = _program(data, device, programs, constants, source, optimizer, scheduler)
-        check(program)
-    return program
+        read = _program(data, device, programs, constants, source, optimizer, scheduler)
+        check(read)
+        return with_plans(read)
 
 
 @contextmanager
@@ -130,9 +135,8 @@ def _reading(folder: Path, name: str) -> Iterator[None]:
 
 
 _PARTS = (
-    "strategy", "clip_norm", "precision", "seed", "settings", "models", "names", "plans",
-    "evaluation_plans", "memory", "buckets", "streams", "microbatches", "code", "evaluation_code",
-    "example", "device", "compiler",
+    "strategy", "clip_norm", "precision", "seed", "settings", "facts", "evaluation_facts", "names",
+    "code", "evaluation_code", "example", "device", "compiler",
 )  # fmt: skip
 
 
@@ -155,11 +159,10 @@ def _program(
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
 ) -> Program:
+    """Everything of a program but its plans."""
+
     def part(name: str, kind: Any) -> Any:
         return _part(data, name, lambda item: decode(kind, item))
-
-    def plans(name: str) -> tuple[Plan, ...]:
-        return _part(data, name, lambda item: tuple(rows(item, Plan.from_json)))
 
     def code(name: str) -> Code:
         return _part(data, name, lambda item: _code_from_json(item, programs, constants[name]))
@@ -168,25 +171,68 @@ def _program(
         optimizer, scheduler, part("clip_norm", float | None), part("precision", str),
         part("seed", int),
     )  # fmt: skip
+    facts = _part(data, "facts", _facts_from_json)
     return Program(
         strategy=_part(data, "strategy", lambda item: Strategy.from_json(rows(item))),
         training=training,
         source=source,
         names=part("names", StateNames),
         settings=part("settings", Settings),
-        models=part("models", Mapping[int, Model]),
-        plans=plans("plans"),
-        evaluation_plans=plans("evaluation_plans"),
-        memory=part("memory", tuple[Memory, ...]),
-        buckets=part("buckets", tuple[Bucket, ...]),
-        streams=part("streams", Mapping[str, StreamRule]),
-        microbatches=_part(data, "microbatches", lambda item: whole(item, 1)),
+        facts=facts,
+        evaluation_facts=_part(
+            data, "evaluation_facts", lambda item: facts if item is None else _facts_from_json(item)
+        ),
+        plans=(),
+        evaluation_plans=(),
+        memory=(),
+        buckets=(),
+        streams={},
+        microbatches=1,
         code=code("code"),
         evaluation_code=code("evaluation_code"),
         example=_part(data, "example", _batch_from_json),
         device=device,
         compiler=_part(data, "compiler", lambda item: compiler_named(string(item))),
     )
+
+
+def with_plans(read: Program) -> Program:
+    """The program that was read, with the plans that follow from its parts."""
+    placed = read.strategy.apply(build(read.facts.whole))
+    again = placed
+    if read.evaluation_facts is not read.facts:
+        again = read.strategy.apply(build(read.evaluation_facts.whole))
+    check_placed(read, placed, again)
+    lowered = lower(placed, read.facts.models, read.settings)
+    evaluation = lower_forwards(
+        again, read.evaluation_facts.models, read.settings, lowered.dag.buckets
+    )
+    program = replace(
+        read,
+        plans=lowered.plans,
+        evaluation_plans=evaluation.plans,
+        memory=lowered.memory,
+        buckets=evaluation.dag.buckets,
+        streams=lowered.dag.streams,
+        microbatches=placed.microbatches[1] if placed.microbatches else 1,
+    )
+    vars(program)["lowered"] = lowered
+    return program
+
+
+def _facts_to_json(facts: Facts) -> dict[str, Any]:
+    """What a strategy is applied to is written only where it is not the first of the models."""
+    same = facts.whole == next(iter(facts.models.values()))
+    return {"whole": None if same else encode(facts.whole), "models": encode(facts.models)}
+
+
+def _facts_from_json(data: Any) -> Facts:
+    table(data, ("whole", "models"))
+    models = _part(data, "models", lambda item: decode(Mapping[int, Model], item))
+    if not models:
+        raise MalformedError("there is no model")
+    whole = _part(data, "whole", lambda item: decode(Model | None, item))
+    return Facts(whole or next(iter(models.values())), models)
 
 
 def _constants(content: bytes) -> dict[str, dict[str, Tensor]]:

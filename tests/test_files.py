@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,28 +229,51 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
     piper.Program.load(folder)
 
 
+def facts(data: Any) -> list[Any]:
+    """The facts of the model, for groups of one device."""
+    return data["facts"]["models"][0][1]
+
+
+def backward(data: Any) -> list[Any]:
+    """What the facts say of the second layer's backward."""
+    return dict(dict(facts(data)[0][1][5])["none"][0])["B"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d["plans"][0]["instructions"][0].__setitem__(8, [999]), "no slot 999"),
-        (lambda d: d["plans"][0]["instructions"][0].__setitem__(0, "run"), "is not one of compute"),
-        (lambda d: d["plans"][0].pop("given"), "plans[0]: it lacks given"),
-        (lambda d: d["plans"][0].update(devices=[7]), "there is no device 0"),
-        (lambda d: d["plans"][0]["ops"][0].__setitem__(1, 77), "there is no chunk 77"),
-        (lambda d: d["plans"][0]["slot_bytes"].__setitem__(0, -1), "slot_bytes[0]: -1 is not"),
-        (lambda d: d["plans"].pop(), "there is no device 1"),
-        (lambda d: d["plans"][0]["instructions"].pop(), "never free slots"),
-        (lambda d: d.update(microbatches=0), "microbatches: 0 is out of range"),
-        (lambda d: d.update(microbatches=4), "example: its tensor 0 is not what the code takes"),
+        (lambda d: d.update(plans=[]), "it has 'plans', which nobody reads"),
+        (lambda d: d["strategy"][1].update(parts=4), "its tensor 0 is not what the code takes"),
+        (lambda d: d["strategy"][1].update(parts=10**9), "does not divide into 1000000000 parts"),
+        (lambda d: d["strategy"][2].update(devices=[0, 2]), "none for groups of 2 devices"),
+        (
+            lambda d: d["strategy"].append({"op": "remat", "where": {}, "policy": "all"}),
+            "programs of layer[0]: the pass F is not what the strategy recomputes",
+        ),
+        (lambda d: d["settings"].__setitem__(0, True), "settings.clip: it does not say whether"),
+        (lambda d: d["facts"].update(models=[]), "facts: there is no model"),
+        (lambda d: facts(d).__setitem__(3, 0), "its loss is not the loss of the code"),
+        (lambda d: facts(d).__setitem__(4, 8), "batch is 8, the example's 4"),
+        (lambda d: facts(d)[0].pop(), "2 chunks, but 3 pieces"),
+        (lambda d: facts(d)[0][0].__setitem__(0, 1), "the chunk says that it is number 1"),
+        (lambda d: facts(d)[0][0][2].reverse(), "its ends are not those of the piece of code"),
+        (lambda d: facts(d)[0][0][9].append("layers.0.bias"), "the code makes gradients of others"),
+        (lambda d: facts(d)[1][0].__setitem__(2, 0), "values: they are not those of the code"),
+        (lambda d: facts(d)[2].pop(), "parameters: they are not those of the code"),
+        (lambda d: facts(d)[2][0][1].__setitem__(2, False), "parameters: they are not those"),
+        (lambda d: backward(d)[1].pop(), "chunks[1].none.B: its gradients are not those of"),
+        (lambda d: backward(d)[0].pop(0), "the pass B is not what the strategy recomputes"),
+        (lambda d: backward(d)[0].append(["update", 0]), "a pass has no update0 there"),
+        (lambda d: backward(d).__setitem__(2, -1), "-1 is not a valid size"),
+        (lambda d: d["names"][0].pop(), "keys and shapes are of different tensors"),
         (lambda d: d.update(seed="x"), "seed: 'x' is not a whole number"),
         (lambda d: d.update(precision="fp4"), "precision: 'fp4' is unknown"),
         (lambda d: d.update(clip_norm=-1), "clip_norm=-1 must be a positive number"),
         (lambda d: d.update(compiler="gcc"), "compiler: compiler='gcc' is unknown"),
         (lambda d: d.update(device="disk"), "device: 'disk' is not a kind of device"),
         (lambda d: d.update(more=1), "it has 'more', which nobody reads"),
-        (lambda d: d["buckets"][0].__setitem__(3, 3), "buckets[0].rule: 3 is not a list"),
         (lambda d: d["code"]["programs"][0][1].append(0), "3 pieces, but 4 programs"),
-        (lambda d: d["code"].update(loss=0), "its loss is not the loss of the model"),
+        (lambda d: d["code"].update(loss=0), "no piece makes the loss"),
         (lambda d: d["strategy"][0].update(op="exec"), "has no 'op' that is known"),
     ],
 )
@@ -261,6 +285,128 @@ def test_what_a_program_says_must_fit(
     with pytest.raises(PiperError, match=r"cannot be used: program\.json: ") as caught:
         piper.Program.load(folder)
     assert words in str(caught.value)
+
+
+class Mixed(nn.Module):
+    """Drops while it trains, and has a layer of two experts and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("scale", torch.ones(4))
+        self.experts = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("layer"):
+            x = nn.functional.dropout(
+                self.layers[0](x) * self.scale.to(x.dtype), 0.5, self.training
+            )
+        with piper.annotate("layer"):
+            rows = x.unflatten(0, (2, -1))
+            with piper.annotate("EP"):
+                rows = torch.bmm(rows, self.experts)
+            return self.layers[1](rows.flatten(0, 1))
+
+
+MIXED = {
+    "experts, remat and ZeRO": (
+        piper.split(parts=2),
+        piper.place({}, devices=[0, 1]),
+        piper.replicate({"EP": "-"}, zero=3),
+        piper.shard({"EP": "*"}),
+        piper.remat({"layer": 1}, "all"),
+    ),
+    "stages of several sizes": (
+        *pipeline([[0, 1], [2]], 2),
+        piper.stream(None, "side", priority=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_plans_are_made_again_as_they_were(name: str, tmp_path: Path) -> None:
+    x = torch.randn(16, 4)
+    made = piper.compile(
+        Mixed(),
+        piper.Strategy(MIXED[name]),
+        inputs=(x,),
+        targets=(x,),
+        loss=nn.functional.mse_loss,
+        optimizer=sgd,
+        clip_norm=1.0,
+        precision="bf16",
+    )
+    made.save(tmp_path)
+    loaded = piper.Program.load(tmp_path, source=made.source, optimizer=sgd)
+    parts = ("plans", "evaluation_plans", "memory", "buckets", "streams", "microbatches", "facts")
+    for part in (*parts, "evaluation_facts"):
+        assert getattr(loaded, part) == getattr(made, part), part
+    assert loaded.text() == made.text()
+    assert numbers(loaded, x) == numbers(made, x)
+
+
+def numbers(program: piper.Program, x: Tensor) -> list[float]:
+    with piper.launch(program) as trainer:
+        losses = [trainer.step(x, x).loss.item() for _ in range(2)]
+        return [*losses, trainer.evaluate(x, x).loss.item()]
+
+
+class Counting(torch.optim.SGD):
+    """Takes shorter and shorter steps, whatever they are for."""
+
+    calls = 0
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.calls
+        return super().step(closure)
+
+
+class Normed(Counting):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        return super().step(closure)
+
+
+def test_plans_are_for_the_optimizer_that_is_given(model: Net, folder: Path) -> None:
+    """Which may be another than the program was compiled with."""
+    x = torch.randn(4, 4)
+    buckets = piper.replicate({}, bucket_mb=1e-6)
+    strategy = [piper.split(parts=2), piper.place({}, devices=[0, 1]), buckets]
+    first, made = (
+        piper.compile(
+            model,
+            piper.Strategy(strategy),
+            inputs=(x,),
+            targets=(x,),
+            loss=nn.functional.mse_loss,
+            optimizer=optimizer,
+        )
+        for optimizer in (sgd, Counting)
+    )
+    first.save(folder)
+    loaded = piper.Program.load(folder, source=first.source, optimizer=Counting)
+    assert loaded.plans == made.plans != first.plans
+    assert numbers(loaded, x) == numbers(made, x)
+
+
+def test_an_optimizer_for_which_a_program_cannot_be_used(folder: Path) -> None:
+    with pytest.raises(PiperError, match="Normed looks at all parameters together"):
+        piper.Program.load(folder, optimizer=Normed)
+
+
+def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path: Path) -> None:
+    plan = program.plans[0]
+    changed = replace(plan, instructions=plan.instructions[:-1])
+    with pytest.raises(PiperError, match="not those that its strategy gives"):
+        replace(program, plans=(changed, *program.plans[1:])).save(tmp_path)
 
 
 def test_a_program_of_an_earlier_format_is_told_so(folder: Path) -> None:
@@ -319,6 +465,21 @@ def test_a_damaged_checkpoint_is_refused(program: piper.Program, tmp_path: Path)
         content[content.index(weight) + 3] ^= 1
         path.write_bytes(content)
         with pytest.raises(PiperError, match=r"is damaged: the checksum of .* differs"):
+            trainer.load(path)
+
+
+def test_a_tensor_that_became_a_directory_is_refused(
+    program: piper.Program, tmp_path: Path
+) -> None:
+    """Its checksum is right, but torch gives whatever is in memory in place of it."""
+    path = tmp_path / "state"
+    with piper.launch(program) as trainer:
+        trainer.save(path)
+        content = bytearray(path.read_bytes())
+        entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"archive/data/0"))
+        content[entry + 38] |= 0x10  # of the attributes, what marks a directory
+        path.write_bytes(content)
+        with pytest.raises(PiperError, match="is damaged: archive/data/0 is not a plain file"):
             trainer.load(path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -835,22 +834,7 @@ def test_higher_levels_keep_less() -> None:
     assert memory[3].parameters * 2 == memory[0].parameters
 
 
-# plans as data
-
-
-ROUND_TRIPS: dict[str, Callable[[], Lowered]] = {
-    "published": published,
-    "zero=3": lambda: two_devices(3),
-    "clipped": lambda: two_stages(clip=True, counted=True),
-}
-
-
-@pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_a_plan_round_trips_through_json(name: str) -> None:
-    for plan in ROUND_TRIPS[name]().plans:
-        again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
-        assert again == plan
-        assert str(again) == str(plan)
+# plans of several devices
 
 
 @pytest.mark.parametrize("zero", range(4))

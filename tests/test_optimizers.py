@@ -370,3 +370,31 @@ def test_an_optimizer_that_does_not_take_every_parameter() -> None:
 
     with pytest.raises(PiperError, match=r"layers\.0\.bias \(8\).*2D.*requires_grad_\(False\)"):
         compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=muon)
+
+
+class Worn(torch.optim.SGD):
+    """Raises in its tenth step."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 10:
+            raise LookupError("worn out")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": lambda p: adamw(p).nothing}, r"optimizer= failed when .*AttributeError"),
+        ({"optimizer": Worn}, r"optimizer= failed when it was tried .* LookupError: worn out"),
+        (
+            {"optimizer": adamw, "scheduler": lambda o: {}[o]},
+            r"scheduler= failed when it was tried .* KeyError",
+        ),
+    ],
+    ids=["factory", "step", "scheduler"],
+)
+def test_what_raises_when_it_is_tried(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PiperError, match=message) as caught:
+        compiled(model(), data_parallel(2, 2), mean_loss, data(), **options)
+    assert isinstance(caught.value.__cause__, AttributeError | LookupError)

@@ -266,7 +266,8 @@ def test_a_chunk_that_fails(place: Place) -> None:
 
 @pytest.mark.slow
 def test_an_optimizer_that_fails(place: Place) -> None:
-    trainer = launch(ON_ONE.compile(optimizer=faulty.Worn))
+    optimizer = functools.partial(faulty.Worn, tried_in=os.getpid())
+    trainer = launch(ON_ONE.compile(optimizer=optimizer))
     trainer.step(*batches()[0])
     trainer.step(*batches()[1])
     message = r"the worker of device 0 failed at instruction \d+ \(update .*worn out"

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from piper.capture.graphs import is_random
 from piper.capture.operators import check_arguments, operator_named
 from piper.capture.program import Function, Kind, Pass, Program, Ref
 from piper.capture.tensors import TensorSpec
@@ -95,13 +96,12 @@ def _function_to_json(function: Function) -> Json:
         "flops": function.flops,
         "moved": [function.moved, function.moved_fused],
         "workspace": function.workspace,
-        "random": function.random,
         "consumes": sorted(str(ref) for ref in function.consumes),
     }
 
 
 _FUNCTION = (
-    "graph", "arguments", "results", "flops", "moved", "workspace", "random", "consumes"
+    "graph", "arguments", "results", "flops", "moved", "workspace", "consumes"
 )  # fmt: skip
 
 
@@ -125,8 +125,6 @@ def _function_from_json(
         _check_ends(module.graph, ends["arguments"], ends["results"], specs)
     with within("moved"):
         moved, fused = map(count, row(data["moved"], 2))
-    with within("random"):
-        random = decode(bool, data["random"])
     with within("flops or workspace"):
         flops, workspace = count(data["flops"]), count(data["workspace"])
     return Function(
@@ -137,7 +135,7 @@ def _function_from_json(
         moved=moved,
         moved_fused=fused,
         workspace=workspace,
-        random=random,
+        random=any(is_random(node) for node in module.graph.nodes),
         consumes=frozenset(ends["consumes"]),
     )
 

@@ -151,6 +151,17 @@ class Model:
     """Bytes of buffers and constants, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that is known of a model in one mode, training or evaluation."""
+
+    whole: Model
+    """What a strategy is applied to: no region is divided yet."""
+    models: Mapping[int, Model]
+    """Under the strategy, at the shapes of each size of group: of a region whose experts it
+    divides, the costs are those of a share."""
+
+
 class Known:
     """What was found out about joint graphs, for other models that have them too."""
 
@@ -165,9 +176,6 @@ class Known:
                 policy: _variant(captured, self.passes.of(joint, policy)) for policy in Remat
             }
         return self._variants[id(joint)]
-
-
-"""By the identity of a chunk's joint graph."""
 
 
 def facts_of(
@@ -244,15 +252,13 @@ _LATER: Mapping[Pass, tuple[Pass, ...]] = {
 
 def _pass(captured: Captured, program: Program, which: Pass) -> PassFacts:
     function = program.functions[which]
-    after = [program.functions[later] for later in _LATER[which] if later in program.functions]
-    needed = {ref for later in after for ref in bundled(later.arguments)}
-    last = tuple(ref for ref in bundled(function.arguments) if ref not in needed)
+    reads, writes, uses_parameters, last = ends_of(program, which)
     freeing = max(0, _freeing(function, last))
     return PassFacts(
-        reads=bundled(function.arguments),
-        writes=bundled(function.results),
+        reads=reads,
+        writes=writes,
         flops=function.flops,
-        uses_parameters=any(ref.kind is Kind.PARAMETER for ref in function.arguments),
+        uses_parameters=uses_parameters,
         workspace=function.workspace,
         last=last,
         eased=function.workspace - freeing,
@@ -263,6 +269,22 @@ def _pass(captured: Captured, program: Program, which: Pass) -> PassFacts:
             _housed(captured, program, function, ()) - function.workspace,
             _housed(captured, program, function, last) - freeing,
         ),
+    )
+
+
+def ends_of(
+    program: Program, which: Pass
+) -> tuple[tuple[Ref, ...], tuple[Ref, ...], bool, tuple[Ref, ...]]:
+    """What a pass reads and makes, whether it uses parameters, and what it is the last to read."""
+    function = program.functions[which]
+    after = [program.functions[later] for later in _LATER[which] if later in program.functions]
+    needed = {ref for later in after for ref in bundled(later.arguments)}
+    reads = bundled(function.arguments)
+    return (
+        reads,
+        bundled(function.results),
+        any(ref.kind is Kind.PARAMETER for ref in function.arguments),
+        tuple(ref for ref in reads if ref not in needed),
     )
 
 

@@ -198,6 +198,9 @@ def _refuse_damage(path: str | Path) -> None:
     with zipfile.ZipFile(path) as file:
         if (damaged := file.testzip()) is not None:
             raise zipfile.BadZipFile(f"it is damaged: the checksum of {damaged} differs")
+        for record in file.infolist():
+            if record.external_attr:  # to torch a directory, whose content it does not read
+                raise zipfile.BadZipFile(f"it is damaged: {record.filename} is not a plain file")
 
 
 def _refuse_other_optimizer(path: str | Path, program: Program, kind: str) -> None:

@@ -36,6 +36,7 @@ from piper.launch.rank import Rank, choose_gpu
 from piper.program import Program
 from piper.runtime.executor import CommunicationError, InstructionError
 from piper.runtime.state import Fetch
+from piper.storage import load
 from piper.weights import materialised
 
 
@@ -84,7 +85,7 @@ def _start(task: Task, folder: Path) -> Rank:
         importlib.import_module(module)
     torch.set_num_threads(task.threads)
     optimizer, scheduler, init = cloudpickle.loads((folder / "callables").read_bytes())
-    program = Program.load(folder / "program", optimizer=optimizer, scheduler=scheduler)
+    program = load(folder / "program", None, optimizer, scheduler)
     where = program.device
     if where.type == "cuda":
         local = program.devices.index(task.device)

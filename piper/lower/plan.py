@@ -2,7 +2,7 @@
 
 A plan is all a worker needs besides the programs and its state: what to run in which order on
 which stream with whom, what to wait for, which slots are read, written, added to and freed. It
-serializes without pickle and prints one instruction a line.
+prints one instruction a line.
 """
 
 from __future__ import annotations
@@ -11,24 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from piper.capture.program import Pass
-from piper.codec import (
-    MalformedError,
-    count,
-    counts,
-    decode,
-    row,
-    rows,
-    shown,
-    string,
-    table,
-    whole,
-    within,
-    wrong,
-)
 from piper.ir.dag import (
     Collective,
-    CollectiveKind,
     Compute,
     Group,
     Op,
@@ -106,7 +90,8 @@ class Plan:
         return "\n".join([head, *(f"{i:>4} {_line(x)}" for i, x in enumerate(self.instructions))])
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data; what instructions have in common is written once."""
+        """The plan as plain data, by which two can be compared; what instructions have in common is
+        written once."""
         ops, names, streams, groups = Numbered(), Numbered(), Numbered(), Numbered()
         rows = [
             [
@@ -136,65 +121,6 @@ class Plan:
             "ops": [_op_to_json(op) for op in ops.items],
             "instructions": rows,
         }
-
-    @staticmethod
-    def from_json(data: Any) -> Plan:
-        """What ``to_json`` wrote; anything else is refused."""
-        table(data, _PARTS)
-        with within("ops"):
-            ops = rows(data["ops"], _op_from_json)
-        with within("groups"):
-            groups = rows(data["groups"], _group)
-        with within("names"):
-            names = rows(data["names"], string)
-        with within("streams"):
-            streams = rows(data["streams"], string)
-
-        def instruction(item: Any) -> Instruction:
-            verb, node, name, stream, op, role, of, group, *slots = row(item, 12)
-            reads, writes, adds, waits = map(counts, slots)
-            return Instruction(
-                verb=decode(Verb, verb),
-                node=whole(node, -1),
-                name=names[whole(name, 0, len(names))],
-                stream=streams[whole(stream, 0, len(streams))],
-                op=ops[whole(op, 0, len(ops))],
-                role=None if role is None else decode(ExtraRole, role),
-                of=whole(of, -1),
-                group=groups[whole(group, 0, len(groups))],
-                reads=reads,
-                writes=writes,
-                adds=adds,
-                waits=waits,
-            )
-
-        def given(item: Any) -> Given:
-            slot, value, microbatch, group = row(item, 4)
-            return Given(
-                count(slot), count(value), count(microbatch), groups[whole(group, 0, len(groups))]
-            )
-
-        with within("instructions"):
-            instructions = tuple(rows(data["instructions"], instruction))
-        with within("given"):
-            taken = tuple(rows(data["given"], given))
-        with within("devices"):
-            devices = _group(data["devices"])
-        with within("slot_bytes"):
-            return Plan(devices, instructions, taken, counts(data["slot_bytes"]))
-
-
-_PARTS = (
-    "devices", "given", "groups", "slot_bytes", "names", "streams", "ops", "instructions"
-)  # fmt: skip
-
-
-def _group(data: Any) -> Group:
-    """Devices, each once."""
-    found = counts(data)
-    if len(set(found)) != len(found):
-        raise MalformedError(f"a device is twice in {shown(list(found))}")
-    return found
 
 
 def awaited(plan: Plan) -> list[tuple[int, ...]]:
@@ -267,22 +193,6 @@ def _op_to_json(op: Op | None) -> list[Any] | None:
             return ["update", bucket]
         case None:
             return None
-
-
-def _op_from_json(data: Any) -> Op | None:
-    match data:
-        case ["compute", chunk, which, microbatch]:
-            return Compute(count(chunk), decode(Pass, which), count(microbatch))
-        case ["transfer", source, target]:
-            return Transfer(_group(source), _group(target))
-        case ["collective", kind, groups]:
-            return Collective(decode(CollectiveKind, kind), tuple(rows(groups, _group)))
-        case ["update", bucket]:
-            return Update(count(bucket))
-        case None:
-            return None
-        case _:
-            raise wrong(data, "something that a device does")
 
 
 def _line(x: Instruction) -> str:

@@ -31,11 +31,12 @@ def _fault(what: str) -> PiperError:
 
 
 def _slots(plan: Plan) -> None:
-    if (found := slots_fault(plan)) is not None:
+    """Slots are written before they are read, and freed once; nothing waits for what is later."""
+    if (found := _slots_fault(plan)) is not None:
         raise _fault(f"devices {plan.devices[:4]} {found}")
 
 
-def slots_fault(plan: Plan) -> str | None:
+def _slots_fault(plan: Plan) -> str | None:
     """What is wrong with the slots of a plan and with what it waits for, if anything is."""
     live = {given.slot for given in plan.given}
     for place, x in enumerate(plan.instructions):

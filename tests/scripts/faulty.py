@@ -5,6 +5,7 @@ Workers import this, by the names that programs and callables carry; it needs no
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -71,11 +72,11 @@ def _hold_up(process: int) -> None:
 
 
 class Worn(torch.optim.SGD):
-    """Fails in its third step."""
+    """Fails in its third step, unless in the process ``tried_in``, where ``compile`` tries it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], tried_in: int | None = None) -> None:
         super().__init__(parameters, lr=0.01)
-        self.left = 2
+        self.left = 2 if os.getpid() != tried_in else math.inf
 
     def step(self, closure: Any = None) -> Any:
         if not self.left:

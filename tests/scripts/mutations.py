@@ -127,7 +127,8 @@ class Fuzzer:
         self.parsed = {n: json.loads(self.files[n]) for n in ("program.json", "graphs.json")}
         self.strategy = self.program.strategy.to_json()
         self.cluster = toml.write(Cluster.of("H100", 2, machines=2))
-        self.batch = (torch.ones(4, 2), torch.ones(4, 2))
+        self.batch = (torch.linspace(-1, 1, 8).view(4, 2), torch.linspace(1, 3, 8).view(4, 2))
+        self.numbers = self._numbers(self.program)
         self.trainer = piper.launch(self.program)
         self.trainer.step(*self.batch)
         self.trainer.save(folder / "state")
@@ -161,9 +162,11 @@ class Fuzzer:
         return SAME
 
     def forged_program(self, rng: random.Random) -> Outcome:
-        """Whoever forges one does, so that it may compute something else; but not run anything."""
+        """Whoever forges one does. With other operations it may compute something else, but not run
+        anything; with the same ones and the same clip_norm it trains to the same numbers."""
         name = rng.choice(list(self.parsed))
-        content = json.dumps(mutated(self.parsed[name], rng)).encode()
+        data = mutated(self.parsed[name], rng)
+        content = json.dumps(data).encode()
         sums = json.loads(self.files["checksums.json"])
         sums["sha256"][name] = hashlib.sha256(content).hexdigest()
         try:
@@ -173,12 +176,19 @@ class Fuzzer:
                 program = piper.Program.load(
                     self.folder / "program", source=self.program.source, optimizer=adam
                 )
-            with piper.launch(program) as trainer:
-                trainer.step(*self.batch)
-                trainer.evaluate(*self.batch)
+            numbers = self._numbers(program)
         except PiperError:
             return REFUSED
+        if name == "program.json" and program.training.clip_norm is None:
+            torch.testing.assert_close(numbers, self.numbers)
         return OTHER
+
+    def _numbers(self, program: piper.Program) -> dict[str, Tensor]:
+        """Two losses of training, one of evaluation, and the weights after it."""
+        with piper.launch(program) as trainer:
+            losses = [trainer.step(*self.batch).loss for _ in range(2)]
+            losses.append(trainer.evaluate(*self.batch).loss)
+            return {"losses": torch.stack(losses), **trainer.state_dict()}
 
     def _written(self, name: str, content: bytes) -> _Written:
         return _Written(self.folder / "program" / name, content)

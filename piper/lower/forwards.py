@@ -1,0 +1,33 @@
+"""The forwards of a placed DAG alone: what an evaluation runs, on the state of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from piper.capture.program import Pass
+from piper.ir.dag import Bucket, Dag
+from piper.ir.facts import Model
+from piper.lower.lower import Lowered, Settings, lower
+
+
+def lower_forwards(
+    placed: Dag, models: Mapping[int, Model], settings: Settings, buckets: tuple[Bucket, ...]
+) -> Lowered:
+    """Plans for the forwards of ``placed``; ``buckets`` are those of the training step."""
+    return lower(_forward_only(placed), models, replace(settings, memory_limit=None), buckets)
+
+
+def _forward_only(dag: Dag) -> Dag:
+    """``dag`` without its backwards."""
+    kept = [i for i, node in enumerate(dag.nodes) if node.compute.which is Pass.F]
+    moved = {old: new for new, old in enumerate(kept)}
+    nodes = []
+    for i in kept:
+        node = dag.nodes[i]
+        pairs = zip(node.after, node.after_by, strict=True)
+        after = [(moved[b], by) for b, by in pairs if b in moved]
+        nodes.append(
+            replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
+        )
+    return replace(dag, nodes=tuple(nodes))
