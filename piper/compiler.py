@@ -28,6 +28,7 @@ from piper.capture.program import Pass
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.saving import Remat
 from piper.directives.place import Place
+from piper.directives.remat import Remat as RematDirective
 from piper.directives.split import Split
 from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
 from piper.ir.build import build
@@ -92,6 +93,7 @@ def compile(
     )
     with _no_collection():
         captured = {n: how.at(n) for n in shape.groups}
+        _warn_of_checkpointing(how, strategy, _first(captured).checkpoints)
         settings = Settings(
             clip=training.clip_norm is not None,
             optimizer=cost_of(training.optimizer, _first(captured).device),
@@ -147,6 +149,22 @@ def _warn_of_evaluation_mode(model: nn.Module) -> None:
             f"{type(model).__name__} is in evaluation mode and is trained like that, without "
             "dropout and with fixed batch-norm statistics: call model.train() before, or silence "
             "this warning if it is meant",
+            PiperWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_checkpointing(how: _Capture, strategy: Strategy, lines: Sequence[str]) -> None:
+    """The strategy says what is computed again: what the model says of it saves no memory."""
+    decided = how.remat is not None or any(
+        isinstance(d, RematDirective) for d in strategy.directives
+    )
+    if lines and not decided:
+        warnings.warn(
+            f"{type(how.model).__name__} asks for activation checkpointing "
+            f"(torch.utils.checkpoint, at {lines[0]}), which changes no number here and saves no "
+            "memory: what is computed again is said by the strategy; add "
+            "piper.remat({...}, 'all') for the regions meant, or give remat= to compile",
             PiperWarning,
             stacklevel=3,
         )

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import piper
-from piper.directives import place
+from piper.directives import Directive, place, split
 
 WIDTH = 4
 X, Y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
@@ -106,6 +107,38 @@ def test_a_model_left_in_evaluation_mode_is_warned_of_once() -> None:
         compile_net(Net(lambda m: 1.0).eval())
     assert len(caught) == 1
     assert caught[0].filename == __file__
+
+
+def test_checkpointing_is_warned_of_once_unless_the_strategy_decides() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                with piper.annotate("layer"):
+                    x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    def compile_with(directives: list[Directive], remat: str | None = None) -> None:
+        piper.compile(
+            Checkpointed(),
+            piper.Strategy([split(parts=2), *directives]),
+            inputs=(X,),
+            targets=(Y,),
+            loss=F.mse_loss,
+            remat=remat,
+        )
+
+    groups = [place({"layer": 0}, devices=[0, 1]), place({"layer": 1}, devices=[0])]
+    with pytest.warns(piper.PiperWarning, match="Checkpointed asks for activation check") as caught:
+        compile_with(groups)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_with([*groups, piper.remat({"layer": 0}, "all")])
+        compile_with(groups, remat="none")
 
 
 def test_an_ordinary_model_is_compiled_without_a_warning() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.codec import MalformedError
-from piper.errors import PiperError
+from piper.errors import PiperError, PiperWarning
 from piper.launch.crew import Restored
 from piper.launch.fetching import fetcher
 from piper.launch.state_checks import check_state
@@ -130,6 +130,7 @@ def _added(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             f"{key} of the model's state dict is not in the checkpoint: it is a "
             f"{type(found.pop(key)).__name__}, and a file holds tensors, numbers, text and "
             "containers of these only",
+            PiperWarning,
             stacklevel=4,
         )
     return found
