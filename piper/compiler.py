@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from piper.capture.passes import split
 from piper.capture.program import Pass
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.saving import Remat
+from piper.directives.partition import Partition
 from piper.directives.place import Place
 from piper.directives.remat import Remat as RematDirective
 from piper.directives.split import Split
@@ -299,15 +301,28 @@ def _placed(
 def _evaluation(
     strategy: Strategy, captured: Mapping[int, Captured], found: _Compiled
 ) -> _Compiled:
-    """The forwards alone of a model that computes otherwise in evaluation mode."""
+    """The forwards alone of a model that computes otherwise in evaluation mode, in the stages that
+    training has."""
     try:
-        placed, models, code = _placed(strategy, captured)
+        placed, models, code = _placed(_partitioned(strategy, found.placed), captured)
     except DirectiveError as error:
         raise DirectiveError(
             f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
             "training mode: a strategy must fit both"
         ) from None
     return _forwards(found, placed, models, code)
+
+
+def _partitioned(strategy: Strategy, placed: Dag) -> Strategy:
+    """``strategy`` with every partition as it came out in ``placed``: the parameters are there."""
+
+    def counted(partition: Partition) -> Partition:
+        tag, into = partition.tag, partition.into
+        stages = {n.tags[tag]: n.tags[into] for n in placed.nodes if tag in n.tags}
+        counts = Counter(stages.values())
+        return replace(partition, by=[counts[stage] for stage in range(partition.parts)])
+
+    return Strategy(counted(d) if isinstance(d, Partition) else d for d in strategy.directives)
 
 
 def _evaluation_of(found: _Compiled) -> _Compiled:
@@ -317,7 +332,7 @@ def _evaluation_of(found: _Compiled) -> _Compiled:
 
 def _forwards(found: _Compiled, placed: Dag, models: Mapping[int, Model], code: Code) -> _Compiled:
     settings = replace(found.settings, memory_limit=None)
-    lowered = lower(_forward_only(placed), models, settings, found.lowered.dag.buckets)
+    lowered = lower(_forward_only(placed), models, settings, found.lowered.dag)
     return _Compiled(lowered, code, placed, models, settings)
 
 
