@@ -46,7 +46,7 @@ from piper.optimizer import (
     cost_of,
     try_scheduler,
 )
-from piper.program import Code, Program, Training
+from piper.program import Code, Program, Training, trained_shapes
 from piper.strategy import Strategy
 from piper.weights import Init, Source, StateNames
 
@@ -268,19 +268,16 @@ def _compile(
     placed, models, code = _placed(strategy, captured)
     lowered = lower(placed, models, settings)
     if training.optimizer is not None:
-        trained = {n: p.shape for n, p in code.parameters.items() if n in _trained(lowered.dag)}
-        check_taken(training.optimizer, trained)
+        dag = lowered.dag
+        check_taken(training.optimizer, trained_shapes(dag.buckets, code))
         check_divisible(
             training.optimizer,
-            lowered.dag,
+            dag.buckets,
+            dag.history,
             _first(captured).device,
             whole=settings.optimizer.whole,
         )
     return _Compiled(lowered, code, placed, models, settings)
-
-
-def _trained(dag: Dag) -> set[str]:
-    return {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
 
 
 def _placed(
@@ -392,8 +389,9 @@ def _refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> N
                 else "its operations depend on the number of rows;"
             )
             raise PiperError(
-                f"the model computes differently on a share of the batch for groups of {n} devices "
-                f"than for groups of {size}: {reason} give all regions groups of one size"
+                f"the model computes differently on a share of the batch for groups of {n} "
+                f"device{'s' * (n > 1)} than for groups of {size}: {reason} give all regions groups "
+                "of one size"
             )
 
 

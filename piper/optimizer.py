@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.errors import DirectiveError, PiperError
-from piper.ir.dag import Bucket, Dag
+from piper.ir.dag import Bucket
 from piper.ir.text import group_text
 from piper.lower.memory import OptimizerCost
 from piper.optimizer_trials import OptimizerFactory as OptimizerFactory
@@ -145,28 +145,34 @@ def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> Optim
 
 
 def check_divisible(
-    factory: OptimizerFactory, dag: Dag, device: torch.device, *, whole: bool
+    factory: OptimizerFactory,
+    buckets: Sequence[Bucket],
+    history: Sequence[str],
+    device: torch.device,
+    *,
+    whole: bool,
 ) -> None:
-    """Refuse to give an optimizer parts of what it looks at together; ``whole`` says that it does
-    not step bucket by bucket."""
-    divided = [b for b in dag.buckets if b.trained and b.level]
+    """Refuse to give an optimizer parts of what it looks at together; ``history`` has the
+    directives that the buckets' rules are of, and ``whole`` says that it does not step bucket by
+    bucket."""
+    divided = [b for b in buckets if b.trained and b.level]
     if divided and not works_on_parts(partial(make, factory)):
         rule = divided[0].rule
         raise DirectiveError(
-            f"{dag.history[rule.made_by]}: the optimizer {_name(factory)}, as given, does not "
+            f"{history[rule.made_by]}: the optimizer {name_of(factory)}, as given, does not "
             "treat each element of a parameter by itself (or looks at its shape, for instance for "
             f"weight decay), so its state cannot be divided with zero={rule.zero}: use zero=0 for "
             "these regions, or an elementwise optimizer that treats all parameters alike"
         )
-    apart = _apart(dag.buckets)
+    apart = _apart(buckets)
     if apart and whole:
         with _own_randomness(device):
             across = looks_across(partial(make, factory), device)
         if across:
             raise DirectiveError(
-                f"the optimizer {_name(factory)} looks at all parameters together (as for a norm "
-                "over all of them, or an estimate of the learning rate), but here no device has "
-                f"all: devices {group_text(apart)} have different ones. Train with it on one "
+                f"the optimizer {name_of(factory)} looks at all parameters together (as for a "
+                "norm over all of them, or an estimate of the learning rate), but here no device "
+                f"has all: devices {group_text(apart)} have different ones. Train with it on one "
                 "device or on replicas with zero=0, or use an optimizer that treats each parameter "
                 "by itself (to clip by the norm of all gradients, give clip_norm= to compile)"
             )
@@ -209,5 +215,6 @@ def check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]
     ) from error
 
 
-def _name(factory: OptimizerFactory) -> str:
+def name_of(factory: OptimizerFactory) -> str:
+    """What the optimizer calls itself."""
     return type(make(factory, [nn.Parameter(sample(0))])).__name__

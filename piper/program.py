@@ -7,7 +7,7 @@ JSON files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -121,6 +121,12 @@ class Code:
                 for i, name in enumerate(chunk.parameters)
             },
         )
+
+
+def trained_shapes(buckets: Sequence[Bucket], code: Code) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that are trained."""
+    trained = {name for bucket in buckets if bucket.trained for name in bucket.parameters}
+    return {n: p.shape for n, p in code.parameters.items() if n in trained}
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,16 @@ from piper.ir.facts import Model
 from piper.lower.lower import Settings
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
-from piper.optimizer import OptimizerFactory, SchedulerFactory
-from piper.program import Code, Piece, Program, Training
+from piper.optimizer import (
+    OptimizerFactory,
+    SchedulerFactory,
+    check_divisible,
+    check_taken,
+    cost_of,
+    name_of,
+    try_scheduler,
+)
+from piper.program import Code, Piece, Program, Training, trained_shapes
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
@@ -118,7 +126,27 @@ def load(
     with _reading(folder, "program.json"):
         program = _program(data, device, programs, constants, source, optimizer, scheduler)
         check(program)
+    _try_callables(program)
     return program
+
+
+def _try_callables(program: Program) -> None:
+    """Try an optimizer that may be another than the one compiled with, as ``compile`` does."""
+    training, steps = program.training, program.settings.optimizer
+    training.check()
+    try_scheduler(training.optimizer, training.scheduler)
+    if training.optimizer is None:
+        return
+    check_taken(training.optimizer, trained_shapes(program.buckets, program.code))
+    whole = cost_of(training.optimizer, program.device).whole
+    history = ("build", *map(str, program.strategy.directives))
+    check_divisible(training.optimizer, program.buckets, history, program.device, whole=whole)
+    if whole and not steps.whole:
+        raise PiperError(
+            f"the optimizer {name_of(training.optimizer)} takes one step for all parameters (it "
+            "counts its steps, has hooks on them, or looks across parameters), but the program was "
+            "compiled with one that steps bucket by bucket: compile it with this optimizer"
+        )
 
 
 @contextmanager

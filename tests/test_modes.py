@@ -229,3 +229,44 @@ def test_an_ordinary_model_is_compiled_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compile_net(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
+
+
+class ByRows(nn.Module):
+    """Computes otherwise on fewer than ``rows`` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("layer"):
+                x = layer(x) if len(x) < self.rows else layer(x).exp().sin()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "rows", "message"),
+    [
+        (
+            2,
+            2,
+            "of a microbatch each of 2 devices has 1 row, and torch .* give a larger batch",
+        ),
+        (1, 4, "its operations depend on the number of rows; give all regions groups of one size"),
+    ],
+    ids=["one-row", "two-rows"],
+)
+def test_groups_on_which_the_model_computes_differently_are_refused(
+    microbatches: int, rows: int, message: str
+) -> None:
+    groups = [place({"layer": 0}, devices=[0, 1]), place({"layer": 1}, devices=[2])]
+    with pytest.raises(piper.PiperError, match=f"for groups of 1 device than .* 2: {message}"):
+        piper.compile(
+            ByRows(rows),
+            piper.Strategy([split(parts=microbatches), *groups]),
+            inputs=(X,),
+            targets=(Y,),
+            loss=F.mse_loss,
+        )
