@@ -24,6 +24,7 @@ from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
 from piper.directives.place import Place
+from piper.directives.remat import Remat
 from piper.directives.split import Split
 from piper.errors import DirectiveError, PiperError, warn
 from piper.ir.build import build
@@ -142,6 +143,7 @@ class Capture:
         with _no_collection():
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
+            self._warn_of_checkpointing(strategy, first.checkpoints)
             if self._cost is None:
                 self._cost = cost_of(self._training.optimizer, first.device)
             settings = Settings(
@@ -155,10 +157,8 @@ class Capture:
             evaluation = placed
             if self._traces.depends_on_mode(first.microbatches):
                 again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
-                evaluation = self._placed_for_evaluation(strategy, again)
-            forwards = lower_forwards(
-                evaluation.dag, evaluation.facts.models, settings, found.dag.buckets
-            )
+                evaluation = self._placed_for_evaluation(strategy.as_in(placed.dag), again)
+            forwards = lower_forwards(evaluation.dag, evaluation.facts.models, settings, found.dag)
         loss = self._subject.loss
         source = Source(
             self._subject.model, loss if isinstance(loss, nn.Module) else None, self._init
@@ -185,6 +185,17 @@ class Capture:
         )
         vars(program)["lowered"] = found  # a cached property: it need not be made again
         return program
+
+    def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
+        """The strategy says what is computed again: what the model says of it saves no memory."""
+        directives = any(isinstance(d, Remat) for d in strategy.directives)
+        if lines and not directives and self._subject.remat is None:
+            warn(
+                f"{type(self._subject.model).__name__} asks for activation checkpointing "
+                f"(torch.utils.checkpoint, at {lines[0]}), which changes no number here and saves "
+                "no memory: what is computed again is said by the strategy; add "
+                "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
+            )
 
     def _placed(self, strategy: Strategy, captured: Mapping[int, Captured]) -> _Placed:
         known = self._known
@@ -318,8 +329,9 @@ def _refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> N
                 else "its operations depend on the number of rows;"
             )
             raise PiperError(
-                f"the model computes differently on a share of the batch for groups of {n} devices "
-                f"than for groups of {size}: {reason} give all regions groups of one size"
+                f"the model computes differently on a share of the batch for groups of {n} "
+                f"device{'s' * (n > 1)} than for groups of {size}: {reason} give all regions "
+                "groups of one size"
             )
 
 

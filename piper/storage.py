@@ -201,12 +201,10 @@ def with_plans(read: Program) -> Program:
     placed = read.strategy.apply(build(read.facts.whole))
     again = placed
     if read.evaluation_facts is not read.facts:
-        again = read.strategy.apply(build(read.evaluation_facts.whole))
+        again = read.strategy.as_in(placed).apply(build(read.evaluation_facts.whole))
     check_placed(read, placed, again)
     lowered = lower(placed, read.facts.models, read.settings)
-    evaluation = lower_forwards(
-        again, read.evaluation_facts.models, read.settings, lowered.dag.buckets
-    )
+    evaluation = lower_forwards(again, read.evaluation_facts.models, read.settings, lowered.dag)
     program = replace(
         read,
         plans=lowered.plans,

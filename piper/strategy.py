@@ -8,8 +8,9 @@ Reads two forms of JSON: its own (``to_json``), and that of the published system
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from piper.directives import (
     stream,
 )
 from piper.directives.joining import join_last
+from piper.directives.partition import Partition
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
 from piper.ir.verify import verify
@@ -59,6 +61,18 @@ class Strategy:
                 pass
             raise
         return after
+
+    def as_in(self, placed: Dag) -> Strategy:
+        """The same strategy with every partition as it came out in ``placed``, whatever it is by:
+        for a model in evaluation mode, whose parameters are where training has them."""
+
+        def counted(partition: Partition) -> Partition:
+            tag, into = partition.tag, partition.into
+            stages = {n.tags[tag]: n.tags[into] for n in placed.nodes if tag in n.tags}
+            counts = Counter(stages.values())
+            return replace(partition, by=[counts[stage] for stage in range(partition.parts)])
+
+        return Strategy(counted(d) if isinstance(d, Partition) else d for d in self.directives)
 
     def steps(self, dag: Dag) -> Iterator[Dag]:
         """``dag`` after each directive."""

@@ -463,6 +463,50 @@ def test_order_holds_between_groups_that_share_devices() -> None:
     assert last in ancestors(after, first)
 
 
+def apart() -> Dag:
+    """Two stages on two devices, two microbatches."""
+    places = [place({"PP": stage}, devices=[stage]) for stage in range(2)]
+    return dag(chain(2), [STAGES, HALVES, *places])
+
+
+def test_an_order_across_devices_that_follows_the_data_is_accepted() -> None:
+    forwards = [{"PP": s, "MB": m, "PASS": "F"} for m in range(2) for s in range(2)]
+    backwards = [{"PP": s, "MB": m, "PASS": "B"} for m in range(2) for s in (1, 0)]
+    order(forwards[0], forwards[1]).apply(apart())
+    after = order(*forwards, *backwards).apply(apart())
+    loose = [{"PP": 0, "MB": 0}, {"PP": 1, "MB": 1, "PASS": "F"}, {"PP": 0, "MB": 1, "PASS": "B"}]
+    order(*loose).apply(apart())
+    row = {name(node) for node in after.nodes if node.devices == (0,) and node.after}
+    assert row == {"F embed0 MB1", "B layer0 MB0", "B layer0 MB1"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [{"PP": 1, "MB": 0, "PASS": "F"}, {"PP": 0, "MB": 0, "PASS": "F"}],
+            r"F layer\[1\] PP\[1\] MB\[0\] on devices \[1\] comes before F \w+\[0\] PP\[0\] "
+            r"MB\[0\] on devices \[0\] here, but needs what that one makes",
+        ),
+        (
+            [{"PP": 0, "MB": 0, "PASS": "B"}, {"PP": 0, "MB": 1}, {"PP": 1, "MB": 0, "PASS": "B"}],
+            r"B layer\[0\] PP\[0\] MB\[0\] on devices \[0\] comes before B .* PP\[1\] MB\[0\] on",
+        ),
+        (
+            [{"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}],
+            r"F \w+\[0\] PP\[0\] MB\[1\] on devices \[0\] shares no device with what is ordered "
+            "beside it, and no data flows between them: .* nothing would keep this order",
+        ),
+    ],
+    ids=["against", "against-backward", "unrelated"],
+)
+def test_an_order_across_devices_that_nobody_keeps_is_refused(
+    groups: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(DirectiveError, match=message):
+        order(*groups).apply(apart())
+
+
 def name(node: Node) -> str:
     """A node of a chain in short: ``F layer0 MB1``."""
     tags = [f"{t}{v}" for t, v in node.tags.items() if t not in ("PASS", "PP", "MB")]

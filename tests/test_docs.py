@@ -94,10 +94,14 @@ def nodes() -> Iterator[ast.AST]:
             yield from ast.walk(ast.parse(path.read_text()))
 
 
+def called(node: ast.Call) -> str:
+    return getattr(node.func, "id", getattr(node.func, "attr", ""))
+
+
 def raised() -> Iterator[str]:
-    """The messages of all errors that are made of one string."""
+    """The messages of all errors and warnings that are made of one string."""
     for node in nodes():
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in FAMILY and node.args:
+        if isinstance(node, ast.Call) and called(node) in {*FAMILY, "warn"} and node.args:
             text = template(node.args[0])
             if len(re.sub(r"[^a-z]", "", text)) > 5:  # else it is made elsewhere
                 yield text
@@ -118,6 +122,13 @@ def test_every_row_of_the_index_is_a_message() -> None:
 def test_every_message_is_in_the_index() -> None:
     missing = {text for text in raised() if not any(p.match(text) for p in PATTERNS)}
     assert not missing, "add these to docs/errors.md, with their cause and what to do"
+
+
+def test_every_warning_is_of_the_family() -> None:
+    calls = [n for n in nodes() if isinstance(n, ast.Call) and called(n) == "warn"]
+    kinds = [[arg.id for arg in call.args if isinstance(arg, ast.Name)] for call in calls]
+    assert calls
+    assert all("PiperWarning" in kind for kind in kinds)
 
 
 def refusals() -> Iterator[str]:

@@ -1307,7 +1307,7 @@ def test_the_checker_sees_who_shares_a_buffer(
     model: Model, steps: list[Directive], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the pass of lowering that takes care of buffers, every one of these is wrong."""
-    monkeypatch.setattr("piper.lower.lower.keep_buffers", lambda dag: dag)
+    monkeypatch.setattr("piper.lower.lower.keep_buffers", lambda dag, training: dag)
     with pytest.raises(PlanError, match="changing buffer seen"):
         judged(model, split(parts=2), *steps)
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import piper
-from piper.directives import place
+from piper.directives import Directive, partition, place, split
 
 WIDTH = 4
 X, Y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
@@ -66,6 +67,90 @@ def test_the_mode_may_be_read_anywhere(factor: Callable[[nn.Module], float]) -> 
     torch.testing.assert_close(found, F.mse_loss(net.eval()(X), Y))
 
 
+class Modal(nn.Module):
+    """Four layers in a pipeline of two stages, and a buffer; ``layer`` says what each computes."""
+
+    def __init__(self, layer: Callable[[Modal, int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.extra = nn.Sequential(nn.Linear(WIDTH, 9 * WIDTH), nn.Linear(9 * WIDTH, WIDTH))
+        self.register_buffer("average", torch.zeros(WIDTH, WIDTH))
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(4):
+            with piper.annotate("layer"):
+                x = self.layer(self, i, x)
+        return x
+
+
+def compile_stages(net: nn.Module, by: str = "flops") -> piper.Program:
+    stages = [place({"PP": stage}, devices=[stage]) for stage in range(2)]
+    return piper.compile(
+        net,
+        piper.Strategy([partition("layer", into="PP", parts=2, by=by), split(parts=2), *stages]),
+        inputs=(X,),
+        targets=(Y,),
+        loss=F.mse_loss,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+    )
+
+
+def more_in_training(net: Modal, i: int, x: Tensor) -> Tensor:
+    return net.layers[i](x).tanh() + (net.extra(x) if net.training and i == 3 else 0.0)
+
+
+@pytest.mark.parametrize("by", ["flops", "params"])
+def test_evaluation_has_the_stages_of_training(by: str) -> None:
+    """By its own cost it would be cut elsewhere, where the parameters are not."""
+    net = Modal(more_in_training)
+    program = compile_stages(net, by)
+    assert {layer.split(".")[1] for layer in state_of(program, 1) if "layers" in layer} == {"3"}
+    with piper.launch(program) as trainer:
+        found = trainer.evaluate(X, Y).loss
+        trained = trainer.step(X, Y).loss
+    torch.testing.assert_close(trained, F.mse_loss(net(X), Y).detach())
+    torch.testing.assert_close(found, F.mse_loss(net.eval()(X), Y).detach())
+
+
+def state_of(program: piper.Program, device: int) -> list[str]:
+    return [n for b in program.buckets if (device,) in b.groups for n in b.parameters]
+
+
+def average_read_elsewhere(net: Modal, i: int, x: Tensor) -> Tensor:
+    if i == 3 and net.training:
+        net.average.lerp_(net.layers[0].weight.detach(), 0.1)
+    if i == 0 and not net.training:
+        return F.linear(x, net.average)
+    return net.layers[i](x)
+
+
+def weight_read_elsewhere(net: Modal, i: int, x: Tensor) -> Tensor:
+    return net.layers[i](x) if net.training or i else net.layers[3](x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            average_read_elsewhere,
+            r"F layer\[0\].* uses the buffer 'average' in evaluation on devices \[0\], and F "
+            r"layer\[3\].* in training on \[1\]: .* update it in the region that reads it",
+        ),
+        (
+            weight_read_elsewhere,
+            r"F layer\[0\].* uses the parameter 'layers\.3\.\w+' in evaluation on devices \[0\], "
+            r"but training keeps it on \[1\]: use it in the same regions",
+        ),
+    ],
+)
+def test_state_that_evaluation_needs_elsewhere_is_refused(
+    layer: Callable[[Modal, int, Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(piper.DirectiveError, match=message):
+        compile_stages(Modal(layer))
+
+
 @pytest.mark.parametrize(
     "factor",
     [
@@ -108,7 +193,80 @@ def test_a_model_left_in_evaluation_mode_is_warned_of_once() -> None:
     assert caught[0].filename == __file__
 
 
+def test_checkpointing_is_warned_of_once_unless_the_strategy_decides() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                with piper.annotate("layer"):
+                    x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    def compile_with(directives: list[Directive], remat: str | None = None) -> None:
+        piper.compile(
+            Checkpointed(),
+            piper.Strategy([split(parts=2), *directives]),
+            inputs=(X,),
+            targets=(Y,),
+            loss=F.mse_loss,
+            remat=remat,
+        )
+
+    groups = [place({"layer": 0}, devices=[0, 1]), place({"layer": 1}, devices=[0])]
+    with pytest.warns(piper.PiperWarning, match="Checkpointed asks for activation check") as caught:
+        compile_with(groups)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_with([*groups, piper.remat({"layer": 0}, "all")])
+        compile_with(groups, remat="none")
+
+
 def test_an_ordinary_model_is_compiled_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compile_net(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
+
+
+class ByRows(nn.Module):
+    """Computes otherwise on fewer than ``rows`` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("layer"):
+                x = layer(x) if len(x) < self.rows else layer(x).exp().sin()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "rows", "message"),
+    [
+        (
+            2,
+            2,
+            "of a microbatch each of 2 devices has 1 row, and torch .* give a larger batch",
+        ),
+        (1, 4, "its operations depend on the number of rows; give all regions groups of one size"),
+    ],
+    ids=["one-row", "two-rows"],
+)
+def test_groups_on_which_the_model_computes_differently_are_refused(
+    microbatches: int, rows: int, message: str
+) -> None:
+    groups = [place({"layer": 0}, devices=[0, 1]), place({"layer": 1}, devices=[2])]
+    with pytest.raises(piper.PiperError, match=f"for groups of 1 device than .* 2: {message}"):
+        piper.compile(
+            ByRows(rows),
+            piper.Strategy([split(parts=microbatches), *groups]),
+            inputs=(X,),
+            targets=(Y,),
+            loss=F.mse_loss,
+        )

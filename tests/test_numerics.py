@@ -675,14 +675,26 @@ def test_gradients_that_the_user_rewrites_are_kept_or_refused(change: object) ->
         check(Net(forward, a=linear(), b=linear()))
 
 
-def test_checkpointed_block() -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_block(reentrant: bool) -> None:
     def forward(self: Net, x: Tensor) -> Tensor:
         with annotate("r"):
-            x = checkpoint(lambda t: self.a(t).tanh(), x, use_reentrant=False)
+            x = self.a(x)
+        with annotate("r"):
+            return checkpoint(lambda t: self.b(t).tanh(), x, use_reentrant=reentrant)
+
+    check(Net(forward, a=linear(), b=linear()))
+
+
+def test_a_checkpoint_that_would_train_nothing_is_refused() -> None:
+    def forward(self: Net, x: Tensor) -> Tensor:
+        with annotate("r"):
+            x = checkpoint(lambda t: self.a(t).tanh(), x, use_reentrant=True)
         with annotate("r"):
             return self.b(x)
 
-    check(Net(forward, a=linear(), b=linear()))
+    with pytest.raises(CaptureError, match=r"none of its inputs needs .* say use_reentrant=False"):
+        check(Net(forward, a=linear(), b=linear()))
 
 
 # --- buffers that change ---------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.training import (
     one_f_one_b,
     pipeline,
     plain,
+    sgd,
     shared_captures,
     train,
 )
@@ -204,6 +205,34 @@ def test_an_optimizer_that_looks_across_parameters_needs_all(strategy: Sequence[
         DirectiveError, match=r"Normed looks at all parameters together.*devices 0,1"
     ):
         compiled(model(), strategy, mean_loss, data(), optimizer=Normed)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "other", "message"),
+    [
+        (pipeline([[0], [1]], 2), Normed, "Normed looks at all parameters together"),
+        (data_parallel(2, 2), Counting, None),  # its plans are those of one step for all
+        (
+            [*data_parallel(2, 2), replicate({}, zero=1)],
+            torch.optim.Adafactor,
+            r"replicate\({}, zero=1\): the optimizer Adafactor, as given, does not treat each",
+        ),
+        (data_parallel(2, 2), lambda ps: torch.optim.SGD(ps[:1], lr=0.1), "SGD .* leaves out"),
+        (data_parallel(2, 2), torch.optim.AdamW, None),
+    ],
+    ids=["across", "counting", "not-elementwise", "leaves-out", "adamw"],
+)
+def test_a_loaded_program_tries_the_optimizer_that_it_is_given(
+    strategy: Sequence[Directive], other: Any, message: str | None, tmp_path: Path
+) -> None:
+    compiled(model(), strategy, mean_loss, data(), optimizer=sgd).save(tmp_path)
+    if message is None:
+        program = piper.Program.load(tmp_path, optimizer=other)
+        assert program.training.optimizer is other
+        assert program.settings.optimizer.whole is (other is Counting)
+        return
+    with pytest.raises(PiperError, match=message):
+        piper.Program.load(tmp_path, optimizer=other)
 
 
 def test_what_an_optimizer_counts_for_later_is_found() -> None:

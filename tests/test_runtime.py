@@ -543,6 +543,51 @@ def test_a_weight_that_is_used_again_without_gradient(
     )
 
 
+def averaging(place_of_update: str, of: str, *, only_written: bool = False) -> Any:
+    """Two layers and, in the place named, a buffer that averages (or copies) a weight."""
+
+    def forward(self: Net, x: Tensor) -> Tensor:
+        def update(here: str) -> None:
+            if here == place_of_update:
+                weight = getattr(self, of).weight.detach()
+                with torch.no_grad():
+                    self.ema.copy_(weight) if only_written else self.ema.lerp_(weight, 0.1)
+
+        update("before")
+        with annotate("layer"):
+            update("first")
+            x = torch.tanh(self.a(x))
+        update("between")
+        with annotate("layer"):
+            update("second")
+            x = self.b(x)
+        update("after")
+        return x
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("where", "of", "only_written"),
+    [
+        ("between", "b", False),
+        ("after", "a", False),
+        ("before", "b", True),
+        ("first", "b", True),
+        ("second", "a", True),
+        ("after", "a", True),
+    ],
+)
+def test_a_buffer_that_follows_a_weight(where: str, of: str, only_written: bool) -> None:
+    """Also where the weight is trained on another device than the one that has the buffer."""
+    batches = [((batch["x"],), y) for batch, y in conditions(keywords=True)]
+    torch.manual_seed(0)
+    forward = averaging(where, of, only_written=only_written)
+    model = Net(forward, a=nn.Linear(6, 6), b=nn.Linear(6, 6), ema=torch.zeros(6, 6))
+    program = compiled(model, pipeline([[0], [1]], 4), F.mse_loss, batches)
+    assert_same(train(program, batches), plain(model, F.mse_loss, batches, microbatches=4))
+
+
 def turning(self: Net, x: Tensor) -> Tensor:
     with annotate("layer"):
         x = torch.tanh(self.a(x))

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import piper
 from piper import CaptureError
 from piper.capture import capture
+from piper.directives import place
 from tests.reference import assert_equal_to_eager
 
 transformers = pytest.importorskip("transformers")
@@ -69,6 +71,33 @@ def check(model: nn.Module, tags: dict[str, str] = TAGS, **extra: Tensor) -> Non
 def test_llama(changes: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(**{**SIZES, **changes})
     check(transformers.LlamaForCausalLM(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_left_to_the_strategy(reentrant: bool) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    x, y = tokens()
+    with pytest.warns(piper.PiperWarning, match=r"asks for activation .* piper\.remat") as caught:
+        program = piper.compile(
+            model,
+            piper.Strategy([place({}, devices=[0])]),
+            inputs={"input_ids": x},
+            targets=(y,),
+            loss=loss,
+            optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+            tags=TAGS,
+        )
+    assert len(caught) == 1
+    with piper.launch(program) as trainer:
+        found = trainer.step({"input_ids": x}, y).loss
+        state = trainer.state_dict()
+    expected = loss(model(input_ids=x), y)
+    expected.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert torch.equal(found, expected.detach())
+    assert all(torch.equal(state[name], p) for name, p in model.named_parameters())
 
 
 @pytest.mark.slow

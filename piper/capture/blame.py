@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -76,6 +77,14 @@ def user_frames(stack: str) -> str:
     names = [(re.search(r'File "([^"]+)"', frame), frame.strip()) for frame in frames]
     own = [frame for found, frame in names if found and not is_internal_file(found[1])]
     return "\n".join(own)
+
+
+def calling_line() -> str:
+    """The line of the user's that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_internal_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

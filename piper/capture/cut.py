@@ -81,10 +81,12 @@ class _Builder:
         inside = set(nodes)
         taken = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
         parameters = [n for n in taken if n in exported.parameters]
-        buffers = [n for n in taken if n in exported.buffers]
         inputs = [n for n in taken if n in self.numbers]
         outputs = [n for n in members if self._leaves(n)]
         updates = {name: n for name, n in exported.updates.items() if n in inside}
+        # a buffer that is only written is the chunk's as well
+        written = [n for n, name in exported.buffers.items() if name in updates and n not in taken]
+        buffers = [n for n in taken if n in exported.buffers] + written
         # a tied parameter has one placeholder for each of its paths, but is one argument
         unique = list(dict.fromkeys(exported.parameters[n] for n in parameters))
         aliases = {n: unique.index(exported.parameters[n]) for n in parameters}

@@ -28,6 +28,7 @@ from piper.capture import opaque
 from piper.capture.attention import restore_eager_attention
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import explain, user_frames
+from piper.capture.checkpointing import plain_checkpoints
 from piper.capture.fingerprint import fingerprint
 from piper.capture.graphs import ancestors
 from piper.capture.quiet import quiet_tracing
@@ -67,6 +68,8 @@ class Exported:
     output_tree: OutputTree
     traced: str
     """What was traced, as a text to compare with that of another trace."""
+    checkpoints: tuple[str, ...]
+    """The lines that asked for activation checkpointing (``torch.utils.checkpoint``)."""
 
 
 class _Parts(nn.Module):
@@ -227,7 +230,7 @@ def export(
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)
     _free_views(program.graph)
-    return _roles(program, step, traced.paths, traced.names, traced.regions, text)
+    return _roles(program, traced, text)
 
 
 def _free_views(graph: fx.Graph) -> None:
@@ -262,6 +265,7 @@ class _Trace:
     names: dict[str, str]
     modules: dict[nn.Module, str]
     regions: dict[Region, str]
+    checkpoints: tuple[str, ...]
 
 
 def _trace(
@@ -286,14 +290,20 @@ def _trace(
     modules = {m: path for path, m in skeleton.model.named_modules()}
     paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
     try:
-        with quiet_tracing(), refuse_autograd_functions(), recording() as recorder:
+        with (
+            quiet_tracing(),
+            refuse_autograd_functions(),
+            plain_checkpoints() as lines,
+            recording() as recorder,
+        ):
             program = torch.export.export(step, tuple(example), strict=False)
         check_tags_entered(tags, recorder.entered.values())
     except CaptureError:
         raise
     except Exception as error:
         raise explain(error, step.seen.running, modules) from error
-    return _Trace(step, program, paths, names, modules, recorder.entered)
+    checkpoints = tuple(dict.fromkeys(lines))
+    return _Trace(step, program, paths, names, modules, recorder.entered, checkpoints)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -327,16 +337,10 @@ def _described(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"
 
 
-def _roles(
-    program: ExportedProgram,
-    step: _Step,
-    paths: list[str],
-    names: dict[str, str],
-    regions: dict[Region, str],
-    traced: str,
-) -> Exported:
+def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
     """Read off which end of the graph is which, in the user's names."""
     graph = program.graph
+    step, paths, names = traced.step, traced.paths, traced.names
     _drop_asserts(graph)
     _refuse_dynamic(graph, type(step.model).__name__)
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -385,10 +389,11 @@ def _roles(
         outputs=tuple(returned[n_loss:]),
         updates=updates,
         constants=constants,
-        regions=regions,
+        regions=traced.regions,
         loss_region=step.seen.loss_region,
         output_tree=step.seen.tree,
-        traced=traced,
+        traced=text,
+        checkpoints=traced.checkpoints,
     )
 
 

@@ -63,6 +63,8 @@ class Captured:
     """What the programs compute again."""
     traced: str
     """What was traced, to be compared with another trace of the model."""
+    checkpoints: tuple[str, ...] = ()
+    """The lines of the model that asked for activation checkpointing, which ``remat`` decides."""
     master: torch.dtype | None = None
     """What trained parameters are kept in, where the programs take copies in another precision."""
 
@@ -199,6 +201,7 @@ def _capture(
         compiler=chosen,
         remat=policy,
         traced=exported.traced,
+        checkpoints=exported.checkpoints,
         master=torch.float32 if precision is Precision.BF16 else None,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from piper.capture.blame import is_internal_file, user_frames
+from piper.capture.blame import calling_line, user_frames
 from piper.capture.graphs import base_of
 from piper.capture.opaque import BLOCKS
 from piper.errors import CaptureError
@@ -41,15 +40,15 @@ class RefuseStray(TorchFunctionMode):
             self._refuse_data(args[0])
         if func in _HOOKS:
             raise CaptureError(
-                f"a gradient hook is registered at {_user_line()}: the backward is computed ahead "
-                "of time and would never call it; do it in the forward, or after the step"
+                f"a gradient hook is registered at {calling_line()}: the backward is computed "
+                "ahead of time and would never call it; do it in the forward, or after the step"
             )
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, nn.Parameter) and not isinstance(arg, FakeTensor):
                 raise CaptureError(
-                    f"a Parameter of shape {list(arg.shape)} is used at {_user_line()} that is not "
-                    "registered on the model or the loss, so it would never be trained: assign it "
-                    "to an attribute of the module, or use nn.ParameterList"
+                    f"a Parameter of shape {list(arg.shape)} is used at {calling_line()} that is "
+                    "not registered on the model or the loss, so it would never be trained: "
+                    "assign it to an attribute of the module, or use nn.ParameterList"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -57,15 +56,13 @@ class RefuseStray(TorchFunctionMode):
         state = (*self._module.named_parameters(), *self._module.named_buffers())
         paths = [path.removeprefix("model.") for path, mine in state if mine is tensor]
         raise CaptureError(
-            f".data of {paths[0] if paths else 'a tensor'} is used at {_user_line()}: tracing "
+            f".data of {paths[0] if paths else 'a tensor'} is used at {calling_line()}: tracing "
             "cannot follow it; use the tensor itself, under torch.no_grad() or through .detach()"
         )
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
-# torch's own checkpointing marks its inputs with this one; it computes nothing
-_HARMLESS = ("_NoopSaveInputs",)
 _REGISTERED = "GeneratedBackwardFor_"
 """What torch calls the backward of an op that was given one by ``register_autograd``."""
 _CONTROL_FLOW = "torch._higher_order_ops"  # is refused for what it is, below
@@ -77,14 +74,10 @@ def refuse_autograd_functions() -> Iterator[None]:
     its backward."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if (
-            cls.__name__ in _HARMLESS
-            or cls.__name__.startswith(_REGISTERED)
-            or cls.__module__.startswith(_CONTROL_FLOW)
-        ):
+        if cls.__name__.startswith(_REGISTERED) or cls.__module__.startswith(_CONTROL_FLOW):
             return super(base, cls).apply(*args, **kwargs)
         raise CaptureError(
-            f"the autograd function {cls.__name__} is used at {_user_line()}: its backward would "
+            f"the autograd function {cls.__name__} is used at {calling_line()}: its backward would "
             "be lost; write it with plain ops, or as a torch.library.custom_op with "
             "register_autograd"
         )
@@ -194,10 +187,3 @@ def _visit_block(module: fx.GraphModule, node: fx.Node, roles: Mapping[str, str]
                 "not see: write to a copy, or do it outside the block"
             )
     _visit(body, inner)
-
-
-def _user_line() -> str:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_internal_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

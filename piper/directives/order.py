@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from piper.capture.program import Pass
 from piper.directives.base import Directive, plain_filter
+from piper.directives.crossing import natural, refuse_crossing
 from piper.errors import DirectiveError
 from piper.ir.dag import PASS, Dag, Group, Node
 from piper.ir.filters import Filter, FilterLike, select
@@ -43,7 +44,9 @@ class Order(Directive):
         after: defaultdict[int, set[int]] = defaultdict(set)
         last: dict[Lane, list[int]] = {}
         seen: dict[int, Filter] = {}
+        ordered: list[list[int]] = []
         for group in filters:
+            ordered.append([])
             ends: defaultdict[Lane, list[int]] = defaultdict(list)
             for where in group:
                 for devices, row in finder.rows(where).items():
@@ -54,6 +57,7 @@ class Order(Directive):
                                 f"again by {where}"
                             )
                         seen[number] = where
+                    ordered[-1] += row
                     for before, number in itertools.pairwise(row):
                         if not finder.feeds(before, number):
                             after[number].add(before)
@@ -61,6 +65,7 @@ class Order(Directive):
                         after[row[0]].update(last.get(lane, ()))
                         ends[lane].append(row[-1])
             last.update(ends)
+        refuse_crossing(dag, ordered)
         changed = {}
         for number in seen:
             node = replace(dag.nodes[number], ordered_by=me)
@@ -107,7 +112,7 @@ class _Finder:
                 )
             rows[node.devices].append(number)
         for row in rows.values():
-            row.sort(key=lambda number: _natural(self._dag.nodes[number]))
+            row.sort(key=lambda number: natural(self._dag.nodes[number]))
         return rows
 
     def feeds(self, before: int, number: int) -> bool:
@@ -162,13 +167,6 @@ def _wants_halves(where: Filter) -> bool:
 
 def _without_pass(where: Filter) -> Filter:
     return Filter(tuple(term for term in where.terms if term.name != PASS))
-
-
-def _natural(node: Node) -> tuple[int, bool, int]:
-    """Microbatch by microbatch; forwards from the first chunk on, then backwards from the last."""
-    op = node.compute
-    forward = op.which is Pass.F
-    return op.microbatch, not forward, op.chunk if forward else -op.chunk
 
 
 def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from piper.capture.program import Pass
-from piper.ir.dag import Bucket, Dag
+from piper.ir.dag import Dag
 from piper.ir.facts import Model
 from piper.lower.lower import Lowered, Settings, lower
 
 
 def lower_forwards(
-    placed: Dag, models: Mapping[int, Model], settings: Settings, buckets: tuple[Bucket, ...]
+    placed: Dag, models: Mapping[int, Model], settings: Settings, training: Dag
 ) -> Lowered:
-    """Plans for the forwards of ``placed``; ``buckets`` are those of the training step."""
-    return lower(_forward_only(placed), models, replace(settings, memory_limit=None), buckets)
+    """Plans for the forwards of ``placed``; ``training`` is the lowered step whose state they
+    use."""
+    return lower(_forward_only(placed), models, replace(settings, memory_limit=None), training)
 
 
 def _forward_only(dag: Dag) -> Dag:

@@ -18,7 +18,7 @@ import torch
 from piper.errors import DirectiveError
 from piper.ir.dag import Bucket, Compute, Dag, Group, StateRule
 from piper.ir.facts import Model
-from piper.ir.text import group_text, region_of
+from piper.ir.text import group_text, name_of, region_of
 
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
 _ALONE = 256 * 1024 * 1024
@@ -108,6 +108,32 @@ def holders_of(dag: Dag) -> dict[str, Held]:
         held = Held(groups, within, rule, parts, dim, True, facts.dtype, facts.gradient, user)
         found[name] = held if facts.trained else held.fixed()
     return found
+
+
+def refuse_elsewhere(dag: Dag, known: tuple[Bucket, ...]) -> None:
+    """An evaluation has parameters where training, whose buckets are ``known``, keeps them."""
+    buckets = {name: bucket for bucket in known for name in bucket.parameters}
+    seen: set[tuple[int, int]] = set()
+    for number, node in enumerate(dag.nodes):
+        if not isinstance(node.op, Compute) or (node.op.chunk, id(node.devices)) in seen:
+            continue
+        seen.add((node.op.chunk, id(node.devices)))
+        for name in dag.model.chunks[node.op.chunk].parameters:
+            if name in buckets and not _held_by(buckets[name], node.devices):
+                holders = sorted(d for group in buckets[name].groups for d in group)
+                raise DirectiveError(
+                    f"{name_of(dag, number)} uses the parameter {name!r} in evaluation on devices "
+                    f"{list(node.devices)}, but training keeps it on {holders}: use it in the same "
+                    "regions in both modes, or place these regions on the same devices"
+                )
+
+
+def _held_by(bucket: Bucket, devices: Group) -> bool:
+    """Whether each of ``devices`` has what is in ``bucket``, or gathers it from others of them."""
+    whole = set(devices)
+    if bucket.level < 3:
+        return whole.issubset(d for group in bucket.groups for d in group)
+    return whole.issubset(d for block in bucket.blocks if whole.issuperset(block) for d in block)
 
 
 def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:

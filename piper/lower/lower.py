@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from piper.ir.dag import Bucket, Dag, Group
+from piper.ir.dag import Dag, Group
 from piper.ir.facts import Model
 from piper.ir.verify import verify
 from piper.lower.buffers import keep_buffers
@@ -56,15 +56,16 @@ def lower(
     dag: Dag,
     models: Mapping[int, Model],
     settings: Settings | None = None,
-    buckets: tuple[Bucket, ...] = (),
+    training: Dag | None = None,
 ) -> Lowered:
     """Plans for ``dag``, whose nodes are all placed. ``models`` are the model's facts at the
-    shapes of each size of group; ``buckets`` are those of another step on the same state."""
+    shapes of each size of group. If ``dag`` is an evaluation, ``training`` is the lowered step
+    whose state it uses."""
     settings = settings or Settings()
-    dag = add_transfers(keep_buffers(_shared_groups(dag)))
+    dag = add_transfers(keep_buffers(_shared_groups(dag), training))
     refuse_undivided(dag, models)
     dag = tie_gradients(add_exchanges(dag))
-    dag = add_state(dag, buckets)
+    dag = add_state(dag, training.buckets if training else ())
     if settings.optimizer.whole:
         dag = step_at_once(dag)
     dag = add_totals(dag, clip=settings.clip)

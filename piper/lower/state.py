@@ -34,13 +34,14 @@ from piper.ir.dag import (
     Update,
 )
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
-from piper.lower.holders import Held, holders_of
+from piper.lower.holders import Held, holders_of, refuse_elsewhere
 from piper.lower.rewriter import Rewriter
 
 
 def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
     """``dag`` with its buckets, and the gathers, reductions and updates of each. ``known`` buckets
     come first, as they are."""
+    refuse_elsewhere(dag, known)
     dag = replace(dag, buckets=(*known, *_buckets(dag, known)))
     out = Rewriter(dag)
     contributions = _contributions(dag)
