@@ -274,6 +274,7 @@ def test_recomputing_saves_memory() -> None:
     assert saved["all"] == 0
 
 
+@pytest.mark.slow
 def test_equal_layers_share_one_program() -> None:
     config = replace(DENSE, dim=8, heads=2, mlp_dim=4, dropout=0.0)
     few = captured_dense(replace(config, layers=2))
@@ -312,6 +313,7 @@ def test_flops_of_a_linear_layer() -> None:
     assert functions[Pass.BI].flops == functions[Pass.BW].flops == 2 * m * k * n
 
 
+@pytest.mark.slow
 def test_inductor_agrees_with_eager() -> None:
     model = DenseTransformer(replace(DENSE, layers=2, dropout=0.0))
     x, y = text()

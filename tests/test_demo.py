@@ -27,6 +27,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_it_trains_on_four_devices_as_on_one() -> None:
     result = demo("--steps", "2", "--zero", "3", *SMALL)
     assert result.returncode == 0, result.stderr

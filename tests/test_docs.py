@@ -35,7 +35,15 @@ def name(page: Path) -> str:
     return page.name if page.parent == ROOT else str(page.relative_to(DOCS))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+LONG = ("tutorial.md", "command_line.md")
+"""Pages whose snippets take a minute."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] if p.name in LONG else []) for p in PAGES],
+    ids=name,
+)
 def test_snippets_run_and_print_what_the_page_says(page: Path) -> None:
     text = page.read_text()
     snippets = list(SNIPPET.finditer(text))
