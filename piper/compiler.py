@@ -275,7 +275,6 @@ def _compile(
             dag.buckets,
             dag.history,
             _first(captured).device,
-            whole=settings.optimizer.whole,
         )
     return _Compiled(lowered, code, placed, models, settings)
 
@@ -390,8 +389,8 @@ def _refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> N
             )
             raise PiperError(
                 f"the model computes differently on a share of the batch for groups of {n} "
-                f"device{'s' * (n > 1)} than for groups of {size}: {reason} give all regions groups "
-                "of one size"
+                f"device{'s' * (n > 1)} than for groups of {size}: {reason} give all regions "
+                "groups of one size"
             )
 
 

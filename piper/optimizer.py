@@ -149,12 +149,9 @@ def check_divisible(
     buckets: Sequence[Bucket],
     history: Sequence[str],
     device: torch.device,
-    *,
-    whole: bool,
 ) -> None:
     """Refuse to give an optimizer parts of what it looks at together; ``history`` has the
-    directives that the buckets' rules are of, and ``whole`` says that it does not step bucket by
-    bucket."""
+    directives that the buckets' rules are of."""
     divided = [b for b in buckets if b.trained and b.level]
     if divided and not works_on_parts(partial(make, factory)):
         rule = divided[0].rule
@@ -165,15 +162,16 @@ def check_divisible(
             "these regions, or an elementwise optimizer that treats all parameters alike"
         )
     apart = _apart(buckets)
-    if apart and whole:
+    if apart:
         with _own_randomness(device):
             across = looks_across(partial(make, factory), device)
         if across:
             raise DirectiveError(
                 f"the optimizer {name_of(factory)} looks at all parameters together (as for a "
-                "norm over all of them, or an estimate of the learning rate), but here no device "
-                f"has all: devices {group_text(apart)} have different ones. Train with it on one "
-                "device or on replicas with zero=0, or use an optimizer that treats each parameter "
+                "norm over all of them, an estimate of the learning rate, or groups by the place "
+                "in the list), but here no device has all: devices "
+                f"{group_text(apart)} have different ones. Train with it on one device "
+                "or on replicas with zero=0, or use an optimizer that treats each parameter "
                 "by itself (to clip by the norm of all gradients, give clip_norm= to compile)"
             )
 

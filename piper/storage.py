@@ -138,10 +138,9 @@ def _try_callables(program: Program) -> None:
     if training.optimizer is None:
         return
     check_taken(training.optimizer, trained_shapes(program.buckets, program.code))
-    whole = cost_of(training.optimizer, program.device).whole
     history = ("build", *map(str, program.strategy.directives))
-    check_divisible(training.optimizer, program.buckets, history, program.device, whole=whole)
-    if whole and not steps.whole:
+    check_divisible(training.optimizer, program.buckets, history, program.device)
+    if cost_of(training.optimizer, program.device).whole and not steps.whole:
         raise PiperError(
             f"the optimizer {name_of(training.optimizer)} takes one step for all parameters (it "
             "counts its steps, has hooks on them, or looks across parameters), but the program was "
