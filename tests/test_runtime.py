@@ -1374,7 +1374,8 @@ def drawn(facts: Model, feature: str, clip: float | None) -> Setup:
     elif any(len(c.inputs) == 2 for c in facts.chunks if "layer" in c.tags):
         kind = "skip"
     layers = len({chunk.tags["layer"] for chunk in facts.chunks if "layer" in chunk.tags})
-    experts = facts.parameters["experts.0"].shape[0] if kind == "moe" else 1
+    held = (p.shape[0] for name, p in facts.parameters.items() if name.startswith("experts."))
+    experts = next(held) if kind == "moe" else 1
     own = "" if feature in LOSSES or feature in OPTIMIZERS else feature
     made = DrawnWithState if feature == "added state" else Drawn
     model = built(made, kind, layers, experts, changing, own, dtype=torch.float64)
