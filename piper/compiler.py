@@ -310,8 +310,7 @@ def _lowered(
     lowered = lower(placed.dag, placed.facts.models, settings)
     if training.optimizer is not None:
         shapes = {name: spec.shape for name, spec in placed.code.parameters.items()}
-        whole = settings.optimizer.whole
-        check_factory(training.optimizer, lowered.dag, shapes, device, whole=whole)
+        check_factory(training.optimizer, lowered.dag, shapes, device)
     return lowered
 
 

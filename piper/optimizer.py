@@ -161,19 +161,14 @@ def check_factory(
     dag: Dag,
     shapes: Mapping[str, tuple[int, ...]],
     device: torch.device,
-    *,
-    whole: bool,
 ) -> None:
-    """Refuse an optimizer for a lowered step whose parameters have these shapes; ``whole`` says
-    that it does not step bucket by bucket."""
+    """Refuse an optimizer for a lowered step whose parameters have these shapes."""
     trained = {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
     _check_taken(factory, {name: shape for name, shape in shapes.items() if name in trained})
-    _check_divisible(factory, dag, device, whole=whole)
+    _check_divisible(factory, dag, device)
 
 
-def _check_divisible(
-    factory: OptimizerFactory, dag: Dag, device: torch.device, *, whole: bool
-) -> None:
+def _check_divisible(factory: OptimizerFactory, dag: Dag, device: torch.device) -> None:
     """Refuse to give an optimizer parts of what it looks at together."""
     divided = [b for b in dag.buckets if b.trained and b.level]
     with _trying("optimizer="):
@@ -187,15 +182,16 @@ def _check_divisible(
             "these regions, or an elementwise optimizer that treats all parameters alike"
         )
     apart = _apart(dag.buckets)
-    if apart and whole:
+    if apart:
         with _trying("optimizer="), _own_randomness(device):
             across = looks_across(partial(make, factory), device)
         if across:
             raise DirectiveError(
                 f"the optimizer {_name(factory)} looks at all parameters together (as for a norm "
-                "over all of them, or an estimate of the learning rate), but here no device has "
-                f"all: devices {group_text(apart)} have different ones. Train with it on one "
-                "device or on replicas with zero=0, or use an optimizer that treats each parameter "
+                "over all of them, an estimate of the learning rate, or groups by the place in the "
+                f"list), but here no device has all: devices {group_text(apart)} have different "
+                "ones. Train with it on one device or on replicas with zero=0, or use an optimizer "
+                "that treats each parameter "
                 "by itself (to clip by the norm of all gradients, give clip_norm= to compile)"
             )
 

@@ -295,5 +295,5 @@ class Program:
                 replace(program, settings=replace(program.settings, optimizer=cost))
             )
         shapes = {name: spec.shape for name, spec in program.parameters.items()}
-        check_factory(optimizer, program.dag, shapes, program.device, whole=cost.whole)
+        check_factory(optimizer, program.dag, shapes, program.device)
         return program

@@ -16,3 +16,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples", type=int, default=300, help="random strategies to try (test_properties.py)"
     )
+    parser.addoption(
+        "--first", type=int, default=0, help="the seed of the strategies that are trained"
+    )

@@ -207,6 +207,33 @@ def test_an_optimizer_that_looks_across_parameters_needs_all(strategy: Sequence[
         compiled(model(), strategy, mean_loss, data(), optimizer=Normed)
 
 
+def first_is_slower(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Groups by the place in the list."""
+    first, *rest = parameters
+    return torch.optim.SGD([{"params": [first], "lr": 0.01}, {"params": rest}], lr=0.5)
+
+
+class Backwards(Layers):
+    """Uses its layers in another order than it names them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            with piper.annotate("layer"):
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def test_groups_by_the_place_in_the_list_are_the_models_or_refused() -> None:
+    torch.manual_seed(0)
+    net = Backwards().double()
+    program = compiled(net, data_parallel(1, 2), mean_loss, data(), optimizer=first_is_slower)
+    expected = plain(net, mean_loss, data(), microbatches=2, optimizer=first_is_slower)
+    assert_same(train(program, data()), expected)
+    stages = pipeline([[0], [1]], 2)
+    with pytest.raises(DirectiveError, match="or groups by the place in the list"):
+        compiled(net, stages, mean_loss, data(), optimizer=first_is_slower)
+
+
 @pytest.mark.parametrize(
     ("strategy", "other", "message"),
     [

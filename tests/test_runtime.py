@@ -8,20 +8,24 @@ must be equal within 1e-6 of its largest element (fp32) or 1e-12 (fp64).
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import piper
 from piper import DirectiveError, PiperError, annotate
 from piper.directives import Directive, order, partition, place, remat, replicate, shard, split
+from piper.directives.place import Place
 from piper.ir import Model
 from piper.models import (
     DenseConfig,
@@ -34,7 +38,7 @@ from piper.models import (
 from piper.runtime.executor import Executor, Loaded
 from piper.runtime.loopback import Loopback
 from piper.runtime.updating import squares
-from tests.reference import Net
+from tests.reference import Net, slices
 from tests.test_properties import DIRECTIVE, Case, cases
 from tests.training import (
     STEPS,
@@ -45,6 +49,7 @@ from tests.training import (
     adamw,
     assert_same,
     compiled,
+    copies,
     data_parallel,
     gpipe,
     one_f_one_b,
@@ -54,6 +59,7 @@ from tests.training import (
     sgd,
     shared_captures,
     single,
+    steps,
     train,
     zero_bubble,
 )
@@ -1202,15 +1208,16 @@ def test_transformers(
 class Drawn(nn.Module):
     """A model as ``cases`` draws it, in fp64.
 
-    ``changing`` names the region that has a buffer, which depends on the order of microbatches.
+    ``changing`` names the region that has a buffer, which depends on the order of microbatches;
+    ``feature`` is one of ``FEATURES``.
     """
 
     SEQ = 12  # divides into 2, 3 and 4 experts
     ROWS = 720  # divides into all numbers of microbatches and devices that are drawn
 
-    def __init__(self, kind: str, layers: int, experts: int, changing: str) -> None:
+    def __init__(self, kind: str, layers: int, experts: int, changing: str, feature: str) -> None:
         super().__init__()
-        self.kind, self.changing, self.n = kind, changing, experts
+        self.kind, self.changing, self.n, self.feature = kind, changing, experts, feature
         self.embed = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(layers))
         self.head = nn.Linear(DIM, VOCAB)
@@ -1224,24 +1231,35 @@ class Drawn(nn.Module):
             self.layers.requires_grad_(False)
         if changing in ("embed", "layer", "head"):
             self.register_buffer("seen", torch.ones(DIM))
+        if feature == "added state":
+            self.register_state_dict_post_hook(add_norm)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         with annotate("embed"):
             x = first = self.changed("embed", self.embed(tokens))
+            mean = x.mean(-1, keepdim=True).expand_as(x) if self.feature == "expanded" else None
         for i, layer in enumerate(self.layers):
             with annotate("layer"):
                 y = torch.tanh(layer(x))
+                y = y * factor_of(self) if self.feature == "mode" else y
                 x = x + y if mask is None else x + y * mask
                 if self.kind == "moe":
                     rows = x.unflatten(1, (self.n, -1)).transpose(0, 1).flatten(1, 2)
                     with annotate("EP"):
-                        rows = torch.tanh(torch.bmm(rows, self.w[i]))
+                        rows = self.mixed(torch.tanh(torch.bmm(rows, self.w[i])))
                     x = x + rows.unflatten(1, (x.shape[0], -1)).transpose(0, 1).reshape(x.shape)
                 if self.kind == "skip" and i == len(self.layers) - 1:
                     x = x + first
                 x = self.changed("layer", x) if i == 0 else x
         with annotate("head"):
-            return self.head(self.changed("head", x))
+            return self.head(self.changed("head", x if mean is None else x * mean))
+
+    def mixed(self, rows: Tensor) -> Tensor:
+        """What experts made, mixed if that is the feature: experts at one place of a row, or rows
+        at one expert."""
+        if self.feature == "mixes experts":
+            return rows * rows.softmax(0)
+        return rows + 0.01 * rows.cumsum(1) if self.feature == "mixes rows" else rows
 
     def changed(self, region: str, x: Tensor) -> Tensor:
         """``x``, scaled by a running mean of such values if this region is the one."""
@@ -1249,6 +1267,24 @@ class Drawn(nn.Module):
             return x
         self.seen.mul_(0.9).add_(0.1 * x.detach().abs().mean((0, 1)))
         return x * self.seen
+
+
+class DrawnWithState(Drawn):
+    """The same with a state of its own."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(len(self.layers))
+
+    def set_extra_state(self, state: Tensor) -> None:
+        assert int(state) == len(self.layers)
+
+
+def factor_of(module: nn.Module) -> float:
+    return 1.5 if module.training else 1.0
+
+
+def add_norm(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state[prefix + "norm"] = state[prefix + "head.weight"].detach().norm()
 
 
 class DrawnLoss(nn.Module):
@@ -1264,8 +1300,66 @@ class DrawnLoss(nn.Module):
         return (sum_and_count if self.counted else mean_loss)(logits * self.seen, targets)
 
 
-def drawn(facts: Model) -> tuple[nn.Module, Any]:
-    """The module that the facts are of, widened or not, and its loss."""
+def weighted_pair(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss of its own weights, which count in fractions."""
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    weights = torch.where(targets.flatten() == -100, 0.0, targets.flatten() % 3 + 0.5).to(logits)
+    return (each * weights).sum(), weights.sum()
+
+
+def with_metric(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return mean_loss(logits, targets), logits.detach().mean()
+
+
+def rates_by_dimensions(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Another learning rate for what is no matrix."""
+    vectors = [p for p in parameters if p.ndim < 2]
+    matrices = [p for p in parameters if p.ndim > 1]
+    return torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 0.1}], lr=0.2)
+
+
+def rates_by_place(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Another learning rate for the first parameter of the list."""
+    rest = [{"params": parameters[1:]}] if parameters[1:] else []
+    return torch.optim.SGD([{"params": parameters[:1], "lr": 0.1}, *rest], lr=0.2)
+
+
+LOSSES = {"weighted": weighted_pair, "metric": with_metric}
+OPTIMIZERS = {"groups by dimensions": rates_by_dimensions, "groups by place": rates_by_place}
+_OPTIMIZER = r"optimizer SGD.* (does not treat each element|looks at all parameters)"
+CAUSES = {
+    "mixes experts": "region .* mixes experts",
+    "mixes rows": "region .* mixes rows",
+    "metric": "second value depends on a trained parameter",
+    "groups by dimensions": _OPTIMIZER,
+    "groups by place": _OPTIMIZER,
+}
+"""What a feature may be refused with; the others are no reason to refuse anything."""
+FEATURES = (
+    "",
+    "mode",
+    "expanded",
+    "added state",
+    *LOSSES,
+    *OPTIMIZERS,
+    "mixes experts",
+    "mixes rows",
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how."""
+
+    model: nn.Module
+    loss: Any
+    optimizer: Optimizer
+    batches: tuple[Batch, ...]
+    clip: float | None
+
+
+def drawn(facts: Model, feature: str, clip: float | None) -> Setup:
+    """The module that the facts are of, widened or not, with a feature, and its loss."""
     tags = [name for chunk in facts.chunks for name in chunk.tags]
     changing = next((next(iter(c.tags)) for c in facts.chunks if c.changes), "")
     kind = "chain"
@@ -1280,11 +1374,17 @@ def drawn(facts: Model) -> tuple[nn.Module, Any]:
     elif any(len(c.inputs) == 2 for c in facts.chunks if "layer" in c.tags):
         kind = "skip"
     layers = len({chunk.tags["layer"] for chunk in facts.chunks if "layer" in chunk.tags})
-    experts = facts.parameters["experts.0"].shape[0] if kind == "moe" else 1
-    model = built(Drawn, kind, layers, experts, changing, dtype=torch.float64)
-    if changing == "loss":
-        return model, built(DrawnLoss, facts.count is not None, dtype=torch.float64)
-    return model, sum_and_count if facts.count is not None else mean_loss
+    held = (p.shape[0] for name, p in facts.parameters.items() if name.startswith("experts."))
+    experts = next(held) if kind == "moe" else 1
+    own = "" if feature in LOSSES or feature in OPTIMIZERS else feature
+    made = DrawnWithState if feature == "added state" else Drawn
+    model = built(made, kind, layers, experts, changing, own, dtype=torch.float64)
+    counted = facts.count is not None
+    loss: Any = LOSSES.get(feature, sum_and_count if counted else mean_loss)
+    if changing == "loss" and feature not in LOSSES:
+        loss = built(DrawnLoss, counted, dtype=torch.float64)
+    batches = drawn_batches(kind == "masked", counted)
+    return Setup(model, loss, OPTIMIZERS.get(feature, sgd), batches, clip)
 
 
 @functools.cache
@@ -1298,46 +1398,116 @@ def drawn_batches(masked: bool, counted: bool) -> tuple[Batch, ...]:
 
 
 @functools.cache
-def drawn_run(
-    model: nn.Module, loss: Any, microbatches: int, batches: Sequence[Batch], clip: float | None
-) -> Run:
-    return plain(model, loss, batches, microbatches=microbatches, clip_norm=clip)
+def drawn_run(setup: Setup, microbatches: int) -> tuple[Run, Tensor]:
+    """Plain training, and the loss of an evaluation after it."""
+    run = plain(
+        setup.model,
+        setup.loss,
+        setup.batches,
+        microbatches=microbatches,
+        optimizer=setup.optimizer,
+        clip_norm=setup.clip,
+    )
+    return run, evaluated(setup, run.state, microbatches)
 
 
-def outcome(case: Case) -> str:
-    """ "refused", in words that name a directive, or "trained", to the numbers of plain PyTorch."""
-    model, loss = drawn(case.model)
-    batches = drawn_batches(model.kind == "masked", case.model.count is not None)
-    clip = 0.3 if case.clip else None
+def evaluated(setup: Setup, state: dict[str, Tensor], microbatches: int) -> Tensor:
+    """The loss of the first batch in evaluation mode, with the state that training left."""
+    model, loss = copies(setup.model, setup.loss)
+    model.load_state_dict({n: x for n, x in state.items() if n[:5] != "loss:"}, strict=False)
+    if isinstance(loss, nn.Module):
+        loss.load_state_dict({n[5:]: x for n, x in state.items() if n[:5] == "loss:"})
+    model.eval()
+    inputs, targets = setup.batches[0]
+    sums, counts = [], []
+    for x, y in zip(slices(inputs, microbatches), slices(targets, microbatches), strict=True):
+        with torch.no_grad():
+            found = loss(model(*x), *y)
+        sums.append(found[0] if isinstance(found, tuple) else found)
+        counts.append(found[1] if isinstance(found, tuple) else torch.ones(()))
+    return torch.stack(sums).sum() / torch.stack(counts).sum()
+
+
+def fitting(case: Case, feature: str) -> str:
+    """``feature``, or none if the case says nothing about it: if rows are mixed, groups of one size
+    are equal to one device with as many more microbatches, and groups of several sizes to none."""
+    if not feature.startswith("mixes"):
+        return feature
+    if not any("EP" in chunk.tags for chunk in case.model.chunks):
+        return ""
+    return "" if feature == "mixes rows" and len(group_sizes(case)) > 1 else feature
+
+
+def group_sizes(case: Case) -> set[int]:
+    return {len(d.devices) for d in case.strategy.directives if isinstance(d, Place)}
+
+
+def outcome(case: Case, feature: str) -> str:
+    """ "refused", in words that name a directive or the feature's fault, or "trained", to the
+    numbers of plain PyTorch."""
+    feature = fitting(case, feature)
+    setup = drawn(case.model, feature, 0.3 if case.clip else None)
     try:
-        program = compiled(model, case.strategy.directives, loss, batches, clip_norm=clip)
+        program = compile_setup(case, setup)
     except PiperError as error:
-        if DIRECTIVE.search(str(error)):
+        if feature in CAUSES and re.search(CAUSES[feature], str(error), re.S):
+            return f"refused: {feature}"
+        if DIRECTIVE.search(str(error)) and (not feature or refuses_without(case, setup)):
             return "refused"
         raise
-    found = train(program, batches)
-    assert_same(found, drawn_run(model, loss, program.microbatches, batches, clip), 1e-12)
-    return "trained"
+    assert feature != "metric"
+    with piper.launch(program, on="virtual") as trainer:
+        found = steps(trainer, setup.batches)
+        inputs, targets = setup.batches[0]
+        loss = trainer.evaluate(*inputs, *targets).loss
+    parts = max(group_sizes(case)) if feature == "mixes rows" else 1
+    expected, evaluation = drawn_run(setup, program.microbatches * parts)
+    assert_same(found, expected, 1e-12)
+    torch.testing.assert_close(loss, evaluation, rtol=1e-12, atol=1e-12)
+    return f"trained: {feature}" if feature else "trained"
+
+
+def compile_setup(case: Case, setup: Setup) -> piper.Program:
+    return compiled(
+        setup.model,
+        case.strategy.directives,
+        setup.loss,
+        setup.batches,
+        optimizer=setup.optimizer,
+        clip_norm=setup.clip,
+    )
+
+
+def refuses_without(case: Case, setup: Setup) -> bool:
+    """Whether the strategy is refused without the feature, too."""
+    try:
+        compile_setup(case, drawn(case.model, "", setup.clip))
+    except PiperError:
+        return True
+    return False
 
 
 @pytest.mark.slow
 def test_random_strategies(request: pytest.FixtureRequest) -> None:
-    """In fp64: whatever is not the rounding of a sum shows."""
+    """In fp64: whatever is not the rounding of a sum shows. ``--first`` begins elsewhere."""
     examples = max(1, request.config.getoption("--examples") // 24)
     outcomes: Counter[str] = Counter()
 
+    @seed(request.config.getoption("--first"))
     @settings(
         max_examples=examples,
-        derandomize=True,
         deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases())
-    def try_one(case: Case) -> None:
-        outcomes[outcome(case)] += 1
+    @given(cases(), st.sampled_from(FEATURES))
+    def try_one(case: Case, feature: str) -> None:
+        outcomes[outcome(case, feature)] += 1
 
-    try_one()
-    print(f"\n{dict(outcomes)}")
-    assert outcomes["trained"] >= examples * 0.3
+    try:
+        try_one()
+    finally:
+        print(f"\n{dict(outcomes)}")
+    trained = sum(n for what, n in outcomes.items() if what.startswith("trained"))
+    assert trained >= examples * 0.3

@@ -195,6 +195,14 @@ class DeviceState:
                         yield name
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
-        trained = [p for held in self.held.values() for p in held.trained]
+        """For the parameters in the model's own order: a factory may group them by their place."""
+        names = dict.fromkeys(self.program.names.keys.values())
+        places = {name: place for place, name in enumerate(names)}
+        found = [
+            (places[fragment.name], parameter)
+            for held in self.held.values()
+            for fragment, parameter in zip(held.layout.fragments, held.trained, strict=False)
+        ]
+        trained = [parameter for _, parameter in sorted(found, key=lambda pair: pair[0])]
         factory = self.program.training.optimizer
         return make(factory, trained) if factory is not None and trained else None
