@@ -186,6 +186,18 @@ def test_state_of_python_that_changes_is_warned_of() -> None:
         compile_net(Net(counts))
 
 
+def test_state_of_a_class_that_changes_is_warned_of() -> None:
+    class Counted(Net):
+        calls = 0
+
+    def counting(module: Counted) -> float:
+        module.calls += 1
+        return float(module.calls)
+
+    with pytest.warns(piper.PiperWarning, match="'calls' changes from one call"):
+        compile_net(Counted(counting))
+
+
 def test_a_model_left_in_evaluation_mode_is_warned_of_once() -> None:
     with pytest.warns(piper.PiperWarning, match="Net is in evaluation mode") as caught:
         compile_net(Net(lambda m: 1.0).eval())

@@ -149,15 +149,23 @@ def _generators() -> dict[str, object]:
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """The buffers, and the plain numbers (in lists and dicts, too) and tensors, of all modules."""
+    """The buffers, and the plain numbers (in lists and dicts, too) and tensors, of all modules and
+    of their classes."""
     found: dict[tuple[str, str], Any] = {}
     for path, owner in module.named_modules():
-        plain = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor | int | float)}
-        plain |= {k: copy.copy(v) for k, v in vars(owner).items() if _is_of_numbers(v)}
+        own = {**_of_class(type(owner)), **vars(owner)}
+        plain = {k: v for k, v in own.items() if isinstance(v, Tensor | int | float)}
+        plain |= {k: copy.copy(v) for k, v in own.items() if _is_of_numbers(v)}
         for name, value in {**plain, **owner._buffers}.items():
             if value is not None:
                 found[path, name] = value
     return found
+
+
+def _of_class(kind: type) -> dict[str, Any]:
+    """What a module's class says of all its modules; nothing of torch's own."""
+    own = [k for k in reversed(kind.__mro__) if k.__module__.partition(".")[0] != "torch"]
+    return {k: v for one in own for k, v in vars(one).items() if not k.startswith("__")}
 
 
 def _is_of_numbers(x: object) -> bool:
@@ -174,7 +182,7 @@ def _assigned(
     found: dict[str, Tensor] = {}
     for (path, name), old in before.items():
         owner = module.get_submodule(path)
-        new = owner._buffers[name] if name in owner._buffers else vars(owner).get(name)
+        new = owner._buffers[name] if name in owner._buffers else getattr(owner, name, None)
         if new is old or (not isinstance(new, Tensor) and new == old):
             continue
         full = f"{path}.{name}"
