@@ -323,8 +323,9 @@ def two_way(groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) ->
         ([[0], [1]], [[2], [3]], 1),
         ([[0, 1], [2, 3]], [[2, 3], [0, 1]], 1),
         ([[0, 1], [2, 3]], [[4, 5], [6, 7]], 2),
+        ([[0, 1], [2]], [[2], [0, 1]], 0),
     ],
-    ids=["mirror", "mirror-zero-2", "apart", "mirror-of-pairs", "pairs-apart"],
+    ids=["mirror", "mirror-zero-2", "apart", "mirror-of-pairs", "pairs-apart", "uneven-mirror"],
 )
 def test_two_ways(
     groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]], zero: int
