@@ -208,8 +208,8 @@ class Program:
         return torch.promote_types(own, torch.float32)
 
     @cached_property
-    def loss_parts(self) -> int:
-        """Over how many losses, of microbatches and of devices, the loss is a mean."""
+    def loss_groups(self) -> tuple[int, ...]:
+        """For each microbatch, over how many devices its loss is divided."""
         losses = [
             x
             for plan in self.plans
@@ -218,7 +218,13 @@ class Program:
             and x.op.which is Pass.F
             and self.code.loss in self.code.pieces[x.op.chunk].outputs
         ]
-        return sum({x.op: len(x.group) for x in losses}.values())
+        return tuple({x.op: len(x.group) for x in losses}.values())
+
+    @property
+    def loss_parts(self) -> int:
+        """Over how many losses, of microbatches and of devices, the loss is a mean; one of a
+        smaller group than the largest stands for several."""
+        return len(self.loss_groups) * max(self.loss_groups)
 
     @cached_property
     def parameters(self) -> Mapping[str, TensorSpec]:

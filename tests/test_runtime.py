@@ -323,8 +323,9 @@ def two_way(groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) ->
         ([[0], [1]], [[2], [3]], 1),
         ([[0, 1], [2, 3]], [[2, 3], [0, 1]], 1),
         ([[0, 1], [2, 3]], [[4, 5], [6, 7]], 2),
+        ([[0, 1], [2]], [[2], [0, 1]], 0),
     ],
-    ids=["mirror", "mirror-zero-2", "apart", "mirror-of-pairs", "pairs-apart"],
+    ids=["mirror", "mirror-zero-2", "apart", "mirror-of-pairs", "pairs-apart", "uneven-mirror"],
 )
 def test_two_ways(
     groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]], zero: int
@@ -1325,14 +1326,14 @@ def rates_by_place(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 LOSSES = {"weighted": weighted_pair, "metric": with_metric}
-OPTIMIZERS = {"groups by dimensions": rates_by_dimensions, "groups by place": rates_by_place}
-_OPTIMIZER = r"optimizer SGD.* (does not treat each element|looks at all parameters)"
+GROUPINGS = {"groups by dimensions": rates_by_dimensions, "groups by place": rates_by_place}
+_UNEVEN = r"optimizer SGD.* (does not treat each element|looks at all parameters)"
 CAUSES = {
     "mixes experts": "region .* mixes experts",
     "mixes rows": "region .* mixes rows",
     "metric": "second value depends on a trained parameter",
-    "groups by dimensions": _OPTIMIZER,
-    "groups by place": _OPTIMIZER,
+    "groups by dimensions": _UNEVEN,
+    "groups by place": _UNEVEN,
 }
 """What a feature may be refused with; the others are no reason to refuse anything."""
 FEATURES = (
@@ -1341,7 +1342,7 @@ FEATURES = (
     "expanded",
     "added state",
     *LOSSES,
-    *OPTIMIZERS,
+    *GROUPINGS,
     "mixes experts",
     "mixes rows",
 )
@@ -1376,7 +1377,7 @@ def drawn(facts: Model, feature: str, clip: float | None) -> Setup:
     layers = len({chunk.tags["layer"] for chunk in facts.chunks if "layer" in chunk.tags})
     held = (p.shape[0] for name, p in facts.parameters.items() if name.startswith("experts."))
     experts = next(held) if kind == "moe" else 1
-    own = "" if feature in LOSSES or feature in OPTIMIZERS else feature
+    own = "" if feature in LOSSES or feature in GROUPINGS else feature
     made = DrawnWithState if feature == "added state" else Drawn
     model = built(made, kind, layers, experts, changing, own, dtype=torch.float64)
     counted = facts.count is not None
@@ -1384,7 +1385,7 @@ def drawn(facts: Model, feature: str, clip: float | None) -> Setup:
     if changing == "loss" and feature not in LOSSES:
         loss = built(DrawnLoss, counted, dtype=torch.float64)
     batches = drawn_batches(kind == "masked", counted)
-    return Setup(model, loss, OPTIMIZERS.get(feature, sgd), batches, clip)
+    return Setup(model, loss, GROUPINGS.get(feature, sgd), batches, clip)
 
 
 @functools.cache

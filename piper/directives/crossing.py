@@ -18,7 +18,8 @@ from piper.ir.text import group_text, name_of
 def refuse_crossing(dag: Dag, groups: Sequence[Sequence[int]]) -> None:
     """Refuse groups of nodes, in their order, that contradict the flow of data between devices, or
     of which one has no device and no data in common with any other."""
-    if len(groups) < 2 or len({dag.nodes[n].devices for group in groups for n in group}) < 2:
+    places = [dag.nodes[number].devices for group in groups for number in group]
+    if len(groups) < 2 or len(set({id(devices): devices for devices in places}.values())) < 2:
         return
     place = {number: i for i, group in enumerate(groups) for number in group}
     in_flow = sorted(range(len(dag.nodes)), key=lambda number: natural(dag.nodes[number]))

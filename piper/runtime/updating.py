@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from piper.ir.dag import Update
+from piper.capture.program import Pass
+from piper.ir.dag import Compute, Update
 from piper.lower.plan import Instruction, updated
 from piper.runtime.board import Board
 from piper.runtime.pending import Act, Pending
@@ -128,12 +129,19 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
     (target,) = x.writes
     counted = board.code.count is not None
     half = len(x.reads) // 2 if counted else len(x.reads)
+    largest = max(board.state.program.loss_groups)
+    sizes = {} if counted else _loss_groups(board)
+    shares = [largest / sizes.get(slot, largest) for slot in x.reads[:half]]
+    uneven = any(share != 1 for share in shares)
+    weights = torch.tensor(shares, dtype=torch.float64, device=where) if uneven else None
 
     def act() -> Pending:
         data = torch.zeros(2, dtype=torch.float64, device=where)
         for i, part in enumerate((x.reads[:half], x.reads[half:])):
             if part:
                 scalars = torch.stack([slots[slot].reshape(()) for slot in part])
+                if weights is not None:
+                    scalars = scalars * weights
                 narrow = scalars.dtype in (torch.bfloat16, torch.float16)
                 data[i] = (scalars.float() if narrow else scalars).sum()
         handle = sum_up(data)
@@ -145,6 +153,19 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
         return Pending(x.name, [handle], finish)
 
     return act
+
+
+def _loss_groups(board: Board) -> dict[int, int]:
+    """For each slot that holds a loss at the end, over how many devices its rows are divided."""
+    code = board.code
+    return {
+        slot: len(x.group)
+        for x in board.plan.instructions
+        if isinstance(x.op, Compute)
+        and x.op.which is Pass.F
+        and code.loss in code.pieces[x.op.chunk].outputs
+        for slot in x.writes
+    }
 
 
 def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
