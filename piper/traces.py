@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ class Traces:
             precision=it.precision,
         )
 
-    def _evaluating(self) -> Any:
+    def _evaluating(self) -> AbstractContextManager[None]:
         return _evaluating(self._subject.model, self._subject.loss)
 
 

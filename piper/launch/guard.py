@@ -63,8 +63,10 @@ class Guard:
         )
         last.daemon = True
         last.start()
-        yield
-        last.cancel()
+        try:
+            yield
+        finally:
+            last.cancel()
 
     def _tell(self, error: BaseException) -> None:
         self._neighbours.tell(f"device {self._number} failed: {type(error).__name__}: {error}")
