@@ -1183,7 +1183,9 @@ GPT2_TAGS = {"transformer.wte": "embed", "transformer.h.*": "layer", "lm_head": 
     ("make", "tags", "strategy", "tolerance"),
     [
         pytest.param(llama, LLAMA_TAGS, SPLIT, 0.0, marks=pytest.mark.slow),
-        (llama, LLAMA_TAGS, [*REPLICAS, replicate({}, zero=3)], ULPS),
+        pytest.param(
+            llama, LLAMA_TAGS, [*REPLICAS, replicate({}, zero=3)], ULPS, marks=pytest.mark.slow
+        ),
         pytest.param(
             gpt2, GPT2_TAGS, [*REPLICAS, replicate({}, zero=2)], ULPS, marks=pytest.mark.slow
         ),
