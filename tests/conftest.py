@@ -14,7 +14,10 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--examples", type=int, default=300, help="random strategies to try (test_properties.py)"
+        "--examples",
+        type=int,
+        default=300,
+        help="random strategies, and tenths of mutations of files, to try",
     )
     parser.addoption(
         "--first", type=int, default=0, help="the seed of the strategies that are trained"

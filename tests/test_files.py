@@ -445,12 +445,13 @@ def test_mutations_of_every_kind_of_file() -> None:
 
 
 @pytest.mark.slow
-def test_many_mutations_of_every_kind_of_file() -> None:
-    """``-s`` prints how they ended."""
-    found = tally(20_000, seed=2)
+def test_many_mutations_of_every_kind_of_file(request: pytest.FixtureRequest) -> None:
+    """Ten for each of ``--examples``; ``-s`` prints how they ended."""
+    mutations = 10 * request.config.getoption("--examples")
+    found = tally(mutations, seed=2)
     for (kind, outcome), count in sorted(found.items()):
         print(f"{kind:>20} {outcome:>10} {count:>6}")
-    assert sum(found.values()) == 20_000
+    assert sum(found.values()) == mutations
 
 
 def test_a_damaged_checkpoint_is_refused(program: piper.Program, tmp_path: Path) -> None:
