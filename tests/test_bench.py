@@ -82,20 +82,12 @@ def test_losses_of_zero_do_not_differ_and_none_are_not_compared(report: ModuleTy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sides"),
-    [
-        ("data", {"piper, 4 MB", "DDP, 4 MB"}),
-        ("emulated", {"piper zb-v", "torch ZBVZeroBubble"}),
-        ("host", set()),
-    ],
-)
-def test_the_command_runs(name: str, sides: set[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "compare.py"), name, "--quick"]
-    subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=900)
-    rows = json.loads((tmp_path / "ratios.json").read_text())
-    assert sides <= {row["side"] for row in rows}
-    assert (tmp_path / "tables.txt").read_text()
+def test_the_command_runs(tmp_path: Path) -> None:
+    """The shortest set; the others take minutes."""
+    command = [sys.executable, str(BENCH / "compare.py"), "host", "--quick"]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=600)
+    assert json.loads((tmp_path / "ratios.json").read_text())
+    assert "µs" in (tmp_path / "tables.txt").read_text()
 
 
 def test_an_unknown_set_is_refused() -> None:
