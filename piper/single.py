@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.batch import strided_like
+from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunks import Chunk
 from piper.capture.codegen import Runner
-from piper.capture.export import LOSS_PREFIX
 from piper.capture.model import Captured
 from piper.capture.program import Function, Kind, Pass, Program, Ref
 from piper.capture.tensors import TensorSpec

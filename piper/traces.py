@@ -77,31 +77,15 @@ class Traces:
 
     def _capture(self, parts: int) -> Captured:
         it = self._subject
-        return capture(
-            it.model,
-            inputs=it.inputs,
-            targets=it.targets,
-            loss=it.loss,
-            tags=it.tags,
-            microbatches=parts,
-            device=it.device,
-            compiler=it.compiler,
-            remat=it.remat,
-            precision=it.precision,
-        )
+        return capture(it.model, compiler=it.compiler, remat=it.remat, **self._how(parts))
 
     def _text(self, parts: int) -> str:
-        it = self._subject
-        return trace(
-            it.model,
-            inputs=it.inputs,
-            targets=it.targets,
-            loss=it.loss,
-            tags=it.tags,
-            microbatches=parts,
-            device=it.device,
-            precision=it.precision,
-        )
+        return trace(self._subject.model, **self._how(parts))
+
+    def _how(self, parts: int) -> dict[str, Any]:
+        """What both ways of tracing are given."""
+        names = ("inputs", "targets", "loss", "tags", "device", "precision")
+        return {name: getattr(self._subject, name) for name in names} | {"microbatches": parts}
 
     def _evaluating(self) -> AbstractContextManager[None]:
         return _evaluating(self._subject.model, self._subject.loss)

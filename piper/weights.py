@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.capture.export import LOSS_PREFIX
+from piper.capture.blame import LOSS_PREFIX
 from piper.errors import PiperError
 
 Init = Callable[[str, Tensor, torch.Generator], None]

@@ -28,6 +28,7 @@ _HOMES = [Path(p).parent for p in (torch.__file__, __file__)]
 # as imported and, where an environment is reached by a link, as it really is
 _OURS = tuple(f"{home}/" for p in _HOMES for home in (p, p.resolve()))
 _STDLIB = sysconfig.get_path("stdlib") + "/"
+LOSS_PREFIX = "loss:"
 
 
 def explain(
@@ -85,6 +86,15 @@ def calling_line() -> str:
     while frame.f_back is not None and is_internal_file(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_name(target: str, names: dict[str, str]) -> str:
+    """The path in the user's model (its first path, for a tied tensor) of an exported tensor; for
+    the loss's own, a name that no path in a model has."""
+    path = names.get(target, target)
+    if path.startswith("loss_fn."):
+        return LOSS_PREFIX + path.removeprefix("loss_fn.")
+    return path.removeprefix("model.")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

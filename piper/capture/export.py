@@ -7,10 +7,7 @@ it was traced in; what training must not differentiate is behind an explicit ``d
 
 from __future__ import annotations
 
-import copy
 import inspect
-import random
-import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from piper.capture import opaque
 from piper.capture.attention import restore_eager_attention
 from piper.capture.batch import Batch, OutputTree
-from piper.capture.blame import explain, user_frames
+from piper.capture.blame import explain, user_frames, user_name
 from piper.capture.checkpointing import plain_checkpoints
 from piper.capture.fingerprint import fingerprint
 from piper.capture.graphs import ancestors
+from piper.capture.outside import assigned, attributes_of, generators_now
 from piper.capture.quiet import quiet_tracing
 from piper.capture.regions import (
     LOSS,
@@ -45,7 +42,6 @@ from piper.capture.stray import RefuseStray, refuse_autograd_functions, refuse_u
 from piper.capture.tensors import overlaps
 from piper.errors import CaptureError, warn
 
-LOSS_PREFIX = "loss:"
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
@@ -119,84 +115,19 @@ class _Step(nn.Module):
             return self._run(args, kwargs, targets)
 
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
-        before = _attributes(self)
-        generators = _generators()
+        before = attributes_of(self)
+        generators = generators_now()
         output = self.model(*args, **kwargs)
         kept = self.seen.tree.take(output) if self._keep else []
         self.seen.running = "the loss"
         with annotate(LOSS) as self.seen.loss_region:
             loss = _check_loss(self.loss_fn(output, *targets))
         self.seen.running = type(self.model).__name__
-        after = _generators()
+        after = generators_now()
         self.seen.drawn = [name for name, state in generators.items() if state != after[name]]
-        assigned = _assigned(self, before, self.seen.frozen)
-        self.seen.assigned = list(assigned)
-        return (*loss, *kept, *(value.detach() for value in assigned.values()))
-
-
-def _generators() -> dict[str, object]:
-    """The state of the generators that tracing cannot follow."""
-    numpy = sys.modules.get("numpy")
-    with _disable_current_modes():  # else the state would be traced, and kept with the program
-        torch_state = torch.get_rng_state().numpy().tobytes()
-    found: dict[str, object] = {
-        "Python's random": random.getstate(),
-        "torch's generator for the CPU outside of tracing": torch_state,
-    }
-    if numpy is not None:
-        found["numpy.random"] = str(numpy.random.get_state())
-    return found
-
-
-def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """The buffers, and the plain numbers (in lists and dicts, too) and tensors, of all modules and
-    of their classes."""
-    found: dict[tuple[str, str], Any] = {}
-    for path, owner in module.named_modules():
-        own = {**_of_class(type(owner)), **vars(owner)}
-        plain = {k: v for k, v in own.items() if isinstance(v, Tensor | int | float)}
-        plain |= {k: copy.copy(v) for k, v in own.items() if _is_of_numbers(v)}
-        for name, value in {**plain, **owner._buffers}.items():
-            if value is not None:
-                found[path, name] = value
-    return found
-
-
-def _of_class(kind: type) -> dict[str, Any]:
-    """What a module's class says of all its modules; nothing of torch's own."""
-    own = [k for k in reversed(kind.__mro__) if k.__module__.partition(".")[0] != "torch"]
-    return {k: v for one in own for k, v in vars(one).items() if not k.startswith("__")}
-
-
-def _is_of_numbers(x: object) -> bool:
-    if not isinstance(x, list | dict):
-        return False
-    return all(isinstance(v, int | float | str) for v in (x.values() if isinstance(x, dict) else x))
-
-
-def _assigned(
-    module: nn.Module, before: dict[tuple[str, str], Any], frozen: list[str]
-) -> dict[str, Tensor]:
-    """The buffers that were assigned anew, which are put back. Another tensor is refused; a number
-    may only count, so its name is added to ``frozen``."""
-    found: dict[str, Tensor] = {}
-    for (path, name), old in before.items():
-        owner = module.get_submodule(path)
-        new = owner._buffers[name] if name in owner._buffers else getattr(owner, name, None)
-        if new is old or (not isinstance(new, Tensor) and new == old):
-            continue
-        full = f"{path}.{name}"
-        if not isinstance(old, Tensor):
-            frozen.append(_user_name(full, {}))
-            continue
-        if name not in owner._buffers or not isinstance(new, Tensor):
-            raise CaptureError(
-                f"the attribute {_user_name(full, {})!r} changes from one call to the next, and "
-                "capture would freeze it: make it a buffer (register_buffer)"
-            )
-        found[full] = new
-        owner._buffers[name] = old
-    return found
+        written = assigned(self, before, self.seen.frozen)
+        self.seen.assigned = list(written)
+        return (*loss, *kept, *(value.detach() for value in written.values()))
 
 
 def export(
@@ -359,9 +290,9 @@ def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
     for spec in program.graph_signature.input_specs:
         node = placeholders[spec.arg.name]
         if spec.kind is InputKind.PARAMETER:
-            parameters[node] = _user_name(str(spec.target), names)
+            parameters[node] = user_name(str(spec.target), names)
         elif spec.kind is InputKind.BUFFER:
-            buffers[node] = _user_name(str(spec.target), names)
+            buffers[node] = user_name(str(spec.target), names)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             buffers[node] = str(spec.target)
             constants[str(spec.target)] = program.constants[str(spec.target)]
@@ -374,15 +305,15 @@ def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
         if spec.kind is OutputKind.USER_OUTPUT:
             returned.append(node)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
-            updates[_user_name(str(spec.target), names)] = node
+            updates[user_name(str(spec.target), names)] = node
         else:
             raise CaptureError(
-                f"unsupported mutation of {_user_name(str(spec.target), names)!r}: only buffers "
+                f"unsupported mutation of {user_name(str(spec.target), names)!r}: only buffers "
                 "may be written to"
             )
     assert step.seen.loss_region is not None
     for target in reversed(step.seen.assigned):
-        updates[_user_name(target, names)] = returned.pop()
+        updates[user_name(target, names)] = returned.pop()
     n_loss = len(returned) - step.seen.tree.tensors
     _refuse_shared_updates(step, updates, names)
     if n_loss == 2:
@@ -408,7 +339,7 @@ def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
 def _refuse_metric(count: fx.Node, step: _Step, parameters: Mapping[fx.Node, str]) -> None:
     """A count follows from the batch: what follows from trained parameters is a metric, and to
     divide by it would scale the loss and all gradients."""
-    trained = {_user_name(n, {}) for n, p in step.named_parameters() if p.requires_grad}
+    trained = {user_name(n, {}) for n, p in step.named_parameters() if p.requires_grad}
     behind = ancestors([count], ())
     for node, name in parameters.items():
         if node in behind and name in trained:
@@ -424,10 +355,10 @@ def _refuse_shared_updates(
 ) -> None:
     """A buffer in the memory of another tensor cannot be replaced alone."""
     for path, other in step.seen.shared.items():
-        if _user_name(path, dict(names)) in updates:
+        if user_name(path, dict(names)) in updates:
             raise CaptureError(
-                f"unsupported mutation: the buffer {_user_name(path, dict(names))!r} shares memory "
-                f"with {_user_name(other, dict(names))!r}; give it memory of its own (clone)"
+                f"unsupported mutation: the buffer {user_name(path, dict(names))!r} shares memory "
+                f"with {user_name(other, dict(names))!r}; give it memory of its own (clone)"
             )
 
 
@@ -443,15 +374,6 @@ def _computed_results(graph: fx.Graph) -> tuple[fx.Node, ...]:
     results = output.args[0]
     assert isinstance(results, tuple)
     return results  # type: ignore[return-value]
-
-
-def _user_name(target: str, names: dict[str, str]) -> str:
-    """The path in the user's model (its first path, for a tied tensor) of an exported tensor; for
-    the loss's own, a name that no path in a model has."""
-    path = names.get(target, target)
-    if path.startswith("loss_fn."):
-        return LOSS_PREFIX + path.removeprefix("loss_fn.")
-    return path.removeprefix("model.")
 
 
 def _drop_asserts(graph: fx.Graph) -> None:

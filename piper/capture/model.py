@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from piper.capture.autodiff import differentiate
 from piper.capture.batch import Batch, OutputTree
+from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunks import Chunk, Cut, refuse_empty
 from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
 from piper.capture.cut import cut
-from piper.capture.export import LOSS_PREFIX, Loss, export, trace_text
+from piper.capture.export import Loss, export, trace_text
 from piper.capture.joint import Joint
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split

@@ -14,7 +14,7 @@ import cloudpickle
 from piper.cost import Cluster
 from piper.errors import PiperError
 from piper.job import Job
-from piper.lower.memory import check_limit
+from piper.lower.limit import check_limit
 from piper.program import Program
 from piper.strategies import mesh
 from piper.strategy import Strategy

@@ -13,7 +13,8 @@ from piper.lower.classes import Classes, classes_of
 from piper.lower.costs import Costs
 from piper.lower.exchanges import add_exchanges
 from piper.lower.gathers import AHEAD, add_gathers
-from piper.lower.memory import Memory, OptimizerCost, check_limit, memory_of
+from piper.lower.limit import check_limit
+from piper.lower.memory import Memory, OptimizerCost, memory_of
 from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
 from piper.lower.schedule import Schedule, schedule

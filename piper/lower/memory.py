@@ -4,15 +4,13 @@ are freed, and what an instruction needs only while it runs."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from piper.errors import DirectiveError
 from piper.ir.dag import Compute, Dag, Update
 from piper.ir.facts import PassFacts
-from piper.ir.text import group_text, region_of
+from piper.ir.text import group_text
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import adds_up_in_place, gradient_names, padded
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed, updated
@@ -88,7 +86,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
     ]
     parameters = sum(sizes.state(i) for i in buckets)
     kept = sum(_optimizer(dag, sizes, i, optimizer) for i in buckets)
-    holders = _holders(dag, plan)
+    holders = holders_of_slots(dag, plan)
     size = plan.slot_bytes
     book = _Book(
         {
@@ -371,7 +369,7 @@ _BY_ROLE = {
 }
 
 
-def _holders(dag: Dag, plan: Plan) -> dict[int, Holder]:
+def holders_of_slots(dag: Dag, plan: Plan) -> dict[int, Holder]:
     """For each slot, what it is counted as."""
     found = {given.slot: Holder.BATCH for given in plan.given}
     for x in plan.instructions:
@@ -386,46 +384,3 @@ def _holders(dag: Dag, plan: Plan) -> dict[int, Holder]:
             for slot in x.writes:
                 found[slot] = Holder.GRADIENTS if reduced else Holder.COMMUNICATION
     return found
-
-
-def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
-    """Refuse a plan that needs more than ``limit`` bytes, saying when and what for."""
-    if memory.peak <= limit:
-        return
-    when = plan.instructions[memory.peak_at].name if memory.peak_at >= 0 else "the start"
-    largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{holder.value} {bytes_text(n)}" for holder, n in largest[:4] if n)
-    raise DirectiveError(
-        f"memory_limit={limit:,} is not enough: devices {group_text(memory.devices)} need "
-        f"{memory.peak:,} bytes ({bytes_text(memory.peak)}) at instruction {memory.peak_at} "
-        f"({when}); the largest holders: {shown}{_named(dag, memory, plan)}. "
-        f"{_advice(largest[0][0])}"
-    )
-
-
-def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
-    """Whose values take most, of those that are live at the peak."""
-    live: dict[int, str] = {}
-    for x in plan.instructions[: memory.peak_at + 1]:
-        if x.verb is Verb.FREE:
-            live.pop(x.reads[0], None)
-        elif isinstance(x.op, Compute):
-            live |= dict.fromkeys(x.writes, region_of(dag, x.op.chunk))
-    holders = _holders(dag, plan)
-    found: Counter[tuple[Holder, str]] = Counter()
-    for slot, region in live.items():
-        found[holders[slot], region] += plan.slot_bytes[slot]
-    rows = [
-        f"{h.value} of {region} {bytes_text(n)}" for (h, region), n in found.most_common(3) if n
-    ]
-    return f" (most of all: {', '.join(rows)})" if rows else ""
-
-
-def _advice(holder: Holder) -> str:
-    match holder:
-        case Holder.PARAMETERS | Holder.OPTIMIZER | Holder.GRADIENTS:
-            return "Use more stages, or replicate with a higher zero level over more devices"
-        case Holder.SAVED | Holder.ACTIVATIONS | Holder.WORKSPACE:
-            return "Use remat, more microbatches, or an order with fewer of them in flight"
-        case _:
-            return "Use more microbatches, or smaller buckets"
