@@ -150,6 +150,7 @@ class Capture:
                 clip=self._training.clip_norm is not None,
                 optimizer=self._cost,
                 memory_limit=memory_limit,
+                gpu=first.device.type == "cuda",
                 costs=costs or Costs(),
             )
             placed = self._placed(strategy, captured)

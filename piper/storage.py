@@ -61,7 +61,7 @@ from piper.program import Code, Piece, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
-_FORMAT = "piper program 5"
+_FORMAT = "piper program 6"
 
 
 def save(program: Program, folder: Path) -> None:

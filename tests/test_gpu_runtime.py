@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -189,7 +189,7 @@ class Together(Tracker):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_counted_memory_is_the_allocators(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two devices on one GPU: what is counted on both, and what the allocator gave out."""
-    monkeypatch.setattr(sys.modules["piper.launch.device"], "Tracker", Together)
+    monkeypatch.setattr(importlib.import_module("piper.launch.device"), "Tracker", Together)
     monkeypatch.setattr(Together, "everyone", [])
     monkeypatch.setattr(Together, "most", 0)
     model = made(LARGE)

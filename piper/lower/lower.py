@@ -50,6 +50,8 @@ class Settings:
     optimizer: OptimizerCost = field(default_factory=OptimizerCost)
     memory_limit: int | None = None
     """Bytes that a device has."""
+    gpu: bool = False
+    """Whether the devices are GPUs, whose streams run apart from each other and from the host."""
     costs: Costs = field(default_factory=Costs)
 
 
@@ -101,7 +103,9 @@ def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lower
     classes, order, sizes = _run(dag, models, settings.costs)
     plans = plans_of(dag, classes, order, sizes)
     verify_plans(dag, classes, plans)
-    memory = tuple(memory_of(dag, plan, sizes, settings.optimizer) for plan in plans)
+    memory = tuple(
+        memory_of(dag, plan, sizes, settings.optimizer, apart=settings.gpu) for plan in plans
+    )
     return Lowered(dag, classes, order, plans, memory)
 
 

@@ -78,8 +78,11 @@ class OptimizerCost:
     another: then the last update waits for all gradients, and takes the step."""
 
 
-def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> Memory:
-    """The memory of ``plan``: an upper bound that nothing but chance keeps a run below."""
+def memory_of(
+    dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost, *, apart: bool = False
+) -> Memory:
+    """The memory of ``plan``: an upper bound that nothing but chance keeps a run below. If streams
+    run ``apart``, what a communication reads stays until it is over."""
     mine = plan.devices[0]
     buckets = [
         i for i, bucket in enumerate(dag.buckets) if any(mine in group for group in bucket.groups)
@@ -99,7 +102,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
         book.add(Holder.BATCH, size[given.slot])
     book.look(-1)
     over_time = []
-    way = _UnderWay(plan)
+    way = _UnderWay(plan, apart=apart)
     sums = _Sums(dag, plan, sizes)
     moved = {x.reads[0] for x in plan.instructions if _in_place(x)}
     frees = freed(plan)
@@ -250,8 +253,9 @@ def _padding(dag: Dag, names: tuple[str, ...], ways: int) -> int:
 class _UnderWay:
     """Communications that have begun and hold memory until they are over."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, apart: bool) -> None:
         self.ends = completed(plan)
+        self._apart = apart
         self._over = {other: place for place, row in enumerate(self.ends) for other in row}
         self._held: dict[int, list[tuple[Holder, int]]] = {}
         self._sends: dict[int, list[int]] = {}
@@ -259,7 +263,8 @@ class _UnderWay:
     def begin(self, place: int, x: Instruction, beside: int, *, copies: bool) -> None:
         """``copies`` says that not what is read goes out, but a contiguous copy of it."""
         self._held[place] = [(Holder.COMMUNICATION, beside)]
-        if (x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED) and not copies:
+        sends = (x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED) and not copies
+        if sends or self._apart:
             for slot in x.reads:
                 self._sends.setdefault(slot, []).append(place)
 
