@@ -1169,6 +1169,16 @@ class _Checker:
         if x.verb not in MEETING or x.role not in MOVED:
             return 0
         node = self.dag.nodes[x.node]
+        aside = 0
+        if isinstance(x.op, Transfer) and x.op.dim > 0:  # parts that do not lie side by side
+            ends = len(x.op.source), len(x.op.target)
+            mine, other = ends if x.verb is Verb.SEND else ends[::-1]
+            if mine % other:
+                (value,) = (v for v in node.reads)
+                nbytes, copy = self._lies(value, x.op.source)
+                aside = (copy or nbytes) * ends[0] // mine
+                if x.verb is Verb.SEND:
+                    return aside
         comes = x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL
         value = (node.writes if comes else node.reads)[0]
         group: Group | None = None
@@ -1179,9 +1189,9 @@ class _Checker:
             group = group or extra.devices
             value = extra.of
         if self._role(value) not in (Role.ACTIVATION, Role.GRADIENT):
-            return 0
+            return aside
         group = group or self.dag.nodes[self.dag.producers[value]].devices
-        return self._lies(value, group)[1]
+        return aside + self._lies(value, group)[1]
 
     def _lies(self, number: int, group: Group) -> tuple[int, int]:
         """Bytes of an activation or its gradient as it lies, and of its contiguous copy if it is

@@ -396,31 +396,6 @@ REFUSALS = [
         [place({"layer": "*"}, devices=[0])],
         ["F embed[0] is not placed on any device", "add a place"],
     ),
-    *(
-        Refusal(
-            f"groups of {first} and {second}",
-            [
-                STAGES,
-                place({"PP": 0}, devices=range(first)),
-                place({"PP": 1}, devices=range(first, first + second)),
-            ],
-            [
-                "F layer[0] PP[0]",
-                "F layer[1] PP[1]",
-                "one size must divide the other",
-                f"a group of {first} and one of {second}",
-                f"place({{'PP': 0}}, devices={list(range(first))})",
-                f"place({{'PP': 1}}, devices={list(range(first, first + second))})",
-            ],
-        )
-        for first, second in [(2, 3), (3, 2), (3, 4)]
-    ),
-    Refusal(
-        "experts between groups of different size",
-        [place({"EP": "-"}, devices=[0]), place({"EP": "*"}, devices=[1, 2])],
-        ["rows0", "[4, 8, 8]", "[4, 4, 8]", "not divided by rows", "groups of one size", "place("],
-        lambda: moe(1, 4),
-    ),
     Refusal(
         "a microbatch in two parts on one device",
         [

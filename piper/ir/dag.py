@@ -44,11 +44,12 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A send with its receive: what one group has, another gets. If one group is larger, its
-    members share what one member of the other has."""
+    """A send with its receive: what one group has, another gets. Both divide the value along
+    ``dim``, each evenly among its members and in their order."""
 
     source: Group
     target: Group
+    dim: int = 0
 
 
 class CollectiveKind(Enum):

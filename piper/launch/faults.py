@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from piper.ir.dag import Collective, Transfer
+from piper.ir.overlaps import received_by, sent_by
 from piper.lower.plan import Instruction, Plan, Verb
-from piper.runtime.messages import rows_received, rows_sent
 
 
 def peers_of(x: Instruction, device: int) -> tuple[int, ...]:
     """The other devices that take part in an instruction of ``device``."""
     match x.op:
         case Transfer() as op if x.verb is Verb.SEND:
-            found = [peer for peer, _, _ in rows_sent(op, device)]
+            found = [part.peer for part in sent_by(op, device)]
         case Transfer() as op:
-            found = [peer for peer, _, _ in rows_received(op, device)]
+            found = [part.peer for part in received_by(op, device)]
         case Collective(groups=groups):
             found = list(next(group for group in groups if device in group))
         case _:

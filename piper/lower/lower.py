@@ -23,7 +23,7 @@ from piper.lower.state import add_state
 from piper.lower.stepping import step_at_once
 from piper.lower.ties import tie_gradients
 from piper.lower.totals import add_totals
-from piper.lower.transfers import add_transfers, refuse_undivided
+from piper.lower.transfers import add_transfers
 from piper.lower.verify import verify_plans
 
 _AHEAD_WITHIN_LIMIT = (8, 4, AHEAD, 1)
@@ -65,8 +65,7 @@ def lower(
     shapes of each size of group. If ``dag`` is an evaluation, ``training`` is the lowered step
     whose state it uses."""
     settings = settings or Settings()
-    dag = add_transfers(keep_buffers(_shared_groups(dag), training))
-    refuse_undivided(dag, models)
+    dag = add_transfers(keep_buffers(_shared_groups(dag), training), models)
     dag = tie_gradients(add_exchanges(dag))
     dag = add_state(dag, training.buckets if training else ())
     if settings.optimizer.whole:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from piper.ir.dag import Compute, Dag, Update
+from piper.ir.dag import Compute, Dag, Transfer, Update
 from piper.ir.facts import PassFacts
+from piper.ir.overlaps import scattered
 from piper.ir.text import group_text
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import adds_up_in_place, gradient_names, padded
@@ -294,9 +295,12 @@ def _beside(dag: Dag, sizes: Sizes, x: Instruction, size: tuple[int, ...]) -> in
 
 
 def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
-    """Bytes of the contiguous copy that messages carry of what lies otherwise: expanded, or
-    transposed."""
+    """Bytes of the contiguous copy that messages carry of what lies otherwise: expanded,
+    transposed, or in several parts."""
     node = dag.nodes[x.node]
+    if isinstance(x.op, Transfer) and scattered(x.op, sends=x.verb is Verb.SEND):
+        whole = sizes.sent((*node.reads, *node.writes)[x.verb is Verb.RECV])
+        return whole + (sizes.copied(node.writes[0]) if x.verb is Verb.RECV else 0)
     if x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL:
         return sizes.copied(node.writes[0])
     if x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED:

@@ -16,8 +16,9 @@ from piper.ir.values import ExtraRole
 from piper.lower.rewriter import Rewriter
 
 
-def add_transfers(dag: Dag) -> Dag:
-    """``dag`` with every edge between groups cut by a Transfer; all nodes must be placed."""
+def add_transfers(dag: Dag, models: Mapping[int, Model]) -> Dag:
+    """``dag`` with every edge between groups cut by a Transfer; all nodes must be placed.
+    ``models`` are the model's facts at the shapes of each size of group."""
     for number, node in enumerate(dag.nodes):
         if not node.devices:
             raise DirectiveError(
@@ -34,53 +35,54 @@ def add_transfers(dag: Dag) -> Dag:
                 continue
             key = (value, id(node.devices))
             if key not in received:
-                received[key] = _send(dag, out, value, maker, number)
+                received[key] = _send(dag, models, out, value, maker, number)
             reads.append(received[key])
         if tuple(reads) != node.reads:
             out.nodes[number] = replace(node, reads=tuple(reads))
     return out.dag()
 
 
-def refuse_undivided(dag: Dag, models: Mapping[int, Model]) -> None:
-    """A value that goes between groups of different size must have the batch as its rows."""
-    seen: set[tuple[int, int, int]] = set()
-    for number, node in enumerate(dag.nodes):
-        if not isinstance(node.op, Transfer):
-            continue
-        source, target = len(node.op.source), len(node.op.target)
-        value = dag.table.value(node.reads[0])[0].of
-        if source == target or (value, source, target) in seen:
-            continue
-        seen.add((value, source, target))
-        here, there = (models.get(n, dag.model).values[value] for n in (source, target))
-        rows = (here.shape or (0,))[0] * source == (there.shape or (0,))[0] * target
-        if not here.shape or not rows or here.shape[1:] != there.shape[1:]:
-            raise DirectiveError(
-                f"{name_of(dag, number)}: the value {here.name} has shape {list(here.shape)} on "
-                f"each of {source} devices and {list(there.shape)} on each of {target}: it is not "
-                "divided by rows of the batch and cannot go between groups of different size; "
-                f"give both regions groups of one size ({dag.history[node.made_by]})"
-            )
-
-
-def _send(dag: Dag, out: Rewriter, value: int, maker: int, reader: int) -> int:
+def _send(
+    dag: Dag, models: Mapping[int, Model], out: Rewriter, value: int, maker: int, reader: int
+) -> int:
     source, target = dag.nodes[maker].devices, dag.nodes[reader].devices
-    small, large = sorted((len(source), len(target)))
-    if large % small:
-        raise DirectiveError(
-            f"{name_of(dag, maker)} on {list(source)} feeds {name_of(dag, reader)} on "
-            f"{list(target)}: a group of {len(source)} and one of {len(target)} cannot be matched; "
-            f"one size must divide the other ({dag.history[dag.nodes[maker].sends.made_by]}, "
-            f"{dag.history[dag.nodes[reader].sends.made_by]})"
+    sends = dag.nodes[maker].sends
+    dim = 0
+    if len(source) != len(target):
+        here, there = (
+            models.get(len(group), dag.model).values[dag.table.value(value)[0].of]
+            for group in (source, target)
         )
+        found = _divided(here.shape, there.shape, len(source), len(target))
+        if found is None:
+            raise DirectiveError(
+                f"{name_of(dag, maker)} on {list(source)} feeds {name_of(dag, reader)} on "
+                f"{list(target)}: the value {here.name} has shape {list(here.shape)} on each of "
+                f"{len(source)} devices and {list(there.shape)} on each of {len(target)}: it is "
+                "not divided by rows of the batch and cannot go between groups of different size; "
+                f"give both regions groups of one size ({dag.history[sends.made_by]}, "
+                f"{dag.history[dag.nodes[reader].sends.made_by]})"
+            )
+        dim = found
     arrived = out.value(ExtraRole.RECEIVED, value, target)
     out.add(
-        Transfer(source, target),
+        Transfer(source, target, dim),
         tags=dag.nodes[maker].tags,
         devices=tuple(dict.fromkeys((*source, *target))),
-        stream=dag.nodes[maker].sends.stream,
+        stream=sends.stream,
         reads=(value,),
         writes=(arrived,),
-        made_by=dag.nodes[maker].sends.made_by,
+        made_by=sends.made_by,
     )
     return arrived
+
+
+def _divided(here: tuple[int, ...], there: tuple[int, ...], source: int, target: int) -> int | None:
+    """The dimension along which a value with these shapes on each of ``source`` and of ``target``
+    devices is divided: the only one in which they differ, and have as much in all."""
+    if len(here) != len(there):
+        return None
+    other = [d for d, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]
+    if len(other) != 1 or here[other[0]] * source != there[other[0]] * target:
+        return None
+    return other[0]

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from piper.ir.dag import Collective, Transfer
+from piper.ir.overlaps import received_by, sent_by
 from piper.lower.plan import Plan, Verb, plain_stream
 from piper.runtime.comm import Group
-from piper.runtime.messages import rows_received, rows_sent
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,10 +54,10 @@ def communicators_of(plans: Iterable[Plan], device: int) -> list[Communicator]:
         for x in plan.instructions:
             match x.op:
                 case Transfer() as op if x.verb is Verb.SEND:
-                    peers = {peer for peer, _, _ in rows_sent(op, device)} - {device}
+                    peers = {part.peer for part in sent_by(op, device)} - {device}
                     found |= {channel(x.stream, device, peer) for peer in peers}
                 case Transfer() as op:
-                    peers = {peer for peer, _, _ in rows_received(op, device)} - {device}
+                    peers = {part.peer for part in received_by(op, device)} - {device}
                     found |= {channel(x.stream, peer, device) for peer in peers}
                 case Collective(groups=groups):
                     group = next(group for group in groups if device in group)

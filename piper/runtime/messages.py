@@ -1,4 +1,4 @@
-"""Who sends which rows to whom, and how expert-major rows are laid out for an exchange."""
+"""How expert-major rows are laid out for an exchange."""
 
 from __future__ import annotations
 
@@ -6,32 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from piper.ir.dag import Transfer
-
-Message = tuple[int, int, int]
-"""A peer, and the part of the rows, of how many, that goes to or comes from it."""
 Arrange = Callable[[Tensor], Tensor]
-
-
-def rows_sent(op: Transfer, device: int) -> list[Message]:
-    """What ``device`` sends: its rows to the member in its place, divided among several if the
-    target has more members."""
-    mine = op.source.index(device)
-    if len(op.target) >= len(op.source):
-        k = len(op.target) // len(op.source)
-        return [(op.target[mine * k + part], part, k) for part in range(k)]
-    k = len(op.source) // len(op.target)
-    return [(op.target[mine // k], 0, 1)]
-
-
-def rows_received(op: Transfer, device: int) -> list[Message]:
-    """What ``device`` receives: the counterpart of ``rows_sent``."""
-    mine = op.target.index(device)
-    if len(op.target) >= len(op.source):
-        k = len(op.target) // len(op.source)
-        return [(op.source[mine // k], 0, 1)]
-    k = len(op.source) // len(op.target)
-    return [(op.source[mine * k + part], part, k) for part in range(k)]
 
 
 def exchange_out(ways: int) -> tuple[Arrange, Arrange]:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 
 from piper.ir.dag import Transfer
+from piper.ir.overlaps import received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction
 from piper.runtime.board import Board
-from piper.runtime.messages import exchange_back, exchange_out, rows_received, rows_sent
+from piper.runtime.messages import exchange_back, exchange_out
 from piper.runtime.pending import Act, Pending
 
 
 def send(board: Board, x: Instruction, op: Transfer) -> Act:
-    slots, name = board.slots, x.name
+    slots, name, dim = board.slots, x.name, op.dim
     (slot,) = x.reads
     messages = [
-        (board.comm.send(x.node, x.stream, peer), part, parts)
-        for peer, part, parts in rows_sent(op, board.device)
-    ]
-    if len(messages) == 1 and messages[0][2] == 1:
-        ((begin, _, _),) = messages
+        (board.comm.send(x.node, x.stream, part.peer), part)
+        for part in sent_by(op, board.device)
+    ]  # fmt: skip
+    if len(messages) == 1 and messages[0][1].whole:
+        ((begin, _),) = messages
 
         def whole() -> Pending:
             data = slots[slot].contiguous()
@@ -29,30 +30,37 @@ def send(board: Board, x: Instruction, op: Transfer) -> Act:
         return whole
 
     def act() -> Pending:
-        data = slots[slot].contiguous()
-        handles = [begin(data.chunk(parts)[part]) for begin, part, parts in messages]
-        return Pending(name, handles, keeps=(data,))
+        data = slots[slot] if dim else slots[slot].contiguous()
+        size = data.shape[dim]
+        parts = [data.narrow(dim, *part.within(size)).contiguous() for _, part in messages]
+        handles = [begin(part) for (begin, _), part in zip(messages, parts, strict=True)]
+        return Pending(name, handles, keeps=parts)
 
     return act
 
 
 def receive(board: Board, x: Instruction, op: Transfer) -> Act:
-    where, name = board.where, x.name
+    where, name, dim = board.where, x.name, op.dim
     store = board.store
     (slot,) = x.writes
     spec = board.code.values[len(op.target)][x.of]
     messages = [
-        (board.comm.receive(x.node, x.stream, peer), part, parts)
-        for peer, part, parts in rows_received(op, board.device)
+        (board.comm.receive(x.node, x.stream, part.peer), part)
+        for part in received_by(op, board.device)
     ]
+    size = spec.shape[dim] if spec.shape else 0
+    aside = scattered(op, sends=False)
 
     def act() -> Pending:
         out = torch.empty(spec.shape, dtype=spec.dtype, device=where)
-        handles = [
-            begin(out.chunk(parts)[part] if parts > 1 else out) for begin, part, parts in messages
-        ]
+        parts = [out if part.whole else out.narrow(dim, *part.within(size)) for _, part in messages]
+        into = [part.new_empty(part.shape) for part in parts] if aside else parts
+        handles = [begin(part) for (begin, _), part in zip(messages, into, strict=True)]
 
         def finish() -> None:
+            if aside:
+                for part, come in zip(parts, into, strict=True):
+                    part.copy_(come)
             store(slot, board.arrange(slot, out))
 
         return Pending(name, handles, finish)
