@@ -1174,10 +1174,10 @@ class _Checker:
             ends = len(x.op.source), len(x.op.target)
             mine, other = ends if x.verb is Verb.SEND else ends[::-1]
             if mine % other:
-                (value,) = (v for v in node.reads)
-                nbytes, copy = self._lies(value, x.op.source)
-                aside = (copy or nbytes) * ends[0] // mine
-                if x.verb is Verb.SEND:
+                sends = x.verb is Verb.SEND
+                nbytes, copy = self._lies(node.reads[0], x.op.source if sends else x.op.target)
+                aside = copy or nbytes
+                if sends:
                     return aside
         comes = x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL
         value = (node.writes if comes else node.reads)[0]

@@ -272,6 +272,12 @@ def cases(draw: st.DrawFn) -> Case:
             steps.append(place({"PP": s, "MB": range(half, batches)}, devices=other))
     else:
         placing = [place({"PP": s}, devices=groups[s], stream=f"p{s % 2}") for s in range(stages)]
+        if kind == "moe" and draw(st.integers(0, 2)) == 0:  # the experts on devices of their own
+            devices = sorted(rng.sample(range(6), draw(st.sampled_from([1, 2, 3, 4]))))
+            placing = [
+                *(replace(p, where={**p.where, "EP": "-"}) for p in placing),
+                place({"EP": "*"}, devices=devices),
+            ]
         if draw(st.integers(0, 29)) == 0:
             placing.pop()
         whole = [split(parts=batches)]
