@@ -6,6 +6,7 @@ from piper.compiler import Capture, capture, compile
 from piper.cost import Cluster, Device, Link, Machine, Recorded, Sharing, Simulation
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
 from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
+from piper.ir.mesh import Mesh
 from piper.job import Job
 from piper.launch import Trainer, launch
 from piper.lower.costs import Costs
@@ -27,6 +28,7 @@ __all__ = [
     "Link",
     "Machine",
     "Memory",
+    "Mesh",
     "PiperError",
     "PiperWarning",
     "Program",

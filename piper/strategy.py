@@ -29,6 +29,7 @@ from piper.directives.joining import join_last
 from piper.directives.partition import Partition
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
+from piper.ir.mesh import Mesh
 from piper.ir.verify import verify
 
 
@@ -146,6 +147,9 @@ def _devices(fields: dict[str, Any]) -> Any:
 
 
 def _place(fields: dict[str, Any]) -> Directive:
+    axes = fields.pop("axes", None)
+    if axes is not None:
+        fields["devices"] = Mesh(fields["devices"], **axes)
     return place(fields.pop("where"), **fields)
 
 

@@ -10,6 +10,7 @@ hold it back.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -672,8 +673,11 @@ class _Checker:
         target = self._one(at, self.get(at).writes)
         content = self.slots[at[0]][self._one(at, self.get(at).reads)]
         self._must(isinstance(content, _Tensor), at, f"exchanges {content}")
-        flat = tuple(d for group in op.groups for d in group)
-        good = flat == content.group and content.form in ("plain", "partial")
+        flat = sorted(d for group in op.groups for d in group)
+        good = flat == sorted(content.group) and content.form in ("plain", "partial")
+        ranks = [[content.group.index(d) for d in group] for group in op.groups if good]
+        steps = {b - a for row in ranks for a, b in itertools.pairwise(row)}
+        good = good and len(steps) <= 1 and all(step > 0 for step in steps)
         self._must(good, at, f"exchanges {content}")
         there = content.form == "plain"
         role = ExtraRole.EXCHANGED if there else ExtraRole.PARTIAL
@@ -1336,6 +1340,7 @@ class _Checker:
                 continue
             chunk = self.dag.model.chunks[node.op.chunk]
             ways = self._ways(node.op.chunk)
+            stride = self.dag.shards[chunk.index].stride if ways > 1 else 1
             for p in chunk.parameters:
                 made: list[int] = []
                 role = self.lies_in.get((chunk.index, p))
@@ -1346,10 +1351,11 @@ class _Checker:
                 found[p].places.add(node.devices)
                 for i, d in enumerate(node.devices):
                     held = found[p]
-                    held.devices[i % ways].add(d)
-                    held.parts[d].add(i % ways)
+                    part = i // stride % ways
+                    held.devices[part].add(d)
+                    held.parts[d].add(part)
                     if made:
-                        held.gradients[i % ways].update((v, d) for v in made)
+                        held.gradients[part].update((v, d) for v in made)
         return dict(found)
 
     def _ways(self, chunk: int) -> int:

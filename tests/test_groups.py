@@ -3,12 +3,14 @@ numbers stay those of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 import piper
 from piper.directives import Directive, partition, place, replicate, shard, split
+from piper.strategy import Strategy
 from tests.plan_checker import check as check_plans
 from tests.test_runtime import Experts, Tower, built, mean_loss, token_batches
 from tests.training import (
@@ -124,3 +126,85 @@ def test_experts_on_other_processes() -> None:
     with piper.launch(program, on="processes") as trainer:
         found = steps(trainer, batches)
     assert_same(found, virtual, 0.0)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        piper.Mesh(range(4), dp=2, ep=2),
+        piper.Mesh(range(4), ep=2, dp=2),
+        piper.Mesh([5, 0, 3, 2, 1, 4], ep=3, dp=2),
+        piper.Mesh(range(8), pods=2, ep=2, dp=2),
+        piper.Mesh(range(4), ep=4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("attention", [None, [0, 1]], ids=["with", "apart"])
+def test_experts_along_an_axis(mesh: piper.Mesh, attention: list[int] | None) -> None:
+    model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
+    strategy = Strategy(
+        [
+            split(parts=1),
+            place({"EP": "-"}, devices=attention or mesh),
+            place({"EP": "*"}, devices=mesh, batch=[axis for axis, _ in mesh.axes]),
+            shard({"EP": "*"}, axis="ep"),
+            replicate({"EP": "-"}, zero=3, bucket_mb=1e-3),
+            replicate({"EP": "*"}, zero=1, bucket_mb=1e-3),
+        ]
+    )
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    program = compiled(model, strategy.directives, mean_loss, batches)
+    check_plans(
+        program.lowered.dag,
+        program.plans,
+        program.memory,
+        models=program.models,
+        optimizer_bytes=1.0,
+    )
+    found = train(program, batches)
+    assert_same(found, plain(model, mean_loss, batches, microbatches=4), ULPS)
+    held = {b.groups for b in program.lowered.dag.buckets if b.ways > 1}
+    along = [mesh.devices[i * mesh.stride("ep")] for i in range(mesh.size("ep"))]
+    assert {next(i for i, g in enumerate(groups) if d in g) for groups in held for d in along} == (
+        set(range(mesh.size("ep")))
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: piper.Mesh([0, 1, 2], dp=2), ["dp=2 is 2 devices", "3 are given"]),
+        (lambda: piper.Mesh([0, 1]), ["names no axis", "dp=2"]),
+        (lambda: piper.Mesh([0, 1], dp=True), ["dp=True", "positive"]),
+        (lambda: piper.Mesh("01", dp=2), ["list of numbers"]),
+    ],
+    ids=["sizes", "no-axis", "no-number", "no-list"],
+)
+def test_meshes_that_are_none(make: Callable[[], piper.Mesh], words: list[str]) -> None:
+    with pytest.raises(piper.DirectiveError) as error:
+        make()
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("placed", "sharded", "words"),
+    [
+        ({"batch": "tp"}, {}, ["axis 'tp'", "the mesh has dp, ep"]),
+        ({"batch": "dp"}, {}, ["'ep' would not divide the batch", "2 devices", "batch="]),
+        ({"devices": [0, 1, 2, 3], "batch": "dp"}, {}, ["names axes", "Mesh([0, 1, 2, 3], ...)"]),
+        ({}, {"axis": "tp"}, ["axis='tp'", "has the axes dp, ep", "tp=..."]),
+        ({"devices": [0, 1]}, {"axis": "ep"}, ["has no named axes", "ep=..."]),
+        ({}, {"axis": "ep", "ways": 2}, ["give one of them"]),
+        ({"devices": piper.Mesh([0, 0], ep=2)}, {"axis": "ep"}, ["names a device twice"]),
+    ],
+    ids=["unknown", "unused", "no-mesh", "unknown-axis", "no-axes", "both", "twice"],
+)
+def test_axes_that_are_refused(
+    placed: dict[str, Any], sharded: dict[str, Any], words: list[str]
+) -> None:
+    mesh = piper.Mesh([0, 1, 2, 3], dp=2, ep=2)
+    strategy = [place({}, **{"devices": mesh, **placed}), shard({"EP": "*"}, **sharded)]
+    model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
+    with pytest.raises(piper.DirectiveError) as error:
+        compiled(model, strategy, mean_loss, batches)
+    assert all(word in str(error.value) for word in words), error.value

@@ -45,11 +45,15 @@ class Directive(ABC):
         return {"op": self.name, **{key: _plain(value) for key, value in given.items()}}
 
     def __str__(self) -> str:
-        given = [f for f in fields(self) if not _at_default(self, f)]
+        given = [f for f in fields(self) if not _at_default(self, f) and self._shown(f.name)]
         return f"{self.name}({', '.join(self._written(f.name) for f in given)})"
 
     positional: ClassVar[tuple[str, ...]] = ("where",)
     """The fields that the directive's function takes by position."""
+
+    def _shown(self, field: str) -> bool:
+        """Whether it is an argument of the directive's function, and not part of another."""
+        return True
 
     def _written(self, field: str) -> str:
         value = _plain(getattr(self, field))

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from piper.directives.base import Directive, check_stream, plain_filter, positive, whole_chunks
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, Group, ShardRule
+from piper.ir.dag import Dag, Group, Node, ShardRule
 from piper.ir.facts import ChunkFacts
 from piper.ir.filters import Filter, FilterLike
 from piper.ir.text import name_of
@@ -28,6 +28,7 @@ class Shard(Directive):
     stream: str = "exchange"
     dim: int = 0
     ways: int | None = None
+    axis: str | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         shards = dict(dag.shards)
@@ -37,20 +38,22 @@ class Shard(Directive):
             raise DirectiveError(f"dim={self.dim!r} must be the number of a dimension, from 0")
         if self.ways is not None:
             positive("ways", self.ways)
+            if self.axis is not None:
+                raise DirectiveError(f"ways={self.ways} and axis={self.axis!r}: give one of them")
         for number in whole_chunks(dag, Filter.of(self.where), "sharding"):
             node = dag.nodes[number]
             chunk = dag.model.chunks[node.compute.chunk]
             if not node.devices:
                 raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
-            ways = len(node.devices) if self.ways is None else self.ways
+            ways, stride = self._division(node, name_of(dag, number))
             if len(node.devices) % ways:
                 raise DirectiveError(
                     f"ways={ways} does not divide the {len(node.devices)} devices of "
                     f"{name_of(dag, number)}"
                 )
-            rule = ShardRule(ways, self.dim, self.stream, me)
+            rule = ShardRule(ways, self.dim, self.stream, me, stride)
             earlier = shards.get(chunk.index, rule)
-            if earlier.ways != ways and earlier.made_by == me:
+            if earlier != rule and earlier.made_by == me:
                 raise DirectiveError(
                     f"{name_of(dag, number)} runs on {list(node.devices)}, but other microbatches "
                     f"of it on {list(groups[chunk.index])}: say how many ways, ways="
@@ -70,6 +73,20 @@ class Shard(Directive):
             self._check(dag, chunk, ways, name_of(dag, number))
         self._refuse_half_shared(dag, shards)
         return replace(dag, shards=shards)
+
+    def _division(self, node: Node, name: str) -> tuple[int, int]:
+        """Over how many devices of a node the experts are divided, and how far these are apart."""
+        if self.axis is None:
+            return (len(node.devices) if self.ways is None else self.ways), 1
+        axes = dict(node.mesh.axes) if node.mesh else {}
+        if self.axis not in axes:
+            has = f"has the axes {', '.join(axes)}" if axes else "has no named axes"
+            raise DirectiveError(
+                f"axis={self.axis!r}: {name} is placed on {node.mesh or list(node.devices)}, which "
+                f"{has}; give place(..., devices=Mesh(..., {self.axis}=...))"
+            )
+        assert node.mesh is not None
+        return node.mesh.size(self.axis), node.mesh.stride(self.axis)
 
     def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
         """A parameter is divided for all regions that use it or for none."""
@@ -118,11 +135,17 @@ class Shard(Directive):
 
 
 def shard(
-    where: FilterLike, *, stream: str = "exchange", dim: int = 0, ways: int | None = None
+    where: FilterLike,
+    *,
+    stream: str = "exchange",
+    dim: int = 0,
+    ways: int | None = None,
+    axis: str | None = None,
 ) -> Shard:
     """Divide the parameters of the matched regions along ``dim`` over their group.
 
     What the regions take and make is exchanged by all_to_all on ``stream``. ``ways`` fewer than
-    the group's size makes several such groups of neighbours, each with all experts.
+    the group's size makes several such groups of neighbours, each with all experts; ``axis`` names
+    the axis of a ``Mesh`` along which they lie.
     """
-    return Shard(plain_filter(where), stream, dim, ways)
+    return Shard(plain_filter(where), stream, dim, ways, axis)

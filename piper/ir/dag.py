@@ -16,6 +16,7 @@ import torch
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.ir.facts import Model
+from piper.ir.mesh import Mesh
 from piper.ir.values import Extra, ValueTable
 
 Group = tuple[int, ...]
@@ -95,6 +96,8 @@ class Node:
     writes: tuple[int, ...]
     devices: Group = ()
     """Empty until placed."""
+    mesh: Mesh | None = None
+    """Its devices with named axes, if they were placed so."""
     stream: str = COMPUTE
     after: tuple[int, ...] = ()
     """Nodes that must be done before, besides those whose values it reads."""
@@ -135,6 +138,21 @@ class ShardRule:
     dim: int
     stream: str
     made_by: int
+    stride: int = 1
+    """How far apart in the group those are that divide the experts among them."""
+
+    def part(self, rank: int) -> int:
+        """Which share of the experts the member ``rank`` of a group has."""
+        return rank // self.stride % self.ways
+
+    def sides(self, group: Group) -> tuple[Group, ...]:
+        """The parts of a group that divide the experts among them, side by side."""
+        every = self.stride * self.ways
+        return tuple(
+            group[first + i : first + every : self.stride]
+            for first in range(0, len(group), every)
+            for i in range(self.stride)
+        )
 
 
 @dataclass(frozen=True, slots=True)

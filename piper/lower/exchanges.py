@@ -19,15 +19,14 @@ def add_exchanges(dag: Dag) -> Dag:
     out = Rewriter(dag)
     taken: dict[int, int] = {}
     made: dict[tuple[int, int], int] = {}  # by value and the chunk that makes it
-    groups: dict[tuple[int, int], tuple[Group, ...]] = {}
+    groups: dict[tuple[int, int, int], tuple[Group, ...]] = {}
     for number, node in enumerate(dag.nodes):
         rule = dag.shards.get(node.op.chunk) if isinstance(node.op, Compute) else None
         if rule is None or rule.ways == 1:
             continue
-        key = (id(node.devices), rule.ways)
+        key = (id(node.devices), rule.ways, rule.stride)
         if key not in groups:
-            devices, n = node.devices, rule.ways
-            groups[key] = tuple(devices[i : i + n] for i in range(0, len(devices), n))
+            groups[key] = rule.sides(node.devices)
         side_by_side = groups[key]
         reads = []
         for value in node.reads:

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Bucket, Compute, Dag, Group, StateRule
+from piper.ir.dag import Bucket, Compute, Dag, Group, ShardRule, StateRule
 from piper.ir.facts import Model
 from piper.ir.text import group_text, name_of, region_of
 
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
+_WHOLE = ShardRule(1, 0, "", 0)
 _ALONE = 256 * 1024 * 1024
 """Bytes that a device updates at once where it holds them alone: few updates cost its host least,
 and what an optimizer takes for a while still has a limit."""
@@ -73,7 +74,7 @@ class Held:
 def holders_of(dag: Dag) -> dict[str, Held]:
     """For each parameter, the groups of devices with equal copies, and the rule for its state."""
     devices: dict[str, None] = {}
-    places: defaultdict[str, set[Group]] = defaultdict(set)
+    places: defaultdict[str, set[tuple[Group, ShardRule]]] = defaultdict(set)
     ways: dict[str, tuple[int, int]] = {}
     rules: dict[str, StateRule] = {}
     users: dict[str, int] = {}
@@ -89,7 +90,7 @@ def holders_of(dag: Dag) -> dict[str, Held]:
         for name in dag.model.chunks[chunk].parameters:
             devices[name] = None
             users.setdefault(name, chunk)
-            places[name].add(node.devices)
+            places[name].add((node.devices, shard or _WHOLE))
             ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     _refuse_both(dag, seen)
@@ -98,10 +99,12 @@ def holders_of(dag: Dag) -> dict[str, Held]:
     for name in devices:
         parts, dim = ways[name]
         rule = rules[name]
-        key = (parts, rule, *sorted(map(id, places[name])))  # groups are shared objects
+        # groups are shared objects
+        key = (parts, rule, *sorted((id(group), by.stride) for group, by in places[name]))
         if key not in known:
-            where = sorted(places[name], key=min)
-            known[key] = _blocks(dag, name, where, _equal_copies(name, where, parts), rule)
+            where = sorted(places[name], key=lambda place: min(place[0]))
+            copies = _equal_copies(name, where, parts)
+            known[key] = _blocks(dag, name, [group for group, _ in where], copies, rule)
         groups, within = known[key]
         facts = dag.model.parameters[name]
         user = users[name] if rule.zero >= 2 else None
@@ -156,15 +159,15 @@ def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
             )
 
 
-def _equal_copies(name: str, places: list[Group], ways: int) -> tuple[Group, ...]:
+def _equal_copies(name: str, places: list[tuple[Group, ShardRule]], ways: int) -> tuple[Group, ...]:
     """The devices that hold each part of a parameter that is divided ``ways`` ways."""
     parts: dict[int, int] = {}
-    for group in places:
+    for group, shard in places:
         for rank, device in enumerate(group):
-            if parts.setdefault(device, rank % ways) != rank % ways:
+            if parts.setdefault(device, shard.part(rank)) != shard.part(rank):
                 raise DirectiveError(
                     f"device {device} would hold two parts of {name!r}: its groups "
-                    f"({', '.join(str(list(g)) for g in places)}) must agree on who holds which "
+                    f"({', '.join(str(list(g)) for g, _ in places)}) must agree on who holds which "
                     "experts; list the devices in the same order in every place"
                 )
     holders: list[list[int]] = [[] for _ in range(ways)]

@@ -1,0 +1,60 @@
+"""``Mesh``: devices with named axes.
+
+Mesh([0, 1, 2, 3, 4, 5], dp=2, ep=3)      dp 0   0 1 2
+                                          dp 1   3 4 5     the last axis counts fastest
+                                            ep   0 1 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from piper.errors import DirectiveError
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Devices in order, and the sizes of the axes that they fill."""
+
+    devices: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, devices: Iterable[int], **axes: int) -> None:
+        group = tuple(devices) if isinstance(devices, Iterable) else None
+        if group is None or isinstance(devices, str):
+            raise DirectiveError(f"Mesh({devices!r}): the devices must be a list of numbers")
+        for name, size in axes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise DirectiveError(
+                    f"Mesh: the axis {name}={size!r} must have a positive whole number of devices"
+                )
+        if not axes:
+            raise DirectiveError(
+                f"Mesh({list(group)}) names no axis: say Mesh({list(group)}, dp={len(group)}), or "
+                "give the list of devices alone"
+            )
+        if math.prod(axes.values()) != len(group):
+            written = " * ".join(f"{name}={size}" for name, size in axes.items())
+            raise DirectiveError(
+                f"Mesh: {written} is {math.prod(axes.values())} devices, but {len(group)} are "
+                f"given: {list(group)}"
+            )
+        object.__setattr__(self, "devices", group)
+        object.__setattr__(self, "axes", tuple(axes.items()))
+
+    def size(self, axis: str) -> int:
+        """How many devices lie along ``axis``."""
+        return dict(self.axes)[axis]
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours along ``axis`` are in the order of the devices."""
+        place = [name for name, _ in self.axes].index(axis)
+        return math.prod(size for _, size in self.axes[place + 1 :])
+
+    def __str__(self) -> str:
+        axes = "".join(f", {name}={size}" for name, size in self.axes)
+        return f"Mesh({list(self.devices)}{axes})"
+
+    __repr__ = __str__
