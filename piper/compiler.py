@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from piper.capture.export import Loss
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
+from piper.capture.rows import scrambled_values
 from piper.directives.place import Place
 from piper.directives.remat import Remat
 from piper.directives.split import Split
@@ -208,6 +209,8 @@ class Capture:
         models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
         for n in captured:
             _refuse_other_share(facts[n], models[n])
+        if len(models) > 1:
+            models = _with_rows(models, captured)
         programs = {
             n: consume_inputs(
                 c.cut, [known.passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])]
@@ -241,6 +244,22 @@ class Capture:
                 joint = self._shares[key]
             found.append(joint)
         return tuple(found)
+
+
+def _with_rows(models: Mapping[int, Model], captured: Mapping[int, Captured]) -> dict[int, Model]:
+    """``models`` with what is known of where rows are: groups of several sizes divide them anew."""
+    most = captured[min(captured)]  # of one row, nothing would be seen
+    scrambled = scrambled_values(most.cut, most.example.size // most.microbatches)
+    return {
+        n: replace(
+            model,
+            values=tuple(
+                replace(facts, scrambled=value in scrambled)
+                for value, facts in enumerate(model.values)
+            ),
+        )
+        for n, model in models.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

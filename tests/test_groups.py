@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import piper
 from piper.directives import Directive, partition, place, replicate, shard, split
@@ -208,3 +210,59 @@ def test_axes_that_are_refused(
     with pytest.raises(piper.DirectiveError) as error:
         compiled(model, strategy, mean_loss, batches)
     assert all(word in str(error.value) for word in words), error.value
+
+
+class Turned(nn.Module):
+    """What crosses has its rows in the order that ``turn`` makes."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor], back: Callable[[Tensor, int], Tensor]):
+        super().__init__()
+        self.turn, self.back = turn, back
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        with piper.annotate("a"):
+            x = self.turn(torch.tanh(self.a(x)))
+        with piper.annotate("b"):
+            return self.b(self.back(x, rows))
+
+
+TURNS = {
+    "flat": (lambda x: x.flatten(0, 1), lambda x, n: x.unflatten(0, (n, -1))),
+    "second": (lambda x: x.transpose(0, 1), lambda x, _: x.transpose(0, 1)),
+    "second-flat": (
+        lambda x: x.permute(1, 0, 2).flatten(1, 2),
+        lambda x, n: x.unflatten(1, (n, -1)).transpose(0, 1),
+    ),
+    "scrambled": (
+        lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda x, n: x.unflatten(0, (-1, n)).transpose(0, 1),
+    ),
+    "scrambled-last": (
+        lambda x: x.permute(1, 2, 0).flatten(1, 2),
+        lambda x, n: x.unflatten(1, (-1, n)).permute(2, 0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("groups", [[[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1, 2], [3]]])
+@pytest.mark.parametrize("turn", TURNS)
+def test_rows_wherever_they_are(turn: str, groups: list[list[int]]) -> None:
+    """Rows may be in any dimension; where something counts slower than they do, no part of the
+    tensor is a part of the rows, and the strategy is refused."""
+    torch.manual_seed(0)
+    model = Turned(*TURNS[turn])
+    x, y = torch.randn(2, 6, 4, 8)
+    batches = [((x,), (y,))] * 3
+
+    def loss(found: Tensor, wanted: Tensor) -> Tensor:
+        return (found - wanted).square().mean()
+
+    strategy = [place({"a": 0}, devices=groups[0]), place({"b": 0}, devices=groups[1])]
+    if turn.startswith("scrambled"):
+        with pytest.raises(piper.DirectiveError, match=r"do not lie one after another .* place"):
+            compiled(model, strategy, loss, batches)
+        return
+    found = train(compiled(model, strategy, loss, batches), batches)
+    assert_same(found, plain(model, loss, batches, microbatches=6), ULPS)

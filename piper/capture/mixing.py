@@ -53,13 +53,13 @@ def prove_separate(
         frames = user_frames(node.meta.get("stack_trace") or "")
         at = f"\n{frames}\n" if frames else "; "
         try:
-            found[node] = _layouts(node, found)
+            found[node] = layouts_of(node, found)
         except Mixed as mixed:
             raise CaptureError(
                 f"region {region} mixes {mixed.axis.value}: {node.target} does not treat each "
                 f"by itself{at}{_CURES[mixed.axis]}"
             ) from None
-        except _Unknown as unknown:
+        except UnknownOperation as unknown:
             raise CaptureError(
                 f"region {region} cannot run on a share of its experts: nothing is known of how "
                 f"{unknown} treats experts and rows{at}do it outside the region, or write it "
@@ -68,7 +68,7 @@ def prove_separate(
     return found
 
 
-class _Unknown(Exception):  # noqa: N818 - a finding, which becomes an error where the region is known
+class UnknownOperation(Exception):  # noqa: N818 - becomes an error where the region is known
     """An operation without a rule, that torch cannot take apart."""
 
 
@@ -97,7 +97,8 @@ class _Call:
         return [d % rank for d in (given if isinstance(given, list | tuple) else [given])]
 
 
-def _layouts(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
+def layouts_of(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
+    """The layout of what an operation makes, or an exception that says why there is none."""
     if node.target is operator.getitem:
         made = known[node.args[0]]  # type: ignore[index]
         index = node.args[1]
@@ -108,9 +109,9 @@ def _layouts(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
         return picked
     value = node.meta["val"]
     if not any(_axes(known[arg]) for arg in node.all_input_nodes):
-        return _plain(value)
+        return plain_layouts(value)
     if not isinstance(node.target, OpOverload):
-        raise _Unknown(str(node.target))
+        raise UnknownOperation(str(node.target))
     rule = _rule(node.target)
     if rule is None:
         return _taken_apart(node, known)
@@ -127,7 +128,8 @@ def _axes(layouts: Layouts) -> bool:
     return any(layout.axes for layout in each if layout is not None)
 
 
-def _plain(value: Any) -> Layouts:
+def plain_layouts(value: Any) -> Layouts:
+    """The layout of what has neither experts nor rows."""
     if isinstance(value, Tensor):
         return Layout.of(value.shape)
     if not isinstance(value, list | tuple):
@@ -140,7 +142,7 @@ def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
     inputs = node.all_input_nodes
     fakes = [arg.meta["val"] for arg in inputs]
     if not all(isinstance(fake, FakeTensor) for fake in fakes):
-        raise _Unknown(str(node.target))
+        raise UnknownOperation(str(node.target))
     # of a single row, torch's decompositions would not show which dimension it is
     given = [_tensor(known[arg]).with_rows(Fraction(2)) for arg in inputs]
 
@@ -158,17 +160,17 @@ def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
         try:
             parts = make_fx(call, decomposition_table=table)(*examples).graph
         except (RuntimeError, ValueError, TypeError, IndexError):  # it names the number of rows
-            raise _Unknown(str(node.target)) from None
+            raise UnknownOperation(str(node.target)) from None
     if any(part.target is node.target for part in parts.nodes):
-        raise _Unknown(str(node.target))
+        raise UnknownOperation(str(node.target))
     found: dict[fx.Node, Layouts] = dict(
         zip(parts.find_nodes(op="placeholder"), given, strict=True)
     )
     for part in parts.nodes:
         if part.op == "call_function":
-            found[part] = _layouts(part, found)
+            found[part] = layouts_of(part, found)
         elif part.op == "get_attr":
-            found[part] = _plain(part.meta["val"])
+            found[part] = plain_layouts(part.meta["val"])
     made = parts.output_node().args[0]
     half = Fraction(1, 2)
     if isinstance(made, fx.Node):
@@ -211,7 +213,7 @@ def _same(call: _Call) -> Layout:
 def _whole(call: _Call) -> Layouts:
     """Over all elements."""
     call.first.plain(range(len(call.first.dims)))
-    return _plain(call.value)
+    return plain_layouts(call.value)
 
 
 def _reduced(call: _Call) -> Layouts:

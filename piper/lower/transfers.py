@@ -63,6 +63,16 @@ def _send(
                 f"give both regions groups of one size ({dag.history[sends.made_by]}, "
                 f"{dag.history[dag.nodes[reader].sends.made_by]})"
             )
+        if here.scrambled or there.scrambled:
+            raise DirectiveError(
+                f"{name_of(dag, maker)} on {list(source)} feeds {name_of(dag, reader)} on "
+                f"{list(target)}: the rows of the batch do not lie one after another in the value "
+                f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
+                "example), so that groups of different size cannot divide it anew: let it cross "
+                "with the batch as the outermost dimension, or give both regions groups of one "
+                f"size ({dag.history[sends.made_by]}, "
+                f"{dag.history[dag.nodes[reader].sends.made_by]})"
+            )
         dim = found
     arrived = out.value(ExtraRole.RECEIVED, value, target)
     out.add(

@@ -1,0 +1,77 @@
+"""Where the rows of the batch are in the values between chunks.
+
+Devices that divide the batch have the first of so many parts of a value's rows, the second and so
+on. That is a part of the tensor only if rows are the outermost factor of one of its dimensions:
+``[rows, seq, 64]`` may be flattened to ``[rows * seq, 64]``, but transposed before that, every part
+has something of every row.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from piper.capture.chunks import Body, Cut
+from piper.capture.graphs import returned
+from piper.capture.layouts import Axis, Layout, Mixed
+from piper.capture.mixing import Layouts, UnknownOperation, layouts_of, plain_layouts
+
+
+def scrambled_values(cut: Cut, rows: int) -> frozenset[int]:
+    """The values that are known to have their rows otherwise than one after another; ``rows`` is
+    how many a tensor of the batch has."""
+    made = {value for chunk in cut.chunks for value in chunk.outputs}
+    found: dict[int, Layout] = {}
+    known: dict[tuple[str, tuple[Layout, ...]], tuple[Layout, ...]] = {}
+    for chunk in cut.chunks:
+        fakes = chunk.body.fakes()[chunk.body.parameters + chunk.body.buffers :]
+        for value, fake in zip(chunk.inputs, fakes, strict=True):
+            if value not in made:
+                found[value] = _guess(fake, rows)
+        given = tuple(found[value] for value in chunk.inputs)
+        key = (chunk.body.key, given)
+        if key not in known:
+            known[key] = _followed(chunk.body, given, rows)
+        found |= zip(chunk.outputs, known[key], strict=True)
+    return frozenset(value for value, layout in found.items() if _scrambled(layout))
+
+
+def _followed(body: Body, given: tuple[Layout, ...], rows: int) -> tuple[Layout, ...]:
+    """The layouts of a body's outputs, from those of its inputs."""
+    graph = body.module.graph
+    found: dict[fx.Node, Layouts] = {}
+    first = body.parameters + body.buffers
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        plain = Layout.of(node.meta["val"].shape)
+        found[node] = plain if i < first else given[i - first]
+    for node in graph.nodes:
+        if node.op == "call_function":
+            try:
+                found[node] = layouts_of(node, found)
+            except (Mixed, UnknownOperation):
+                value = node.meta["val"]
+                known = isinstance(value, Tensor)
+                found[node] = _guess(value, rows) if known else _guesses(value, rows)
+    layouts = [found[node] for node in returned(graph)[: body.outputs]]
+    assert all(isinstance(layout, Layout) for layout in layouts)
+    return tuple(layout for layout in layouts if isinstance(layout, Layout))
+
+
+def _guess(value: Tensor, rows: int) -> Layout:
+    """The layout of what comes from the batch, or from an operation of which nothing is known."""
+    first = bool(value.shape) and value.shape[0] == rows
+    return Layout.of(value.shape, {0: Axis.ROWS} if first else None)
+
+
+def _guesses(values: object, rows: int) -> Layouts:
+    if not isinstance(values, list | tuple):
+        return plain_layouts(values)
+    return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in values)
+
+
+def _scrambled(layout: Layout) -> bool:
+    """Whether something counts slower than the rows in their dimension."""
+    return any(
+        factor.axis is Axis.ROWS and any(before.size > 1 for before in dim[:place])
+        for dim in layout.dims
+        for place, factor in enumerate(dim)
+    )
