@@ -52,7 +52,7 @@ def compiled(strategy: piper.Strategy, rows: int) -> piper.Program:
 
 def found(program: piper.Program, device: int) -> list[Communicator]:
     plans = (program.plan_of(device), program.evaluation_plan_of(device))
-    return communicators_of(plans, device)
+    return list(communicators_of(plans, device))
 
 
 def counts(strategy: piper.Strategy, rows: int) -> set[int]:
@@ -111,3 +111,19 @@ def orders(groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 def test_ranks_follow_the_order_of_the_group() -> None:
     assert orders([[3, 1], [2, 0]]) == [(3, 1)]
     assert orders([[1, 3], [0, 2]]) == [(1, 3)]
+
+
+def test_members_connect_in_one_order() -> None:
+    """Before the first step every communicator does once what it is for, which holds its members
+    until all are there: so they must agree on what, and on the order."""
+    program = compiled(mesh(pp=2, dp=4, zero=3, schedule="dualpipev", microbatches=4), rows=16)
+    wanted = {
+        d: communicators_of((program.plan_of(d), program.evaluation_plan_of(d)), d)
+        for d in program.devices
+    }
+    for device, mine in wanted.items():
+        assert list(mine) == sorted(mine)
+        for one, kinds in mine.items():
+            assert list(kinds) == sorted(set(kinds), key=lambda kind: kind.value)
+            assert bool(kinds) != one.message
+            assert all(wanted[d][one] == kinds for d in one.members), device

@@ -114,6 +114,15 @@ def test_every_strategy(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+def test_groups_of_different_size(ranks: int, tmp_path: Path) -> None:
+    """Under delays too: messages in parts are put together from what they leave aside."""
+    names = [name for name in CASES[ranks] if name.startswith("experts on")]
+    cases = saved(ranks, names, tmp_path)
+    wrong = compared(cases, *replayed(ranks, tmp_path, "--seeds", "20"))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_delayed_streams_change_nothing(ranks: int, tmp_path: Path) -> None:
     cases = saved(ranks, SHAKEN[ranks], tmp_path)
     wrong = compared(cases, *replayed(ranks, tmp_path, "--seeds", str(SEEDS[ranks])))

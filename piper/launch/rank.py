@@ -156,6 +156,7 @@ def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.de
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # with the communicator, for every size
     if alone:  # nobody else has to reach this process
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if share:

@@ -8,10 +8,11 @@ streams and neighbours, not on the size of the job.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from piper.ir.dag import Collective, Transfer
+from piper.ir.dag import Collective, CollectiveKind, Transfer
 from piper.ir.overlaps import received_by, sent_by
 from piper.lower.plan import Plan, Verb, plain_stream
 from piper.runtime.comm import Group
@@ -44,10 +45,12 @@ def collective(stream: str, group: Group) -> Communicator:
     return Communicator(stream, group, message=False)
 
 
-def communicators_of(plans: Iterable[Plan], device: int) -> list[Communicator]:
-    """Those that ``device`` is a member of, sorted: members who make theirs in this order cannot
-    wait for each other in a circle."""
-    found: set[Communicator] = set()
+def communicators_of(
+    plans: Iterable[Plan], device: int
+) -> dict[Communicator, tuple[CollectiveKind, ...]]:
+    """Those that ``device`` is a member of, and what they do besides messages. All is sorted:
+    members who make theirs in this order cannot wait for each other in a circle."""
+    found: defaultdict[Communicator, set[CollectiveKind]] = defaultdict(set)
     for plan in plans:
         if device not in plan.devices:
             continue
@@ -55,14 +58,14 @@ def communicators_of(plans: Iterable[Plan], device: int) -> list[Communicator]:
             match x.op:
                 case Transfer() as op if x.verb is Verb.SEND:
                     peers = {part.peer for part in sent_by(op, device)} - {device}
-                    found |= {channel(x.stream, device, peer) for peer in peers}
+                    found |= {channel(x.stream, device, peer): set() for peer in peers}
                 case Transfer() as op:
                     peers = {part.peer for part in received_by(op, device)} - {device}
-                    found |= {channel(x.stream, peer, device) for peer in peers}
-                case Collective(groups=groups):
+                    found |= {channel(x.stream, peer, device): set() for peer in peers}
+                case Collective(kind=kind, groups=groups):
                     group = next(group for group in groups if device in group)
                     if len(group) > 1:
-                        found.add(collective(x.stream, group))
+                        found[collective(x.stream, group)].add(kind)
                 case _:
                     pass
-    return sorted(found)
+    return {one: tuple(sorted(found[one], key=lambda kind: kind.value)) for one in sorted(found)}

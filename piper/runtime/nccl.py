@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.ir.dag import StreamRule
+from piper.ir.dag import CollectiveKind, StreamRule
 from piper.lower.plan import Plan
 from piper.runtime.comm import Group, One, Two
 from piper.runtime.communicators import Communicator, channel, collective, communicators_of
@@ -42,11 +42,37 @@ class Nccl:
         """``store`` is the job's alone, and shared by all its processes; ``rules`` say what is
         asked of streams."""
         self._device = device
+        wanted = communicators_of(plans, device)
         self._backends = {
             one: _backend(one, device, store, timeout, where, rules.get(one.stream))
-            for one in communicators_of(plans, device)
+            for one in wanted
         }
         self._to_self: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self._connect(wanted, where)
+
+    def _connect(
+        self, wanted: Mapping[Communicator, tuple[CollectiveKind, ...]], where: torch.device
+    ) -> None:
+        """Let every communicator do once what it is for. NCCL connects its members then, and holds
+        the host until all are there: within a step, whose hosts come to it in different orders,
+        two that first send to each other would wait forever."""
+        for one, kinds in wanted.items():
+            if one.message:
+                self._message(one)(torch.zeros(1, device=where))
+            for kind in kinds:
+                n = len(one.members)
+                one_each, all_of_them = torch.zeros(1, device=where), torch.zeros(n, device=where)
+                match kind:
+                    case CollectiveKind.ALL_REDUCE:
+                        self.all_reduce(0, one.stream, one.members)(one_each)
+                    case CollectiveKind.REDUCE_SCATTER:
+                        self.reduce_scatter(0, one.stream, one.members)(all_of_them, one_each)
+                    case CollectiveKind.ALL_GATHER:
+                        self.all_gather(0, one.stream, one.members)(one_each, all_of_them)
+                    case CollectiveKind.ALL_TO_ALL:
+                        out = torch.empty_like(all_of_them)
+                        self.all_to_all(0, one.stream, one.members)(all_of_them, out)
+        torch.cuda.synchronize(where)
 
     def close(self) -> None:
         """Give back what the communicators hold; all members must do so."""

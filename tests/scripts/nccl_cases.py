@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from tests.training import compile_shared
 
 LARGE = DenseConfig(vocab=8192, dim=512, layers=8, heads=8, mlp_dim=1536, max_seq=256)
 CONFIG = MoEConfig(vocab=67, dim=32, layers=4, heads=4, mlp_dim=48, experts=4)
+ROOMY = replace(CONFIG, capacity_factor=2.0)
+"""Whose experts take as many rows of a batch however it is divided: nothing is rounded."""
 ROWS, LENGTH = 16, 17
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "v-half", "dualpipev",
@@ -76,7 +78,7 @@ def source(config: DenseConfig) -> piper.Source:
 
 def batch(seed: int, config: DenseConfig = CONFIG) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(seed)
-    length = LENGTH if config is CONFIG else config.max_seq + 1
+    length = LENGTH if config in (CONFIG, ROOMY) else config.max_seq + 1
     x = torch.randint(config.vocab, (ROWS, length), generator=draws)
     return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
@@ -123,6 +125,21 @@ SHARING = piper.Strategy(
         piper.replicate({}, zero=2),
     ]
 )
+
+
+def experts_apart(attention: Sequence[int], experts: piper.Mesh) -> piper.Strategy:
+    """Experts on other devices than the rest, along the axis ``ep``."""
+    return piper.Strategy(
+        [
+            piper.split(into="MB", parts=2),
+            piper.place({"EP": "-"}, devices=attention),
+            piper.place({"EP": "*"}, devices=experts),
+            piper.shard({"EP": "*"}, axis="ep"),
+            piper.replicate({"EP": "-"}, zero=3, bucket_mb=0.02),
+        ]
+    )
+
+
 SMALL = {"bucket_mb": 0.02}
 """So that there are several buckets."""
 
@@ -135,6 +152,8 @@ ON_TWO: dict[str, Case] = {
     },
     "a group in turned order": Case(TURNED),
     "stages that share devices": Case(SHARING),
+    "experts on more devices": Case(experts_apart([0], piper.Mesh([0, 1], ep=2)), config=ROOMY),
+    "experts on fewer devices": Case(experts_apart([1, 0], piper.Mesh([1], ep=1)), config=ROOMY),
     "counted, clipped, scheduled": Case(
         mesh(dp=2, ep=2, zero=2, microbatches=2, **SMALL),
         {"loss": sum_and_count, "clip_norm": 0.1, "scheduler": halving, "optimizer": adamw},
@@ -159,6 +178,13 @@ ON_FOUR: dict[str, Case] = {
     },
     "four stages": Case(mesh(pp=4, microbatches=8)),
     "four experts' shares": Case(mesh(dp=4, ep=4, zero=1, **SMALL), exact=False),
+    "experts on more devices": Case(
+        experts_apart([0, 1], piper.Mesh([3, 1, 2, 0], ep=4)), config=ROOMY, saves=True
+    ),
+    "experts on other devices": Case(experts_apart([0, 1], piper.Mesh([2, 3], ep=2)), config=ROOMY),
+    "experts along the first axis": Case(
+        experts_apart([0, 2], piper.Mesh([0, 1, 2, 3], ep=2, dp=2)), config=ROOMY
+    ),
     "clipped in bf16": Case(
         mesh(pp=2, dp=2, ep=2, zero=3, schedule="dualpipev", microbatches=4, **SMALL),
         {"precision": "bf16", "clip_norm": 0.1},
