@@ -7,7 +7,7 @@ The same dense transformer, cut into the same stages, 1F1B with the same microba
              reshard_after_forward=False stands for ZeRO-2, True for ZeRO-3 (see pipelining.py)
 
 Bytes of tensors alive are counted, of the device that needs most: parameters, gradients, optimizer
-state, activations, buffers. Ours is foretold (``program.memory``) and measured on virtual devices
+state, activations, buffers. Ours is predicted (``program.memory``) and measured on virtual devices
 (``trainer.measure_memory``), theirs is measured, rank by rank. Both count with the same tracker,
 theirs is checked on PP 2 x DP 2 against processes that talk through gloo.
 
@@ -56,7 +56,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Predicted:
     """The class of our devices that needs most."""
 
     peak: int
@@ -71,7 +71,7 @@ class Level:
     zero: int
     theory: int
     """Parameters, gradients and optimizer state of the largest stage, divided as ZeRO divides."""
-    foretold: Foretold
+    predicted: Predicted
     measured: int
     measured_at: str
     theirs: list[int] | None
@@ -138,7 +138,7 @@ def compiled(case: Case, zero: int) -> piper.Program:
 
 
 @cache
-def foretold(case: Case) -> dict[int, Foretold]:
+def predicted(case: Case) -> dict[int, Predicted]:
     """What each level needs: the model is captured once, and lowered for each."""
     program = compiled(case, 0)
     found = {}
@@ -148,7 +148,7 @@ def foretold(case: Case) -> dict[int, Foretold]:
         memory = lowered.memory[most]
         at = lowered.plans[most].instructions[memory.peak_at].name
         holders = {holder.value: nbytes for holder, nbytes in memory.at_peak.items() if nbytes}
-        found[zero] = Foretold(memory.peak, at, holders)
+        found[zero] = Predicted(memory.peak, at, holders)
     return found
 
 
@@ -223,18 +223,18 @@ def main(
 def _level(case: Case, zero: int) -> Level:
     peak, at = measured(case, zero)
     others = [theirs(case, zero, rank) for rank in range(case.pp)] if zero in RESHARD else None
-    return Level(zero, theory(case, zero), foretold(case)[zero], peak, at, others)
+    return Level(zero, theory(case, zero), predicted(case)[zero], peak, at, others)
 
 
 def _fits(case: Case, rows: int, levels: list[Level]) -> Iterable[Fit]:
     """For the memory that our ZeRO-2 needs with ``rows`` rows."""
-    limit = foretold(replace(case, rows=rows))[2].peak
+    limit = predicted(replace(case, rows=rows))[2].peak
     for zero in RESHARD:
         peaks = levels[zero].theirs or [0]
         rank = peaks.index(max(peaks))
 
         def ours(n: int, zero: int = zero) -> int:
-            return foretold(replace(case, rows=n))[zero].peak
+            return predicted(replace(case, rows=n))[zero].peak
 
         def other(n: int, zero: int = zero, rank: int = rank) -> int:
             return theirs(replace(case, rows=n), zero, rank)
@@ -280,18 +280,18 @@ def _mib(nbytes: int | None) -> str:
 
 def _print_levels(console: Console, title: str, case: Case, levels: list[Level]) -> None:
     what = f"{case.microbatches} microbatches of {case.rows} x {case.model.max_seq} tokens"
-    columns = ("zero", "theory", "foretold", "measured", "theirs", "theirs / ours", "peak at")
+    columns = ("zero", "theory", "predicted", "measured", "theirs", "theirs / ours", "peak at")
     table = _table(f"{title}: MiB of the fullest device, {what}", *columns)
     for x in levels:
         other = max(x.theirs) if x.theirs else None
         ratio = "" if other is None else f"{other / x.measured:.2f}"
-        figures = map(_mib, (x.theory, x.foretold.peak, x.measured, other))
+        figures = map(_mib, (x.theory, x.predicted.peak, x.measured, other))
         table.add_row(str(x.zero), *figures, ratio, x.measured_at)
     console.print(table)
-    names = list(dict.fromkeys(name for x in levels for name in x.foretold.holders))
-    table = _table("what holds the foretold peak, MiB", "zero", *names)
+    names = list(dict.fromkeys(name for x in levels for name in x.predicted.holders))
+    table = _table("what holds the predicted peak, MiB", "zero", *names)
     for x in levels:
-        table.add_row(str(x.zero), *(_mib(x.foretold.holders.get(name, 0)) for name in names))
+        table.add_row(str(x.zero), *(_mib(x.predicted.holders.get(name, 0)) for name in names))
     console.print(table)
 
 

@@ -9,7 +9,7 @@ as long as all its computations. There, with the same model and microbatches, si
 
 With ``--emulate`` computations are sleeps of known length, so that four workers fit on few cores.
 The strategies take turns, so that a noisy machine hits all of them. Beside the step times: the
-share of the exchanges that nothing covers, as the plan foretells it and as it was measured.
+share of the exchanges that nothing covers, as the plan predicts it and as it was measured.
 
     python bench/overlap.py [--emulate] [--json FILE]
 """
@@ -102,7 +102,7 @@ def main(
     workers = f"{len(programs['1F1B'].devices)} workers, loopback at {rate}"
     notes = [
         f"{name}: of its exchanges nothing covers {programs[name].schedule.exchanges.share:.0%} as "
-        f"foretold by the plan, {profile.exchanges.share:.0%} as measured"
+        f"predicted by the plan, {profile.exchanges.share:.0%} as measured"
         for name, profile in profiles.items()
     ]
     kind = "emulated" if emulate else "real kernels"

@@ -172,7 +172,7 @@ def test_every_instruction_is_there_and_streams_run_in_order() -> None:
                 assert ends[other] <= start + 1e-12
 
 
-def test_memory_over_time_has_the_foretold_peak() -> None:
+def test_memory_over_time_has_the_predicted_peak() -> None:
     program = experts()
     found = program.simulate(piper.Cluster.of("H100", 8))
     for plan, memory in zip(program.plans, program.memory, strict=True):

@@ -1,4 +1,4 @@
-"""Plans on CUDA streams against one device, and memory as foretold. Run by hand."""
+"""Plans on CUDA streams against one device, and memory as predicted. Run by hand."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_stream_with_a_share_of_the_gpu() -> None:
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("remat", ["none", "min-cut", "all"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_memory_is_as_foretold(microbatches: int, remat: str, compiler: str) -> None:
+def test_memory_is_as_predicted(microbatches: int, remat: str, compiler: str) -> None:
     model = made(LARGE)
     x = torch.randint(8192, (8, 512))
     program = piper.compile(
@@ -218,7 +218,7 @@ def test_counted_memory_is_the_allocators(zero: int, monkeypatch: pytest.MonkeyP
     shares = [f"{found.peak / memory.peak:.3f}" for found in counted.values()]
     print(
         f"\nzero={zero}: counted {total:,}, allocated {allocated:,}: {total / allocated:.3f}; "
-        f"counted / foretold {' and '.join(shares)}"
+        f"counted / predicted {' and '.join(shares)}"
     )
     assert all(found.peak <= 1.01 * memory.peak for found in counted.values())
     assert 0.95 < total / allocated < 1.05

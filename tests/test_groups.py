@@ -102,7 +102,7 @@ def test_experts_on_other_devices(
 
 @pytest.mark.parametrize("others", [[2, 3, 4, 5], [2, 3, 4], [1]], ids=["2-4", "2-3", "2-1"])
 def test_memory_between_groups(others: list[int]) -> None:
-    """What is cut into parts that do not lie side by side is copied: that is foretold."""
+    """What is cut into parts that do not lie side by side is copied: that is predicted."""
     model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
     program = compiled(model, experts([0, 1], others, None, 1), mean_loss, batches)
     check_plans(
@@ -116,9 +116,9 @@ def test_memory_between_groups(others: list[int]) -> None:
     with piper.launch(program) as trainer:
         trainer.step(*inputs, *targets)
         measured = trainer.measure_memory(*inputs, *targets)
-    foretold = {d: memory.peak for memory in program.memory for d in memory.devices}
+    predicted = {d: memory.peak for memory in program.memory for d in memory.devices}
     for device, found in measured.items():
-        assert 0.7 * foretold[device] < found.peak <= foretold[device], device
+        assert 0.7 * predicted[device] < found.peak <= predicted[device], device
 
 
 def test_experts_on_other_processes() -> None:

@@ -300,7 +300,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     [pytest.param(8, 32, 2, id="state"), slow(4, 8, 32, id="activations")],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", slow("dualpipev")])
-def test_a_device_holds_what_was_foretold(
+def test_a_device_holds_what_was_predicted(
     zero: int, layers: int, width: int, tokens: int, schedule: str
 ) -> None:
     """Never more than the plan says, and not much less."""

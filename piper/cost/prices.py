@@ -42,14 +42,14 @@ class Prices:
         match node.op:
             case Compute(chunk=chunk, which=which) as op:
                 key: tuple[object, ...] = chunk, which, len(node.devices), id(device)
-                foretold = partial(self._pass, op, len(node.devices), device)
+                predicted = partial(self._pass, op, len(node.devices), device)
             case Update(bucket=bucket):
                 key = bucket, id(device)
-                foretold = partial(self._update, bucket, device)
+                predicted = partial(self._update, bucket, device)
             case _:
                 raise AssertionError(f"{node.op} computes nothing")
         if key not in self._computing:
-            self._computing[key] = self._measured_or(foretold, node)
+            self._computing[key] = self._measured_or(predicted, node)
         return self._computing[key]
 
     def talking(self, node: Node, way: Way) -> float:
@@ -58,8 +58,8 @@ class Prices:
         kind = node.op.kind if isinstance(node.op, Collective) else None
         key = kind, way, nbytes
         if key not in self._talking:
-            foretold = partial(self._communication, node, way, nbytes)
-            self._talking[key] = self._measured_or(foretold, node)
+            predicted = partial(self._communication, node, way, nbytes)
+            self._talking[key] = self._measured_or(predicted, node)
         return self._talking[key]
 
     def useful(self, node: Node) -> int:
@@ -71,10 +71,10 @@ class Prices:
         found = passes.get(op.which) or passes.get(Pass.B)
         return found.flops * group if found else 0
 
-    def _measured_or(self, foretold: Callable[[], float], node: Node) -> float:
+    def _measured_or(self, predicted: Callable[[], float], node: Node) -> float:
         recorded = self._recorded
         known = None if recorded is None else recorded.seconds(self._dag, self._sizes, node)
-        return foretold() if known is None else known
+        return predicted() if known is None else known
 
     def _pass(self, op: Compute, group: int, device: Device) -> float:
         facts = self._sizes.facts(op, group)

@@ -164,7 +164,7 @@ class Trainer:
     def measure_memory(self, *batch: Any) -> Mapping[int, Alive]:
         """Train on one global batch, and count the bytes of tensors that each device holds.
 
-        To be compared with ``program.memory``, which foretells them. The first step of an optimizer
+        To be compared with ``program.memory``, which predicts them. The first step of an optimizer
         makes its state: measure a later one.
         """
         with held_back():

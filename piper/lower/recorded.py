@@ -1,4 +1,4 @@
-"""What passes and communications took when they were measured, to foretell other strategies by.
+"""What passes and communications took when they were measured, to predict other strategies by.
 
 A pass is known by its chunk, its rows and how much it recomputes: whatever devices it runs on and
 whatever the order, it takes as long. A pass at another number of rows is scaled by its operations:

@@ -25,7 +25,7 @@ class Busy:
         """The same as shares of a step of so many seconds."""
         waits = (self.idle - self.exposed) / seconds
         return (
-            f"computes {self.computing / seconds:.1%}, communicates meanwhile uncovered "
+            f"computes {self.computing / seconds:.1%}, exposed communication "
             f"{self.exposed / seconds:.1%}, waits {waits:.1%}"
         )
 

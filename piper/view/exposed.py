@@ -23,36 +23,36 @@ class Exposure:
     """Seconds of communication, and of these the seconds that nothing covers."""
 
     seconds: float
-    uncovered: float
+    exposed: float
 
     def __add__(self, other: Exposure) -> Exposure:
-        return Exposure(self.seconds + other.seconds, self.uncovered + other.uncovered)
+        return Exposure(self.seconds + other.seconds, self.exposed + other.exposed)
 
     def times(self, devices: int) -> Exposure:
         """That of so many devices that do the same."""
-        return Exposure(self.seconds * devices, self.uncovered * devices)
+        return Exposure(self.seconds * devices, self.exposed * devices)
 
     @property
     def share(self) -> float:
-        """The uncovered part of the whole; 0 if there is nothing to cover."""
-        return self.uncovered / self.seconds if self.seconds else 0.0
+        """The exposed part of the whole; 0 if there is nothing to cover."""
+        return self.exposed / self.seconds if self.seconds else 0.0
 
 
 def exchanges(dag: Dag, spans: Sequence[Span]) -> Exposure:
     """How much of the exchanges between experts shows, on a device that was at these nodes."""
-    total = uncovered = 0.0
+    total = exposed = 0.0
     computing = _together(s for s in spans if isinstance(dag.nodes[s.node].op, Compute))
     starts = [start for start, _ in computing]
     for one in spans:
         if not _exchanges(dag, one.node):
             continue
         total += one.end - one.start
-        uncovered += one.end - one.start
+        exposed += one.end - one.start
         for start, end in computing[max(0, bisect_right(starts, one.start) - 1) :]:
             if start >= one.end:
                 break
-            uncovered -= max(0.0, min(one.end, end) - max(one.start, start))
-    return Exposure(total, uncovered)
+            exposed -= max(0.0, min(one.end, end) - max(one.start, start))
+    return Exposure(total, exposed)
 
 
 def _together(spans: Iterable[Span]) -> list[tuple[float, float]]:
