@@ -46,7 +46,7 @@ def _captures() -> Iterator[None]:
     ],
     ids=["2-3", "3-2", "3-4", "4-3-within", "4-6-turned"],
 )
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_stages_of_any_sizes(groups: Sequence[Sequence[int]], zero: int) -> None:
     strategy = [
         partition("layer", into="PP", parts=2),
@@ -71,7 +71,9 @@ def experts(
     ]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero", [3, *(pytest.param(zero, marks=pytest.mark.slow) for zero in range(3))]
+)
 @pytest.mark.parametrize(
     ("attention", "others", "ways"),
     [
@@ -141,7 +143,11 @@ def test_experts_on_other_processes() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("attention", [None, [0, 1]], ids=["with", "apart"])
+@pytest.mark.parametrize(
+    "attention",
+    [None, pytest.param([0, 1], marks=pytest.mark.slow)],
+    ids=["with", "apart"],
+)
 def test_experts_along_an_axis(mesh: piper.Mesh, attention: list[int] | None) -> None:
     model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
     strategy = Strategy(
@@ -246,7 +252,14 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("groups", [[[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1, 2], [3]]])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0, 1], [2, 3, 4]],
+        pytest.param([[0], [1, 2]], marks=pytest.mark.slow),
+        pytest.param([[0, 1, 2], [3]], marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("turn", TURNS)
 def test_rows_wherever_they_are(turn: str, groups: list[list[int]]) -> None:
     """Rows may be in any dimension; where something counts slower than they do, no part of the
