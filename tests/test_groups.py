@@ -77,16 +77,16 @@ def experts(
 @pytest.mark.parametrize(
     ("attention", "others", "ways"),
     [
-        ([0, 1], [2, 3], None),
+        pytest.param([0, 1], [2, 3], None, marks=pytest.mark.slow),
         ([0, 1], [0, 1, 2, 3], None),
-        ([0, 1], [2, 3, 4, 5], None),
+        pytest.param([0, 1], [2, 3, 4, 5], None, marks=pytest.mark.slow),
         ([0, 1], [2, 3, 4], None),
-        ([0, 1], [0, 1, 2], None),
-        ([0, 1, 2, 3], [2, 3, 4], None),
+        pytest.param([0, 1], [0, 1, 2], None, marks=pytest.mark.slow),
+        pytest.param([0, 1, 2, 3], [2, 3, 4], None, marks=pytest.mark.slow),
         ([0, 1, 2], [2, 1], None),
-        ([0, 1, 2], [3], None),
-        ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9], 3),
-        ([0, 1, 2, 3], [3, 2, 1, 0], 2),
+        pytest.param([0, 1, 2], [3], None, marks=pytest.mark.slow),
+        pytest.param([0, 1, 2, 3], [4, 5, 6, 7, 8, 9], 3, marks=pytest.mark.slow),
+        pytest.param([0, 1, 2, 3], [3, 2, 1, 0], 2, marks=pytest.mark.slow),
     ],
     ids=[
         "others", "2-4-over", "2-4-others", "2-3-others", "2-3-over", "4-3-half", "3-2-turned",
@@ -102,7 +102,15 @@ def test_experts_on_other_devices(
     assert_same(found, plain(model, mean_loss, batches, microbatches=4), ULPS)
 
 
-@pytest.mark.parametrize("others", [[2, 3, 4, 5], [2, 3, 4], [1]], ids=["2-4", "2-3", "2-1"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        [2, 3, 4],
+        pytest.param([2, 3, 4, 5], marks=pytest.mark.slow),
+        pytest.param([1], marks=pytest.mark.slow),
+    ],
+    ids=["2-3", "2-4", "2-1"],
+)
 def test_memory_between_groups(others: list[int]) -> None:
     """What is cut into parts that do not lie side by side is copied: that is predicted."""
     model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
@@ -123,6 +131,7 @@ def test_memory_between_groups(others: list[int]) -> None:
         assert 0.7 * predicted[device] < found.peak <= predicted[device], device
 
 
+@pytest.mark.slow
 def test_experts_on_other_processes() -> None:
     model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
     program = compiled(model, experts([0, 1], [1, 2, 3], None, 3), mean_loss, batches)
