@@ -74,7 +74,7 @@ class Held:
 def holders_of(dag: Dag) -> dict[str, Held]:
     """For each parameter, the groups of devices with equal copies, and the rule for its state."""
     devices: dict[str, None] = {}
-    places: defaultdict[str, set[tuple[Group, ShardRule]]] = defaultdict(set)
+    places: defaultdict[str, dict[tuple[Group, ShardRule], None]] = defaultdict(dict)
     ways: dict[str, tuple[int, int]] = {}
     rules: dict[str, StateRule] = {}
     users: dict[str, int] = {}
@@ -90,7 +90,7 @@ def holders_of(dag: Dag) -> dict[str, Held]:
         for name in dag.model.chunks[chunk].parameters:
             devices[name] = None
             users.setdefault(name, chunk)
-            places[name].add((node.devices, shard or _WHOLE))
+            places[name][node.devices, shard or _WHOLE] = None  # in order, in every process
             ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     _refuse_both(dag, seen)
