@@ -59,6 +59,11 @@ def test_stages_of_any_sizes(groups: Sequence[Sequence[int]], zero: int) -> None
     assert_same(found, plain(model, mean_loss, batches, microbatches=4), ULPS)
 
 
+def check_all_plans(program: piper.Program) -> None:
+    dag, plans, memory = program.lowered.dag, program.plans, program.memory
+    check_plans(dag, plans, memory, models=program.models, optimizer_bytes=1.0)
+
+
 def experts(
     attention: Sequence[int], others: Sequence[int], ways: int | None, zero: int
 ) -> list[Directive]:
@@ -115,13 +120,7 @@ def test_memory_between_groups(others: list[int]) -> None:
     """What is cut into parts that do not lie side by side is copied: that is predicted."""
     model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
     program = compiled(model, experts([0, 1], others, None, 1), mean_loss, batches)
-    check_plans(
-        program.lowered.dag,
-        program.plans,
-        program.memory,
-        models=program.models,
-        optimizer_bytes=1.0,
-    )
+    check_all_plans(program)
     (inputs, targets) = batches[0]
     with piper.launch(program) as trainer:
         trainer.step(*inputs, *targets)
@@ -171,13 +170,7 @@ def test_experts_along_an_axis(mesh: piper.Mesh, attention: list[int] | None) ->
     )
     assert Strategy.from_json(strategy.to_json()) == strategy
     program = compiled(model, strategy.directives, mean_loss, batches)
-    check_plans(
-        program.lowered.dag,
-        program.plans,
-        program.memory,
-        models=program.models,
-        optimizer_bytes=1.0,
-    )
+    check_all_plans(program)
     found = train(program, batches)
     assert_same(found, plain(model, mean_loss, batches, microbatches=4), ULPS)
     held = {b.groups for b in program.lowered.dag.buckets if b.ways > 1}

@@ -48,9 +48,7 @@ def _followed(body: Body, given: tuple[Layout, ...], rows: int) -> tuple[Layout,
             try:
                 found[node] = layouts_of(node, found)
             except (Mixed, UnknownOperation):
-                value = node.meta["val"]
-                known = isinstance(value, Tensor)
-                found[node] = _guess(value, rows) if known else _guesses(value, rows)
+                found[node] = _guesses(node.meta["val"], rows)
     layouts = [found[node] for node in returned(graph)[: body.outputs]]
     assert all(isinstance(layout, Layout) for layout in layouts)
     return tuple(layout for layout in layouts if isinstance(layout, Layout))
@@ -62,10 +60,13 @@ def _guess(value: Tensor, rows: int) -> Layout:
     return Layout.of(value.shape, {0: Axis.ROWS} if first else None)
 
 
-def _guesses(values: object, rows: int) -> Layouts:
-    if not isinstance(values, list | tuple):
-        return plain_layouts(values)
-    return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in values)
+def _guesses(made: object, rows: int) -> Layouts:
+    """The same of one tensor, or of several."""
+    if isinstance(made, Tensor):
+        return _guess(made, rows)
+    if not isinstance(made, list | tuple):
+        return plain_layouts(made)
+    return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in made)
 
 
 def _scrambled(layout: Layout) -> bool:

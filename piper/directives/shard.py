@@ -78,15 +78,15 @@ class Shard(Directive):
         """Over how many devices of a node the experts are divided, and how far these are apart."""
         if self.axis is None:
             return (len(node.devices) if self.ways is None else self.ways), 1
-        axes = dict(node.mesh.axes) if node.mesh else {}
-        if self.axis not in axes:
-            has = f"has the axes {', '.join(axes)}" if axes else "has no named axes"
+        mesh = node.mesh
+        if mesh is None or self.axis not in dict(mesh.axes):
+            axes = ", ".join(name for name, _ in mesh.axes) if mesh else ""
+            has = f"has the axes {axes}" if axes else "has no named axes"
             raise DirectiveError(
-                f"axis={self.axis!r}: {name} is placed on {node.mesh or list(node.devices)}, which "
+                f"axis={self.axis!r}: {name} is placed on {mesh or list(node.devices)}, which "
                 f"{has}; give place(..., devices=Mesh(..., {self.axis}=...))"
             )
-        assert node.mesh is not None
-        return node.mesh.size(self.axis), node.mesh.stride(self.axis)
+        return mesh.size(self.axis), mesh.stride(self.axis)
 
     def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
         """A parameter is divided for all regions that use it or for none."""

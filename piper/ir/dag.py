@@ -142,11 +142,11 @@ class ShardRule:
     """How far apart in the group those are that divide the experts among them."""
 
     def part(self, rank: int) -> int:
-        """Which share of the experts the member ``rank`` of a group has."""
+        """Which shard of the experts the member ``rank`` of a group has."""
         return rank // self.stride % self.ways
 
-    def sides(self, group: Group) -> tuple[Group, ...]:
-        """The parts of a group that divide the experts among them, side by side."""
+    def shard_groups(self, group: Group) -> tuple[Group, ...]:
+        """The parts of a group each of which has all experts, sharded over its members."""
         every = self.stride * self.ways
         return tuple(
             group[first + i : first + every : self.stride]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from piper.ir.dag import Transfer
+from piper.ir.dag import Group, Transfer
 
 
 class Overlap(NamedTuple):
-    """What ``device`` and ``peer`` have in common: a range of the device's own part of the value,
-    from 0 for its begin to 1 for its end."""
+    """What a device has in common with ``peer``: a range of the device's own part of the value,
+    from 0 for where that begins to 1 for where it ends."""
 
     peer: int
     start: Fraction
@@ -42,7 +42,7 @@ def received_by(op: Transfer, device: int) -> list[Overlap]:
     return _overlaps(op.target.index(device), len(op.target), op.source)
 
 
-def _overlaps(mine: int, parts: int, others: tuple[int, ...] | range) -> list[Overlap]:
+def _overlaps(mine: int, parts: int, others: Group) -> list[Overlap]:
     """The members of ``others`` that have something of part ``mine`` of ``parts``."""
     n = len(others)
     first, end = mine * n // parts, -((-mine - 1) * n // parts)

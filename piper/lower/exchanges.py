@@ -26,7 +26,7 @@ def add_exchanges(dag: Dag) -> Dag:
             continue
         key = (id(node.devices), rule.ways, rule.stride)
         if key not in groups:
-            groups[key] = rule.sides(node.devices)
+            groups[key] = rule.shard_groups(node.devices)
         side_by_side = groups[key]
         reads = []
         for value in node.reads:

@@ -299,8 +299,9 @@ def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
     transposed, or in several parts."""
     node = dag.nodes[x.node]
     if isinstance(x.op, Transfer) and scattered(x.op, sends=x.verb is Verb.SEND):
-        whole = sizes.sent((*node.reads, *node.writes)[x.verb is Verb.RECV])
-        return whole + (sizes.copied(node.writes[0]) if x.verb is Verb.RECV else 0)
+        if x.verb is Verb.SEND:
+            return sizes.sent(node.reads[0])
+        return sizes.sent(node.writes[0]) + sizes.copied(node.writes[0])
     if x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL:
         return sizes.copied(node.writes[0])
     if x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED:

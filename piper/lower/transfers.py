@@ -54,24 +54,25 @@ def _send(
             for group in (source, target)
         )
         found = _divided(here.shape, there.shape, len(source), len(target))
+        edge = (
+            f"{name_of(dag, maker)} on {list(source)} feeds {name_of(dag, reader)} on "
+            f"{list(target)}"
+        )
+        places = f"{dag.history[sends.made_by]}, {dag.history[dag.nodes[reader].sends.made_by]}"
         if found is None:
             raise DirectiveError(
-                f"{name_of(dag, maker)} on {list(source)} feeds {name_of(dag, reader)} on "
-                f"{list(target)}: the value {here.name} has shape {list(here.shape)} on each of "
+                f"{edge}: the value {here.name} has shape {list(here.shape)} on each of "
                 f"{len(source)} devices and {list(there.shape)} on each of {len(target)}: it is "
                 "not divided by rows of the batch and cannot go between groups of different size; "
-                f"give both regions groups of one size ({dag.history[sends.made_by]}, "
-                f"{dag.history[dag.nodes[reader].sends.made_by]})"
+                f"give both regions groups of one size ({places})"
             )
         if here.scrambled or there.scrambled:
             raise DirectiveError(
-                f"{name_of(dag, maker)} on {list(source)} feeds {name_of(dag, reader)} on "
-                f"{list(target)}: the rows of the batch do not lie one after another in the value "
+                f"{edge}: the rows of the batch do not lie one after another in the value "
                 f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
                 "example), so that groups of different size cannot divide it anew: let it cross "
                 "with the batch as the outermost dimension, or give both regions groups of one "
-                f"size ({dag.history[sends.made_by]}, "
-                f"{dag.history[dag.nodes[reader].sends.made_by]})"
+                f"size ({places})"
             )
         dim = found
     arrived = out.value(ExtraRole.RECEIVED, value, target)

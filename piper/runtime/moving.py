@@ -17,9 +17,8 @@ def send(board: Board, x: Instruction, op: Transfer) -> Act:
     slots, name, dim = board.slots, x.name, op.dim
     (slot,) = x.reads
     messages = [
-        (board.comm.send(x.node, x.stream, part.peer), part)
-        for part in sent_by(op, board.device)
-    ]  # fmt: skip
+        (board.comm.send(x.node, x.stream, part.peer), part) for part in sent_by(op, board.device)
+    ]
     if len(messages) == 1 and messages[0][1].whole:
         ((begin, _),) = messages
 
