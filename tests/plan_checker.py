@@ -14,7 +14,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from piper.capture.program import Pass
@@ -139,6 +139,12 @@ class _Tensor:
     value: int
     group: Group
     form: str = "plain"
+    replicas: int = 1
+    """How many neighbours in the group have the same rows."""
+
+    @property
+    def parts(self) -> int:
+        return len(self.group) // self.replicas
 
 
 @dataclass
@@ -490,7 +496,7 @@ class _Checker:
             for slot, value, microbatch, group in plan.given:
                 self.slots[c][slot] = _Batch(value, microbatch, group)
                 self.kinds[c][slot] = Holder.BATCH
-                nbytes = self._model(group).values[value].nbytes
+                nbytes = self._model(len(group)).values[value].nbytes
                 self._agree(c, f"bytes of s{slot}", nbytes, plan.slot_bytes[slot])
         for together in order:
             x = self.get(together[0])
@@ -529,9 +535,9 @@ class _Checker:
             found, microbatch = self.dag.table.value(value)
             wanted: Any
             if found.role is Role.BATCH:
-                wanted = _Batch(found.of, microbatch, node.devices)
+                wanted = _Batch(found.of, microbatch, x.group)
             else:
-                wanted = _Tensor(value, node.devices, self._form(op.chunk, value))
+                wanted = _Tensor(value, node.devices, self._form(op.chunk, value), node.replicas)
             self._must(content == wanted, at, f"wants {wanted}, s{slot} holds {content}")
         others = [self.slots[c][slot] for slot in x.reads[len(reads) :]]
         whole = [other for other in others if not isinstance(other, _Gradients)]
@@ -546,13 +552,13 @@ class _Checker:
             new: Any
             if self._role(value) in OF_PARAMETERS:
                 parts = {d: Counter([(value, d)]) for d in self.plans[c].devices}
-                new = _Gradients(parts, self._value_bytes(value, node.devices))
+                new = _Gradients(parts, self._value_bytes(value, node.parts))
                 if self._role(value) is Role.TIED_GRADIENT and carried:
                     self._must(carried.like(new), at, f"adds {new} to {carried}")
                     new = carried.plus(new)
             else:
                 form = "partial" if self._exchanged(op.chunk, value) else "plain"
-                new = _Tensor(value, node.devices, form)
+                new = _Tensor(value, node.devices, form, node.replicas)
             self._write(at, slot, new)
 
     def _carried(self, at: At, slots: Sequence[int]) -> _Gradients | None:
@@ -641,7 +647,8 @@ class _Checker:
             if self.get(at).verb is Verb.SEND:
                 content = self.slots[at[0]][self._one(at, self.get(at).reads)]
                 self._must(isinstance(content, _Tensor), at, f"sends {content}")
-                good = content.group == op.source and content.form == "plain"
+                good = (content.group, content.replicas) == (op.source, op.replicas[0])
+                good = good and content.form == "plain"
                 self._must(good, at, f"sends {content}")
                 sent.add(content.value)
         self._must(len(sent) == 1, together[0], f"sends several values: {sent}")
@@ -650,7 +657,7 @@ class _Checker:
             self._is(at, ExtraRole.RECEIVED, self.dag.table.value(value)[0].of)
             if self.get(at).verb is Verb.RECV:
                 slot = self._one(at, self.get(at).writes)
-                self._write(at, slot, _Tensor(value, op.target))
+                self._write(at, slot, _Tensor(value, op.target, "plain", op.replicas[1]))
 
     def _collective(self, together: list[At]) -> None:
         op = self.dag.nodes[self.get(together[0]).node].op
@@ -683,7 +690,7 @@ class _Checker:
         role = ExtraRole.EXCHANGED if there else ExtraRole.PARTIAL
         self._is(at, role, self.dag.table.value(content.value)[0].of)
         form = "exchanged" if there else "plain"
-        self._write(at, target, _Tensor(content.value, content.group, form))
+        self._write(at, target, replace(content, form=form))
 
     def _gather(self, at: At, op: Collective) -> None:
         c, x = at[0], self.get(at)
@@ -1175,33 +1182,34 @@ class _Checker:
         node = self.dag.nodes[x.node]
         aside = 0
         if isinstance(x.op, Transfer) and x.op.dim > 0:  # parts that do not lie side by side
-            ends = len(x.op.source), len(x.op.target)
+            both = len(x.op.source), len(x.op.target)
+            ends = tuple(n // k for n, k in zip(both, x.op.replicas, strict=True))
             mine, other = ends if x.verb is Verb.SEND else ends[::-1]
             if mine % other:
                 sends = x.verb is Verb.SEND
-                nbytes, copy = self._lies(node.reads[0], x.op.source if sends else x.op.target)
+                nbytes, copy = self._lies(node.reads[0], mine)
                 aside = copy or nbytes
                 if sends:
                     return aside
         comes = x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL
         value = (node.writes if comes else node.reads)[0]
-        group: Group | None = None
+        parts = 0
         while value >= self.dag.first_extra:
             extra = self.dag.extra[value - self.dag.first_extra]
             if extra.role is not ExtraRole.RECEIVED:
                 return 0  # put together from rows
-            group = group or extra.devices
+            parts = parts or extra.parts
             value = extra.of
         if self._role(value) not in (Role.ACTIVATION, Role.GRADIENT):
             return aside
-        group = group or self.dag.nodes[self.dag.producers[value]].devices
-        return aside + self._lies(value, group)[1]
+        parts = parts or self.dag.nodes[self.dag.producers[value]].parts
+        return aside + self._lies(value, parts)[1]
 
-    def _lies(self, number: int, group: Group) -> tuple[int, int]:
+    def _lies(self, number: int, parts: int) -> tuple[int, int]:
         """Bytes of an activation or its gradient as it lies, and of its contiguous copy if it is
         not contiguous itself."""
         value, _ = self.dag.table.value(number)
-        model = self._model(group)
+        model = self._model(parts)
         facts = model.values[value.of]
         if value.role is Role.GRADIENT and value.of in model.chunks[value.by].gradients:
             gradient = model.chunks[value.by].gradients[value.of]
@@ -1243,7 +1251,7 @@ class _Checker:
         if not fresh:
             return while_it_runs
         assert isinstance(x.op, Compute)
-        model = self._model(self.dag.nodes[x.node].devices)
+        model = self._model(self.dag.nodes[x.node].parts)
         variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
         while_it_runs += variant.passes[x.op.which].housed
         of_backward = [slot for slot in freed if self.kinds[c][slot] is Holder.SAVED]
@@ -1255,7 +1263,7 @@ class _Checker:
         one of its chunk to read is ``freed`` after it, and so while it runs."""
         size = self.plans[c].slot_bytes
         if isinstance(x.op, Compute):
-            model = self._model(self.dag.nodes[x.node].devices)
+            model = self._model(self.dag.nodes[x.node].parts)
             variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
             new = sum(size[slot] for slot in x.adds)
             facts = variant.passes[x.op.which]
@@ -1266,8 +1274,8 @@ class _Checker:
             return facts.workspace + new - (facts.eased if freed.issuperset(slots) else 0)
         return 0
 
-    def _model(self, group: Group) -> Model:
-        return self.models.get(len(group), self.dag.model)
+    def _model(self, parts: int) -> Model:
+        return self.models.get(parts, self.dag.model)
 
     def _sized(self, at: At, slot: int, nbytes: int) -> None:
         found = self.plans[at[0]].slot_bytes[slot]
@@ -1275,11 +1283,11 @@ class _Checker:
 
     def _nbytes(self, c: int, content: Any) -> int:
         match content:
-            case _Tensor(value=value, group=group, form=form) if form != "plain":
-                nbytes, copy = self._lies(value, group)
+            case _Tensor(value=value, form=form) if form != "plain":
+                nbytes, copy = self._lies(value, content.parts)
                 return copy or nbytes  # put together from rows
-            case _Tensor(value=value, group=group):
-                return self._value_bytes(value, group)
+            case _Tensor(value=value):
+                return self._value_bytes(value, content.parts)
             case _Gradients(nbytes=nbytes):
                 return nbytes
             case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
@@ -1290,10 +1298,10 @@ class _Checker:
                 return 2 * SCALAR
         return SCALAR
 
-    def _value_bytes(self, number: int, group: Group) -> int:
-        """Bytes of a value of the model on each device of ``group``."""
+    def _value_bytes(self, number: int, parts: int) -> int:
+        """Bytes of a value of the model on each of so many ``parts``."""
         value, _ = self.dag.table.value(number)
-        model = self._model(group)
+        model = self._model(parts)
         if value.role in OF_BACKWARD:
             variant = model.chunks[value.of].variants[self.dag.policy(value.of)]
             return {
@@ -1306,7 +1314,7 @@ class _Checker:
             parameters = [model.parameters[p] for p in names]
             sizes = [math.prod(p.shape) * p.gradient.itemsize for p in parameters]
             return sum(sizes) // self._ways(value.of)
-        return self._lies(number, group)[0]
+        return self._lies(number, parts)[0]
 
     def _part(self, bucket: int, c: int) -> int:
         """Elements of one holder's part, if the bucket's rule divides anything; else all."""

@@ -51,6 +51,8 @@ class Transfer:
     source: Group
     target: Group
     dim: int = 0
+    replicas: tuple[int, int] = (1, 1)
+    """How many neighbours in the source, and in the target, have the same part."""
 
 
 class CollectiveKind(Enum):
@@ -98,6 +100,8 @@ class Node:
     """Empty until placed."""
     mesh: Mesh | None = None
     """Its devices with named axes, if they were placed so."""
+    replicas: int = 1
+    """How many neighbours among the devices have the same rows and compute the same."""
     stream: str = COMPUTE
     after: tuple[int, ...] = ()
     """Nodes that must be done before, besides those whose values it reads."""
@@ -109,6 +113,16 @@ class Node:
     """The last entry of the DAG's history that ordered it; 0 if none has."""
     made_by: int = 0
     """The entry of the DAG's history that made the node or last changed it."""
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices the rows of a microbatch are divided."""
+        return len(self.devices) // self.replicas
+
+    def replica(self, rank: int) -> Group:
+        """Those among whom the rows are divided, member ``rank`` of the devices among them."""
+        step = self.replicas
+        return self.devices if step == 1 else self.devices[rank % step :: step]
 
     @property
     def compute(self) -> Compute:
@@ -145,14 +159,10 @@ class ShardRule:
         """Which shard of the experts the member ``rank`` of a group has."""
         return rank // self.stride % self.ways
 
-    def shard_groups(self, group: Group) -> tuple[Group, ...]:
-        """The parts of a group each of which has all experts, sharded over its members."""
-        every = self.stride * self.ways
-        return tuple(
-            group[first + i : first + every : self.stride]
-            for first in range(0, len(group), every)
-            for i in range(self.stride)
-        )
+    def mesh(self, group: Group) -> Mesh:
+        """``group`` with the axis ``ep``, along which the experts are sharded."""
+        outer = len(group) // (self.ways * self.stride)
+        return Mesh(group, outer=outer, ep=self.ways, inner=self.stride)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,23 @@ class Mesh:
         place = [name for name, _ in self.axes].index(axis)
         return math.prod(size for _, size in self.axes[place + 1 :])
 
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The devices that differ along ``axes`` alone, in the order of the mesh."""
+        along, others = [0], [0]
+        for name, size in self.axes:
+            stride = self.stride(name)
+            row = along if name in axes else others
+            row[:] = [at + i * stride for at in row for i in range(size)]
+        return tuple(tuple(self.devices[at + i] for i in along) for at in others)
+
+    def first(self, axes: Iterable[str]) -> Mesh:
+        """The same devices with ``axes`` before the others."""
+        names = [name for name, _ in self.axes]
+        outer = [name for name in names if name in set(axes)]
+        inner = [name for name in names if name not in outer]
+        devices = [d for group in self.groups(*inner) for d in group]
+        return Mesh(devices, **{name: self.size(name) for name in (*outer, *inner)})
+
     def __str__(self) -> str:
         axes = "".join(f", {name}={size}" for name, size in self.axes)
         return f"Mesh({list(self.devices)}{axes})"

@@ -69,7 +69,8 @@ class Extra:
 
     role: ExtraRole
     of: int
-    devices: tuple[int, ...]
+    parts: int = 1
+    """Of a form of an activation, over how many devices its rows are divided."""
 
 
 GIVEN = (Role.BATCH, Role.SEED)

@@ -14,8 +14,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from piper.capture.program import Pass
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group
+from piper.ir.dag import Collective, Compute, Dag, Group
+from piper.ir.layouts import BucketLayouts
 from piper.ir.values import ExtraRole
+from piper.lower.redistribute import redistribute
 from piper.lower.rewriter import Rewriter
 from piper.lower.schedule import Schedule
 
@@ -30,7 +32,7 @@ def add_gathers(dag: Dag, order: Schedule, ahead: int = AHEAD, *, stages: bool =
     if not buckets:
         return dag
     out = Rewriter(dag)
-    blocks = _Blocks(dag)
+    gathers = _Gathers(dag)
     rows: defaultdict[int, list[int]] = defaultdict(list)
     for number in order.order:
         if isinstance(dag.nodes[number].op, Compute):
@@ -48,7 +50,7 @@ def add_gathers(dag: Dag, order: Schedule, ahead: int = AHEAD, *, stages: bool =
             for bucket in used:
                 if bucket not in held:
                     before = row[place - ahead] if place >= ahead else None
-                    held[bucket] = _gather(dag, out, bucket, row[place], before, blocks)
+                    held[bucket] = _gather(dag, out, bucket, row[place], before, gathers)
             node = out.nodes[row[place]]
             mine = (held[bucket] for bucket in used)
             out.nodes[row[place]] = replace(node, reads=(*node.reads, *mine))
@@ -103,30 +105,32 @@ def _uses(dag: Dag, number: int, buckets: dict[str, int]) -> list[int]:
     return list(dict.fromkeys(buckets[name] for name in chunk.parameters if name in buckets))
 
 
-class _Blocks:
-    """Who divides a copy of a bucket, among the devices of a group."""
+class _Gathers:
+    """The all_gather of a bucket among the devices of a group."""
 
     def __init__(self, dag: Dag) -> None:
         self._dag = dag
-        self._known: dict[tuple[int, int], tuple[Group, ...]] = {}
+        self._known: dict[tuple[int, int], Collective] = {}
 
-    def of(self, bucket: int, devices: Group) -> tuple[Group, ...]:
+    def of(self, bucket: int, devices: Group) -> Collective:
         key = bucket, id(devices)
         if key not in self._known:
+            layouts = BucketLayouts(self._dag.buckets[bucket])
+            (every,) = redistribute(layouts.at_rest, layouts.in_use)
             members = frozenset(devices)
-            blocks = self._dag.buckets[bucket].blocks
-            self._known[key] = tuple(block for block in blocks if members.issuperset(block))
+            mine = tuple(group for group in every.groups if members.issuperset(group))
+            self._known[key] = Collective(every.kind, mine)
         return self._known[key]
 
 
 def _gather(
-    dag: Dag, out: Rewriter, bucket: int, number: int, before: int | None, blocks: _Blocks
+    dag: Dag, out: Rewriter, bucket: int, number: int, before: int | None, gathers: _Gathers
 ) -> int:
     devices = dag.nodes[number].devices
-    whole = out.value(ExtraRole.GATHERED, bucket, devices)
+    whole = out.value(ExtraRole.GATHERED, bucket)
     rule = dag.buckets[bucket].rule
     made = out.add(
-        Collective(CollectiveKind.ALL_GATHER, blocks.of(bucket, devices)),
+        gathers.of(bucket, devices),
         tags=dag.nodes[number].tags,
         devices=devices,
         stream=rule.gather_stream,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from piper.ir.dag import Dag, Group
 from piper.ir.facts import Model
 from piper.ir.verify import verify
+from piper.lower.activations import add_activations
 from piper.lower.buffers import keep_buffers
 from piper.lower.classes import Classes, classes_of
 from piper.lower.costs import Costs
-from piper.lower.exchanges import add_exchanges
 from piper.lower.gathers import AHEAD, add_gathers
 from piper.lower.limit import check_limit
 from piper.lower.memory import Memory, OptimizerCost, memory_of
@@ -23,7 +23,6 @@ from piper.lower.state import add_state
 from piper.lower.stepping import step_at_once
 from piper.lower.ties import tie_gradients
 from piper.lower.totals import add_totals
-from piper.lower.transfers import add_transfers
 from piper.lower.verify import verify_plans
 
 _AHEAD_WITHIN_LIMIT = (8, 4, AHEAD, 1)
@@ -65,8 +64,8 @@ def lower(
     shapes of each size of group. If ``dag`` is an evaluation, ``training`` is the lowered step
     whose state it uses."""
     settings = settings or Settings()
-    dag = add_transfers(keep_buffers(_shared_groups(dag), training), models)
-    dag = tie_gradients(add_exchanges(dag))
+    dag = add_activations(keep_buffers(_shared_groups(dag), training), models)
+    dag = tie_gradients(dag)
     dag = add_state(dag, training.buckets if training else ())
     if settings.optimizer.whole:
         dag = step_at_once(dag)

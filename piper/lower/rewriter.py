@@ -16,9 +16,9 @@ class Rewriter:
         self.nodes = list(dag.nodes)
         self.extra = list(dag.extra)
 
-    def value(self, role: ExtraRole, of: int, devices: Group) -> int:
+    def value(self, role: ExtraRole, of: int, parts: int = 1) -> int:
         """The number of a new value."""
-        self.extra.append(Extra(role, of, devices))
+        self.extra.append(Extra(role, of, parts))
         return self._dag.first_extra + len(self.extra) - 1
 
     def add(
@@ -31,6 +31,7 @@ class Rewriter:
         writes: tuple[int, ...],
         made_by: int,
         tags: Tags,
+        replicas: int = 1,
     ) -> int:
         """The number of a new node; its tags are those of the node it serves."""
         node = Node(
@@ -39,6 +40,7 @@ class Rewriter:
             reads=reads,
             writes=writes,
             devices=devices,
+            replicas=replicas,
             stream=stream,
             made_by=made_by,
         )

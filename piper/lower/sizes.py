@@ -29,7 +29,7 @@ class Sizes:
     def __post_init__(self) -> None:
         self._first_extra = self.dag.first_extra
         for node in self.dag.nodes:
-            size = len(node.devices)
+            size = node.parts
             for value in node.reads:
                 self._groups.setdefault(value, size)
             for value in node.writes:
@@ -51,7 +51,7 @@ class Sizes:
         of = extra.of
         if extra.role in _FORMS:
             of = self._plain(of) % self.dag.table.size
-        return extra.role, of, len(extra.devices)
+        return extra.role, of, extra.parts
 
     def sent(self, number: int) -> int:
         """Bytes of a value in a message: all of it, also where in memory rows are one."""
@@ -186,7 +186,7 @@ class Sizes:
             plain, group = number, self._groups.get(number, 1)
         else:
             extra = self.dag.extra[number - self._first_extra]
-            plain, group = self._plain(extra.of), len(extra.devices)
+            plain, group = self._plain(extra.of), extra.parts
             if extra.role is not ExtraRole.RECEIVED:  # put together from rows: contiguous
                 value, _ = self.dag.table.value(plain)
                 return Stored(self._lying(value, group).sent)

@@ -33,8 +33,10 @@ from piper.ir.dag import (
     Tags,
     Update,
 )
+from piper.ir.layouts import BucketLayouts
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
 from piper.lower.holders import Held, holders_of, refuse_elsewhere
+from piper.lower.redistribute import redistribute
 from piper.lower.rewriter import Rewriter
 
 
@@ -138,7 +140,7 @@ def _update(
         tags: Tags | None = None,
     ) -> int:
         """A node about this bucket; gives the value that it makes."""
-        made = out.value(role, index, devices)
+        made = out.value(role, index)
         out.add(
             op,
             tags=tags or {},
@@ -150,25 +152,23 @@ def _update(
         )
         return made
 
-    reduced = gradients
-    match bucket.level:
-        case 0 if bucket.copies > 1:
-            op = Collective(CollectiveKind.ALL_REDUCE, bucket.groups)
-            reduced = [add(op, gradients, ExtraRole.REDUCED)]
-        case 1:
-            op = Collective(CollectiveKind.REDUCE_SCATTER, bucket.blocks)
-            reduced = [add(op, gradients, ExtraRole.REDUCED)]
-        case 2 | 3:
-            reduced = []
-            for part in _parts(dag, bucket, everyone, gradients):
-                op = Collective(CollectiveKind.REDUCE_SCATTER, part.blocks)
-                total = add(
-                    op, part.gradients, ExtraRole.REDUCED, devices=part.devices, tags=part.tags
+    reduced, role = gradients, ExtraRole.REDUCED
+    layouts = BucketLayouts(bucket)
+    for op in redistribute(layouts.gradients, layouts.optimizer):
+        if op.kind is CollectiveKind.REDUCE_SCATTER and bucket.level > 1:
+            reduced = [
+                add(
+                    Collective(op.kind, part.blocks),
+                    part.gradients,
+                    role,
+                    devices=part.devices,
+                    tags=part.tags,
                 )
-                reduced.append(total)
-    if bucket.level and bucket.copies > 1:
-        op = Collective(CollectiveKind.ALL_REDUCE, bucket.across)
-        reduced = [add(op, reduced, ExtraRole.SUMMED)]
+                for part in _parts(dag, op.groups, everyone, gradients)
+            ]
+        else:
+            reduced = [add(op, reduced, role)]
+        role = ExtraRole.SUMMED
     add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE)
     by = (rule.made_by,) * len(uses)
     out.nodes[-1] = replace(out.nodes[-1], after=uses, after_by=by)
@@ -180,9 +180,11 @@ def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
     if not uses:
         return
     everyone = _everyone(bucket)
-    whole = out.value(ExtraRole.GATHERED, index, everyone)
+    layouts = BucketLayouts(bucket)
+    (gather,) = redistribute(layouts.optimizer, layouts.in_use)
+    whole = out.value(ExtraRole.GATHERED, index)
     out.add(
-        Collective(CollectiveKind.ALL_GATHER, bucket.blocks),
+        gather,
         tags={},
         devices=everyone,
         stream=bucket.rule.gather_stream,
@@ -209,9 +211,10 @@ class _Part:
     gradients: list[int]
 
 
-def _parts(dag: Dag, bucket: Bucket, everyone: Group, gradients: Iterable[int]) -> Iterable[_Part]:
+def _parts(
+    dag: Dag, blocks: tuple[Group, ...], everyone: Group, gradients: Iterable[int]
+) -> Iterable[_Part]:
     """What is reduced at once: by whom, and what."""
-    blocks = bucket.blocks
     block_of = {device: i for i, block in enumerate(blocks) for device in block}
     touched: dict[int, tuple[int, ...]] = {}
     sides: dict[tuple[int, ...], tuple[tuple[Group, ...], Group]] = {

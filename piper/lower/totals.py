@@ -52,7 +52,7 @@ def _losses(dag: Dag) -> list[int]:
 
 
 def _all_reduce(out: Rewriter, role: ExtraRole, everyone: Group, reads: list[int]) -> int:
-    made = out.value(role, 0, everyone)
+    made = out.value(role, 0)
     out.add(
         Collective(CollectiveKind.ALL_REDUCE, (everyone,)),
         tags={},

@@ -1,0 +1,58 @@
+"""How a value lies on its mesh: along each axis sharded along a dimension, replicated, or a partial
+sum. The words are torch's own: ``Shard``, ``Replicate`` and ``Partial``.
+
+Mesh([0, 1, 2, 3], dp=2, tp=2)      rows of the batch       dp S(0), tp R
+                                    gradient of a weight    dp P(sum), tp R
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from piper.ir.dag import Bucket
+from piper.ir.mesh import Mesh
+
+Placement = Shard | Replicate | Partial
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A value on a mesh."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    """One for each axis."""
+
+    def along(self, **placements: Placement) -> Layout:
+        """The same with other placements along some axes."""
+        names = [name for name, _ in self.mesh.axes]
+        pairs = zip(names, self.placements, strict=True)
+        return Layout(self.mesh, tuple(placements.get(name, one) for name, one in pairs))
+
+    def __str__(self) -> str:
+        axes = zip(self.mesh.axes, self.placements, strict=True)
+        return ", ".join(f"{name} {placement}" for (name, _), placement in axes)
+
+
+def everywhere(mesh: Mesh, placement: Placement) -> Layout:
+    """``placement`` along every axis of ``mesh``."""
+    return Layout(mesh, (placement,) * len(mesh.axes))
+
+
+class BucketLayouts:
+    """A bucket of parameters on the devices that hold it: experts sharded along ``ep``, copies
+    replicated along ``replicate``, each sharded along ``shard`` as far as ZeRO does."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        devices = [device for group in bucket.groups for device in group]
+        self.mesh = Mesh(
+            devices, ep=len(bucket.groups), replicate=bucket.copies, shard=bucket.within
+        )
+        self.in_use = everywhere(self.mesh, Replicate()).along(ep=Shard(bucket.dim))
+        sharded = self.in_use.along(shard=Shard(0))
+        self.gradients = self.in_use.along(replicate=Partial(), shard=Partial())
+        self.optimizer = sharded if bucket.level >= 1 else self.in_use
+        """Of the optimizer's state, and of what it updates."""
+        self.at_rest = sharded if bucket.level == 3 else self.in_use

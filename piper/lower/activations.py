@@ -1,0 +1,176 @@
+"""Activations and their gradients reach every region that reads them, in the layout in which it
+does: sent to another group of devices, and, where the region's experts are sharded, dispatched from
+rows to experts and combined back.
+
+F PP[0] @0 ──v──▶ F PP[1] @1        F PP[0] @0 ─v─▶ send 0->1 ─received(v)─▶ F PP[1] @1
+pre ──▶ EP ──▶ post        pre ─▶ all_to_all ─▶ EP ─▶ all_to_all ─▶ post
+
+A value keeps its number in the layout that has its rows divided over the devices that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch.distributed.tensor import Shard
+
+from piper.errors import DirectiveError
+from piper.ir.dag import Collective, Dag, Node, ShardRule, Transfer, same_group
+from piper.ir.facts import Model
+from piper.ir.layouts import everywhere
+from piper.ir.text import name_of
+from piper.ir.values import ExtraRole, Role
+from piper.lower.redistribute import redistribute
+from piper.lower.rewriter import Rewriter
+
+_MOVED = (Role.ACTIVATION, Role.GRADIENT)
+
+
+def add_activations(dag: Dag, models: Mapping[int, Model]) -> Dag:
+    """``dag`` with the communication of what its passes make and read; all nodes must be placed.
+    ``models`` are the model's facts at the shapes of each number of parts."""
+    for number, node in enumerate(dag.nodes):
+        if not node.devices:
+            raise DirectiveError(
+                f"{name_of(dag, number)} is not placed on any device: add a place that matches it"
+            )
+    forms = _Forms(dag, models)
+    for number in range(len(dag.nodes)):
+        forms.connect(number)
+    return forms.out.dag()
+
+
+class _Forms:
+    """Values in the layouts in which they are made and read; each is made once."""
+
+    def __init__(self, dag: Dag, models: Mapping[int, Model]) -> None:
+        self.out = Rewriter(dag)
+        self._dag = dag
+        self._models = models
+        self._received: dict[tuple[int, int, int], int] = {}
+        """By value, identity of the group, and its replicas."""
+        self._dispatched: dict[int, int] = {}
+        self._undivided: dict[tuple[int, int], int] = {}
+        """By value and chunk, what experts make before it is combined."""
+        self._exchanges: dict[tuple[int, int, int], Collective] = {}
+
+    def connect(self, number: int) -> None:
+        """Let a node read and write what has the layout that it needs."""
+        node = self._dag.nodes[number]
+        rule = self._dag.shards.get(node.compute.chunk)
+        rule = None if rule is None or rule.ways == 1 else rule
+        reads = tuple(self._read(value, number, rule) for value in node.reads)
+        writes = node.writes
+        if rule is not None:
+            writes = tuple(self._made(value, node, rule) for value in writes)
+        if (reads, writes) != (node.reads, node.writes):
+            self.out.nodes[number] = replace(node, reads=reads, writes=writes)
+
+    def _read(self, value: int, reader: int, rule: ShardRule | None) -> int:
+        node = self._dag.nodes[reader]
+        maker = self._dag.producers.get(value)
+        if maker is None:
+            return value
+        made = self._dag.nodes[maker]
+        if rule is not None and (value, node.compute.chunk) in self._undivided:
+            return self._undivided[value, node.compute.chunk]  # its own, which its backward reads
+        if not same_group(made.devices, node.devices) or made.replicas != node.replicas:
+            key = (value, id(node.devices), node.replicas)
+            if key not in self._received:
+                self._received[key] = self._send(value, maker, reader)
+            value = self._received[key]
+        if rule is None or not self._moves(value):
+            return value
+        if value not in self._dispatched:
+            self._dispatched[value] = self.out.value(ExtraRole.EXCHANGED, value, node.parts)
+            self._exchange(node, rule, value, self._dispatched[value])
+        return self._dispatched[value]
+
+    def _made(self, value: int, node: Node, rule: ShardRule) -> int:
+        if not self._moves(value):
+            return value
+        before = self.out.value(ExtraRole.PARTIAL, value, node.parts)
+        self._undivided[value, node.compute.chunk] = before
+        self._exchange(node, rule, before, value)
+        return before
+
+    def _moves(self, value: int) -> bool:
+        first = self._dag.first_extra
+        if value >= first:
+            value = self.out.extra[value - first].of  # received: a form of an activation
+        return self._dag.table.value(value)[0].role in _MOVED
+
+    def _exchange(self, node: Node, rule: ShardRule, value: int, made: int) -> None:
+        key = (id(node.devices), rule.ways, rule.stride)
+        if key not in self._exchanges:
+            rows = everywhere(rule.mesh(node.devices), Shard(1))
+            (self._exchanges[key],) = redistribute(rows, rows.along(ep=Shard(0)))
+        self.out.add(
+            self._exchanges[key],
+            tags=node.tags,
+            devices=node.devices,
+            replicas=node.replicas,
+            stream=rule.stream,
+            reads=(value,),
+            writes=(made,),
+            made_by=rule.made_by,
+        )
+
+    def _send(self, value: int, maker: int, reader: int) -> int:
+        made, read = self._dag.nodes[maker], self._dag.nodes[reader]
+        dim = self._rows_of(value, maker, reader) if made.parts != read.parts else 0
+        arrived = self.out.value(ExtraRole.RECEIVED, value, read.parts)
+        self.out.add(
+            Transfer(made.devices, read.devices, dim, (made.replicas, read.replicas)),
+            tags=made.tags,
+            devices=tuple(dict.fromkeys((*made.devices, *read.devices))),
+            stream=made.sends.stream,
+            reads=(value,),
+            writes=(arrived,),
+            made_by=made.sends.made_by,
+        )
+        return arrived
+
+    def _rows_of(self, value: int, maker: int, reader: int) -> int:
+        """The dimension of a value that has the rows of the batch, which two groups divide into
+        different numbers of parts."""
+        dag = self._dag
+        made, read = dag.nodes[maker], dag.nodes[reader]
+        here, there = (
+            self._models.get(node.parts, dag.model).values[dag.table.value(value)[0].of]
+            for node in (made, read)
+        )
+        edge = (
+            f"{name_of(dag, maker)} on {list(made.devices)} feeds {name_of(dag, reader)} on "
+            f"{list(read.devices)}"
+        )
+        places = f"{dag.history[made.sends.made_by]}, {dag.history[read.sends.made_by]}"
+        found = _divided(here.shape, there.shape, made.parts, read.parts)
+        if found is None:
+            raise DirectiveError(
+                f"{edge}: the value {here.name} has shape {list(here.shape)} on each of "
+                f"{made.parts} devices and {list(there.shape)} on each of {read.parts}: it is "
+                "not divided by rows of the batch and cannot go between groups of different size; "
+                f"give both regions groups of one size ({places})"
+            )
+        if here.scrambled or there.scrambled:
+            raise DirectiveError(
+                f"{edge}: the rows of the batch do not lie one after another in the value "
+                f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
+                "example), so that groups of different size cannot divide it anew: let it cross "
+                "with the batch as the outermost dimension, or give both regions groups of one "
+                f"size ({places})"
+            )
+        return found
+
+
+def _divided(here: tuple[int, ...], there: tuple[int, ...], source: int, target: int) -> int | None:
+    """The dimension along which a value with these shapes on each of ``source`` and of ``target``
+    devices is divided: the only one in which they differ, and have as much in all."""
+    if len(here) != len(there):
+        return None
+    other = [d for d, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]
+    if len(other) != 1 or here[other[0]] * source != there[other[0]] * target:
+        return None
+    return other[0]

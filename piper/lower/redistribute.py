@@ -1,0 +1,54 @@
+"""The communication between two layouts of a value: what all of it is derived from.
+
+along an axis       to S(j)            to R
+from S(i)           all_to_all         all_gather
+from P              reduce_scatter     all_reduce
+
+Between two meshes rows are sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from piper.ir.dag import Collective, CollectiveKind
+from piper.ir.layouts import Layout, Placement
+
+_ORDER = (
+    CollectiveKind.REDUCE_SCATTER,  # what is scattered is less for those that follow
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.ALL_TO_ALL,
+    CollectiveKind.ALL_GATHER,
+)
+
+
+def redistribute(made: Layout, wanted: Layout) -> tuple[Collective, ...]:
+    """The collectives that bring a value from one layout into another on the same mesh, each over
+    all axes that need it."""
+    assert made.mesh == wanted.mesh
+    axes = [name for name, _ in made.mesh.axes]
+    kinds = [
+        (_kind(before, after), name)
+        for name, before, after in zip(axes, made.placements, wanted.placements, strict=True)
+        if before != after and made.mesh.size(name) > 1
+    ]
+    kinds.sort(key=lambda step: _ORDER.index(step[0]))
+    return tuple(
+        Collective(kind, made.mesh.groups(*(name for _, name in row)))
+        for kind, row in itertools.groupby(kinds, key=lambda step: step[0])
+    )
+
+
+def _kind(before: Placement, after: Placement) -> CollectiveKind:
+    match before, after:
+        case Partial(), Replicate():
+            return CollectiveKind.ALL_REDUCE
+        case Partial(), Shard():
+            return CollectiveKind.REDUCE_SCATTER
+        case Shard(), Replicate():
+            return CollectiveKind.ALL_GATHER
+        case Shard(), Shard():
+            return CollectiveKind.ALL_TO_ALL
+    raise AssertionError(f"nothing brings {before} to {after}")
