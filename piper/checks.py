@@ -322,8 +322,8 @@ _OWN = (*SAVED, Kind.HANDOFF, Kind.INPUT)
 def _placed(dag: Dag, facts: Facts, code: Code) -> None:
     """Every chunk recomputes and is divided as its code is, and has code for all its groups."""
     for node in dag.nodes:
-        if node.devices and len(node.devices) not in code.programs:
-            raise MalformedError(f"there is none for groups of {len(node.devices)} devices")
+        if node.devices and node.parts not in code.programs:
+            raise MalformedError(f"there is none for groups of {node.parts} devices")
     for n, row in code.programs.items():
         for place, (piece, made) in enumerate(zip(code.pieces, row, strict=True)):
             with within(f"programs of {piece.name}"):

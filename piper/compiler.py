@@ -308,19 +308,19 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
     groups = [d for d in strategy.directives if isinstance(d, Place) and d.devices]
     count = parts[0] if parts and isinstance(parts[0], int) and parts[0] > 0 else 1
     for place in groups:
-        each = count * len(place.devices)
+        each = count * place.parts
         if batch % each:
-            fits = [n for n in range(1, batch + 1) if batch % (n * len(place.devices)) == 0]
+            fits = [n for n in range(1, batch + 1) if batch % (n * place.parts) == 0]
             advice = f"numbers of microbatches that work for it: {fits}" if fits else (
                 f"give a batch that is a multiple of {each}"
             )  # fmt: skip
             raise DirectiveError(
                 f"{place}: a batch of {batch} in {count} microbatches does not divide over "
-                f"{len(place.devices)} devices; {advice}"
+                f"{place.parts} devices; {advice}"
             )
     if batch % count:
         count = 1  # split itself says what is wrong
-    return _Shape(count, tuple(dict.fromkeys(len(p.devices) for p in groups)) or (1,))
+    return _Shape(count, tuple(dict.fromkeys(p.parts for p in groups)) or (1,))
 
 
 def _lowered(

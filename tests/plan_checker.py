@@ -240,7 +240,10 @@ class _Checker:
                 if x.verb is not Verb.FREE:
                     found[c, x.node, x.verb] += 1
                     node = self.dag.nodes[x.node]
-                    group = node.devices if x.verb is Verb.COMPUTE else ()
+                    group: Group = ()
+                    if x.verb is Verb.COMPUTE:
+                        first = node.devices.index(plan.devices[0]) % node.replicas
+                        group = node.devices[first :: node.replicas]
                     if (x.op, x.group) != (node.op, group):
                         raise PlanError(f"{self.say((c, place))} is not {x.op} among {x.group}")
                 for w in x.waits:
@@ -585,7 +588,9 @@ class _Checker:
         mine = self._made_gradients(op.chunk, op.which, op.microbatch, Role.TIED_GRADIENT)
         found = []
         for other in self.dag.nodes if mine else ():
-            if not isinstance(other.op, Compute) or other.devices != node.devices:
+            if not isinstance(other.op, Compute):
+                continue
+            if (other.devices, other.replicas) != (node.devices, node.replicas):
                 continue
             later = other.op.chunk > op.chunk and other.op.microbatch == op.microbatch
             if later and not self._tied(op.chunk).isdisjoint(self._tied(other.op.chunk)):
@@ -830,7 +835,7 @@ class _Checker:
                 for value in writes:
                     made = self.dag.table.value(value)[0]
                     if made.role is Role.ACTIVATION and made.of in wanted:
-                        found.update({(value, d): 1 for d in node.devices})
+                        found.update({(value, d): 1 for d in node.devices[:: node.replicas]})
         return found
 
     def _update(self, at: At) -> None:
@@ -1182,8 +1187,7 @@ class _Checker:
         node = self.dag.nodes[x.node]
         aside = 0
         if isinstance(x.op, Transfer) and x.op.dim > 0:  # parts that do not lie side by side
-            both = len(x.op.source), len(x.op.target)
-            ends = tuple(n // k for n, k in zip(both, x.op.replicas, strict=True))
+            ends = x.op.parts
             mine, other = ends if x.verb is Verb.SEND else ends[::-1]
             if mine % other:
                 sends = x.verb is Verb.SEND
@@ -1362,7 +1366,7 @@ class _Checker:
                     part = i // stride % ways
                     held.devices[part].add(d)
                     held.parts[d].add(part)
-                    if made:
+                    if made and i % node.replicas == 0:  # of replicas, one counts
                         held.gradients[part].update((v, d) for v in made)
         return dict(found)
 

@@ -200,14 +200,14 @@ def test_meshes_that_are_none(make: Callable[[], piper.Mesh], words: list[str]) 
     ("placed", "sharded", "words"),
     [
         ({"batch": "tp"}, {}, ["axis 'tp'", "the mesh has dp, ep"]),
-        ({"batch": "dp"}, {}, ["'ep' would not divide the batch", "2 devices", "batch="]),
+        ({"batch": "dp"}, {"axis": "ep"}, ["'ep' does not divide the batch", "same rows"]),
         ({"devices": [0, 1, 2, 3], "batch": "dp"}, {}, ["names axes", "Mesh([0, 1, 2, 3], ...)"]),
         ({}, {"axis": "tp"}, ["axis='tp'", "has the axes dp, ep", "tp=..."]),
         ({"devices": [0, 1]}, {"axis": "ep"}, ["has no named axes", "ep=..."]),
         ({}, {"axis": "ep", "ways": 2}, ["give one of them"]),
         ({"devices": piper.Mesh([0, 0], ep=2)}, {"axis": "ep"}, ["names a device twice"]),
     ],
-    ids=["unknown", "unused", "no-mesh", "unknown-axis", "no-axes", "both", "twice"],
+    ids=["unknown", "replicated", "no-mesh", "unknown-axis", "no-axes", "both", "twice"],
 )
 def test_axes_that_are_refused(
     placed: dict[str, Any], sharded: dict[str, Any], words: list[str]

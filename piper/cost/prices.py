@@ -41,8 +41,8 @@ class Prices:
         """Of a computation or an update, on each device of that kind."""
         match node.op:
             case Compute(chunk=chunk, which=which) as op:
-                key: tuple[object, ...] = chunk, which, len(node.devices), id(device)
-                predicted = partial(self._pass, op, len(node.devices), device)
+                key: tuple[object, ...] = chunk, which, node.parts, id(device)
+                predicted = partial(self._pass, op, node.parts, device)
             case Update(bucket=bucket):
                 key = bucket, id(device)
                 predicted = partial(self._update, bucket, device)
@@ -65,7 +65,7 @@ class Prices:
     def useful(self, node: Node) -> int:
         """Operations of a computation on all its devices, without what is computed again."""
         op = node.compute
-        group = len(node.devices)
+        group = node.parts
         model = self._sizes.models.get(group, self._dag.model)
         passes = model.chunks[op.chunk].variants[Remat.NONE].passes
         found = passes.get(op.which) or passes.get(Pass.B)

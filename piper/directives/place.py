@@ -8,6 +8,7 @@ The group divides the microbatch; what flows between groups is sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -34,8 +35,10 @@ class Place(Directive):
         group = self.devices
         check_group(group)
         check_stream("stream", self.stream)
-        mesh = None if self.axes is None else Mesh(group, **self.axes)
         self._check_batch()
+        mesh = self.mesh
+        if mesh is not None:
+            group = mesh.devices
         sends = SendRule(self.stream, me)
         changed = {}
         for number in select(dag, Filter.of(self.where)):
@@ -45,8 +48,31 @@ class Place(Directive):
                     f"{name_of(dag, number)} is placed already, on {list(node.devices)} by "
                     f"{dag.history[node.sends.made_by]}: make the two filters disjoint"
                 )
-            changed[number] = replace(node, devices=group, mesh=mesh, sends=sends, made_by=me)
+            changed[number] = replace(
+                node, devices=group, mesh=mesh, replicas=self.replicas, sends=sends, made_by=me
+            )
         return dag.with_nodes(changed)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices with their axes, those that divide the batch first."""
+        if self.axes is None:
+            return None
+        mesh = Mesh(self.devices, **self.axes)
+        return mesh if self.batch is None else mesh.first(self.batch)
+
+    @property
+    def replicas(self) -> int:
+        """How many devices have the same rows: those along the axes that do not divide the
+        batch."""
+        if self.axes is None or self.batch is None:
+            return 1
+        return math.prod(size for axis, size in self.axes.items() if axis not in self.batch)
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices the rows of a microbatch are divided."""
+        return len(self.devices) // self.replicas
 
     def _check_batch(self) -> None:
         if self.batch is None:
@@ -60,13 +86,6 @@ class Place(Directive):
         if unknown:
             raise DirectiveError(
                 f"batch names the axis {unknown[0]!r}, but the mesh has {', '.join(self.axes)}"
-            )
-        left = [a for a, size in self.axes.items() if size > 1 and a not in self.batch]
-        if left:
-            raise DirectiveError(
-                f"the axis {left[0]!r} would not divide the batch, and nothing else divides along "
-                f"it: its {self.axes[left[0]]} devices would all compute the same. Name it in "
-                "batch=, or leave batch= out"
             )
 
     def _written(self, field: str) -> str:
@@ -88,7 +107,8 @@ def place(
     """Run the matched nodes on ``devices``, which divide each microbatch among them.
 
     ``devices`` is a list, or a ``Mesh`` whose axes other directives can name; ``batch`` are those
-    of its axes that divide the batch, by default all. What the nodes send to other groups goes over
+    of its axes that divide the batch, by default all: devices along the others have the same rows,
+    and compute the same. What the nodes send to other groups goes over
     ``stream``. A filter on the microbatch may place the same stage on different groups.
     """
     names = (batch,) if isinstance(batch, str) else None if batch is None else tuple(batch)

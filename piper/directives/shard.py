@@ -46,9 +46,9 @@ class Shard(Directive):
             if not node.devices:
                 raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
             ways, stride = self._division(node, name_of(dag, number))
-            if len(node.devices) % ways:
+            if node.parts % ways:
                 raise DirectiveError(
-                    f"ways={ways} does not divide the {len(node.devices)} devices of "
+                    f"ways={ways} does not divide the {node.parts} devices of "
                     f"{name_of(dag, number)}"
                 )
             rule = ShardRule(ways, self.dim, self.stream, me, stride)
@@ -77,7 +77,7 @@ class Shard(Directive):
     def _division(self, node: Node, name: str) -> tuple[int, int]:
         """Over how many devices of a node the experts are divided, and how far these are apart."""
         if self.axis is None:
-            return (len(node.devices) if self.ways is None else self.ways), 1
+            return (node.parts if self.ways is None else self.ways), node.replicas
         mesh = node.mesh
         if mesh is None or self.axis not in dict(mesh.axes):
             axes = ", ".join(name for name, _ in mesh.axes) if mesh else ""
@@ -86,7 +86,14 @@ class Shard(Directive):
                 f"axis={self.axis!r}: {name} is placed on {mesh or list(node.devices)}, which "
                 f"{has}; give place(..., devices=Mesh(..., {self.axis}=...))"
             )
-        return mesh.size(self.axis), mesh.stride(self.axis)
+        stride = mesh.stride(self.axis)
+        if stride < node.replicas and mesh.size(self.axis) > 1:
+            raise DirectiveError(
+                f"axis={self.axis!r} does not divide the batch in {name}: its devices have the "
+                "same rows, and no experts' rows to exchange; name it in place(batch=), or shard "
+                "along an axis that is named there"
+            )
+        return mesh.size(self.axis), stride
 
     def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
         """A parameter is divided for all regions that use it or for none."""

@@ -54,6 +54,11 @@ class Transfer:
     replicas: tuple[int, int] = (1, 1)
     """How many neighbours in the source, and in the target, have the same part."""
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Into how many parts the source and the target divide the value."""
+        return len(self.source) // self.replicas[0], len(self.target) // self.replicas[1]
+
 
 class CollectiveKind(Enum):
     ALL_REDUCE = "all_reduce"

@@ -2,6 +2,8 @@
 
 2 devices   [ 0         | 1         ]
 3 devices   [ 0     | 1     | 2     ]      1 of 3 gets the last third of 0 and the first of 1
+
+Where several have the same part, each member of the target gets it from one of them.
 """
 
 from __future__ import annotations
@@ -34,28 +36,51 @@ class Overlap(NamedTuple):
 
 def sent_by(op: Transfer, device: int) -> list[Overlap]:
     """What ``device`` sends to each member of the target."""
-    return _overlaps(op.source.index(device), len(op.source), op.target)
+    mine = op.source.index(device) // op.replicas[0]
+    return [
+        Overlap(peer, start, stop)
+        for part, start, stop in _overlaps(mine, *op.parts)
+        for peer in _replicas(op.target, op.replicas[1], part)
+        if _sender(op, mine, peer) == device
+    ]
 
 
 def received_by(op: Transfer, device: int) -> list[Overlap]:
     """What ``device`` receives from each member of the source."""
-    return _overlaps(op.target.index(device), len(op.target), op.source)
-
-
-def _overlaps(mine: int, parts: int, others: Group) -> list[Overlap]:
-    """The members of ``others`` that have something of part ``mine`` of ``parts``."""
-    n = len(others)
-    first, end = mine * n // parts, -((-mine - 1) * n // parts)
-    found = []
-    for i in range(first, end):
-        start = max(Fraction(i * parts, n) - mine, Fraction(0))
-        stop = min(Fraction((i + 1) * parts, n) - mine, Fraction(1))
-        found.append(Overlap(others[i], start, stop))
-    return found
+    mine = op.target.index(device) // op.replicas[1]
+    return [
+        Overlap(_sender(op, part, device), start, stop)
+        for part, start, stop in _overlaps(mine, *reversed(op.parts))
+    ]
 
 
 def scattered(op: Transfer, *, sends: bool) -> bool:
     """Whether what a member sends, or receives, is several parts that do not lie one after
     another in its memory."""
-    mine, other = (op.source, op.target) if sends else (op.target, op.source)
-    return op.dim > 0 and len(mine) % len(other) != 0
+    mine, other = op.parts if sends else reversed(op.parts)
+    return op.dim > 0 and mine % other != 0
+
+
+def _overlaps(mine: int, parts: int, others: int) -> list[tuple[int, Fraction, Fraction]]:
+    """Those of ``others`` parts that have something of part ``mine`` of ``parts``, and where in
+    that it begins and ends."""
+    first, end = mine * others // parts, -((-mine - 1) * others // parts)
+    found = []
+    for i in range(first, end):
+        start = max(Fraction(i * parts, others) - mine, Fraction(0))
+        stop = min(Fraction((i + 1) * parts, others) - mine, Fraction(1))
+        found.append((i, start, stop))
+    return found
+
+
+def _replicas(group: Group, replicas: int, part: int) -> Group:
+    """The members of ``group`` that have a part."""
+    return group[part * replicas : (part + 1) * replicas]
+
+
+def _sender(op: Transfer, part: int, target: int) -> int:
+    """Who sends its part to ``target``: itself, if it has it; otherwise replicas take turns."""
+    holders = _replicas(op.source, op.replicas[0], part)
+    if target in holders:
+        return target
+    return holders[op.target.index(target) % op.replicas[1] % len(holders)]

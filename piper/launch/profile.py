@@ -155,7 +155,7 @@ class Profile(Shown):
                 for one in row:
                     node = dag.nodes[instructions[one.place].node]
                     if isinstance(node.op, Compute):
-                        group = len(node.devices)
+                        group = node.parts
                         flops = sizes.facts(node.op, group).flops
                         yield work_of(dag, node.op, group), flops, one.end - one.start
 

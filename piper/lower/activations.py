@@ -35,6 +35,7 @@ def add_activations(dag: Dag, models: Mapping[int, Model]) -> Dag:
             raise DirectiveError(
                 f"{name_of(dag, number)} is not placed on any device: add a place that matches it"
             )
+    _refuse_other_replicas(dag)
     forms = _Forms(dag, models)
     for number in range(len(dag.nodes)):
         forms.connect(number)
@@ -163,6 +164,20 @@ class _Forms:
                 f"size ({places})"
             )
         return found
+
+
+def _refuse_other_replicas(dag: Dag) -> None:
+    """Gradients of one region add up over microbatches, and count once for all replicas."""
+    first: dict[int, int] = {}
+    for number, node in enumerate(dag.nodes):
+        other = dag.nodes[first.setdefault(node.compute.chunk, number)]
+        if other.replicas != node.replicas:
+            raise DirectiveError(
+                f"{name_of(dag, number)} is computed alike by {node.replicas} devices each, and "
+                f"other microbatches of it by {other.replicas}: leave the same number of devices "
+                f"out of batch= ({dag.history[node.sends.made_by]}, "
+                f"{dag.history[other.sends.made_by]})"
+            )
 
 
 def _divided(here: tuple[int, ...], there: tuple[int, ...], source: int, target: int) -> int | None:

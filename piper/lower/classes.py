@@ -24,24 +24,25 @@ class Classes:
 
 
 def classes_of(dag: Dag) -> Classes:
-    """The coarsest division such that every node takes in a class wholly or not at all."""
-    groups: dict[tuple[Group, ...], int] = {}
+    """The coarsest division such that every node takes in a class wholly or not at all, and of
+    replicas each is in one of its own."""
+    groups: dict[tuple[tuple[Group, int], ...], int] = {}
     seen: set[tuple[int, ...]] = set()
     for node in dag.nodes:
-        sides: tuple[Group, ...] = (node.devices,)
+        sides: tuple[tuple[Group, int], ...] = ((node.devices, node.replicas),)
         if isinstance(node.op, Transfer):
-            sides = (node.op.source, node.op.target)
-        key = tuple(map(id, sides))
+            sides = tuple(zip((node.op.source, node.op.target), node.op.replicas, strict=True))
+        key = tuple(x for group, replicas in sides for x in (id(group), replicas))
         if key in seen:
             continue
         seen.add(key)
         groups.setdefault(sides, len(groups))
-    marks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    marks: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for sides, number in groups.items():
-        for side, group in enumerate(sides):
-            for device in group:
-                marks[device].append((number, side))
-    found: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for side, (group, replicas) in enumerate(sides):
+            for rank, device in enumerate(group):
+                marks[device].append((number, side, rank % replicas))
+    found: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     for device in sorted(marks):
         found.setdefault(tuple(marks[device]), []).append(device)
     members = tuple(tuple(devices) for devices in found.values())

@@ -33,7 +33,7 @@ class Costs:
         if known is not None:
             return known
         if isinstance(node.op, Compute):
-            flops = sizes.facts(node.op, len(node.devices)).flops
+            flops = sizes.facts(node.op, node.parts).flops
             return self.overhead + flops / self.flops_per_second
         if isinstance(node.op, Update):
             return self.overhead

@@ -16,7 +16,7 @@ def meeting_size(op: Transfer | Collective) -> int:
     """How many devices meet in each of ``meetings``."""
     if isinstance(op, Collective):
         return len(op.groups[0])
-    return (len(op.source) + len(op.target)) // math.gcd(len(op.source), len(op.target))
+    return (len(op.source) + len(op.target)) // math.gcd(*op.parts)
 
 
 def meetings(op: Transfer | Collective) -> tuple[Sides, ...]:
@@ -24,7 +24,7 @@ def meetings(op: Transfer | Collective) -> tuple[Sides, ...]:
     have the same of the value."""
     if isinstance(op, Collective):
         return tuple(tuple((d, Verb.COLLECTIVE) for d in group) for group in op.groups)
-    count = math.gcd(len(op.source), len(op.target))
+    count = math.gcd(*op.parts)
     sources, targets = len(op.source) // count, len(op.target) // count
     return tuple(
         (

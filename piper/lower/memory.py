@@ -331,7 +331,7 @@ def _workspace(
     """Bytes that an instruction needs while it runs beside what it reads and writes; ``freed`` are
     the slots that nobody needs after it, ``steps`` the buckets that the optimizer updates in it."""
     if isinstance(x.op, Compute):
-        facts = sizes.facts(x.op, len(dag.nodes[x.node].devices))
+        facts = sizes.facts(x.op, dag.nodes[x.node].parts)
         eased = facts.eased if _reads_last(dag, x, facts, freed) else 0
         return facts.workspace - eased + _added(x, size)
     if isinstance(x.op, Update):
@@ -347,7 +347,7 @@ def _housed(dag: Dag, sizes: Sizes, x: Instruction) -> int:
     """Bytes more that a pass needs where the memory of its gradients is there first."""
     if not isinstance(x.op, Compute):
         return 0
-    return sizes.facts(x.op, len(dag.nodes[x.node].devices)).housed
+    return sizes.facts(x.op, dag.nodes[x.node].parts).housed
 
 
 def _reads_last(dag: Dag, x: Instruction, facts: PassFacts, freed: list[int]) -> bool:

@@ -185,8 +185,8 @@ def _op_to_json(op: Op | None) -> list[Any] | None:
     match op:
         case Compute(chunk=chunk, which=which, microbatch=microbatch):
             return ["compute", chunk, which.value, microbatch]
-        case Transfer(source=source, target=target, dim=dim):
-            return ["transfer", source, target, dim]
+        case Transfer(source=source, target=target, dim=dim, replicas=replicas):
+            return ["transfer", source, target, dim, replicas]
         case Collective(kind=kind, groups=groups):
             return ["collective", kind.value, groups]
         case Update(bucket=bucket):

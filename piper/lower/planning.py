@@ -190,6 +190,8 @@ class _Planner:
             case Compute():
                 reads = [v for v in node.reads if self.shared.role(v) is not Role.SEED]
                 yield Verb.COMPUTE, node.stream, reads, self._leaders(node.writes)
+            case Collective(kind=CollectiveKind.ALL_TO_ALL):
+                yield Verb.COLLECTIVE, node.stream, node.reads, node.writes
             case Collective():
                 yield (
                     Verb.COLLECTIVE,
@@ -209,8 +211,9 @@ class _Planner:
             for value in node.reads if isinstance(node.op, Compute) else ():
                 if self.shared.role(value) is Role.BATCH:
                     microbatch = self.dag.table.value(value)[1]
-                    _, group = found.setdefault(value, (microbatch, node.devices))
-                    if not same_group(group, node.devices):
+                    rows = self._rows(node)
+                    _, group = found.setdefault(value, (microbatch, rows))
+                    if not same_group(group, rows):
                         self._refuse_two_parts(value, number, group)
         return found
 
@@ -228,10 +231,23 @@ class _Planner:
         return list(dict.fromkeys(self.sums.get(v, v) for v in values))
 
     def _mine(self, values: tuple[int, ...]) -> list[int]:
-        """Those of ``values`` that this class makes: a holder that computes none of a sum's parts
-        takes part in the sum with nothing."""
+        """Those of ``values`` that this class makes, of replicas the first: a holder that computes
+        none of a sum's parts takes part in the sum with nothing."""
         nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
-        return [v for v in values if v in producers and self.me in by(nodes[producers[v]].devices)]
+        made = ((value, nodes[producers[value]]) for value in values if value in producers)
+        return [
+            value
+            for value, maker in made
+            if self.me in by(maker.devices)
+            and (maker.replicas == 1 or self.members[0] in maker.replica(0))
+        ]
+
+    def _rows(self, node: Node) -> Group:
+        """The devices, those of this class among them, that divide the rows of what a node
+        computes."""
+        if node.replicas == 1:
+            return node.devices
+        return node.replica(node.devices.index(self.members[0]))
 
     def _slot(self, value: int) -> int:
         slot = self.slots.get(value)
@@ -273,7 +289,7 @@ class _Planner:
                 op=node.op,
                 role=role,
                 of=of,
-                group=node.devices if verb is Verb.COMPUTE else (),
+                group=self._rows(node) if verb is Verb.COMPUTE else (),
                 reads=tuple([self._slot(v) for v in reads]),
                 writes=tuple([self._slot(v) for v in writes]),
                 adds=tuple([self._slot(v) for v in added]),

@@ -178,8 +178,8 @@ class Recorded:
         """How long a node takes; None if nothing like it was measured."""
         match node.op:
             case Compute() as op:
-                flops = sizes.facts(op, len(node.devices)).flops
-                return self.pass_seconds(work_of(dag, op, len(node.devices)), flops)
+                flops = sizes.facts(op, node.parts).flops
+                return self.pass_seconds(work_of(dag, op, node.parts), flops)
             case Update(bucket=bucket):
                 itemsize = dag.buckets[bucket].gradient.itemsize
                 return self.moved_seconds("update", 1, sizes.part(bucket, 1) * itemsize)

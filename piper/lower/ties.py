@@ -23,14 +23,15 @@ def tie_gradients(dag: Dag) -> Dag:
     users = dag.table.ties
     if not users:
         return dag
-    makers: defaultdict[tuple[int, int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
+    makers: defaultdict[tuple[int, ...], dict[int, tuple[int, int]]] = defaultdict(dict)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Compute) and node.op.chunk in users:
             for value in node.writes:
                 if value < dag.first_extra:
                     found, microbatch = dag.table.value(value)
                     if found.role is Role.TIED_GRADIENT:
-                        key = (users[node.op.chunk], microbatch, id(node.devices))
+                        group = id(node.devices), node.replicas
+                        key = (users[node.op.chunk], microbatch, *group)
                         makers[key][node.op.chunk] = (number, value)
     changed: dict[int, Node] = {}
     for row in makers.values():

@@ -42,7 +42,7 @@ def receive(board: Board, x: Instruction, op: Transfer) -> Act:
     where, name, dim = board.where, x.name, op.dim
     store = board.store
     (slot,) = x.writes
-    spec = board.code.values[len(op.target)][x.of]
+    spec = board.code.values[op.parts[1]][x.of]
     messages = [
         (board.comm.receive(x.node, x.stream, part.peer), part)
         for part in received_by(op, board.device)

@@ -132,7 +132,7 @@ class _Describe:
     def _flops(self, node: Node) -> int:
         if not isinstance(node.op, Compute):
             return 0
-        return self._sizes.facts(node.op, len(node.devices)).flops
+        return self._sizes.facts(node.op, node.parts).flops
 
 
 def _kind(node: Node, verb: Verb) -> str:
