@@ -23,7 +23,7 @@ from piper.capture.export import Loss
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
-from piper.capture.rows import scrambled_values
+from piper.capture.rows import Rows, rows_of
 from piper.directives.place import Place
 from piper.directives.remat import Remat
 from piper.directives.split import Split
@@ -130,6 +130,7 @@ class Capture:
         self._traces = Traces(subject)
         self._known = Known()
         self._shares: dict[tuple[int, int, int], Joint] = {}
+        self._rows: dict[int, Mapping[int, Rows]] = {}
         self._cost: OptimizerCost | None = None
 
     def compile(
@@ -209,8 +210,7 @@ class Capture:
         models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
         for n in captured:
             _refuse_other_share(facts[n], models[n])
-        if len(models) > 1:
-            models = _with_rows(models, captured)
+        models = self._with_rows(models, captured)
         programs = {
             n: consume_inputs(
                 c.cut, [known.passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])]
@@ -218,6 +218,25 @@ class Capture:
             for n, c in captured.items()
         }
         return _Placed(dag, Facts(whole, models), Code.of(captured, programs))
+
+    def _with_rows(
+        self, models: Mapping[int, Model], captured: Mapping[int, Captured]
+    ) -> dict[int, Model]:
+        """``models`` with what is known of where rows are."""
+        most = captured[min(captured)]  # of one row, nothing would be seen
+        if id(most) not in self._rows:
+            self._rows[id(most)] = rows_of(most.cut, most.example.size // most.microbatches)
+        rows = self._rows[id(most)]
+        return {
+            n: replace(
+                model,
+                values=tuple(
+                    replace(facts, rows=rows[value].dim, scrambled=rows[value].scrambled)
+                    for value, facts in enumerate(model.values)
+                ),
+            )
+            for n, model in models.items()
+        }
 
     def _placed_for_evaluation(
         self, strategy: Strategy, captured: Mapping[int, Captured]
@@ -244,22 +263,6 @@ class Capture:
                 joint = self._shares[key]
             found.append(joint)
         return tuple(found)
-
-
-def _with_rows(models: Mapping[int, Model], captured: Mapping[int, Captured]) -> dict[int, Model]:
-    """``models`` with what is known of where rows are: groups of several sizes divide them anew."""
-    most = captured[min(captured)]  # of one row, nothing would be seen
-    scrambled = scrambled_values(most.cut, most.example.size // most.microbatches)
-    return {
-        n: replace(
-            model,
-            values=tuple(
-                replace(facts, scrambled=value in scrambled)
-                for value, facts in enumerate(model.values)
-            ),
-        )
-        for n, model in models.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)

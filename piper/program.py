@@ -27,6 +27,7 @@ from piper.errors import PiperError
 from piper.ir.build import build
 from piper.ir.dag import Bucket, Compute, Dag, StreamRule
 from piper.ir.facts import Facts, Model
+from piper.ir.layout_text import layouts_text
 from piper.ir.text import text
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
@@ -262,9 +263,16 @@ class Program:
         Path(path).write_text(page, encoding="utf-8")
 
     def text(self) -> str:
-        """The strategy, the DAG, the plans and their memory, to be read."""
-        parts = [str(self.strategy), text(self.dag), *map(str, self.plans), *map(str, self.memory)]
-        return "\n\n".join(parts)
+        """The strategy, the DAG, the layouts of its values, the plans and their memory, to be
+        read."""
+        parts = [str(self.strategy), text(self.dag), self.layouts]
+        return "\n\n".join([*parts, *map(str, self.plans), *map(str, self.memory)])
+
+    @property
+    def layouts(self) -> str:
+        """How every value lies on the devices that have it: sharded, replicated or a partial sum
+        along each axis of their mesh, one a line."""
+        return layouts_text(self.dag, self.models)
 
     def __str__(self) -> str:
         head = (

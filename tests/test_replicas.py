@@ -123,3 +123,28 @@ def test_replicas_that_differ_between_microbatches() -> None:
     ]
     with pytest.raises(piper.DirectiveError, match="computed alike by 1 devices each"):
         compiled(model, strategy, mean_loss, batches)
+
+
+def test_layouts_are_printed() -> None:
+    model, batches = built(Experts, 1, EXPERTS), token_batches(ROWS, SEQ)
+    mesh = piper.Mesh(range(8), tp=2, dp=2, ep=2)
+    strategy = [
+        place({}, devices=mesh, batch=["dp", "ep"]),
+        shard({"EP": "*"}, axis="ep"),
+        replicate({"EP": "-"}, zero=2),
+    ]
+    program = compiled(model, strategy, mean_loss, batches)
+    lines = [" ".join(line.split()) for line in program.layouts.splitlines()]
+    where = "@0,4,1,5,2,6,3,7"
+    assert [
+        f"x0 inputs[0] [6, 12] {where} dp S(0), ep S(0), tp R",
+        f"v4 view_1 [12, 6, 7] {where} dp S(1), ep S(1), tp R",
+        f"v4 view_1 [12, 6, 7] in layer[0] EP[0] {where} dp S(1), ep S(0), tp R",
+        f"v8 cross_entropy_loss [] {where} dp P(sum), ep P(sum), tp R",
+        f"dw2 layer[0] EP[0] {where} dp P(sum), ep S(0), tp R",
+        f"dw0 embed[0] {where} dp P(sum), ep P(sum), tp R",
+        f"bucket0 parameters at rest {where} shard R",
+        f"bucket0 gradients as made {where} shard P(sum)",
+        f"bucket0 optimizer state {where} shard S(0)",
+    ] == [line for line in lines if line.split()[0] in ("x0", "v4", "v8", "dw2", "dw0", "bucket0")]
+    assert program.layouts in program.text()

@@ -8,6 +8,8 @@ has something of every row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, fx
 
 from piper.capture.chunks import Body, Cut
@@ -16,9 +18,18 @@ from piper.capture.layouts import Axis, Layout, Mixed
 from piper.capture.mixing import Layouts, UnknownOperation, layouts_of, plain_layouts
 
 
-def scrambled_values(cut: Cut, rows: int) -> frozenset[int]:
-    """The values that are known to have their rows otherwise than one after another; ``rows`` is
-    how many a tensor of the batch has."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of a value are."""
+
+    dim: int | None = None
+    """The dimension that they divide, if any."""
+    scrambled: bool = False
+    """Whether they are known to lie otherwise than one after another in it."""
+
+
+def rows_of(cut: Cut, rows: int) -> dict[int, Rows]:
+    """Of every value between chunks; ``rows`` is how many a tensor of the batch has."""
     made = {value for chunk in cut.chunks for value in chunk.outputs}
     found: dict[int, Layout] = {}
     known: dict[tuple[str, tuple[Layout, ...]], tuple[Layout, ...]] = {}
@@ -32,7 +43,7 @@ def scrambled_values(cut: Cut, rows: int) -> frozenset[int]:
         if key not in known:
             known[key] = _followed(chunk.body, given, rows)
         found |= zip(chunk.outputs, known[key], strict=True)
-    return frozenset(value for value, layout in found.items() if _scrambled(layout))
+    return {value: _rows(layout) for value, layout in found.items()}
 
 
 def _followed(body: Body, given: tuple[Layout, ...], rows: int) -> tuple[Layout, ...]:
@@ -69,10 +80,10 @@ def _guesses(made: object, rows: int) -> Layouts:
     return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in made)
 
 
-def _scrambled(layout: Layout) -> bool:
-    """Whether something counts slower than the rows in their dimension."""
-    return any(
-        factor.axis is Axis.ROWS and any(before.size > 1 for before in dim[:place])
-        for dim in layout.dims
-        for place, factor in enumerate(dim)
-    )
+def _rows(layout: Layout) -> Rows:
+    """They are scrambled where something counts slower than they do in their dimension."""
+    for number, dim in enumerate(layout.dims):
+        for place, factor in enumerate(dim):
+            if factor.axis is Axis.ROWS:
+                return Rows(number, any(before.size > 1 for before in dim[:place]))
+    return Rows()

@@ -114,6 +114,8 @@ class ValueFacts:
     nbytes: int
     copied: int | None = None
     """As in ``Stored``."""
+    rows: int | None = None
+    """The dimension that has the rows of the batch, if any."""
     scrambled: bool = False
     """Whether the rows of the batch are known not to lie one after another in a dimension of it, so
     that devices which divide the batch otherwise cannot get their part."""

@@ -33,7 +33,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = zip(self.mesh.axes, self.placements, strict=True)
-        return ", ".join(f"{name} {placement}" for (name, _), placement in axes)
+        shown = [f"{name} {placement}" for (name, size), placement in axes if size > 1]
+        return ", ".join(shown) or "whole"
 
 
 def everywhere(mesh: Mesh, placement: Placement) -> Layout:

@@ -8,12 +8,14 @@ is written once, and a step is the row of its nodes' numbers, or what changed of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from piper.capture.program import Pass
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Dag, Node, Op, Rest, Sms, Transfer, Update
 from piper.ir.facts import Model
+from piper.ir.layout_text import layout_lines
 from piper.ir.text import group_text, name_of
 from piper.ir.values import ExtraRole, Role, Value
 from piper.lower.sizes import Sizes
@@ -201,8 +203,14 @@ def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:
     """The values of one microbatch, in words, and those that lowering added: what they are, what
     they are of, and their bytes on a device."""
     first = dag.first_extra
+    lies: dict[int, str] = {}
+    for line in layout_lines(replace(dag, buckets=()), sizes.models):
+        lies.setdefault(line.number % dag.table.size, f" ({line.layout})")
     return {
-        "texts": [_text(dag, value) for value in dag.table.values],
+        "texts": [
+            _text(dag, value) + lies.get(number, "")
+            for number, value in enumerate(dag.table.values)
+        ],
         "bytes": [sizes.nbytes(number) for number in range(dag.table.size)],
         "first": first,
         "extra": [
