@@ -11,6 +11,7 @@ from piper.job import Job
 from piper.launch import Trainer, launch
 from piper.lower.costs import Costs
 from piper.lower.memory import Holder, Memory
+from piper.lower.tasks import CostModel, Task
 from piper.lower.traffic import Traffic
 from piper.program import Program
 from piper.strategy import Strategy
@@ -20,6 +21,7 @@ __all__ = [
     "Capture",
     "CaptureError",
     "Cluster",
+    "CostModel",
     "Costs",
     "Device",
     "DirectiveError",
@@ -37,6 +39,7 @@ __all__ = [
     "Simulation",
     "Source",
     "Strategy",
+    "Task",
     "Traffic",
     "Trainer",
     "annotate",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from piper.capture.codegen import Eager
 from piper.capture.model import Precision
 from piper.capture.program import SAVED, Kind, Pass, Ref
 from piper.capture.program import Program as ChunkProgram
@@ -33,6 +34,8 @@ def check(program: Program) -> None:
         raise MalformedError(f"precision: {shown(program.training.precision)} is unknown")
     if program.settings.clip != (program.training.clip_norm is not None):
         raise MalformedError("settings.clip: it does not say whether there is a clip_norm")
+    if program.settings.fused != (not isinstance(program.compiler, Eager)):
+        raise MalformedError("settings.fused: it does not say whether the compiler fuses")
     for name, code in (("code", program.code), ("evaluation_code", program.evaluation_code)):
         with within(name):
             _code(code)

@@ -27,6 +27,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     name: item for name, item in vars(torch).items() if isinstance(item, torch.dtype)
 }
 """By the names that files use."""
+_WRITTEN = "written"
 _LARGEST = 2**63
 _SHOWN = 60
 
@@ -183,6 +184,11 @@ def encode(item: Any) -> Any:
     return item
 
 
+def written_as(kind: Any) -> Mapping[str, Any]:
+    """The metadata of a field that in files is of type ``kind``."""
+    return {_WRITTEN: kind}
+
+
 def decode(kind: Any, data: Any) -> Any:
     """What ``encode`` made of an object of type ``kind``, again; anything else is refused."""
     return _reader(kind)(data)
@@ -253,7 +259,7 @@ def _enum_of(kind: type[Enum]) -> Callable[[Any], Any]:
 
 def _dataclass_of(kind: Any) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(kind)
-    readers = [(f.name, _reader(hints[f.name])) for f in fields(kind)]
+    readers = [(f.name, _reader(f.metadata.get(_WRITTEN, hints[f.name]))) for f in fields(kind)]
 
     def read(data: Any) -> Any:
         found = {}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from piper.capture.batch import Batch
-from piper.capture.codegen import CompilerName
+from piper.capture.codegen import CompilerName, Eager
 from piper.capture.experts import trace_share
 from piper.capture.export import Loss
 from piper.capture.joint import Joint
@@ -35,6 +35,7 @@ from piper.lower.costs import Costs
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import OptimizerCost
+from piper.lower.tasks import CostModel
 from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
@@ -96,7 +97,7 @@ def compile(
     remat: str | None = None,
     clip_norm: float | None = None,
     memory_limit: int | None = None,
-    costs: Costs | None = None,
+    costs: CostModel | None = None,
     seed: int = 0,
 ) -> Program:
     """Compile ``model`` for training under ``strategy``: ``capture`` and ``Capture.compile`` in a
@@ -134,11 +135,16 @@ class Capture:
         self._cost: OptimizerCost | None = None
 
     def compile(
-        self, strategy: Strategy, *, memory_limit: int | None = None, costs: Costs | None = None
+        self,
+        strategy: Strategy,
+        *,
+        memory_limit: int | None = None,
+        costs: CostModel | None = None,
     ) -> Program:
         """The program of ``strategy``. ``memory_limit`` is the bytes that a device has: a strategy
-        that needs more is refused. ``costs`` says how fast devices compute and communicate, or what
-        was measured: what a strategy leaves open is ordered by it."""
+        that needs more is refused. ``costs`` says how long things take, by which that is ordered
+        which a strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, what was measured, or a
+        cost model of your own."""
         _check_strategy(strategy)
         _check(memory_limit, costs)
         shape = _shape(strategy, self._size)
@@ -153,7 +159,8 @@ class Capture:
                 optimizer=self._cost,
                 memory_limit=memory_limit,
                 gpu=first.device.type == "cuda",
-                costs=costs or Costs(),
+                fused=not isinstance(first.compiler, Eager),
+                costs=Costs() if costs is None else costs,
             )
             placed = self._placed(strategy, captured)
             found = _lowered(placed, self._training, settings, first.device)
@@ -283,8 +290,11 @@ def _check(memory_limit: int | None, costs: object) -> None:
     whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
     if memory_limit is not None and (not whole or memory_limit <= 0):
         raise PiperError(f"memory_limit={memory_limit!r} must be a number of bytes, or None")
-    if not isinstance(costs, Costs | None):
-        raise PiperError(f"costs={costs!r} must be piper.Costs(...), or None")
+    if not isinstance(costs, CostModel | None):
+        raise PiperError(
+            f"costs={costs!r} must be piper.Costs(...) or another cost model, which has a method "
+            "duration(task, devices), or None"
+        )
 
 
 def _warn_of_evaluation_mode(model: nn.Module) -> None:

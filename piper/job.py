@@ -21,7 +21,7 @@ from piper.capture.model import Precision
 from piper.compiler import Capture, capture
 from piper.cost import Cluster
 from piper.errors import PiperError
-from piper.lower.costs import Costs
+from piper.lower.tasks import CostModel
 from piper.optimizer import OptimizerFactory, SchedulerFactory
 from piper.program import Program
 from piper.strategy import Strategy
@@ -53,7 +53,7 @@ class Job:
     remat: str | None = None
     clip_norm: float | None = None
     memory_limit: int | None = None
-    costs: Costs | None = None
+    costs: CostModel | None = None
     seed: int = 0
 
     @property

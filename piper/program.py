@@ -21,7 +21,7 @@ from piper.capture.model import Captured, Precision
 from piper.capture.program import Kind, Pass, Ref
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.tensors import TensorSpec
-from piper.cost import Cluster, Recorded, Simulation, simulate
+from piper.cost import Cluster, Simulation, simulate
 from piper.directives.partition import Partition
 from piper.errors import PiperError
 from piper.ir.build import build
@@ -33,6 +33,7 @@ from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
 from piper.lower.sizes import Sizes
+from piper.lower.tasks import CostModel
 from piper.lower.traffic import Traffic, traffic_of
 from piper.optimizer import (
     OptimizerFactory,
@@ -183,11 +184,12 @@ class Program:
         sizes = Sizes(dag, self.models)
         return tuple(traffic_of(dag, plan, sizes) for plan in self.plans)
 
-    def simulate(self, cluster: Cluster, recorded: Recorded | None = None) -> Simulation:
+    def simulate(self, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
         """A step on ``cluster``, which need not exist: its time, and when everything in it starts
-        and ends. ``recorded`` are measurements of passes and communications, of this strategy or
-        another (``trainer.profile(...).recorded``), to be used where they know better."""
-        return simulate(self, cluster, recorded)
+        and ends. ``costs`` are used where they know better: measurements of passes and
+        communications, of this strategy or another (``trainer.profile(...).recorded``), or another
+        cost model."""
+        return simulate(self, cluster, costs)
 
     @property
     def schedule(self) -> Timetable:

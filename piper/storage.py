@@ -54,6 +54,8 @@ from piper.codec import (
 from piper.errors import PiperError
 from piper.ir.build import build
 from piper.ir.facts import Facts, Model
+from piper.lower.answers import Asked
+from piper.lower.costs import Costs
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.optimizer import OptimizerFactory, SchedulerFactory
@@ -61,7 +63,7 @@ from piper.program import Code, Piece, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
-_FORMAT = "piper program 6"
+_FORMAT = "piper program 7"
 
 
 def save(program: Program, folder: Path) -> None:
@@ -77,7 +79,7 @@ def save(program: Program, folder: Path) -> None:
         "clip_norm": program.training.clip_norm,
         "precision": program.training.precision,
         "seed": program.training.seed,
-        "settings": encode(program.settings),
+        "settings": encode(_with_plain_costs(program)),
         "facts": _facts_to_json(program.facts),
         "evaluation_facts": (
             None
@@ -103,6 +105,15 @@ def save(program: Program, folder: Path) -> None:
         "constants.pt": buffer.getvalue(),
     }
     folders.write(folder, _FORMAT, files)
+
+
+def _with_plain_costs(program: Program) -> Settings:
+    """The settings of ``program``, with what the model of costs says in place of the model."""
+    if isinstance(program.settings.costs, Costs):
+        return program.settings
+    asked = Asked(program.settings.costs)
+    with_plans(replace(program, settings=replace(program.settings, costs=asked)))
+    return replace(program.settings, costs=asked.answers)
 
 
 def load(

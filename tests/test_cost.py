@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from bench.emulated import FLOPS, Sleepers, loss
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.cost import toml
-from piper.cost.cluster import Way
-from piper.cost.communicating import collective_seconds, send_seconds
+from piper.cost.communicating import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.replay import Meet, Track, replay
-from piper.ir.dag import CollectiveKind, Compute, Rest
+from piper.ir.dag import Collective, CollectiveKind, Compute, Rest, Transfer
 from piper.lower.plan import Verb
 from piper.lower.sizes import Sizes
+from piper.lower.tasks import TaskKind, Tasks
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh
 
@@ -304,12 +304,13 @@ WAY = Way(8, bandwidth=1e9, latency=1e-3, near=1.0, near_bandwidth=1e9, far_band
     ],
 )
 def test_collectives(kind: CollectiveKind, nbytes: int, seconds: float) -> None:
-    assert collective_seconds(kind, WAY, nbytes) == pytest.approx(seconds)
-    assert collective_seconds(kind, replace(WAY, members=1), nbytes) == 0
+    assert communication_seconds(kind, WAY, nbytes) == pytest.approx(seconds)
+    assert communication_seconds(kind, replace(WAY, members=1), nbytes) == 0
 
 
 def test_messages() -> None:
-    assert send_seconds(replace(WAY, members=2), 10**9) == pytest.approx(1.001)
+    seconds = communication_seconds(TaskKind.SEND, replace(WAY, members=2), 10**9)
+    assert seconds == pytest.approx(1.001)
 
 
 def test_ways_through_machines() -> None:
@@ -328,7 +329,7 @@ def test_an_exchange_between_machines_is_held_up_by_the_way_out() -> None:
     cluster = piper.Cluster.of("H100", 4, 2, inside=piper.Link(400, 0), outside=piper.Link(10, 0))
     way = cluster.way(tuple(range(8)))
     # of 80 bytes, 40 go to the other machine
-    assert collective_seconds(CollectiveKind.ALL_TO_ALL, way, 80) == pytest.approx(4.0)
+    assert communication_seconds(CollectiveKind.ALL_TO_ALL, way, 80) == pytest.approx(4.0)
 
 
 # --- devices -------------------------------------------------------------------------------------
@@ -453,7 +454,7 @@ class Net(nn.Sequential):
 
 
 def net(
-    strategy: piper.Strategy, costs: piper.Costs | None = None
+    strategy: piper.Strategy, costs: piper.CostModel | None = None
 ) -> tuple[piper.Program, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(16, 8)
@@ -551,10 +552,10 @@ def test_a_plan_is_ordered_by_it(profiled: tuple[piper.Program, Any], tmp_path: 
     profile = profiled[1]
     costs = piper.Costs(overhead=1e6, recorded=profile.recorded)
     again = net(mesh(pp=2, dp=2, microbatches=4, zero=1), costs)[0]
-    found, sizes = again.schedule, Sizes(again.dag, again.models)
+    found, tasks = again.schedule, Tasks(again.dag, Sizes(again.dag, again.models))
     known = 0
     for node, start, end in zip(again.dag.nodes, found.start, found.end, strict=True):
-        seconds = profile.recorded.seconds(again.dag, sizes, node)
+        seconds = profile.recorded.duration(tasks.of(node), node.devices)
         known += seconds is not None
         assert end - start == pytest.approx(1e6 if seconds is None else seconds, rel=1e-6)
     assert known > len(again.dag.nodes) * 0.9
@@ -609,3 +610,100 @@ def test_facts(profiled: tuple[piper.Program, Any]) -> None:
     assert facts["devices"] == "4"
     assert facts["steps measured"] == "3"
     assert "device 3: computes" in str(profiled[1])
+
+
+# --- cost models of other kinds ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Everything takes a second, and passes of a slow device two; of updates nothing is known."""
+
+    slow: int
+
+    def duration(self, task: piper.Task, devices: tuple[int, ...]) -> float | None:
+        if task.kind is TaskKind.UPDATE:
+            return None
+        return 2.0 if task.kind is TaskKind.PASS and self.slow in devices else 1.0
+
+
+def test_a_model_of_ones_own_orders_and_simulates(tmp_path: Path) -> None:
+    own, figures = Seconds(slow=1), piper.Costs()
+    program = net(mesh(pp=2, dp=2, microbatches=4, zero=1), own)[0]
+    times, tasks = program.schedule, Tasks(program.dag, Sizes(program.dag, program.models))
+    for node, start, end in zip(program.dag.nodes, times.start, times.end, strict=True):
+        task = tasks.of(node)
+        known = own.duration(task, node.devices)
+        expected = figures.duration(task, node.devices) if known is None else known
+        assert end - start == pytest.approx(expected)
+    found = program.simulate(ideal(4, overhead=0.5), own)
+    assert len(found.lanes) == 4  # alike in the cluster, and not to the model
+    taken = {
+        (lane.devices[0], task.kind, spans.end[i] - spans.start[i])
+        for lane, spans in zip(found.lanes, found.spans, strict=True)
+        for i, place in enumerate(spans.places)
+        for x in [program.plans[lane.plan].instructions[place]]
+        for task in [tasks.of(program.dag.nodes[x.node])]
+        if task.members == 1
+    }
+    seconds = {0: 1.0, 1: 2.0, 2: 1.0, 3: 1.0}
+    assert taken == {(d, TaskKind.PASS, s) for d, s in seconds.items()} | {
+        (d, TaskKind.UPDATE, 0.5) for d in seconds
+    }
+    program.save(tmp_path)  # what it said goes along, and not the model
+    loaded = piper.Program.load(tmp_path)
+    assert loaded.plans == program.plans
+    assert loaded.evaluation_plans == program.evaluation_plans
+    assert (loaded.schedule.order, loaded.schedule.end) == (times.order, times.end)
+
+
+def test_a_plan_is_ordered_by_a_cluster() -> None:
+    """A communication takes as long as the slowest of those side by side, a pass as on the slowest
+    device."""
+    machine = ideal(4).machines[0]
+    slow = replace(sleeper(), name="slow", overhead=1.0)
+    uneven = piper.Cluster(
+        (
+            replace(machine, devices=(machine.devices[0], slow)),
+            replace(machine, devices=machine.devices[:2], outside=piper.Link(1.0, 3.0)),
+        )
+    )
+    program = net(mesh(pp=2, dp=2, microbatches=4, zero=1), uneven)[0]
+    times, tasks = program.schedule, Tasks(program.dag, Sizes(program.dag, program.models))
+    for node, start, end in zip(program.dag.nodes, times.start, times.end, strict=True):
+        groups = [node.devices]
+        if isinstance(node.op, Collective):
+            groups = list(node.op.groups)
+        elif isinstance(node.op, Transfer):
+            groups = list(zip(node.op.source, node.op.target, strict=True))
+        expected = max(uneven.duration(tasks.of(node), group) for group in groups)
+        assert end - start == pytest.approx(expected)
+    passes = [node for node in program.dag.nodes if isinstance(node.op, Compute)]
+    assert {uneven.duration(tasks.of(node), (1,)) >= 1.0 for node in passes} == {True}
+
+
+def test_a_profile_alone_is_a_model(profiled: tuple[piper.Program, Any]) -> None:
+    strategy, recorded = mesh(pp=2, dp=2, microbatches=4, zero=1), profiled[1].recorded
+    one = net(strategy, recorded)[0]
+    other = net(strategy, piper.Costs(recorded=recorded))[0]
+    assert (one.schedule.order, one.schedule.end) == (other.schedule.order, other.schedule.end)
+
+
+@pytest.mark.parametrize("answer", [-1.0, float("nan"), float("inf"), "1"])
+def test_answers_that_are_no_times_are_refused(answer: Any) -> None:
+    class Wrong:
+        def duration(self, task: piper.Task, devices: tuple[int, ...]) -> Any:
+            return answer
+
+    with pytest.raises(piper.PiperError, match="gives seconds from 0 on"):
+        net(mesh(pp=2, microbatches=4), Wrong())
+
+
+def test_what_is_no_model_is_refused(profiled: tuple[piper.Program, Any]) -> None:
+    program, profile = profiled
+    with pytest.raises(piper.PiperError, match=r"must be piper\.Costs"):
+        net(mesh(pp=2, microbatches=4), profile)
+    with pytest.raises(piper.PiperError, match="up to number 3, and cluster"):
+        net(mesh(pp=2, dp=2, microbatches=4), piper.Cluster.of("CPU", 2))
+    with pytest.raises(piper.PiperError, match=r"must be piper\.Recorded or another"):
+        program.simulate(ideal(4), profile)

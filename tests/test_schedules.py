@@ -28,11 +28,10 @@ import piper
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.build import build
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Node
-from piper.lower.costs import Costs
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag
 from piper.lower.lower import Settings, lower
-from piper.lower.recorded import work_of
 from piper.lower.sizes import Sizes
+from piper.lower.tasks import Tasks
 from piper.strategies import (
     Action,
     Layout,
@@ -148,20 +147,19 @@ def test_v_half_holds_about_half_of_1f1b() -> None:
         assert found.bubble <= 2 * 3 * (ranks - 1)
 
 
-class Unit(Costs):
+class Unit:
     """A pass of a stage takes one unit, a whole backward two, communication nothing."""
 
     def __init__(self, dag: Dag) -> None:
-        object.__setattr__(self, "count", Counter(map(self._of, dag.nodes)))
+        self.stage = {node.compute.chunk: node.tags["PP"] for node in dag.nodes}
+        passes = {(node.compute.chunk, node.compute.which) for node in dag.nodes}
+        self.count = Counter((self.stage[chunk], which) for chunk, which in passes)
 
-    def _of(self, node: Node) -> tuple[object, ...]:
-        return node.tags["PP"], node.compute.which, node.compute.microbatch
-
-    def duration(self, dag: Dag, sizes: Sizes, node: Node) -> float:
-        if not isinstance(node.op, Compute):
+    def duration(self, task: piper.Task, devices: tuple[int, ...]) -> float:
+        if task.work is None:
             return 0.0
-        count: Counter[tuple[object, ...]] = self.count  # type: ignore[attr-defined]
-        return (2.0 if node.op.which is Pass.B else 1.0) / count[self._of(node)]
+        which = task.work.which
+        return (2.0 if which is Pass.B else 1.0) / self.count[self.stage[task.work.chunk], which]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [case for case in CASES if case[1] in (2, 4)])
@@ -392,14 +390,15 @@ def test_measured_passes_change_the_order_and_no_number() -> None:
     strategy = mesh(dp=2, ep=2, schedule=dualpipev(1, 8).with_weights_apart())
     figures = piper.Costs(flops_per_second=1e9, bytes_per_second=4e8, overhead=1e-6)
     program = compiled(model, strategy.directives, mean_loss, given, costs=figures)
-    dag, sizes = program.dag, Sizes(program.dag, program.models)
+    dag = program.dag
+    tasks = Tasks(dag, Sizes(dag, program.models))
     passes = []
     for node in dag.nodes:
-        if isinstance(node.op, Compute):
-            group, slower = len(node.devices), 1 if node.op.chunk in dag.shards else 8
-            seconds = slower * figures.duration(dag, sizes, node)
-            flops = sizes.facts(node.op, group).flops
-            passes.append((work_of(dag, node.op, group), flops, seconds))
+        task = tasks.of(node)
+        if task.work is not None:
+            slower = 1 if task.work.chunk in dag.shards else 8
+            seconds = slower * (figures.duration(task, node.devices) or 0.0)
+            passes.append((task.work, task.flops, seconds))
     costs = replace(figures, recorded=piper.Recorded.of(passes, ()))
     measured = compiled(model, strategy.directives, mean_loss, given, costs=costs)
     assert measured.schedule.order != program.schedule.order

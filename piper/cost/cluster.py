@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
+from piper.cost.communicating import Way, communication_seconds
 from piper.errors import PiperError
 from piper.ir.dag import Group
 from piper.lower.costs import Costs
+from piper.lower.tasks import Task, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,29 +131,9 @@ class Sharing:
             raise PiperError(f"{self}: nothing gets faster beside others; give at least 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """What the members of a communication have between them."""
-
-    members: int
-    bandwidth: float
-    """Bytes a second of one device, where they go round in a ring: of the slowest link."""
-    latency: float
-    near: float
-    """The share of a device's peers that are in its own machine, of the device with fewest."""
-    near_bandwidth: float
-    far_bandwidth: float
-    """Of one device to other machines; infinite if there are none."""
-
-    @property
-    def outside(self) -> bool:
-        """Whether it leaves a machine."""
-        return self.far_bandwidth < math.inf
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """Machines, and what is between them."""
+    """Machines, and what is between them: a cost model that knows every task."""
 
     machines: tuple[Machine, ...]
     between: Mapping[tuple[int, int], Link] = field(default_factory=dict)
@@ -233,9 +215,9 @@ class Cluster:
         missing = [d for d in devices if not 0 <= d < len(self)]
         if missing:
             raise PiperError(
-                f"the program runs on {len(devices)} devices up to number {max(devices)}, and "
-                f"cluster {self.name!r} has {len(self)}: give it more machines, or the strategy "
-                "fewer devices"
+                f"the program runs on devices up to number {max(devices)}, and cluster "
+                f"{self.name!r} has {len(self)}: give it more machines, or the strategy fewer "
+                "devices"
             )
 
     def link(self, a: int, b: int) -> Link:
@@ -248,12 +230,28 @@ class Cluster:
         ends = self.machines[a].outside, self.machines[b].outside
         return Link(min(e.bandwidth for e in ends), max(e.latency for e in ends))
 
-    def way(self, group: Group) -> Way:
-        """What the devices of ``group`` have between them.
+    def duration(self, task: Task, devices: Group) -> float:
+        """Seconds of ``task``: from operations and bytes of memory, or from the bytes that go over
+        links."""
+        self.refuse_smaller(devices)
+        if task.kind in (TaskKind.PASS, TaskKind.UPDATE):
+            kinds = {id(device): device for device in map(self.device, devices)}.values()
+            return max(d.seconds(task.flops, task.traffic, task.dtype) for d in kinds)
+        return communication_seconds(task.kind, self.way(devices), task.nbytes)
 
-        Several devices of a machine that all talk to others share the work of going out: together
-        they have as many links.
-        """
+    def way(self, group: Group) -> Way:
+        """What the devices of ``group`` have between them."""
+        if group not in self._ways:
+            self._ways[group] = self._way(group)
+        return self._ways[group]
+
+    @cached_property
+    def _ways(self) -> dict[Group, Way]:
+        return {}
+
+    def _way(self, group: Group) -> Way:
+        """Several devices of a machine that all talk to others share the work of going out:
+        together they have as many links."""
         counts = Counter(self.machine(device) for device in group)
         machines = list(counts)
         inside = [self.machines[m].inside for m in machines if counts[m] > 1]

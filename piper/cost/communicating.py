@@ -13,19 +13,35 @@ With n members, S bytes, a bandwidth B of the slowest link in a ring, and a late
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from piper.cost.cluster import Way
 from piper.ir.dag import CollectiveKind
+from piper.lower.tasks import TaskKind
 
 
-def send_seconds(way: Way, nbytes: int) -> float:
-    """Of a message."""
-    return nbytes / way.bandwidth + way.latency if way.members > 1 else 0.0
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What the members of a communication have between them."""
+
+    members: int
+    bandwidth: float
+    """Bytes a second of one device, where they go round in a ring: of the slowest link."""
+    latency: float
+    near: float
+    """The share of a device's peers that are in its own machine, of the device with fewest."""
+    near_bandwidth: float
+    far_bandwidth: float
+    """Of one device to other machines; infinite if there are none."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether it leaves a machine."""
+        return self.far_bandwidth < math.inf
 
 
-def collective_seconds(kind: CollectiveKind, way: Way, nbytes: int) -> float:
-    """Of a collective over ``nbytes`` a member: what goes into a reduction, or comes out of a
-    gather."""
+def communication_seconds(kind: TaskKind | CollectiveKind, way: Way, nbytes: int) -> float:
+    """Of a message of ``nbytes``, or of a collective over so many a member: what goes into a
+    reduction, or comes out of a gather."""
     n = way.members
     if n == 1:
         return 0.0
@@ -42,3 +58,7 @@ def collective_seconds(kind: CollectiveKind, way: Way, nbytes: int) -> float:
             near = share * way.near / way.near_bandwidth
             far = share * (1 - way.near) / way.far_bandwidth
             return max(near, far) + way.latency
+        case TaskKind.SEND:
+            return nbytes / way.bandwidth + way.latency
+        case TaskKind.PASS | TaskKind.UPDATE:
+            raise AssertionError(f"{kind} is no communication")

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from piper.cost.cluster import Cluster, Way
+from piper.cost.cluster import Cluster
+from piper.cost.communicating import Way
 from piper.ir.dag import Collective, Group, Transfer
-from piper.lower.meetings import Sides, meetings
+from piper.lower.meetings import Sides, meetings, members
 from piper.lower.plan import Instruction, Plan, Verb
 
 
@@ -29,7 +30,8 @@ class Party(NamedTuple):
 class Meeting:
     """Devices that communicate with one another, of several sets that do the same."""
 
-    devices: Sides
+    sides: Sides
+    devices: Group
     way: Way
 
 
@@ -61,11 +63,11 @@ class Lanes:
     def _of(self) -> dict[int, int]:
         return {device: i for i, lane in enumerate(self.lanes) for device in lane.devices}
 
-    def meeting(self, lane: int, x: Instruction) -> tuple[frozenset[Party], Way]:
-        """Those that a lane meets in a communication, itself included, and what is between."""
+    def meeting(self, lane: int, x: Instruction) -> tuple[frozenset[Party], Meeting]:
+        """Those that a lane meets in a communication, itself included, and one such meeting."""
         pattern = self.patterns.of(x)
         found = pattern.meetings[pattern.of[self.lanes[lane].devices[0], x.verb]]
-        return frozenset(Party(self._of[d], verb) for d, verb in found.devices), found.way
+        return frozenset(Party(self._of[d], verb) for d, verb in found.sides), found
 
 
 class Patterns:
@@ -74,35 +76,36 @@ class Patterns:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._known: dict[tuple[object, ...], Pattern] = {}
-        self._ways: dict[Group, Way] = {}
         self._kept: list[object] = []
 
     def of(self, x: Instruction) -> Pattern:
         op = x.op
         assert isinstance(op, Transfer | Collective)
-        groups = (op.source, op.target) if isinstance(op, Transfer) else (op.groups,)
-        key = tuple(map(id, groups))
+        groups: tuple[object, ...] = (
+            (op.source, op.target) if isinstance(op, Transfer) else (op.groups,)
+        )
+        key = (*map(id, groups), *(op.replicas if isinstance(op, Transfer) else ()))
         if key not in self._known:
             self._kept += groups  # their identities are keys
-            met = [Meeting(sides, self._way(sides)) for sides in meetings(op)]
-            of = {side: i for i, one in enumerate(met) for side in one.devices}
+            met = [self._meeting(sides) for sides in meetings(op)]
+            of = {side: i for i, one in enumerate(met) for side in one.sides}
             self._known[key] = Pattern(tuple(met), of)
         return self._known[key]
 
-    def _way(self, sides: Sides) -> Way:
-        devices = tuple(dict.fromkeys(device for device, _ in sides))
-        if devices not in self._ways:
-            self._ways[devices] = self._cluster.way(devices)
-        return self._ways[devices]
+    def _meeting(self, sides: Sides) -> Meeting:
+        devices = members(sides)
+        return Meeting(sides, devices, self._cluster.way(devices))
 
 
-def lanes_of(plans: Sequence[Plan], cluster: Cluster) -> Lanes:
+def lanes_of(plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False) -> Lanes:
     """The lanes of ``plans`` on ``cluster``: the coarsest division of devices such that those of
-    one lane have the same plan, the same kind, the same ways, and talk to the same lanes."""
+    one lane have the same plan, the same kind, the same ways, and talk to the same lanes; or every
+    device ``apart``."""
     patterns = Patterns(cluster)
     mine = [_sides(plan, patterns) for plan in plans]
     plan_of = {d: i for i, plan in enumerate(plans) for d in plan.devices}
-    colour = _numbered({d: (p, id(cluster.device(d))) for d, p in plan_of.items()})
+    kinds = {d: d if apart else id(cluster.device(d)) for d in plan_of}
+    colour = _numbered({d: (p, kinds[d]) for d, p in plan_of.items()})
     while True:
         seen: dict[int, tuple[object, ...]] = {}
         marks: dict[tuple[int, int], int] = {}
@@ -114,7 +117,7 @@ def lanes_of(plans: Sequence[Plan], cluster: Cluster) -> Lanes:
                 key = id(pattern), number
                 if key not in marks:
                     one = pattern.meetings[number]
-                    sides = sorted((colour[d], v.value) for d, v in one.devices)
+                    sides = sorted((colour[d], v.value) for d, v in one.sides)
                     marks[key] = distinct.setdefault((one.way, *sides), len(distinct))
                 found.append(marks[key])
             seen[device] = tuple(found)

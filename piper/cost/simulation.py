@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from piper.capture.codegen import Eager
+from piper.capture.program import Pass
+from piper.capture.saving import Remat
 from piper.cost.cluster import Cluster, Device
 from piper.cost.lanes import Lane, Lanes, lanes_of
-from piper.cost.prices import Prices
 from piper.cost.replay import Meet, Track, replay
 from piper.errors import PiperError
-from piper.ir.dag import Compute, Rest, StreamRule
+from piper.ir.dag import Compute, Node, Rest, StreamRule
 from piper.ir.text import group_text
+from piper.lower.costs import Costs
 from piper.lower.plan import COMMUNICATING, Verb, awaited
 from piper.lower.recorded import Recorded
 from piper.lower.sizes import Sizes
+from piper.lower.tasks import CostModel, Durations, Over, Tasks, computed_in
 from piper.units import bytes_text, seconds_text
 from piper.view.busy import Busy, busy_of
 from piper.view.runs import Run
@@ -60,7 +62,7 @@ class Simulation(Shown):
     @property
     def mfu(self) -> float:
         """The share of what the devices could compute at best that the model needs."""
-        dtype = _dtype(self.program)
+        dtype = computed_in(self.program.dag.model)
         peaks = (self.cluster.device(d).peak(dtype) for d in self.program.devices)
         return self.flops / (self.seconds * sum(peaks))
 
@@ -160,35 +162,45 @@ class Simulation(Shown):
         return weighed / sum(len(lane.devices) for lane in self.lanes)
 
 
-def simulate(program: Program, cluster: Cluster, recorded: Recorded | None = None) -> Simulation:
-    """Run the plans of ``program`` on ``cluster``; what was ``recorded`` is taken from there."""
+def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
+    """Run the plans of ``program`` on ``cluster``; what ``costs`` know is taken from there."""
     if not isinstance(cluster, Cluster):
         raise PiperError(f"cluster={cluster!r} must be a piper.Cluster")
-    if not isinstance(recorded, Recorded | None):
-        raise PiperError(f"recorded={recorded!r} must be piper.Recorded, or None")
+    if not isinstance(costs, CostModel | None):
+        raise PiperError(
+            f"costs={costs!r} must be piper.Recorded or another cost model, which has a method "
+            "duration(task, devices), or None"
+        )
     cluster.refuse_smaller(program.devices)
-    dag = program.dag
-    prices = Prices(
-        dag,
-        Sizes(dag, program.models),
-        recorded,
-        dtype=_dtype(program),
-        fused=not isinstance(program.compiler, Eager),
-        optimizer=program.settings.optimizer.state,
+    dag, settings = program.dag, program.settings
+    sizes = Sizes(dag, program.models)
+    tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
+    durations = Durations(tasks, cluster if costs is None else Over(costs, cluster))
+    # a model of the user's own may tell devices apart that are alike in the cluster
+    lanes = lanes_of(
+        program.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
     )
-    lanes = lanes_of(program.plans, cluster)
-    tracks, meets, places = _tracks(program, lanes, cluster, prices)
+    tracks, meets, places = _tracks(program, lanes, cluster, durations)
     replay(tracks, meets, cluster.sharing)
     spans = tuple(
         Spans(tuple(row), tuple(track.start), tuple(track.end))
         for row, track in zip(places, tracks, strict=True)
     )
-    flops = sum(prices.useful(node) for node in dag.nodes if isinstance(node.op, Compute))
+    flops = sum(_useful(program, node) for node in dag.nodes if isinstance(node.op, Compute))
     return Simulation(program, cluster, lanes.lanes, spans, flops)
 
 
+def _useful(program: Program, node: Node) -> int:
+    """Operations of a computation on all its devices, without what is computed again."""
+    op, parts = node.compute, node.parts
+    model = program.models.get(parts, program.dag.model)
+    passes = model.chunks[op.chunk].variants[Remat.NONE].passes
+    found = passes.get(op.which) or passes.get(Pass.B)
+    return found.flops * parts if found else 0
+
+
 def _tracks(
-    program: Program, lanes: Lanes, cluster: Cluster, prices: Prices
+    program: Program, lanes: Lanes, cluster: Cluster, durations: Durations
 ) -> tuple[list[Track], list[Meet], list[list[int]]]:
     """The tracks of all lanes, their meetings, and for each track the places in the plan of its
     instructions."""
@@ -212,16 +224,17 @@ def _tracks(
             track.streams.append(streams.setdefault(x.stream, len(streams)))
             track.waits.append(tuple(at[w] for w in waits[lane.plan][place]))
             if x.verb not in COMMUNICATING:
-                track.seconds.append(prices.computing(node, device))
+                track.seconds.append(durations.on(node, lane.devices[:1]))
                 track.meetings.append(-1)
                 continue
-            parties, way = lanes.meeting(number, x)
+            parties, met = lanes.meeting(number, x)
             key = x.node, frozenset[object](parties)
             if key not in numbers:
                 numbers[key] = len(meets)
                 slows = _share(program.streams, node.stream, device)
-                links = 2 if way.outside else 1
-                meets.append(Meet(prices.talking(node, way), len(parties), links, slows))
+                links = 2 if met.way.outside else 1
+                seconds = durations.on(node, met.devices)
+                meets.append(Meet(seconds, len(parties), links, slows))
             track.seconds.append(0.0)
             track.meetings.append(numbers[key])
         tracks.append(track)
@@ -245,9 +258,3 @@ def _share(rules: Mapping[str, StreamRule], stream: str, device: Device) -> floa
                 "numbers"
             )
     return min(1.0, sms / device.sms)
-
-
-def _dtype(program: Program) -> torch.dtype:
-    """What matrices are multiplied in."""
-    floats = [s.dtype for s in program.code.parameters.values() if s.dtype.is_floating_point]
-    return max(set(floats), key=floats.count) if floats else torch.float32

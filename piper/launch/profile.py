@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from piper.ir.dag import Collective, Compute, Transfer, Update
 from piper.ir.text import name_of
 from piper.launch.aligning import Step, met
-from piper.lower.meetings import meeting_size
 from piper.lower.plan import Verb
-from piper.lower.recorded import Recorded, Work, kind_of, work_of
+from piper.lower.recorded import Recorded
 from piper.lower.sizes import Sizes
+from piper.lower.tasks import Task, Tasks, Work
 from piper.program import Program
 from piper.runtime.kernels import Kernel
 from piper.units import bytes_text, seconds_text
@@ -111,8 +110,20 @@ class Profile(Shown):
 
     @cached_property
     def recorded(self) -> Recorded:
-        """What passes and communications took, for simulating other strategies with."""
-        return Recorded.of(self._passes(), self._communications())
+        """What passes and communications took, for simulating other strategies with. Who waits late
+        for a message does not know when it arrived: of messages of one size, the quickest tells."""
+        passes: list[tuple[Work, int, float]] = []
+        moved: list[tuple[str, int, int, float]] = []
+        sends: dict[Task, float] = {}
+        for task, verb, taken in self._tasks():
+            if task.work is not None:
+                passes.append((task.work, task.flops, taken))
+            elif verb is Verb.RECV:
+                sends[task] = min(taken, sends.get(task, taken))
+            elif verb is not Verb.SEND:
+                moved.append((task.kind.value, task.members, task.nbytes, taken))
+        moved += [(task.kind.value, task.members, task.nbytes, s) for task, s in sends.items()]
+        return Recorded.of(passes, moved)
 
     def __str__(self) -> str:
         head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
@@ -146,43 +157,16 @@ class Profile(Shown):
                 times = one.start - self._begin, one.end - self._begin
                 yield Inner(devices.index(device), one.row, one.name, node, *times)
 
-    def _passes(self) -> Iterator[tuple[Work, int, float]]:
+    def _tasks(self) -> Iterator[tuple[Task, Verb, float]]:
+        """What each instruction took."""
         dag = self.program.dag
-        sizes = Sizes(dag, self.program.models)
-        for step in self.steps:
-            for device, row in step.items():
-                instructions = self.program.plan_of(device).instructions
-                for one in row:
-                    node = dag.nodes[instructions[one.place].node]
-                    if isinstance(node.op, Compute):
-                        group = node.parts
-                        flops = sizes.facts(node.op, group).flops
-                        yield work_of(dag, node.op, group), flops, one.end - one.start
-
-    def _communications(self) -> Iterator[tuple[str, int, int, float]]:
-        """Who waits late for a message does not know when it arrived: of messages of one size, the
-        quickest tells."""
-        dag = self.program.dag
-        sizes = Sizes(dag, self.program.models)
-        sends: dict[tuple[str, int, int], float] = {}
+        tasks = Tasks(dag, Sizes(dag, self.program.models))
         for step in self.steps:
             for device, row in met(self.program, step).items():
                 instructions = self.program.plan_of(device).instructions
                 for one in row:
                     x = instructions[one.place]
-                    node = dag.nodes[x.node]
-                    taken = one.end - one.start
-                    match node.op:
-                        case Update(bucket=bucket):
-                            itemsize = dag.buckets[bucket].gradient.itemsize
-                            yield "update", 1, sizes.part(bucket, 1) * itemsize, taken
-                        case Collective() as op:
-                            yield kind_of(op), meeting_size(op), sizes.moved(node), taken
-                        case Transfer() as op if x.verb is Verb.RECV:
-                            key = kind_of(op), meeting_size(op), sizes.moved(node)
-                            sends[key] = min(taken, sends.get(key, taken))
-        for key, taken in sends.items():
-            yield *key, taken
+                    yield tasks.of(dag.nodes[x.node]), x.verb, one.end - one.start
 
 
 def _seconds(step: Step) -> float:

@@ -1,19 +1,19 @@
-"""How long nodes take: enough to order what a strategy leaves open."""
+"""How long tasks take, roughly, from three figures: enough to order what a strategy leaves open."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from piper.errors import PiperError
-from piper.ir.dag import Compute, Dag, Node, Update
+from piper.ir.dag import Group
 from piper.lower.recorded import Recorded
-from piper.lower.sizes import Sizes
+from piper.lower.tasks import Over, Task, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How fast devices compute and communicate, in seconds."""
+    """How fast devices compute and communicate, in seconds: a cost model that knows every task."""
 
     flops_per_second: float = 200e12
     bytes_per_second: float = 50e9
@@ -28,13 +28,13 @@ class Costs:
         if not isinstance(self.recorded, Recorded | None):
             raise PiperError(f"recorded={self.recorded!r} must be piper.Recorded, or None")
 
-    def duration(self, dag: Dag, sizes: Sizes, node: Node) -> float:
-        known = None if self.recorded is None else self.recorded.seconds(dag, sizes, node)
-        if known is not None:
-            return known
-        if isinstance(node.op, Compute):
-            flops = sizes.facts(node.op, node.parts).flops
-            return self.overhead + flops / self.flops_per_second
-        if isinstance(node.op, Update):
-            return self.overhead
-        return self.overhead + sizes.moved(node) / self.bytes_per_second
+    def duration(self, task: Task, devices: Group) -> float | None:
+        if self.recorded is not None:
+            return Over(self.recorded, replace(self, recorded=None)).duration(task, devices)
+        match task.kind:
+            case TaskKind.PASS:
+                return self.overhead + task.flops / self.flops_per_second
+            case TaskKind.UPDATE:
+                return self.overhead
+            case _:
+                return self.overhead + task.nbytes / self.bytes_per_second

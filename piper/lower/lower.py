@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from piper.codec import written_as
 from piper.ir.dag import Dag, Group
 from piper.ir.facts import Model
 from piper.ir.verify import verify
 from piper.lower.activations import add_activations
+from piper.lower.answers import Answers
 from piper.lower.buffers import keep_buffers
 from piper.lower.classes import Classes, classes_of
 from piper.lower.costs import Costs
@@ -21,6 +24,7 @@ from piper.lower.schedule import Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
 from piper.lower.stepping import step_at_once
+from piper.lower.tasks import CostModel, Durations, Over, Tasks
 from piper.lower.ties import tie_gradients
 from piper.lower.totals import add_totals
 from piper.lower.verify import verify_plans
@@ -51,7 +55,16 @@ class Settings:
     """Bytes that a device has."""
     gpu: bool = False
     """Whether the devices are GPUs, whose streams run apart from each other and from the host."""
-    costs: Costs = field(default_factory=Costs)
+    fused: bool = False
+    """Whether a compiler fuses operations, which then move less through memory."""
+    costs: CostModel = field(default_factory=Costs, metadata=written_as(Costs | Answers))
+    """By what nodes are ordered that a strategy leaves open."""
+
+
+class _Run(NamedTuple):
+    classes: Classes
+    order: Schedule
+    sizes: Sizes
 
 
 def lower(
@@ -83,7 +96,7 @@ def lower(
 
 def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
     """Plans that gather divided parameters as early as the limit allows."""
-    order = _run(dag, models, settings.costs)[1]
+    order = _run(dag, models, settings).order
     limit = settings.memory_limit
     tries = [(AHEAD, True)]
     if limit is not None:
@@ -98,7 +111,7 @@ def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Low
 
 
 def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
-    classes, order, sizes = _run(dag, models, settings.costs)
+    classes, order, sizes = _run(dag, models, settings)
     plans = plans_of(dag, classes, order, sizes)
     verify_plans(dag, classes, plans)
     memory = tuple(
@@ -121,9 +134,10 @@ def _shared_groups(dag: Dag) -> Dag:
     return dag.with_nodes(changed) if changed else dag
 
 
-def _run(dag: Dag, models: Mapping[int, Model], costs: Costs) -> tuple[Classes, Schedule, Sizes]:
-    """``dag`` run in simulated time."""
+def _run(dag: Dag, models: Mapping[int, Model], settings: Settings) -> _Run:
+    """``dag`` run in simulated time; what ``costs`` do not know takes as long as usual."""
     sizes = Sizes(dag, models)
     classes = classes_of(dag)
-    order = schedule(dag, classes, lambda node: costs.duration(dag, sizes, node))
-    return classes, order, sizes
+    tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
+    order = schedule(dag, classes, Durations(tasks, Over(settings.costs, Costs())).of)
+    return _Run(classes, order, sizes)

@@ -12,6 +12,11 @@ Sides = tuple[tuple[int, Verb], ...]
 """Devices that meet, each with what it does there."""
 
 
+def members(sides: Sides) -> tuple[int, ...]:
+    """The devices of a meeting, each once."""
+    return tuple(dict.fromkeys(device for device, _ in sides))
+
+
 def meeting_size(op: Transfer | Collective) -> int:
     """How many devices meet in each of ``meetings``."""
     if isinstance(op, Collective):

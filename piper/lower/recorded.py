@@ -17,43 +17,12 @@ from functools import cached_property
 from pathlib import Path
 
 from piper.capture.program import Pass
-from piper.capture.saving import Remat
 from piper.codec import MalformedError, decode, encode, parsed, table, within
 from piper.errors import PiperError
-from piper.ir.dag import Collective, Compute, Dag, Node, Transfer, Update
-from piper.ir.text import region_of
-from piper.lower.meetings import meeting_size
-from piper.lower.sizes import Sizes
+from piper.ir.dag import Group
+from piper.lower.tasks import Task, Work
 
 _FORMAT = "piper costs 1"
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A pass of a chunk as a device sees it."""
-
-    chunk: int
-    region: str
-    which: Pass
-    rows: int
-    """Of the batch."""
-    ways: int
-    """Over how many devices its experts are divided."""
-    remat: Remat
-
-
-def work_of(dag: Dag, op: Compute, group: int) -> Work:
-    """What a pass is, on each of ``group`` devices."""
-    parts = group * (dag.microbatches[1] if dag.microbatches else 1)
-    shard = dag.shards.get(op.chunk)
-    region = region_of(dag, op.chunk)
-    ways = shard.ways if shard else 1
-    return Work(op.chunk, region, op.which, dag.model.batch // parts, ways, dag.policy(op.chunk))
-
-
-def kind_of(op: Transfer | Collective) -> str:
-    """What a communication is called here."""
-    return op.kind.value if isinstance(op, Collective) else "send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +143,11 @@ class Recorded:
         place = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
         return low.seconds + place * (high.seconds - low.seconds)
 
-    def seconds(self, dag: Dag, sizes: Sizes, node: Node) -> float | None:
-        """How long a node takes; None if nothing like it was measured."""
-        match node.op:
-            case Compute() as op:
-                flops = sizes.facts(op, node.parts).flops
-                return self.pass_seconds(work_of(dag, op, node.parts), flops)
-            case Update(bucket=bucket):
-                itemsize = dag.buckets[bucket].gradient.itemsize
-                return self.moved_seconds("update", 1, sizes.part(bucket, 1) * itemsize)
-            case Transfer() | Collective() as op:
-                return self.moved_seconds(kind_of(op), meeting_size(op), sizes.moved(node))
+    def duration(self, task: Task, devices: Group) -> float | None:
+        """How long a task takes, on whatever devices; None if nothing like it was measured."""
+        if task.work is not None:
+            return self.pass_seconds(task.work, task.flops)
+        return self.moved_seconds(task.kind.value, task.members, task.nbytes)
 
     def __add__(self, other: Recorded) -> Recorded:
         """Both; where both know something, their mean."""
