@@ -238,8 +238,9 @@ class Capture:
             n: replace(
                 model,
                 values=tuple(
-                    replace(facts, rows=rows[value].dim, scrambled=rows[value].scrambled)
+                    replace(facts, rows=found.dim, scrambled=found.scrambled)
                     for value, facts in enumerate(model.values)
+                    for found in [rows.get(value, Rows())]  # nobody reads it
                 ),
             )
             for n, model in models.items()
