@@ -13,16 +13,16 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from piper.codec import MalformedError, parsed, table, wrong
+from piper.codec import Format, MalformedError, parsed, table, wrong
 from piper.errors import PiperError
 
 CHECKSUMS = "checksums.json"
 
 
-def write(folder: Path, kind: str, files: Mapping[str, bytes]) -> None:
+def write(folder: Path, kind: Format, files: Mapping[str, bytes]) -> None:
     """Put ``files`` into ``folder``, which holds a ``kind`` from then on."""
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    last = json.dumps({"format": kind, "sha256": sums}, indent=1).encode()
+    last = json.dumps(kind.headed({"sha256": sums}), indent=1).encode()
     written: dict[str, Path] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def write(folder: Path, kind: str, files: Mapping[str, bytes]) -> None:
         ) from error
 
 
-def read(folder: Path, kind: str, names: Iterable[str]) -> dict[str, bytes]:
+def read(folder: Path, kind: Format, names: Iterable[str]) -> dict[str, bytes]:
     """The files of ``folder``, as they were written."""
     try:
         index = (folder / CHECKSUMS).read_bytes()
@@ -58,7 +58,7 @@ def read(folder: Path, kind: str, names: Iterable[str]) -> dict[str, bytes]:
     except OSError as error:
         raise PiperError(f"the program in {folder} cannot be read: {error}") from error
     try:
-        sums = _sums(index, folder, kind, names)
+        sums = _sums(index, kind, names)
     except MalformedError as error:
         raise PiperError(f"the program in {folder} cannot be read: {CHECKSUMS}: {error}") from None
     found = {}
@@ -75,11 +75,8 @@ def read(folder: Path, kind: str, names: Iterable[str]) -> dict[str, bytes]:
     return found
 
 
-def _sums(index: bytes, folder: Path, kind: str, names: Iterable[str]) -> dict[str, str]:
-    data = parsed(index)
-    if isinstance(data, dict) and data.get("format", kind) != kind:
-        raise PiperError(f"{folder} holds {data['format']!r}, not {kind!r}")
-    table(data, ("format", "sha256"))
+def _sums(index: bytes, kind: Format, names: Iterable[str]) -> dict[str, str]:
+    data = table(kind.content(parsed(index)), ("sha256",))
     sums: dict[str, str] = table(data["sha256"], names)
     for expected in sums.values():
         if type(expected) is not str:

@@ -38,6 +38,7 @@ from piper.capture.tensors import TensorSpec
 from piper.capture.trees import tree_from_json, tree_to_json
 from piper.checks import check, check_placed
 from piper.codec import (
+    Format,
     MalformedError,
     count,
     decode,
@@ -63,7 +64,7 @@ from piper.program import Code, Piece, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
-_FORMAT = "piper program 7"
+_FORMAT = Format("program", 7)
 
 
 def save(program: Program, folder: Path) -> None:
@@ -79,14 +80,14 @@ def save(program: Program, folder: Path) -> None:
         "clip_norm": program.training.clip_norm,
         "precision": program.training.precision,
         "seed": program.training.seed,
-        "settings": encode(_with_plain_costs(program)),
+        "settings": encode(Settings, _with_plain_costs(program)),
         "facts": _facts_to_json(program.facts),
         "evaluation_facts": (
             None
             if program.evaluation_facts is program.facts
             else _facts_to_json(program.evaluation_facts)
         ),
-        "names": encode(program.names),
+        "names": encode(StateNames, program.names),
         "code": _code_to_json(program.code, graphs),
         "evaluation_code": _code_to_json(program.evaluation_code, graphs),
         "example": _batch_to_json(program.example),
@@ -232,7 +233,10 @@ def with_plans(read: Program) -> Program:
 def _facts_to_json(facts: Facts) -> dict[str, Any]:
     """What a strategy is applied to is written only where it is not the first of the models."""
     same = facts.whole == next(iter(facts.models.values()))
-    return {"whole": None if same else encode(facts.whole), "models": encode(facts.models)}
+    return {
+        "whole": encode(Model | None, None if same else facts.whole),
+        "models": encode(Mapping[int, Model], facts.models),
+    }
 
 
 def _facts_from_json(data: Any) -> Facts:
@@ -277,7 +281,7 @@ class _Graphs:
 
 def _code_to_json(code: Code, graphs: _Graphs) -> dict[str, Any]:
     return {
-        "pieces": encode(code.pieces),
+        "pieces": encode(tuple[Piece, ...], code.pieces),
         "programs": [[n, [graphs.number(p) for p in row]] for n, row in code.programs.items()],
         "values": [[n, [spec_to_json(s) for s in row]] for n, row in code.values.items()],
         "loss": code.loss,

@@ -21,6 +21,7 @@ import piper
 from piper import PiperError
 from piper.capture.operators import check_arguments, operator_named
 from piper.cli import main as cli
+from piper.lower.plan import Plan
 from tests.scripts.mutations import OTHER, tally
 from tests.training import pipeline
 
@@ -229,14 +230,14 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
     piper.Program.load(folder)
 
 
-def facts(data: Any) -> list[Any]:
+def facts(data: Any) -> dict[str, Any]:
     """The facts of the model, for groups of one device."""
     return data["facts"]["models"][0][1]
 
 
-def backward(data: Any) -> list[Any]:
+def backward(data: Any) -> dict[str, Any]:
     """What the facts say of the second layer's backward."""
-    return dict(dict(facts(data)[0][1][5])["none"][0])["B"]
+    return dict(dict(facts(data)["chunks"][1]["variants"])["none"]["passes"])["B"]
 
 
 @pytest.mark.parametrize(
@@ -250,28 +251,42 @@ def backward(data: Any) -> list[Any]:
             lambda d: d["strategy"].append({"op": "remat", "where": {}, "policy": "all"}),
             "programs of layer[0]: the pass F is not what the strategy recomputes",
         ),
-        (lambda d: d["settings"].__setitem__(0, True), "settings.clip: it does not say whether"),
+        (lambda d: d["settings"].update(clip=True), "settings.clip: it does not say whether"),
         (lambda d: d["facts"].update(models=[]), "facts: there is no model"),
-        (lambda d: facts(d).__setitem__(3, 0), "its loss is not the loss of the code"),
-        (lambda d: facts(d).__setitem__(4, 8), "batch is 8, the example's 4"),
-        (lambda d: facts(d)[0].pop(), "2 chunks, but 3 pieces"),
-        (lambda d: facts(d)[0][0].__setitem__(0, 1), "the chunk says that it is number 1"),
-        (lambda d: facts(d)[0][0][2].reverse(), "its ends are not those of the piece of code"),
-        (lambda d: facts(d)[0][0][9].append("layers.0.bias"), "the code makes gradients of others"),
-        (lambda d: facts(d)[1][0].__setitem__(2, 0), "values: they are not those of the code"),
-        (lambda d: facts(d)[2].pop(), "parameters: they are not those of the code"),
-        (lambda d: facts(d)[2][0][1].__setitem__(2, False), "parameters: they are not those"),
-        (lambda d: backward(d)[1].pop(), "chunks[1].none.B: its gradients are not those of"),
-        (lambda d: backward(d)[0].pop(0), "the pass B is not what the strategy recomputes"),
-        (lambda d: backward(d)[0].append(["update", 0]), "a pass has no update0 there"),
-        (lambda d: backward(d).__setitem__(2, -1), "-1 is not a valid size"),
-        (lambda d: d["names"][0].pop(), "keys and shapes are of different tensors"),
+        (lambda d: facts(d).update(loss=0), "its loss is not the loss of the code"),
+        (lambda d: facts(d).update(batch=8), "batch is 8, the example's 4"),
+        (lambda d: facts(d)["chunks"].pop(), "2 chunks, but 3 pieces"),
+        (lambda d: facts(d)["chunks"][0].update(index=1), "the chunk says that it is number 1"),
+        (
+            lambda d: facts(d)["chunks"][0]["parameters"].reverse(),
+            "its ends are not those of the piece of code",
+        ),
+        (
+            lambda d: facts(d)["chunks"][0]["detached"].append("layers.0.bias"),
+            "the code makes gradients of others",
+        ),
+        (
+            lambda d: facts(d)["values"][0].update(nbytes=0),
+            "values: they are not those of the code",
+        ),
+        (lambda d: facts(d)["parameters"].pop(), "parameters: they are not those of the code"),
+        (lambda d: facts(d)["parameters"][0][1].update(trained=False), "they are not those"),
+        (lambda d: backward(d)["writes"].pop(), "chunks[1].none.B: its gradients are not those of"),
+        (lambda d: backward(d)["reads"].pop(0), "the pass B is not what the strategy recomputes"),
+        (
+            lambda d: backward(d)["reads"].append({"kind": "update", "index": 0}),
+            "a pass has no update0",
+        ),
+        (lambda d: backward(d).update(flops=-1), "-1 is not a valid size"),
+        (lambda d: d["names"]["keys"].pop(), "keys and shapes are of different tensors"),
         (lambda d: d.update(seed="x"), "seed: 'x' is not a whole number"),
         (lambda d: d.update(precision="fp4"), "precision: 'fp4' is unknown"),
         (lambda d: d.update(clip_norm=-1), "clip_norm=-1 must be a positive number"),
         (lambda d: d.update(compiler="gcc"), "compiler: compiler='gcc' is unknown"),
         (lambda d: d.update(device="disk"), "device: 'disk' is not a kind of device"),
         (lambda d: d.update(more=1), "it has 'more', which nobody reads"),
+        (lambda d: facts(d).pop("batch"), "facts.models[0].value: it lacks batch"),
+        (lambda d: d["settings"].update(costs={"Own": {}}), "one of Costs, Answers"),
         (lambda d: d["code"]["programs"][0][1].append(0), "3 pieces, but 4 programs"),
         (lambda d: d["code"].update(loss=0), "no piece makes the loss"),
         (lambda d: d["strategy"][0].update(op="exec"), "has no 'op' that is known"),
@@ -407,6 +422,52 @@ def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path:
     changed = replace(plan, instructions=plan.instructions[:-1])
     with pytest.raises(PiperError, match="not those that its strategy gives"):
         replace(program, plans=(changed, *program.plans[1:])).save(tmp_path)
+
+
+@pytest.mark.parametrize("head", ["piper program 6", "piper plan 1", 7, None])
+def test_files_of_another_version_or_kind_are_told_so(folder: Path, head: Any) -> None:
+    sums = json.loads((folder / "checksums.json").read_text())
+    (folder / "checksums.json").write_text(json.dumps(sums | {"format": head}))
+    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 7': write it again"
+    with pytest.raises(PiperError, match=words):
+        piper.Program.load(folder)
+
+
+def test_a_plan_is_read_as_it_was_written(program: piper.Program) -> None:
+    for plan in (*program.plans, *program.evaluation_plans):
+        written = json.dumps(plan.to_json())
+        assert Plan.from_json(written) == plan
+        assert Plan.from_json(json.loads(written)) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda d: d.update(format="piper plan 0"),
+            "this holds 'piper plan 0', not 'piper plan 1'",
+        ),
+        (lambda d: d.pop("given"), "it lacks given"),
+        (lambda d: d["instructions"]["node"].pop(), "its columns have different lengths"),
+        (lambda d: d["instructions"]["op"]["at"].append(99), "instructions.op.at["),
+        (
+            lambda d: d["instructions"]["op"]["distinct"].append({"Harm": {}}),
+            "is not an object with one of Compute, Transfer, Collective, Update",
+        ),
+        (
+            lambda d: d["instructions"]["verb"]["distinct"].append("exec"),
+            "is not one of compute, send",
+        ),
+    ],
+)
+def test_what_is_no_plan_is_refused(
+    program: piper.Program, change: Callable[[Any], Any], words: str
+) -> None:
+    data = json.loads(json.dumps(program.plans[0].to_json()))
+    change(data)
+    with pytest.raises(PiperError, match="the plan cannot be read: ") as caught:
+        Plan.from_json(data)
+    assert words in str(caught.value)
 
 
 def test_a_program_of_an_earlier_format_is_told_so(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.codec import MalformedError
+from piper.codec import Format, MalformedError
 from piper.errors import PiperError, warn
 from piper.launch.crew import Restored
 from piper.launch.fetching import fetcher
@@ -23,7 +23,7 @@ from piper.program import Program
 from piper.runtime.groups import Group
 from piper.runtime.portable import Portions, assemble
 
-_FORMAT = "piper training state 1"
+_FORMAT = Format("training state", 1)
 _AT_ONCE = 4 * 1024 * 1024
 """Elements that are brought together, or handed out, at a time."""
 
@@ -86,7 +86,7 @@ def in_turn(keys: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[list[
 def write(path: str | Path, program: Program, state: Restored) -> None:
     """Write the state to ``path``: a new file takes the old one's place only when it is whole."""
     content = {
-        "format": _FORMAT,
+        "format": str(_FORMAT),
         "tensors": dict(state.tensors),
         "added": _added(program, state.tensors),
         "optimizer": {k: dict(v) for k, v in (state.optimizer or {}).items()},
@@ -161,8 +161,10 @@ def read(path: str | Path, program: Program) -> Restored:
         raise PiperError(f"there is no state at {path}") from error
     except Exception as error:
         raise PiperError(f"{path} cannot be read as a state of training: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise PiperError(f"{path} is no state of training that Piper saved")
+    try:
+        content = _FORMAT.content(content)
+    except MalformedError as error:
+        raise PiperError(f"{path} is no state of training that Piper saved: {error}") from None
     missing = _FIELDS - content.keys()
     if missing:
         raise PiperError(f"{path} is incomplete: it lacks {', '.join(sorted(missing))}")

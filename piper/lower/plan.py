@@ -7,20 +7,15 @@ prints one instruction a line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from piper.ir.dag import (
-    Collective,
-    Compute,
-    Group,
-    Op,
-    Transfer,
-    Update,
-)
+from piper.codec import COLUMNS, Format, MalformedError, decode, encode, parsed
+from piper.errors import PiperError
+from piper.ir.dag import Group, Op
 from piper.ir.values import ExtraRole
-from piper.numbering import Numbered
 
 
 class Verb(Enum):
@@ -32,6 +27,7 @@ class Verb(Enum):
     FREE = "free"
 
 
+_FORMAT = Format("plan", 1)
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 
 
@@ -81,7 +77,7 @@ class Plan:
     """What the devices of one class do in one step."""
 
     devices: Group
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[Instruction, ...] = field(metadata=COLUMNS)
     given: tuple[Given, ...]
     slot_bytes: tuple[int, ...]
 
@@ -90,37 +86,18 @@ class Plan:
         return "\n".join([head, *(f"{i:>4} {_line(x)}" for i, x in enumerate(self.instructions))])
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data, by which two can be compared; what instructions have in common is
-        written once."""
-        ops, names, streams, groups = Numbered(), Numbered(), Numbered(), Numbered()
-        rows = [
-            [
-                x.verb.value,
-                x.node,
-                names.number(x.name),
-                streams.number(x.stream),
-                ops.number(x.op),
-                x.role and x.role.value,
-                x.of,
-                groups.number(x.group),
-                x.reads,
-                x.writes,
-                x.adds,
-                x.waits,
-            ]
-            for x in self.instructions
-        ]
-        given = [(*item[:3], groups.number(item.group)) for item in self.given]
-        return {
-            "devices": self.devices,
-            "given": given,
-            "groups": groups.items,
-            "slot_bytes": self.slot_bytes,
-            "names": names.items,
-            "streams": streams.items,
-            "ops": [_op_to_json(op) for op in ops.items],
-            "instructions": rows,
-        }
+        """The plan as plain data, in which what instructions have in common is written once."""
+        return _FORMAT.headed(encode(Plan, self))
+
+    @staticmethod
+    def from_json(data: str | Mapping[str, Any]) -> Plan:
+        """The plan that ``to_json`` wrote."""
+        try:
+            content = _FORMAT.content(parsed(data) if isinstance(data, str) else data)
+            found: Plan = decode(Plan, content)
+        except MalformedError as error:
+            raise PiperError(f"the plan cannot be read: {error}") from None
+        return found
 
 
 def awaited(plan: Plan) -> list[tuple[int, ...]]:
@@ -179,20 +156,6 @@ def updated(plan: Plan, *, whole: bool) -> dict[int, tuple[Instruction, ...]]:
     if whole and found:
         return {i: () for i, _ in found[:-1]} | {found[-1][0]: tuple(x for _, x in found)}
     return {i: (x,) for i, x in found}
-
-
-def _op_to_json(op: Op | None) -> list[Any] | None:
-    match op:
-        case Compute(chunk=chunk, which=which, microbatch=microbatch):
-            return ["compute", chunk, which.value, microbatch]
-        case Transfer(source=source, target=target, dim=dim, replicas=replicas):
-            return ["transfer", source, target, dim, replicas]
-        case Collective(kind=kind, groups=groups):
-            return ["collective", kind.value, groups]
-        case Update(bucket=bucket):
-            return ["update", bucket]
-        case None:
-            return None
 
 
 def _line(x: Instruction) -> str:

@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 
 from piper.capture.program import Pass
-from piper.codec import MalformedError, decode, encode, parsed, table, within
+from piper.codec import Format, MalformedError, decode, encode, parsed
 from piper.errors import PiperError
 from piper.ir.dag import Group
 from piper.lower.tasks import Task, Work
 
-_FORMAT = "piper costs 1"
+_FORMAT = Format("costs", 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +158,14 @@ class Recorded:
 
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file."""
-        Path(path).write_text(json.dumps({"format": _FORMAT, "costs": encode(self)}))
+        Path(path).write_text(json.dumps(_FORMAT.headed(encode(Recorded, self))))
 
     @staticmethod
     def load(path: str | Path) -> Recorded:
         """What ``save`` wrote."""
         try:
-            data = parsed(Path(path).read_bytes())
-            if not isinstance(data, dict) or data.get("format") != _FORMAT:
-                raise PiperError(f"{path} holds no recorded costs ({_FORMAT!r})")
-            with within("costs"):
-                return decode(Recorded, table(data, ("format", "costs"))["costs"])
+            found: Recorded = decode(Recorded, _FORMAT.content(parsed(Path(path).read_bytes())))
+            return found
         except (OSError, MalformedError) as error:
             raise PiperError(f"{path} cannot be read: {error}") from error
 

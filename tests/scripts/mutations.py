@@ -19,6 +19,7 @@ import piper
 from piper import PiperError
 from piper.cost import Cluster, toml
 from piper.launch.checkpoint import read
+from piper.lower.plan import Plan
 from tests.training import pipeline
 
 JUNK: tuple[Any, ...] = (
@@ -141,6 +142,7 @@ class Fuzzer:
             "program, damaged": self.damaged_program,
             "program, forged": self.forged_program,
             "strategy": self.any_strategy,
+            "plan": self.any_plan,
             "cluster": self.any_cluster,
             "checkpoint, damaged": self.damaged_checkpoint,
             "checkpoint, forged": self.forged_checkpoint,
@@ -210,6 +212,18 @@ class Fuzzer:
         except PiperError:
             return REFUSED
         return OTHER
+
+    # plans
+
+    def any_plan(self, rng: random.Random) -> Outcome:
+        plan = rng.choice(self.program.plans)
+        written = json.loads(json.dumps(plan.to_json()))
+        try:
+            found = Plan.from_json(json.dumps(mutated(written, rng)))
+        except PiperError:
+            return REFUSED
+        assert Plan.from_json(found.to_json()) == found
+        return SAME if found == plan else OTHER
 
     # clusters
 
