@@ -22,7 +22,7 @@ from piper.ir.dag import Dag
 from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
 from piper.program import Code, Piece, Program
 
-_READ = (*SAVED, Kind.HANDOFF, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD, Kind.INPUT_GRAD)
+_READ = (*SAVED, Kind.HANDOFF, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
 _WRITTEN = (*SAVED, Kind.HANDOFF, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 _GRADIENTS = (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 
@@ -157,8 +157,8 @@ def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
         name for name, there in zip(piece.parameters, grads, strict=True) if not there
     ):
         raise MalformedError("detached: the code makes gradients of others")
-    if not chunk.gradients.keys() <= set(chunk.inputs):
-        raise MalformedError("gradients: they are of values that it does not take")
+    if not chunk.gradients.keys() <= _of(made.specs, (Kind.INPUT_GRAD,)):
+        raise MalformedError("gradients: they are not those of the code")
     _sizes(n for g in chunk.gradients.values() for n in (g.nbytes, g.copied or 0))
     if set(chunk.variants) != set(Remat):
         raise MalformedError("a variant for each policy of recomputing is wanted")
@@ -185,7 +185,7 @@ def _variant(variant: Variant, piece: Piece, made: ChunkProgram) -> None:
                 (facts.writes, writes, _WRITTEN),
             ):
                 for ref in own:
-                    if ref.kind not in kinds:
+                    if ref.kind not in kinds or (ref.term and ref.kind is not Kind.INPUT_GRAD):
                         raise MalformedError(f"a pass has no {ref} there")
                     _in_range([ref.index], ends.get(ref.kind, 1), ref.kind.value)
                 if _of(own, _GRADIENTS) != _of(wanted, _GRADIENTS):
@@ -205,8 +205,7 @@ def _gradients(model: Model) -> None:
     for chunk in reversed(model.chunks):
         passes = chunk.variants[model.remat].passes.values()
         for ref in (ref for facts in passes for ref in facts.reads if ref.kind in _GRADIENTS):
-            ends = chunk.inputs if ref.kind is Kind.INPUT_GRAD else chunk.outputs
-            if ends[ref.index] not in made:
+            if chunk.outputs[ref.index] not in made:
                 raise MalformedError(f"chunks[{chunk.index}]: nobody makes its {ref}")
         for ref in (ref for facts in passes for ref in facts.writes):
             if ref.kind is Kind.INPUT_GRAD:
@@ -285,6 +284,9 @@ def _refs(chunk: ChunkProgram, piece: Piece) -> None:
     for ref in chunk.specs:
         if ref.kind in ends:
             _in_range([ref.index], ends[ref.kind], ref.kind.value)
+        before = Ref(ref.kind, ref.index, ref.term - 1)
+        if ref.term and (ref.kind is not Kind.INPUT_GRAD or before not in chunk.specs):
+            raise MalformedError(f"{ref} is a term of nothing, or not the next one")
     made = {
         Kind.SAVED: chunk.functions[Pass.F].results,
         Kind.KEPT: chunk.functions[Pass.F].results,

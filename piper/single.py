@@ -185,16 +185,14 @@ class SingleDevice:
         for i, value in enumerate(chunk.outputs):
             if value in gradients:
                 tensors[Ref(Kind.OUTPUT_GRAD, i)] = gradients.pop(value)
-        for i, value in enumerate(chunk.inputs):
-            if value in gradients:
-                tensors[Ref(Kind.INPUT_GRAD, i)] = gradients.pop(value)
         for which in self._backward:
             if which in program.functions:
                 last = which is self._backward[-1]
                 self._call(chunk, program.functions[which], runners[which], tensors, last)
         for ref, tensor in tensors.items():
             if ref.kind is Kind.INPUT_GRAD:
-                gradients[chunk.inputs[ref.index]] = tensor
+                value = chunk.inputs[ref.index]
+                gradients[value] = gradients[value] + tensor if value in gradients else tensor
             elif ref.kind is Kind.PARAMETER_GRAD:
                 name = chunk.parameters[ref.index]
                 shared[name] = shared[name].add_(tensor) if name in shared else tensor

@@ -64,7 +64,7 @@ from piper.program import Code, Piece, Program, Training
 from piper.strategy import Strategy
 from piper.weights import Source, StateNames
 
-_FORMAT = Format("program", 7)
+_FORMAT = Format("program", 8)
 
 
 def save(program: Program, folder: Path) -> None:

@@ -9,6 +9,7 @@ further.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -80,8 +81,8 @@ def _pass(written: str, flops: int = 0, *, weights: bool = False, workspace: int
 
 
 def _refs(written: str) -> tuple[Ref, ...]:
-    words = [(word.rstrip("0123456789"), word) for word in written.split()]
-    return tuple(Ref(Kind(kind), int(word[len(kind) :])) for kind, word in words)
+    found = re.findall(r"([a-z_]+)(\d+)(?:\+(\d+))?", written)
+    return tuple(Ref(Kind(kind), int(index), int(term or 0)) for kind, index, term in found)
 
 
 def _same(passes: Mapping[Pass, PassFacts], handoff: int = 0) -> dict[Remat, Variant]:
@@ -102,20 +103,21 @@ def _layer(
     *,
     extra_input: bool = False,
     outputs: int = 1,
-    carried: bool = False,
+    read_later: bool = False,
     masked: bool = False,
 ) -> dict[Remat, Variant]:
-    """``x + relu(w x)``: the relu is kept."""
+    """``x + relu(w x)``: the relu is kept. Of an ``x`` that is ``read_later``, what both uses
+    give to the gradient is left apart."""
     reads = "input0 input1" if extra_input or masked else "input0"
     makes = "output0 output1" if outputs == 2 else "output0"
     if not trained:
         return _same({Pass.F: _pass(f"{reads} -> {makes}", MATMUL, weights=True, workspace=ROWS)})
     mask = " input1" if masked else ""
     grads = "output_grad0 output_grad1" if outputs == 2 else "output_grad0"
-    grads += " input_grad0" if carried else ""
     gives = "input_grad0 input_grad1" if extra_input else "input_grad0"
+    gives += " input_grad0+1" if read_later else ""
     weight = _pass("handoff0 input0 -> parameter_grad0", MATMUL)
-    behind = ROWS * (2 if carried or outputs == 2 else 1)
+    behind = ROWS * (2 if outputs == 2 else 1)
 
     def variant(saved: str, again: int, ahead: int, at_once: int = 0) -> Variant:
         first = (saved or "input0") + mask
@@ -133,7 +135,7 @@ def _layer(
                     f"{first} {grads} -> {gives} handoff0",
                     MATMUL + again,
                     weights=True,
-                    workspace=behind,
+                    workspace=0 if read_later else behind,
                 ),
                 Pass.BW: weight,
             },
@@ -242,7 +244,7 @@ def _dense(
         last = skip is not None and i == layers - 1
         inputs = [x, skip] if last and skip is not None else [x]
         x = writer.value(f"layer{i}", BATCH, SEQ, DIM)
-        variants = _layer(trained, extra_input=last, carried=skip is not None and i == 0)
+        variants = _layer(trained, extra_input=last, read_later=skip is not None and i == 0)
         writer.chunk({"layer": i}, weight, inputs, [x], variants)
     return x
 
@@ -255,8 +257,8 @@ def chain(layers: int, *, trained: bool = True, counted: bool = False) -> Model:
 
 
 def skip(layers: int, *, counted: bool = False) -> Model:
-    """A chain whose last layer adds the embedding again: its gradient is summed by two chunks,
-    the second of which carries on what the first began."""
+    """A chain whose last layer adds the embedding again: two chunks give to its gradient, the first
+    of them for two uses."""
     assert layers > 1
     writer, targets, x = _start(trained=True)
     x = _dense(writer, x, layers, skip=x)

@@ -17,8 +17,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from piper.capture.program import Pass
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group, Node, Transfer, Update
+from piper.capture.program import Kind, Pass, Ref
+from piper.ir.dag import (
+    Add,
+    Collective,
+    CollectiveKind,
+    Compute,
+    Dag,
+    Group,
+    Node,
+    Transfer,
+    Update,
+)
 from piper.ir.facts import Model
 from piper.ir.values import ExtraRole, Role
 from piper.lower.memory import Holder, Memory
@@ -141,6 +151,8 @@ class _Tensor:
     form: str = "plain"
     replicas: int = 1
     """How many neighbours in the group have the same rows."""
+    added: tuple[int, ...] = ()
+    """Of a gradient, what has been added to it, in order."""
 
     @property
     def parts(self) -> int:
@@ -507,6 +519,8 @@ class _Checker:
                 self._compute(together[0])
             elif x.verb is Verb.UPDATE:
                 self._update(together[0])
+            elif x.verb is Verb.ADD:
+                self._add(together[0])
             elif x.verb is Verb.COLLECTIVE:
                 self._collective(together)
             elif x.verb in (Verb.SEND, Verb.RECV):
@@ -523,26 +537,27 @@ class _Checker:
         chunk = self.dag.model.chunks[op.chunk]
         policy = self.dag.policy(op.chunk)
         reads, writes = self.dag.table.wire(op.chunk, op.which, policy, op.microbatch)
-        reads = tuple(v for v in reads if self._role(v) is not Role.SEED)
+        rows = self._in_order(v for v in reads if self._role(v) is not Role.SEED)
         used: set[int] = set()
         if chunk.variants[policy].passes[op.which].uses_parameters:
             used = {self.bucket_of[p] for p in chunk.parameters}
         divided = {b for b in used if self._divided(b)}
         renewed = {b for b in used if self._renewed(b)}
-        carried = self._carried(at, x.reads[len(reads) :])
+        carried = self._carried(at, x.reads[len(rows) :])
         gathered = divided | renewed if op.which is Pass.F else divided
         extra = len(gathered) + bool(carried)
-        self._must(len(x.reads) == len(reads) + extra, at, "reads the wrong number of slots")
-        for value, slot in zip(reads, x.reads, strict=False):
+        self._must(len(x.reads) == len(rows) + extra, at, "reads the wrong number of slots")
+        for (value, *added), slot in zip(rows, x.reads, strict=False):
             content = self.slots[c][slot]
             found, microbatch = self.dag.table.value(value)
             wanted: Any
             if found.role is Role.BATCH:
                 wanted = _Batch(found.of, microbatch, x.group)
             else:
-                wanted = _Tensor(value, node.devices, self._form(op.chunk, value), node.replicas)
+                form = self._form(op.chunk, value)
+                wanted = _Tensor(value, node.devices, form, node.replicas, tuple(added))
             self._must(content == wanted, at, f"wants {wanted}, s{slot} holds {content}")
-        others = [self.slots[c][slot] for slot in x.reads[len(reads) :]]
+        others = [self.slots[c][slot] for slot in x.reads[len(rows) :]]
         whole = [other for other in others if not isinstance(other, _Gradients)]
         expected = {_OfBucket(ExtraRole.GATHERED, b) for b in gathered}
         self._must(set(whole) == expected, at, f"wants {expected}, reads {whole}")
@@ -563,6 +578,38 @@ class _Checker:
                 form = "partial" if self._exchanged(op.chunk, value) else "plain"
                 new = _Tensor(value, node.devices, form, node.replicas)
             self._write(at, slot, new)
+
+    def _in_order(self, reads: Iterable[int]) -> list[list[int]]:
+        """What a pass reads, each with what is added to it: of a gradient, what the chunks give
+        that read its value, from the last chunk to the first, as one device adds them."""
+        rows: dict[object, list[int]] = {}
+        for number in reads:
+            value, microbatch = self.dag.table.value(number)
+            gradient = value.role is Role.GRADIENT
+            rows.setdefault((value.of, microbatch) if gradient else number, []).append(number)
+
+        def turn(number: int) -> tuple[int, int]:
+            value, _ = self.dag.table.value(number)
+            return -value.by, value.term
+
+        return [sorted(row, key=turn) for row in rows.values()]
+
+    def _add(self, at: At) -> None:
+        """Adds what one chunk gives to a gradient; whether all of it is there, and in the right
+        order, is judged where the gradient is read."""
+        c, x = at[0], self.get(at)
+        node = self.dag.nodes[x.node]
+        contents = [self.slots[c][slot] for slot in x.reads]
+        for content in contents:
+            good = isinstance(content, _Tensor) and self._role(content.value) is Role.GRADIENT
+            good = good and content.form == "plain"
+            good = good and (content.group, content.replicas) == (node.devices, node.replicas)
+            self._must(good, at, f"adds {content}")
+        first, *others = contents
+        self._must(bool(others), at, "adds nothing")
+        self._must(not any(other.added for other in others), at, "adds a sum to another")
+        added = (*first.added, *(other.value for other in others))
+        self._write(at, self._one(at, x.writes), replace(first, added=added))
 
     def _carried(self, at: At, slots: Sequence[int]) -> _Gradients | None:
         """The gradients of its tied parameters that a pass takes and adds its own to: those that
@@ -655,14 +702,13 @@ class _Checker:
                 good = (content.group, content.replicas) == (op.source, op.replicas[0])
                 good = good and content.form == "plain"
                 self._must(good, at, f"sends {content}")
-                sent.add(content.value)
+                sent.add(replace(content, group=op.target, replicas=op.replicas[1]))
         self._must(len(sent) == 1, together[0], f"sends several values: {sent}")
-        (value,) = sent
+        (come,) = sent
         for at in together:
-            self._is(at, ExtraRole.RECEIVED, self.dag.table.value(value)[0].of)
+            self._is(at, ExtraRole.RECEIVED, self.dag.table.value(come.value)[0].of)
             if self.get(at).verb is Verb.RECV:
-                slot = self._one(at, self.get(at).writes)
-                self._write(at, slot, _Tensor(value, op.target, "plain", op.replicas[1]))
+                self._write(at, self._one(at, self.get(at).writes), come)
 
     def _collective(self, together: list[At]) -> None:
         op = self.dag.nodes[self.get(together[0]).node].op
@@ -1198,26 +1244,33 @@ class _Checker:
         comes = x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL
         value = (node.writes if comes else node.reads)[0]
         parts = 0
+        summed = False
         while value >= self.dag.first_extra:
             extra = self.dag.extra[value - self.dag.first_extra]
-            if extra.role is not ExtraRole.RECEIVED:
+            summed = summed or extra.role is ExtraRole.ADDED
+            if extra.role not in (ExtraRole.RECEIVED, ExtraRole.ADDED):
                 return 0  # put together from rows
             parts = parts or extra.parts
             value = extra.of
         if self._role(value) not in (Role.ACTIVATION, Role.GRADIENT):
             return aside
         parts = parts or self.dag.nodes[self.dag.producers[value]].parts
-        return aside + self._lies(value, parts)[1]
+        nbytes, copy = self._lies(value, parts)
+        return aside + (0 if summed and copy != nbytes else copy)
 
     def _lies(self, number: int, parts: int) -> tuple[int, int]:
         """Bytes of an activation or its gradient as it lies, and of its contiguous copy if it is
         not contiguous itself."""
+        while number >= self.dag.first_extra:
+            number = self.dag.extra[number - self.dag.first_extra].of
         value, _ = self.dag.table.value(number)
         model = self._model(parts)
         facts = model.values[value.of]
-        if value.role is Role.GRADIENT and value.of in model.chunks[value.by].gradients:
-            gradient = model.chunks[value.by].gradients[value.of]
-            return gradient.nbytes, gradient.copied or 0
+        if value.role is Role.GRADIENT:
+            chunk = model.chunks[value.by]
+            ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(value.of), value.term)
+            if ref in chunk.gradients:
+                return chunk.gradients[ref].nbytes, chunk.gradients[ref].copied or 0
         return facts.nbytes, facts.copied or 0
 
     def _grown(self, c: int) -> set[int]:
@@ -1272,7 +1325,7 @@ class _Checker:
             new = sum(size[slot] for slot in x.adds)
             facts = variant.passes[x.op.which]
             values = self.dag.nodes[x.node].reads[: len(facts.reads)]
-            given = [self._role(v) is not Role.SEED for v in values]
+            given = [v >= self.dag.first_extra or self._role(v) is not Role.SEED for v in values]
             refs = [ref for ref, there in zip(facts.reads, given, strict=True) if there]
             slots = [s for ref, s in zip(refs, x.reads, strict=False) if ref in facts.last]
             return facts.workspace + new - (facts.eased if freed.issuperset(slots) else 0)
@@ -1287,9 +1340,9 @@ class _Checker:
 
     def _nbytes(self, c: int, content: Any) -> int:
         match content:
-            case _Tensor(value=value, form=form) if form != "plain":
+            case _Tensor(value=value, form=form) if form != "plain" or content.added:
                 nbytes, copy = self._lies(value, content.parts)
-                return copy or nbytes  # put together from rows
+                return copy or nbytes  # put together from rows, or added up
             case _Tensor(value=value):
                 return self._value_bytes(value, content.parts)
             case _Gradients(nbytes=nbytes):
@@ -1340,7 +1393,7 @@ class _Checker:
         """What a slot with ``content`` counts as, written by ``at``."""
         if isinstance(content, _Gradients):
             return Holder.GRADIENTS
-        if self.get(at).verb is not Verb.COMPUTE or content.form == "partial":
+        if self.get(at).verb not in (Verb.COMPUTE, Verb.ADD) or content.form == "partial":
             return Holder.COMMUNICATION
         kept = self._role(content.value) in OF_BACKWARD
         return Holder.SAVED if kept else Holder.ACTIVATIONS
@@ -1404,4 +1457,6 @@ def _parts(op: object, devices: Group) -> list[tuple[Verb, Group]]:
             return [(Verb.COLLECTIVE, devices)]
         case Update():
             return [(Verb.UPDATE, devices)]
+        case Add():
+            return [(Verb.ADD, devices)]
     raise PlanError(f"no instruction does {op}")

@@ -140,9 +140,6 @@ def run(case: Case) -> list[Trace]:
         for i, value in enumerate(chunk.outputs):
             if value in gradients:
                 tensors[Ref(Kind.OUTPUT_GRAD, i)] = gradients.pop(value)
-        for i, value in enumerate(chunk.inputs):
-            if value in gradients:
-                tensors[Ref(Kind.INPUT_GRAD, i)] = gradients.pop(value)
         trace.split.update(tensors)
         for which in (Pass.BI, Pass.BW):
             if which in trace.program.functions:
@@ -151,7 +148,8 @@ def run(case: Case) -> list[Trace]:
             call(trace, Pass.B, tensors)
         for ref, tensor in tensors.items():
             if ref.kind is Kind.INPUT_GRAD:
-                gradients[chunk.inputs[ref.index]] = tensor
+                value = chunk.inputs[ref.index]
+                gradients[value] = gradients[value] + tensor if value in gradients else tensor
     return traces
 
 

@@ -93,8 +93,9 @@ def test_build_is_forwards_then_backwards_in_reverse() -> None:
     )
 
 
-def test_build_of_a_skip_carries_the_gradient_through_both_readers() -> None:
-    """g2 is begun by the last layer (chunk 3), carried on by the first (chunk 1)."""
+def test_build_of_a_skip_has_terms_of_the_gradient_from_both_readers() -> None:
+    """g2 has one from the last layer (chunk 3), and two from the first (chunk 1), which uses the
+    value twice."""
     assert text(build(skip(3))) == golden(
         """
         # 0:build
@@ -108,8 +109,8 @@ def test_build_of_a_skip_carries_the_gradient_through_both_readers() -> None:
           7 B head[0]: v5 g6/5 -> g5/4 dw4  # 0:build
           8 B layer[2]: saved3 v4 g5/4 -> g4/3 g2/3 dw3  # 0:build
           9 B layer[1]: saved2 v3 g4/3 -> g3/2 dw2  # 0:build
-         10 B layer[0]: saved1 v2 g3/2 g2/3 -> g2/1 dw1  # 0:build
-         11 B embed[0]: x0 g2/1 -> dw0  # 0:build
+         10 B layer[0]: saved1 v2 g3/2 -> g2/1 g2/1+1 dw1  # 0:build
+         11 B embed[0]: x0 g2/3 g2/1 g2/1+1 -> dw0  # 0:build
         """
     )
 

@@ -76,13 +76,11 @@ def delayed_step(
         for i, v in enumerate(chunk.outputs):
             if v in gradients:
                 mine[Ref(Kind.OUTPUT_GRAD, i)] = gradients[v]
-        for i, v in enumerate(chunk.inputs):
-            if v in gradients:
-                mine[Ref(Kind.INPUT_GRAD, i)] = gradients[v]
         call(chunk.index, Pass.BI)
-        for i, v in enumerate(chunk.inputs):
-            if Ref(Kind.INPUT_GRAD, i) in mine:
-                gradients[v] = mine[Ref(Kind.INPUT_GRAD, i)]
+        for ref, term in mine.items():
+            if ref.kind is Kind.INPUT_GRAD:
+                v = chunk.inputs[ref.index]
+                gradients[v] = gradients[v] + term if v in gradients else term
     found: dict[str, Tensor] = {}
     for chunk in reversed(captured.chunks):
         call(chunk.index, Pass.BW)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from piper.capture.program import Pass
 from piper.ir import Compute, Dag, text
-from piper.ir.dag import Collective, Node, Transfer, Update
+from piper.ir.dag import Add, Collective, Node, Transfer, Update
 
 from .svg import Picture
 
@@ -126,6 +126,8 @@ def label(node: Node) -> tuple[str, str]:
             return kind.value, ""
         case Update():
             return "update", ""
+        case Add():
+            return "add", ""
     raise AssertionError(node.op)
 
 

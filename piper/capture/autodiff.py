@@ -41,8 +41,9 @@ class Demand:
     """Inputs through which gradient must flow further back."""
     outputs: tuple[Strides | None, ...]
     """For each output that receives a gradient from later chunks, the gradient's strides."""
-    carried: tuple[Strides | None, ...]
-    """The same for inputs whose gradient later chunks have begun to sum: this chunk adds to it."""
+    apart: tuple[bool, ...]
+    """Inputs that later chunks make a gradient of too: what each use here gives is left apart, to
+    be added to theirs one after another."""
     changing: tuple[bool, ...]
     """Buffers whose content some chunk replaces: the backward cannot read them again."""
 
@@ -65,7 +66,7 @@ def differentiate(
             parameters=tuple(trained(name) for name in chunk.parameters),
             inputs=tuple(flows[i] for i in chunk.inputs),
             outputs=tuple(received.get(i) for i in chunk.outputs),
-            carried=tuple(received.get(i) for i in chunk.inputs),
+            apart=tuple(i in received for i in chunk.inputs),
             changing=tuple(name in cut.updates for name in chunk.buffers),
         )
         key = (chunk.body.key, demand)
@@ -76,12 +77,21 @@ def differentiate(
                 raise explain(error, f"the backward of region {chunk.name}") from error
         joint = joints[key]
         found.append(joint)
-        received |= {
-            chunk.inputs[ref.index]: tuple(node.meta["val"].stride())
-            for ref, node in joint.gradients
-            if ref.kind is Kind.INPUT_GRAD
-        }
+        for ref, node in joint.gradients:
+            if ref.kind is Kind.INPUT_GRAD:
+                value, term = chunk.inputs[ref.index], node.meta["val"]
+                received[value] = _summed(received.get(value), term)
     return tuple(reversed(found))
+
+
+def _summed(before: Strides | None, term: Tensor) -> Strides:
+    """The strides of a sum with strides ``before`` and one more ``term``."""
+    if before is None:
+        return tuple(term.stride())
+    first, other = (
+        torch.empty_strided(term.shape, stride, device="meta") for stride in (before, term.stride())
+    )
+    return tuple((first + other).stride())
 
 
 def _gradient_flow(cut: Cut, trained: Callable[[str], bool]) -> list[bool]:
@@ -119,7 +129,7 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
     needs = (*demand.parameters, *(False for _ in range(body.buffers)), *demand.inputs)
     n_primals = len(needs)
     outputs = {i: s for i, s in enumerate(demand.outputs) if s is not None}
-    carried = {i: s for i, s in enumerate(demand.carried) if s is not None}
+    apart = [i for i, alone in enumerate(demand.apart) if alone]
     changing = {i for i, changes in enumerate(demand.changing) if changes}
     wanted = _gradient_refs(demand)
 
@@ -133,9 +143,9 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
                 for i, x in enumerate(primals, start=-body.parameters)
             ]
             results = body.module(*now)
-        # The engine adds what later chunks sent to an input before its uses here, in the order
-        # of one undivided backward: sums come out bit for bit the same.
-        heads = [results[i] for i in outputs] + [primals[first_input + i] for i in carried]
+        # The engine adds the gradient that an input has already before its uses here, in the order
+        # of one undivided backward: from there on the terms are found.
+        heads = [results[i] for i in outputs] + [primals[first_input + i] for i in apart]
         sources = [primals[_position(ref, first_input)] for ref in wanted]
         if not heads or not sources:
             return list(results), [None] * len(sources)
@@ -148,7 +158,7 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         inputs = primals[len(needs) - body.inputs :]
         with mode:
             tangents = [_strided(results[i], stride) for i, stride in outputs.items()]
-            tangents += [_strided(inputs[i], stride) for i, stride in carried.items()]
+            tangents += [_strided(inputs[i], inputs[i].stride()) for i in apart]
         module = make_fx(joint, decomposition_table=dict(compiler.decompositions()))(
             *primals, *tangents
         )
@@ -160,7 +170,7 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         *(Ref(Kind.BUFFER, i) for i in range(body.buffers)),
         *(Ref(Kind.INPUT, i) for i in range(body.inputs)),
         *(Ref(Kind.OUTPUT_GRAD, i) for i in outputs),
-        *(Ref(Kind.INPUT_GRAD, i) for i in carried),
+        *(Ref(Kind.INPUT_GRAD, i) for i in apart),
     ]
     found = _label(module.graph, refs, body, wanted)
     compiler.rewrite(module)
@@ -169,19 +179,26 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
 
 def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> Joint:
     placeholders = graph.find_nodes(op="placeholder")
-    arguments = dict(zip(placeholders, refs, strict=True))
+    begun = {ref: node for node, ref in zip(placeholders, refs, strict=True) if ref in wanted}
+    arguments = {n: ref for n, ref in zip(placeholders, refs, strict=True) if ref not in wanted}
     for number, (node, ref) in enumerate(arguments.items()):
         # torch's partitioner tells the ends of a joint graph by these names
-        tangent = ref.kind in (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD)
-        node.target = f"{'tangents' if tangent else 'primals'}_{number + 1}"
+        node.target = f"{'tangents' if ref.kind is Kind.OUTPUT_GRAD else 'primals'}_{number + 1}"
         node.name = node.target
     results: Any = graph.output_node().args[0]
     made, grads = results
     kinds = [Ref(Kind.OUTPUT, i) for i in range(body.outputs)]
     kinds += [Ref(Kind.UPDATE, i) for i in range(body.updates)]
-    gradients = tuple((ref, g) for ref, g in zip(wanted, grads, strict=True) if g is not None)
+    gradients = tuple(
+        (Ref(ref.kind, ref.index, i), term)
+        for ref, total in zip(wanted, grads, strict=True)
+        if total is not None
+        for i, term in enumerate(_terms(begun[ref], total) if ref in begun else [total])
+    )
     graph.output_node().args = ([*made, *(g for _, g in gradients)],)
     graph.eliminate_dead_code()
+    for node in begun.values():
+        graph.erase_node(node)
     forward = {
         node
         for node in graph.nodes
@@ -194,6 +211,18 @@ def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> J
         results=tuple(zip(kinds, made, strict=True)),
         gradients=gradients,
     )
+
+
+def _terms(begun: fx.Node, total: fx.Node) -> list[fx.Node]:
+    """What was added to ``begun``, one after another, until it was ``total``."""
+    terms = []
+    while begun is not total:
+        (step,) = begun.users
+        assert step.target is torch.ops.aten.add.Tensor, "the engine does nothing but add"
+        (term,) = (arg for arg in step.all_input_nodes if arg is not begun)
+        terms.append(term)
+        begun = step
+    return terms
 
 
 def _gradient_refs(demand: Demand) -> list[Ref]:

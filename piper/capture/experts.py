@@ -39,7 +39,6 @@ def trace_share(chunk: Chunk, joint: Joint, ways: int, dim: int, compiler: Compi
     """The joint graph of one device's share of ``chunk``, whose own joint graph is ``joint``."""
     body = _share(chunk, ways, dim)
     outputs = [node.meta["val"] for node in returned(body.module.graph)[: body.outputs]]
-    inputs = body.fakes()[body.parameters + body.buffers :]
     taken, wanted = set(joint.arguments.values()), {ref for ref, _ in joint.gradients}
     demand = Demand(
         parameters=tuple(Ref(Kind.PARAMETER_GRAD, i) in wanted for i in range(body.parameters)),
@@ -47,9 +46,7 @@ def trace_share(chunk: Chunk, joint: Joint, ways: int, dim: int, compiler: Compi
         outputs=tuple(
             _packed(x) if Ref(Kind.OUTPUT_GRAD, i) in taken else None for i, x in enumerate(outputs)
         ),
-        carried=tuple(
-            _packed(x) if Ref(Kind.INPUT_GRAD, i) in taken else None for i, x in enumerate(inputs)
-        ),
+        apart=tuple(Ref(Kind.INPUT_GRAD, i, 1) in wanted for i in range(body.inputs)),
         changing=tuple(i in joint.changing for i in range(body.buffers)),
     )
     return trace(body, demand, compiler)

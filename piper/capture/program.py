@@ -47,7 +47,6 @@ class Kind(Enum):
     """Computed by BI on the way, and used by BW."""
     OUTPUT_GRAD = "output_grad"
     INPUT_GRAD = "input_grad"
-    """As a result: the gradient of an input. As an argument: the sum that later chunks began."""
     PARAMETER_GRAD = "parameter_grad"
 
     __hash__ = object.__hash__
@@ -65,9 +64,12 @@ class Ref:
 
     kind: Kind
     index: int
+    term: int = 0
+    """Of the gradient of an input that later chunks read too: which of the terms that this chunk
+    adds to it, one for each use."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.index}"
+        return f"{self.kind.value}{self.index}" + (f"+{self.term}" if self.term else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def _check_ends(
                 raise MalformedError(f"its {what} disagree with specs about {ref}")
 
 
-_REF = re.compile(r"([a-z_]+)(0|[1-9]\d{0,8})", re.ASCII)
+_REF = re.compile(r"([a-z_]+)(0|[1-9]\d{0,8})(?:\+([1-9]\d{0,8}))?", re.ASCII)
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -167,7 +167,7 @@ def _ref(written: Json) -> Ref:
     match = _REF.fullmatch(string(written))
     if match is None or match[1] not in _KINDS:
         raise wrong(written, f"a kind of tensor and a number: {', '.join(_KINDS)}")
-    return Ref(_KINDS[match[1]], int(match[2]))
+    return Ref(_KINDS[match[1]], int(match[2]), int(match[3] or 0))
 
 
 def _graph_to_json(graph: fx.Graph) -> Json:

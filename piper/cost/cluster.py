@@ -234,7 +234,7 @@ class Cluster:
         """Seconds of ``task``: from operations and bytes of memory, or from the bytes that go over
         links."""
         self.refuse_smaller(devices)
-        if task.kind in (TaskKind.PASS, TaskKind.UPDATE):
+        if task.kind in (TaskKind.PASS, TaskKind.UPDATE, TaskKind.ADD):
             kinds = {id(device): device for device in map(self.device, devices)}.values()
             return max(d.seconds(task.flops, task.traffic, task.dtype) for d in kinds)
         return communication_seconds(task.kind, self.way(devices), task.nbytes)

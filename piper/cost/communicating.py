@@ -60,5 +60,5 @@ def communication_seconds(kind: TaskKind | CollectiveKind, way: Way, nbytes: int
             return max(near, far) + way.latency
         case TaskKind.SEND:
             return nbytes / way.bandwidth + way.latency
-        case TaskKind.PASS | TaskKind.UPDATE:
+        case TaskKind.PASS | TaskKind.UPDATE | TaskKind.ADD:
             raise AssertionError(f"{kind} is no communication")

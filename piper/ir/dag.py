@@ -82,7 +82,16 @@ class Update:
     bucket: int
 
 
-Op = Compute | Transfer | Collective | Update
+@dataclass(frozen=True, slots=True)
+class Add:
+    """What one chunk gives to the gradient of a value is added to what later chunks gave."""
+
+    value: int
+    chunk: int
+    microbatch: int
+
+
+Op = Compute | Transfer | Collective | Update | Add
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +277,12 @@ class Dag:
     def producers(self) -> Mapping[int, int]:
         """For each value that a node makes, that node."""
         return {value: i for i, node in enumerate(self.nodes) for value in node.writes}
+
+    def plain(self, value: int) -> int:
+        """The value of the model that a value which lowering added is a form of."""
+        while value >= self.first_extra:
+            value = self.extra[value - self.first_extra].of
+        return value
 
     def predecessors(self, number: int) -> list[int]:
         """The nodes that must be done before node ``number`` starts."""

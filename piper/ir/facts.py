@@ -81,9 +81,9 @@ class ChunkFacts:
     """Whether its forward draws random numbers."""
     detached: tuple[str, ...] = ()
     """Parameters that it reads but makes no gradient of, though other chunks may."""
-    gradients: Mapping[int, Stored] = field(default_factory=dict)
-    """How the gradients lie that it makes, by the number of their value; those that are not here
-    lie as the value does."""
+    gradients: Mapping[Ref, Stored] = field(default_factory=dict)
+    """How the gradients of its inputs lie that it makes; those that are not here lie as the value
+    does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,12 @@ class Stored:
     def sent(self) -> int:
         """Bytes of a message with it."""
         return self.nbytes if self.copied is None else self.copied
+
+    @property
+    def dense(self) -> Stored:
+        """How a sum lies whose first term lies so: the same if that has neither gaps nor expanded
+        dimensions."""
+        return self if self.nbytes == self.sent else Stored(self.sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +220,10 @@ def facts_of(
                 if Ref(Kind.PARAMETER_GRAD, i) not in program.specs
             ),
             gradients={
-                value: stored
-                for i, value in enumerate(chunk.inputs)
-                if (ref := Ref(Kind.INPUT_GRAD, i)) in program.specs
-                and (stored := Stored.of(program.specs[ref])) != values[value].stored
+                ref: stored
+                for ref, spec in program.specs.items()
+                if ref.kind is Kind.INPUT_GRAD
+                and (stored := Stored.of(spec)) != values[chunk.inputs[ref.index]].stored
             },
         )
         for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from piper.ir.dag import (
     COMPUTE,
     PASS,
+    Add,
     Collective,
     Compute,
     Dag,
@@ -92,6 +93,8 @@ def _verb(op: Op) -> str:
             return f"{kind.value} {'|'.join(shown + ['...'] * (len(groups) > 4))}"
         case Update(bucket=bucket):
             return f"update bucket{bucket}"
+        case Add(value=value):
+            return f"add g{value}"
 
 
 def _value(dag: Dag, number: int) -> str:
@@ -110,4 +113,5 @@ def _value(dag: Dag, number: int) -> str:
 def _unsplit(value: Value) -> str:
     number = "" if value.role is Role.SEED else str(value.of)
     by = f"/{value.by}" if value.role is Role.GRADIENT else ""
+    by += f"+{value.term}" if value.term else ""
     return f"{_SHORT[value.role]}{number}{by}"

@@ -29,7 +29,7 @@ class Role(Enum):
     """What BW reads of what was saved."""
     HANDOFF = "handoff"
     GRADIENT = "gradient"
-    """The gradient of an activation, as far as the chunks from its maker on have summed it."""
+    """What one chunk that reads an activation gives to its gradient, or one term of it."""
     PARAMETER_GRADIENT = "parameter gradient"
     """The gradients of a chunk's parameters."""
     TIED_GRADIENT = "tied gradient"
@@ -47,6 +47,8 @@ class ExtraRole(Enum):
     """A value after the experts' all_to_all, each device with its own experts' part."""
     PARTIAL = "partial"
     """What experts made, before it is exchanged back."""
+    ADDED = "added"
+    """The gradient of an activation, as far as it is added up; ``of`` is its first term."""
     REDUCED = "reduced"
     """The summed gradients of a bucket: whole, or a device's part of them."""
     SUMMED = "summed"
@@ -86,11 +88,12 @@ _BUNDLES = {
 class Value:
     """A value of one microbatch. ``of`` is the number of the model's value for BATCH, SEED,
     ACTIVATION and GRADIENT, and of the chunk for the others; ``by`` is the chunk that makes it,
-    or -1 for what is given."""
+    or -1 for what is given. ``term`` tells the terms of a GRADIENT by one chunk apart."""
 
     role: Role
     of: int
     by: int
+    term: int = 0
 
 
 class ValueTable:
@@ -101,7 +104,9 @@ class ValueTable:
         self.values: list[Value] = []
         self._numbers: dict[Value, int] = {}
         self._makers = {v: chunk.index for chunk in model.chunks for v in chunk.outputs}
-        self._summing = _summing(model)
+        self.terms = _terms(model)
+        """For each of the model's values that has a gradient, the terms of it, in the order in
+        which they are added: that of one undivided backward."""
         self.ties = tied_chunks(model)
         """For each chunk with tied parameters, a number that it shares with the chunks that use
         the same ones."""
@@ -111,6 +116,10 @@ class ValueTable:
                 for which in variant.passes:
                     self._wired[chunk.index, which, policy] = self._wire(chunk, which, policy)
         self.size = len(self.values)
+
+    def number(self, value: Value, microbatch: int) -> int:
+        """The number of a value for one microbatch."""
+        return microbatch * self.size + self._numbers[value]
 
     def value(self, number: int) -> tuple[Value, int]:
         """The value with that number, and its microbatch."""
@@ -129,7 +138,7 @@ class ValueTable:
         self, chunk: ChunkFacts, which: Pass, policy: Remat
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         facts = chunk.variants[policy].passes[which]
-        reads = [self._number(self._read(chunk, ref)) for ref in facts.reads]
+        reads = [self._number(v) for ref in facts.reads for v in self._read(chunk, ref)]
         writes = [self._number(v) for ref in facts.writes for v in self._written(chunk, ref)]
         return tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
 
@@ -139,25 +148,25 @@ class ValueTable:
             self.values.append(value)
         return self._numbers[value]
 
-    def _read(self, chunk: ChunkFacts, ref: Ref) -> Value:
+    def _read(self, chunk: ChunkFacts, ref: Ref) -> Iterable[Value]:
         match ref.kind:
             case Kind.INPUT:
-                return self._activation(chunk.inputs[ref.index])
+                yield self._activation(chunk.inputs[ref.index])
             case Kind.OUTPUT:
-                return self._activation(chunk.outputs[ref.index])
+                yield self._activation(chunk.outputs[ref.index])
+            case Kind.OUTPUT_GRAD if chunk.outputs[ref.index] == self._model.loss:
+                yield Value(Role.SEED, self._model.loss, -1)
             case Kind.OUTPUT_GRAD:
-                return self._gradient(chunk.outputs[ref.index], chunk.index)
-            case Kind.INPUT_GRAD:
-                return self._gradient(chunk.inputs[ref.index], chunk.index)
+                yield from self.terms[chunk.outputs[ref.index]]
             case _:
-                return Value(_BUNDLES[ref.kind], chunk.index, chunk.index)
+                yield Value(_BUNDLES[ref.kind], chunk.index, chunk.index)
 
     def _written(self, chunk: ChunkFacts, ref: Ref) -> Iterable[Value]:
         match ref.kind:
             case Kind.OUTPUT:
                 yield self._activation(chunk.outputs[ref.index])
             case Kind.INPUT_GRAD:
-                yield Value(Role.GRADIENT, chunk.inputs[ref.index], chunk.index)
+                yield _term(chunk, ref)
             case Kind.PARAMETER_GRAD if chunk.index in self.ties:
                 own, tied = parameters_of(self._model, chunk, self.ties)
                 if own:
@@ -170,13 +179,6 @@ class ValueTable:
     def _activation(self, value: int) -> Value:
         maker = self._makers.get(value, -1)
         return Value(Role.BATCH if maker < 0 else Role.ACTIVATION, value, maker)
-
-    def _gradient(self, value: int, reader: int) -> Value:
-        """The gradient of ``value`` that ``reader`` takes: the sum that the next chunk made."""
-        if value == self._model.loss:
-            return Value(Role.SEED, value, -1)
-        later = [chunk for chunk in self._summing[value] if chunk > reader]
-        return Value(Role.GRADIENT, value, later[0])
 
 
 def tied_chunks(model: Model) -> dict[int, int]:
@@ -224,12 +226,15 @@ def parameters_of(
     return own, tuple(name for name in trained if name in others)
 
 
-def _summing(model: Model) -> dict[int, list[int]]:
-    """For each value, the chunks that add to its gradient, in order."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for chunk in model.chunks:
+def _terms(model: Model) -> dict[int, list[Value]]:
+    found: defaultdict[int, list[Value]] = defaultdict(list)
+    for chunk in reversed(model.chunks):
         backward = chunk.variants[model.remat].passes.get(Pass.B)
         for ref in backward.writes if backward else ():
             if ref.kind is Kind.INPUT_GRAD:
-                found[chunk.inputs[ref.index]].append(chunk.index)
-    return found
+                found[chunk.inputs[ref.index]].append(_term(chunk, ref))
+    return dict(found)
+
+
+def _term(chunk: ChunkFacts, ref: Ref) -> Value:
+    return Value(Role.GRADIENT, chunk.inputs[ref.index], chunk.index, ref.term)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch.distributed.tensor import Shard
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Collective, Dag, Node, ShardRule, Transfer, same_group
+from piper.ir.dag import Collective, Compute, Dag, Node, ShardRule, Transfer, same_group
 from piper.ir.facts import Model
 from piper.ir.layouts import everywhere
 from piper.ir.text import name_of
@@ -59,7 +59,7 @@ class _Forms:
     def connect(self, number: int) -> None:
         """Let a node read and write what has the layout that it needs."""
         node = self._dag.nodes[number]
-        rule = self._dag.shards.get(node.compute.chunk)
+        rule = self._dag.shards.get(node.op.chunk) if isinstance(node.op, Compute) else None
         rule = None if rule is None or rule.ways == 1 else rule
         reads = tuple(self._read(value, number, rule) for value in node.reads)
         writes = node.writes
@@ -98,8 +98,8 @@ class _Forms:
 
     def _moves(self, value: int) -> bool:
         first = self._dag.first_extra
-        if value >= first:
-            value = self.out.extra[value - first].of  # received: a form of an activation
+        while value >= first:
+            value = self.out.extra[value - first].of  # received or added up: a form of a value
         return self._dag.table.value(value)[0].role in _MOVED
 
     def _exchange(self, node: Node, rule: ShardRule, value: int, made: int) -> None:
@@ -139,7 +139,7 @@ class _Forms:
         dag = self._dag
         made, read = dag.nodes[maker], dag.nodes[reader]
         here, there = (
-            self._models.get(node.parts, dag.model).values[dag.table.value(value)[0].of]
+            self._models.get(node.parts, dag.model).values[dag.table.value(dag.plain(value))[0].of]
             for node in (made, read)
         )
         edge = (
@@ -170,7 +170,9 @@ def _refuse_other_replicas(dag: Dag) -> None:
     """Gradients of one region add up over microbatches, and count once for all replicas."""
     first: dict[int, int] = {}
     for number, node in enumerate(dag.nodes):
-        other = dag.nodes[first.setdefault(node.compute.chunk, number)]
+        if not isinstance(node.op, Compute):
+            continue
+        other = dag.nodes[first.setdefault(node.op.chunk, number)]
         if other.replicas != node.replicas:
             raise DirectiveError(
                 f"{name_of(dag, number)} is computed alike by {node.replicas} devices each, and "

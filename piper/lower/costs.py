@@ -34,7 +34,7 @@ class Costs:
         match task.kind:
             case TaskKind.PASS:
                 return self.overhead + task.flops / self.flops_per_second
-            case TaskKind.UPDATE:
+            case TaskKind.UPDATE | TaskKind.ADD:
                 return self.overhead
             case _:
                 return self.overhead + task.nbytes / self.bytes_per_second

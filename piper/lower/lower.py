@@ -11,6 +11,7 @@ from piper.ir.dag import Dag, Group
 from piper.ir.facts import Model
 from piper.ir.verify import verify
 from piper.lower.activations import add_activations
+from piper.lower.adding import add_up
 from piper.lower.answers import Answers
 from piper.lower.buffers import keep_buffers
 from piper.lower.classes import Classes, classes_of
@@ -77,8 +78,8 @@ def lower(
     shapes of each size of group. If ``dag`` is an evaluation, ``training`` is the lowered step
     whose state it uses."""
     settings = settings or Settings()
-    dag = add_activations(keep_buffers(_shared_groups(dag), training), models)
-    dag = tie_gradients(dag)
+    dag = add_up(keep_buffers(_shared_groups(dag), training))
+    dag = tie_gradients(add_activations(dag, models))
     dag = add_state(dag, training.buckets if training else ())
     if settings.optimizer.whole:
         dag = step_at_once(dag)

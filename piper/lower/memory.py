@@ -389,6 +389,8 @@ def holders_of_slots(dag: Dag, plan: Plan) -> dict[int, Holder]:
                     found[slot] = Holder.COMMUNICATION
                 else:
                     found[slot] = _BY_ROLE[dag.table.value(value)[0].role]
+        elif x.verb is Verb.ADD:
+            found[x.writes[0]] = Holder.ACTIVATIONS
         elif x.verb is not Verb.FREE:
             reduced = x.role in (ExtraRole.REDUCED, ExtraRole.SUMMED)
             for slot in x.writes:

@@ -24,6 +24,7 @@ class Verb(Enum):
     RECV = "recv"
     COLLECTIVE = "collective"
     UPDATE = "update"
+    ADD = "add"
     FREE = "free"
 
 
@@ -164,5 +165,5 @@ def _line(x: Instruction) -> str:
     reads = " ".join(f"s{s}" for s in x.reads)
     writes = " ".join(f"+s{s}" if s in x.adds else f"s{s}" for s in x.writes)
     waits = f" waits {' '.join(map(str, x.waits))}" if x.waits else ""
-    what = x.name.removeprefix("send ").removeprefix("update ")  # a node's name may say the verb
+    what = x.name.removeprefix("send ").removeprefix("update ").removeprefix("add ")  # the verb
     return f"[{x.stream}] {x.verb.value} {what}: {reads} -> {writes}{waits}"

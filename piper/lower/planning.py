@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from piper.errors import DirectiveError
 from piper.ir.dag import (
+    Add,
     Collective,
     CollectiveKind,
     Compute,
@@ -91,7 +92,7 @@ class _Shared:
 
     def about(self, node: Node) -> tuple[ExtraRole | None, int]:
         """The role of what a communication makes, and the value or bucket it is about."""
-        if isinstance(node.op, Compute | Update):
+        if isinstance(node.op, Compute | Update | Add):
             return None, 0
         (written,) = node.writes
         if written >= self._first_extra:
@@ -102,9 +103,7 @@ class _Shared:
         return ExtraRole.PARTIAL, self._plain(written)
 
     def _plain(self, value: int) -> int:
-        while value >= self._first_extra:
-            value = self.dag.extra[value - self._first_extra].of
-        return self.dag.table.value(value)[0].of
+        return self.dag.table.value(self.dag.plain(value))[0].of
 
 
 def _sums(dag: Dag) -> dict[int, int]:
@@ -201,6 +200,8 @@ class _Planner:
                 )
             case Update():
                 yield Verb.UPDATE, node.stream, self._leaders(self._mine(node.reads)), node.writes
+            case Add():
+                yield Verb.ADD, node.stream, node.reads, node.writes
 
     def _batch(self, row: list[int]) -> dict[int, tuple[int, Group]]:
         """The tensors of the batch that are read here: their microbatch, and among whom their rows

@@ -43,7 +43,7 @@ class Moved:
     """Communications of one kind and size that were measured."""
 
     kind: str
-    """"send", "update", or the name of a collective."""
+    """"send", "update", "add", or the name of a collective."""
     members: int
     nbytes: int
     seconds: float

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from piper.capture.program import Kind, Ref
 from piper.capture.saving import Remat
 from piper.ir.dag import Compute, Dag, Node
 from piper.ir.facts import Model, PassFacts, Stored
@@ -50,8 +51,8 @@ class Sizes:
         extra = self.dag.extra[number - self._first_extra]
         of = extra.of
         if extra.role in _FORMS:
-            of = self._plain(of) % self.dag.table.size
-        return extra.role, of, extra.parts
+            of = self.dag.plain(of) % self.dag.table.size
+        return extra.role, of, extra.parts, self._is_sum(number)
 
     def sent(self, number: int) -> int:
         """Bytes of a value in a message: all of it, also where in memory rows are one."""
@@ -83,7 +84,7 @@ class Sizes:
         if number >= self._first_extra:
             extra = dag.extra[number - self._first_extra]
             match extra.role:
-                case ExtraRole.RECEIVED | ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
+                case role if role in _FORMS:
                     return self._stored(number).nbytes
                 case ExtraRole.REDUCED | ExtraRole.SUMMED:
                     return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
@@ -153,10 +154,16 @@ class Sizes:
             return self.nbytes(made)
         return self.nbytes(node.reads[0])
 
-    def _plain(self, number: int) -> int:
-        while number >= self._first_extra:
-            number = self.dag.extra[number - self._first_extra].of
-        return number
+    def added(self, node: Node) -> int:
+        """Bytes that an Add reads and writes, two terms at a time."""
+        return 3 * (len(node.reads) - 1) * self.nbytes(node.writes[0])
+
+    def _is_sum(self, number: int) -> bool:
+        """Whether a value that lowering added is a sum, or came as one."""
+        extra = self.dag.extra[number - self._first_extra]
+        if extra.role is ExtraRole.RECEIVED and extra.of >= self._first_extra:
+            return self._is_sum(extra.of)
+        return extra.role is ExtraRole.ADDED
 
     def _of_model(self, number: int, group: int) -> int:
         value, _ = self.dag.table.value(number)
@@ -186,9 +193,11 @@ class Sizes:
             plain, group = number, self._groups.get(number, 1)
         else:
             extra = self.dag.extra[number - self._first_extra]
-            plain, group = self._plain(extra.of), extra.parts
+            plain, group = self.dag.plain(extra.of), extra.parts
+            value, _ = self.dag.table.value(plain)
+            if self._is_sum(number):
+                return self._lying(value, group).dense
             if extra.role is not ExtraRole.RECEIVED:  # put together from rows: contiguous
-                value, _ = self.dag.table.value(plain)
                 return Stored(self._lying(value, group).sent)
         value, _ = self.dag.table.value(plain)
         if value.role in _TENSORS:
@@ -199,10 +208,12 @@ class Sizes:
         model = self.models.get(group, self.dag.model)
         facts = model.values[value.of]
         if value.role is Role.GRADIENT:
-            return model.chunks[value.by].gradients.get(value.of, facts.stored)
+            chunk = model.chunks[value.by]
+            ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(value.of), value.term)
+            return chunk.gradients.get(ref, facts.stored)
         return facts.stored
 
 
 _TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.GATHERED)
-_FORMS = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)
+_FORMS = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL, ExtraRole.ADDED)

@@ -17,7 +17,17 @@ import torch
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.errors import PiperError
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import (
+    Add,
+    Collective,
+    CollectiveKind,
+    Compute,
+    Dag,
+    Group,
+    Node,
+    Transfer,
+    Update,
+)
 from piper.ir.facts import Model
 from piper.ir.text import region_of
 from piper.lower.meetings import meeting_size, meetings, members
@@ -29,6 +39,7 @@ class TaskKind(Enum):
 
     PASS = "pass"
     UPDATE = "update"
+    ADD = "add"
     SEND = "send"
 
 
@@ -54,7 +65,7 @@ class Task:
     flops: int = 0
     """Operations of a pass."""
     traffic: int = 0
-    """Bytes of its memory that a pass or an update reads and writes."""
+    """Bytes of its memory that a pass, an update or an addition reads and writes."""
     nbytes: int = 0
     """Bytes that an update changes, or that a communication is about: of a reduction what goes in,
     of a gather what comes out."""
@@ -111,6 +122,11 @@ class Tasks:
                 key = (bucket,)
                 if key not in self._known:
                     self._known[key] = self._update(bucket)
+            case Add():
+                nbytes = self._sizes.added(node)
+                key = TaskKind.ADD, nbytes
+                if key not in self._known:
+                    self._known[key] = Task(TaskKind.ADD, traffic=nbytes, nbytes=nbytes)
             case Transfer() | Collective() as op:
                 kind = op.kind if isinstance(op, Collective) else TaskKind.SEND
                 members, nbytes = meeting_size(op), self._sizes.moved(node)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.ir.dag import Collective, Compute, Transfer, Update
+from piper.ir.dag import Add, Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed
 from piper.program import Code
+from piper.runtime.adding import add
 from piper.runtime.board import Board, Totals
 from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
@@ -224,6 +225,8 @@ def _load(board: Board, x: Instruction, place: int) -> Act:
             return _collective(board, x, group)
         case Update():
             return update(board, x, place)
+        case Add():
+            return add(board, x)
         case _:
             raise AssertionError(f"{x.verb} has nothing to do")
 

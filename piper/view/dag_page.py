@@ -13,7 +13,7 @@ from typing import Any
 
 from piper.capture.program import Pass
 from piper.errors import PiperError
-from piper.ir.dag import Collective, Compute, Dag, Node, Op, Rest, Sms, Transfer, Update
+from piper.ir.dag import Add, Collective, Compute, Dag, Node, Op, Rest, Sms, Transfer, Update
 from piper.ir.facts import Model
 from piper.ir.layout_text import layout_lines
 from piper.ir.text import group_text, name_of
@@ -150,6 +150,8 @@ def _kind(op: Op) -> str:
             return kind.value
         case Update():
             return "update"
+        case Add():
+            return "add"
 
 
 def _steps(steps: Sequence[tuple[str, Dag]], pool: _Pool) -> list[dict[str, Any]]:
@@ -232,4 +234,7 @@ def _text(dag: Dag, value: Value) -> str:
     if value.role not in _OF_VALUES:
         return f"{value.role.value} of chunk {value.of}"
     name = dag.model.values[value.of].name
-    return f"gradient of {name} by chunk {value.by}" if value.role is Role.GRADIENT else name
+    if value.role is not Role.GRADIENT:
+        return name
+    term = f", term {value.term}" if value.term else ""
+    return f"gradient of {name} by chunk {value.by}{term}"

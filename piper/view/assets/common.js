@@ -79,7 +79,7 @@ const KIND_COLOURS = {
   F: '#2e72b8', B: '#1b9e77', BI: '#74c3ea', BW: '#e8a61c',
   send: '#c77bab', recv: '#8e3563', all_to_all: '#a64ca6',
   all_reduce: '#d55e00', reduce_scatter: '#e8d94a', all_gather: '#98972e',
-  transfer: '#c77bab', update: '#7b8794',
+  transfer: '#c77bab', update: '#7b8794', add: '#1b7a9e',
 };
 const KINDS = Object.keys(KIND_COLOURS);
 const rank = (kind) => (KINDS.includes(kind) ? KINDS.indexOf(kind) : KINDS.length);
