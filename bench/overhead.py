@@ -5,7 +5,7 @@ small to matter: two stages, one after the other, no communication. The kernels'
 measured inside the same steps (ours: the programs, the sums of gradients over microbatches, and the
 few that sum the loss, take the norm and update) or by running the same modules without a schedule
 (theirs, which takes no norm and updates nothing), and taken off. The two alternate, so
-that a noisy machine hits both. Ours is given for each instruction, and for each but the frees.
+that a noisy machine hits both.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ def main(
     dist.destroy_process_group()
     each = {
         "piper, each instruction": ("piper", ours.count),
-        "piper, each but frees": ("piper", ours.working),
         "torch, each action": ("torch Interleaved1F1B", theirs.count),
     }
     notes = []
@@ -155,7 +154,6 @@ class Ours:
         self.device._training = loaded
         self.given = cut(plan, program.code, 0, [x, y])
         self.count = len(plan.instructions)
-        self.working = sum(x.verb is not Verb.FREE for x in plan.instructions)
 
     def _once_a_step(self, op: Op) -> Op:
         """The loss, the norm and the update are tensor operations, and nothing else."""

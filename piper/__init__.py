@@ -10,7 +10,8 @@ from piper.ir.mesh import Mesh
 from piper.job import Job
 from piper.launch import Trainer, launch
 from piper.lower.costs import Costs
-from piper.lower.memory import Holder, Memory
+from piper.lower.memory import Memory
+from piper.lower.plan import Holder
 from piper.lower.tasks import CostModel, Task
 from piper.lower.traffic import Traffic
 from piper.program import Program

@@ -4,8 +4,7 @@ Enter a lowered DAG and its plans; nothing leaves but a ``PlanError`` that names
 no code with ``piper.lower``: it reads plans, the model's facts, and of the lowered DAG what a
 worker must know too (what each node is, its parties, buckets and rules). It assumes no more than a
 worker promises: a stream runs in order, an instruction starts when its ``waits`` are done, a
-communication ends when all its parties have reached it. A free has no stream: only its waits
-hold it back.
+communication ends when all its parties have reached it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from piper.ir.dag import (
 )
 from piper.ir.facts import Model
 from piper.ir.values import ExtraRole, Role
-from piper.lower.memory import Holder, Memory
-from piper.lower.plan import Instruction, Plan, Verb
+from piper.lower.memory import Memory
+from piper.lower.plan import Holder, Instruction, Plan, Slot, Verb
 
 Clock = dict[str, int]
 """For each stream, the last place that is surely done, and with it all before on that stream."""
@@ -73,6 +72,8 @@ def check(
     order = checker.run()
     checker.check_slots(order)
     checker.check_contents(order)
+    for c in range(len(plans)):
+        checker.check_frees(c)
     checker.check_order()
     checker.check_buffers()
     checker.check_state()
@@ -104,10 +105,9 @@ class _Clocks:
         self.previous: dict[int, int] = {}
         last: dict[str, int] = {}
         for place, x in enumerate(plan.instructions):
-            if x.verb is not Verb.FREE:
-                if x.stream in last:
-                    self.previous[place] = last[x.stream]
-                last[x.stream] = place
+            if x.stream in last:
+                self.previous[place] = last[x.stream]
+            last[x.stream] = place
 
     def before(self, place: int, waits: Iterable[int]) -> Clock:
         clock: Clock = {}
@@ -123,9 +123,7 @@ class _Clocks:
     def finish(self, place: int) -> None:
         x = self.plan.instructions[place]
         self.starts[place] = self.before(place, x.waits)
-        self.ends[place] = dict(self.starts[place])
-        if x.verb is not Verb.FREE:
-            self.ends[place][x.stream] = place
+        self.ends[place] = {**self.starts[place], x.stream: place}
 
     def sure(self, before: int, place: int) -> bool:
         """Whether ``before`` is surely done when ``place`` starts."""
@@ -140,6 +138,20 @@ class _Batch:
     value: int
     microbatch: int
     group: Group
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """The gradient of the loss of a microbatch that is divided over that many devices."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Where gradients of a bucket are added up, or those of one chunk alone."""
+
+    bucket: int | None
 
 
 @dataclass(frozen=True)
@@ -165,18 +177,21 @@ class _Gradients:
 
     parts: dict[int, Counter[tuple[int, int]]]
     nbytes: int
+    names: tuple[str, ...] = ()
+    """The parameters they are of, in a device's own."""
     bucket: int | None = None
     """The bucket they are reduced for; None as long as they are one device's own."""
     scattered: bool = False
 
     def plus(self, other: _Gradients) -> _Gradients:
         parts = {d: self.parts[d] + other.parts[d] for d in self.parts}
-        return _Gradients(parts, self.nbytes, self.bucket, self.scattered)
+        return _Gradients(parts, self.nbytes, self.names, self.bucket, self.scattered)
 
     def like(self, other: _Gradients) -> bool:
         """Whether the two may be added."""
-        mine = (self.nbytes, self.bucket, self.scattered, set(self.parts))
-        return mine == (other.nbytes, other.bucket, other.scattered, set(other.parts))
+        mine = (self.nbytes, self.names, self.bucket, self.scattered, set(self.parts))
+        theirs = (other.nbytes, other.names, other.bucket, other.scattered, set(other.parts))
+        return mine == theirs
 
 
 @dataclass(frozen=True)
@@ -230,9 +245,8 @@ class _Checker:
         self.holding = self._holding()
 
     def say(self, at: At) -> str:
-        x = self.plans[at[0]].instructions[at[1]]
-        name = f"free s{x.reads[0]}" if x.verb is Verb.FREE else f"{x.verb.value} {x.name}"
-        return f"{at[1]} {name} of devices {self.plans[at[0]].devices}"
+        x = self.get(at)
+        return f"{at[1]} {x.verb.value} {x.name} of devices {self.plans[at[0]].devices}"
 
     def get(self, at: At) -> Instruction:
         return self.plans[at[0]].instructions[at[1]]
@@ -249,15 +263,14 @@ class _Checker:
         found: Counter[tuple[int, int, Verb]] = Counter()
         for c, plan in enumerate(self.plans):
             for place, x in enumerate(plan.instructions):
-                if x.verb is not Verb.FREE:
-                    found[c, x.node, x.verb] += 1
-                    node = self.dag.nodes[x.node]
-                    group: Group = ()
-                    if x.verb is Verb.COMPUTE:
-                        first = node.devices.index(plan.devices[0]) % node.replicas
-                        group = node.devices[first :: node.replicas]
-                    if (x.op, x.group) != (node.op, group):
-                        raise PlanError(f"{self.say((c, place))} is not {x.op} among {x.group}")
+                found[c, x.node, x.verb] += 1
+                node = self.dag.nodes[x.node]
+                group: Group = ()
+                if x.verb is Verb.COMPUTE:
+                    first = node.devices.index(plan.devices[0]) % node.replicas
+                    group = node.devices[first :: node.replicas]
+                if (x.op, x.group) != (node.op, group):
+                    raise PlanError(f"{self.say((c, place))} is not {x.op} among {x.group}")
                 for w in x.waits:
                     if not 0 <= w < len(plan.instructions) or w == place:
                         raise PlanError(f"{self.say((c, place))} waits for {w}, which is nothing")
@@ -366,13 +379,9 @@ class _Checker:
     def run(self) -> list[list[At]]:
         """What is done together, in one order in which everything can be done."""
         queues: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-        frees: list[At] = []
         for c, plan in enumerate(self.plans):
             for place, x in enumerate(plan.instructions):
-                if x.verb is Verb.FREE:
-                    frees.append((c, place))
-                else:
-                    queues[c, x.stream].append(place)
+                queues[c, x.stream].append(place)
         heads = dict.fromkeys(queues, 0)
         done: list[set[int]] = [set() for _ in self.plans]
         there: defaultdict[int, list[At]] = defaultdict(list)
@@ -386,8 +395,7 @@ class _Checker:
             for c, place in together:
                 done[c].add(place)
                 self.clocks[c].finish(place)
-                if (c, self.get((c, place)).stream) in heads:
-                    heads[c, self.get((c, place)).stream] += 1
+                heads[c, self.get((c, place)).stream] += 1
             order.append(together)
 
         moved = True
@@ -412,11 +420,6 @@ class _Checker:
         ]
         if stuck:
             raise PlanError("deadlock:\n" + "\n".join(stuck))
-        for c, place in frees:
-            if not done[c].issuperset(self.get((c, place)).waits):
-                raise PlanError(f"{self.say((c, place))} waits for a free")
-            self.clocks[c].finish(place)
-            order.append([(c, place)])
         return order
 
     def _why(self, key: tuple[int, str], place: int, done: list[set[int]]) -> str:
@@ -436,7 +439,7 @@ class _Checker:
     def check_order(self) -> None:
         """What the strategy orders is ordered on every device that does both."""
         for c, plan in enumerate(self.plans):
-            at = {x.node: i for i, x in enumerate(plan.instructions) if x.verb is not Verb.FREE}
+            at = {x.node: i for i, x in enumerate(plan.instructions)}
             for number, place in at.items():
                 for before in self.dag.nodes[number].after:
                     if before in at and not self.clocks[c].sure(at[before], place):
@@ -447,37 +450,45 @@ class _Checker:
     # slots
 
     def check_slots(self, order: list[list[At]]) -> None:
-        """No access to a slot races with a write of it; every slot is freed once, after all."""
+        """No access to a slot races with a write of it, or of the memory it lies in."""
         for c, plan in enumerate(self.plans):
-            writer: dict[int, int | None] = dict.fromkeys(g.slot for g in plan.given)
+            writer: dict[int, int | None] = dict.fromkeys(plan.first_slots)
             readers: defaultdict[int, list[int]] = defaultdict(list)
-            freed: set[int] = set()
             for place in [p for together in order for k, p in together if k == c]:
                 x = plan.instructions[place]
                 name = self.say((c, place))
-                for slot in (*x.reads, *x.writes):
-                    if slot in freed:
-                        raise PlanError(f"{name} touches s{slot}, which is freed")
-                for slot in (*x.reads, *x.adds):
+                for slot in x.allocates:
+                    if slot in writer:
+                        raise PlanError(f"{name} allocates s{slot}, which is there")
+                    writer[slot] = place
+                lies_in = {b for slot in x.writes for b in plan.slots[slot].lies_in}
+                for slot in (*x.reads, *x.adds, *lies_in):
                     if slot not in writer:
                         raise PlanError(f"{name} reads s{slot}, which nothing wrote")
-                if x.verb is Verb.FREE:
-                    for slot in x.reads:
-                        self._must_follow(c, place, [writer[slot], *readers[slot]], slot)
-                        freed.add(slot)
-                    continue
+                for slot in lies_in.difference(x.allocates):
+                    self._must_follow(c, place, [writer[slot]], slot)
                 for slot in x.reads:
                     self._must_follow(c, place, [writer[slot]], slot)
                     readers[slot].append(place)
                 for slot in x.writes:
-                    if slot in writer and slot not in x.adds:
+                    if slot in writer and slot not in (*x.adds, *x.reads, *x.allocates):
                         raise PlanError(f"{name} writes s{slot}, which is live")
-                    before = [r for r in readers.pop(slot, []) if r != place]
-                    self._must_follow(c, place, [writer.get(slot), *before], slot)
+                    before = [p for p in (writer.get(slot), *readers.pop(slot, [])) if p != place]
+                    self._must_follow(c, place, before, slot)
                     writer[slot] = place
-            leaks = set(writer) - freed
-            if leaks:
-                raise PlanError(f"plan of {plan.devices} never frees {sorted(leaks)}")
+
+    def check_frees(self, c: int) -> None:
+        """Every slot is freed once, by the last instruction that uses it."""
+        last: dict[int, int] = dict.fromkeys(self.plans[c].first_slots, -1)
+        freed: dict[int, int] = {}
+        for place, x in enumerate(self.plans[c].instructions):
+            last |= dict.fromkeys((*x.reads, *x.allocates, *x.writes), place)
+            again = [slot for slot in x.frees if slot in freed]
+            self._must(not again, (c, place), f"frees s{again}, which are freed")
+            freed |= dict.fromkeys(x.frees, place)
+        if freed != last:
+            wrong = sorted(s for s in last if freed.get(s) != last[s])
+            raise PlanError(f"plan of {self.plans[c].devices} does not free s{wrong} in time")
 
     def _must_follow(self, c: int, place: int, before: Iterable[int | None], slot: int) -> None:
         for b in before:
@@ -493,8 +504,7 @@ class _Checker:
         """Every instruction reads what it is meant to; gradients, losses and norms arrive whole
         and once."""
         self.slots: list[dict[int, Any]] = [{} for _ in self.plans]
-        self.kinds: list[dict[int, Holder]] = [{} for _ in self.plans]
-        """What each slot is counted as."""
+        self.grown = [{s for x in plan.instructions for s in x.adds} for plan in self.plans]
         self.updates: Counter[tuple[str, int]] = Counter()
         self.update_at: dict[tuple[int, int], int] = {}
         self.fresh: set[tuple[int, int]] = set()
@@ -510,11 +520,19 @@ class _Checker:
         for c, plan in enumerate(self.plans):
             for slot, value, microbatch, group in plan.given:
                 self.slots[c][slot] = _Batch(value, microbatch, group)
-                self.kinds[c][slot] = Holder.BATCH
-                nbytes = self._model(len(group)).values[value].nbytes
-                self._agree(c, f"bytes of s{slot}", nbytes, plan.slot_bytes[slot])
+                self._starts(c, slot, self._model(len(group)).values[value].nbytes)
+            for seed in plan.seeds:
+                self.slots[c][seed.slot] = _Seed(seed.group)
+                model = self._model(seed.group)
+                parts = 1 if model.count is not None else seed.group * self._microbatches()
+                found = seed.value, seed.parts
+                self._agree(c, f"the seed s{seed.slot}", (model.loss, parts), found)
+                self._starts(c, seed.slot, model.values[model.loss].nbytes)
         for together in order:
             x = self.get(together[0])
+            for at in together:
+                for slot in self.get(at).allocates:
+                    self._allocate(at, slot)
             if x.verb is Verb.COMPUTE:
                 self._compute(together[0])
             elif x.verb is Verb.UPDATE:
@@ -525,6 +543,10 @@ class _Checker:
                 self._collective(together)
             elif x.verb in (Verb.SEND, Verb.RECV):
                 self._transfer(together)
+
+    def _starts(self, c: int, slot: int, nbytes: int) -> None:
+        wanted = Slot(Holder.BATCH, nbytes, nbytes)
+        self._agree(c, f"s{slot}", wanted, self.plans[c].slots[slot])
 
     def _must(self, good: bool, at: At, what: str) -> None:
         if not good:
@@ -537,7 +559,7 @@ class _Checker:
         chunk = self.dag.model.chunks[op.chunk]
         policy = self.dag.policy(op.chunk)
         reads, writes = self.dag.table.wire(op.chunk, op.which, policy, op.microbatch)
-        rows = self._in_order(v for v in reads if self._role(v) is not Role.SEED)
+        rows = self._in_order(reads)
         used: set[int] = set()
         if chunk.variants[policy].passes[op.which].uses_parameters:
             used = {self.bucket_of[p] for p in chunk.parameters}
@@ -553,6 +575,8 @@ class _Checker:
             wanted: Any
             if found.role is Role.BATCH:
                 wanted = _Batch(found.of, microbatch, x.group)
+            elif found.role is Role.SEED:
+                wanted = _Seed(len(x.group))
             else:
                 form = self._form(op.chunk, value)
                 wanted = _Tensor(value, node.devices, form, node.replicas, tuple(added))
@@ -570,7 +594,8 @@ class _Checker:
             new: Any
             if self._role(value) in OF_PARAMETERS:
                 parts = {d: Counter([(value, d)]) for d in self.plans[c].devices}
-                new = _Gradients(parts, self._value_bytes(value, node.parts))
+                names = tuple(p for p in chunk.parameters if self._is_of(value, p))
+                new = _Gradients(parts, self._value_bytes(value, node.parts), names)
                 if self._role(value) is Role.TIED_GRADIENT and carried:
                     self._must(carried.like(new), at, f"adds {new} to {carried}")
                     new = carried.plus(new)
@@ -621,8 +646,7 @@ class _Checker:
         self._must(len(taken) == bool(later), at, f"takes s{taken} for the gradients of {later}")
         if not later:
             return None
-        readers = [y for y in self.plans[c].instructions if taken[0] in y.reads]
-        alone = [y for y in readers if y.verb is not Verb.FREE] == [x]
+        alone = [y for y in self.plans[c].instructions if taken[0] in y.reads] == [x]
         self._must(alone, at, f"adds to s{taken[0]}, which others read")
         found: _Gradients = self.slots[c][taken[0]]
         wanted = {d: Counter({(v, d): 1 for v in later}) for d in self.plans[c].devices}
@@ -672,15 +696,76 @@ class _Checker:
                 found[chunk.index, p] = OF_PARAMETERS[tied]
         return found
 
+    def _allocate(self, at: At, slot: int) -> None:
+        """Memory in which gradients are added up: of a bucket, or of this pass alone."""
+        c, x = at[0], self.get(at)
+        kind = self.plans[c].slots[slot]
+        self.slots[c][slot] = _Buffer(kind.bucket)
+        if kind.bucket is None:
+            good = slot in x.writes and slot in self.grown[c] and not kind.lies_in
+            self._must(good, at, f"allocates s{slot} for nothing")
+            return
+        into = [k for k in self.plans[c].slots if slot in k.lies_in]
+        self._must(bool(into) and kind.bucket < len(self.dag.buckets), at, f"allocates {kind}")
+        bucket = self.dag.buckets[kind.bucket]
+        each = Counter(name for k in into for name in k.names)
+        names = tuple(p for p in bucket.parameters if each[p])
+        self._must(
+            max(each[p] for p in bucket.parameters) == 1, at, f"adds up two gradients in s{slot}"
+        )
+        nbytes = self._whole(kind.bucket, c) * bucket.gradient.itemsize
+        dtypes = (bucket.gradient,) * len(names)
+        wanted = Slot(Holder.GRADIENTS, nbytes, nbytes, kind.bucket, names, dtypes)
+        self._must(kind == wanted, at, f"allocates {kind}, needs {wanted}")
+
     def _write(self, at: At, slot: int, new: Any) -> None:
-        if slot in self.get(at).adds:
-            old = self.slots[at[0]][slot]
+        c, x = at[0], self.get(at)
+        if slot in x.adds:
+            old = self.slots[c][slot]
             good = isinstance(old, _Gradients) and isinstance(new, _Gradients) and old.like(new)
             self._must(good, at, f"adds {new} to {old}")
             new = old.plus(new)
-        self.slots[at[0]][slot] = new
-        self.kinds[at[0]][slot] = self._kind(at, new)
-        self._sized(at, slot, self._nbytes(at[0], new))
+        else:
+            found, wanted = self.plans[c].slots[slot], self._slot(at, slot, new)
+            self._must(found == wanted, at, f"has {found} for s{slot}, needs {wanted}")
+        self.slots[c][slot] = new
+
+    def _slot(self, at: At, slot: int, content: Any) -> Slot:
+        """What a plan must say of a slot in which ``at`` puts ``content``."""
+        c, x = at[0], self.get(at)
+        nbytes = self._nbytes(c, content)
+        found = self.plans[c].slots[slot]
+        match content:
+            case _Gradients(bucket=None, names=names):
+                model = self.dag.model
+                ways = self._ways(self.dag.nodes[x.node].compute.chunk)
+                each = {
+                    p: math.prod(model.parameters[p].shape)
+                    // ways
+                    * model.parameters[p].gradient.itemsize
+                    for p in names
+                }
+                own = nbytes
+                for buffer in found.lies_in:
+                    own -= sum(each[p] for p in names if p in self.plans[c].slots[buffer].names)
+                if slot in x.allocates:
+                    own += sum(-n % 64 for n in each.values())
+                elif not found.lies_in:
+                    self._must(slot not in self.grown[c], at, f"does not allocate s{slot}")
+                dtypes = tuple(model.parameters[p].gradient for p in names)
+                return Slot(Holder.GRADIENTS, nbytes, own, None, names, dtypes, found.lies_in)
+            case _Gradients(bucket=bucket):
+                if slot in x.reads:  # in place: it was judged when it was made
+                    self._must(found.nbytes == nbytes, at, f"has {found} for {content}")
+                    return found
+                return Slot(Holder.GRADIENTS, nbytes, nbytes, bucket)
+            case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
+                return Slot(Holder.COMMUNICATION, nbytes, nbytes, bucket)
+        holder = Holder.COMMUNICATION
+        if x.verb in (Verb.COMPUTE, Verb.ADD) and content.form != "partial":
+            kept = self._role(content.value) in OF_BACKWARD
+            holder = Holder.SAVED if kept else Holder.ACTIVATIONS
+        return Slot(holder, nbytes, nbytes)
 
     def _one(self, at: At, slots: Sequence[int]) -> int:
         self._must(len(slots) == 1, at, f"names {slots}, and not one slot")
@@ -786,7 +871,10 @@ class _Checker:
         for at in together:
             c = at[0]
             self._is(at, ExtraRole.SUMMED if again else ExtraRole.REDUCED, bucket)
-            for slot in self.get(at).reads:
+            reads = list(self.get(at).reads)
+            if reads and self.slots[c][reads[-1]] == _Buffer(bucket):
+                self._check_buffer(at, reads.pop(), reads)
+            for slot in reads:
                 content = self.slots[c][slot]
                 self._must(isinstance(content, _Gradients), at, f"reduces {content}")
                 own = content.bucket == bucket and content.scattered
@@ -807,8 +895,23 @@ class _Checker:
             count = self._part(bucket, at[0]) if scattered else self._whole(bucket, at[0])
             nbytes = count * self.dag.buckets[bucket].gradient.itemsize
             parts = {d: total[d] for d in self.plans[at[0]].devices}
-            self._write(at, target, _Gradients(parts, nbytes, bucket, scattered))
+            self._must(
+                scattered or not self._is_buffer(at) or target in self.get(at).reads,
+                at,
+                "copies what it could change in place",
+            )
+            self._write(at, target, _Gradients(parts, nbytes, (), bucket, scattered))
         # over whom is judged by what arrives: see _update
+
+    def _is_buffer(self, at: At) -> bool:
+        reads = self.get(at).reads
+        return bool(reads) and isinstance(self.slots[at[0]][reads[-1]], _Buffer)
+
+    def _check_buffer(self, at: At, buffer: int, reads: Sequence[int]) -> None:
+        """What is reduced is in its buffer: all that is read, and nothing that is not."""
+        kinds = self.plans[at[0]].slots
+        there = {slot for slot, kind in enumerate(kinds) if buffer in kind.lies_in}
+        self._must(there == set(reads), at, f"reduces {reads}, but {there} are in s{buffer}")
 
     def _check_sides(self, at: At, op: Collective, bucket: int, again: bool) -> None:
         """Parts are scattered among those who have a copy together, and summed among those who
@@ -834,6 +937,9 @@ class _Checker:
             c = at[0]
             self._is(at, role, 0)
             contents = {slot: self.slots[c][slot] for slot in self.get(at).reads}
+            wanted_buckets = self._updated(c) if self.clip and role is ExtraRole.NORM else ()
+            found = self.get(at).buckets
+            self._must(found == wanted_buckets, at, f"is of {found}, not {wanted_buckets}")
             if role is ExtraRole.TOTAL:
                 for content in contents.values():
                     good = isinstance(content, _Tensor) and content.form == "plain"
@@ -867,6 +973,16 @@ class _Checker:
         wanted = [of for of in kinds if of is not None]
         rows = len(found) // len(wanted)
         self._must(found == [of for of in wanted for _ in range(rows)], at, f"sums {found}")
+        made = {v: n.parts for n in self.dag.nodes for v in n.writes}
+        most = max(made[value] for value, _ in self._losses())
+        weights = tuple(1.0 if rows < len(found) else most / made[v] for v in values[:rows])
+        said = self.get(at).weights
+        self._must(said == weights, at, f"weighs losses by {said}, should by {weights}")
+
+    def _updated(self, c: int) -> tuple[int, ...]:
+        """The buckets that a class updates, in order."""
+        rows = self.plans[c].instructions
+        return tuple(x.op.bucket for x in rows if isinstance(x.op, Update))
 
     def _losses(self) -> dict[tuple[int, int], int]:
         """The loss of each microbatch, and its count, from each device that computes it: once."""
@@ -889,6 +1005,9 @@ class _Checker:
         op = self.dag.nodes[x.node].op
         assert isinstance(op, Update)
         bucket = self.dag.buckets[op.bucket]
+        every = self._updated(c)
+        steps = (op.bucket,) if not self.whole else every if op.bucket == every[-1] else ()
+        self._must(x.buckets == steps, at, f"steps on {x.buckets}, should on {steps}")
         read = {slot: self.slots[c][slot] for slot in x.reads}
         scalars = [g.role for g in read.values() if isinstance(g, _OfAll)]
         wanted = [ExtraRole.TOTAL] * (self.dag.model.count is not None)
@@ -1060,76 +1179,42 @@ class _Checker:
             held[Holder.BUFFERS] += self.dag.model.buffers.get(name, 0)
         state = (held[Holder.PARAMETERS], held[Holder.OPTIMIZER])
         self._agree(c, "state", state, (memory.parameters, memory.optimizer))
-        for slot, _, _, _ in plan.given:
-            held[Holder.BATCH] += plan.slot_bytes[slot]
-        live = {g.slot for g in plan.given}
+        live = set(plan.first_slots)
+        held[Holder.BATCH] += sum(plan.slots[slot].own for slot in live)
         moments = [(held.total(), -1, dict(held))]
         over_time = []
         over = self._over(plan)
-        together = self._in_one_buffer(c)
-        begun: set[int] = set()
-        alone = self._grown(c).difference(*(slots for slots in together.values()))
-        size = [
-            n - sum(nbytes for slots in together.values() for s, nbytes in slots.items() if s == i)
-            for i, n in enumerate(plan.slot_bytes)
-        ]
-        """What a slot takes for itself."""
-        gaps = self._gaps(c, alone)
         later: defaultdict[int, Counter[Holder]] = defaultdict(Counter)
-        """For each instruction, what is let go before it, and what is put in order then."""
+        """For each communication, what is let go when it is over."""
         for place, x in enumerate(plan.instructions):
             for done in [p for p, end in over.items() if end == place]:
                 if plan.instructions[done].role is ExtraRole.EXCHANGED:
-                    extra = size[plan.instructions[done].writes[0]]
+                    extra = plan.slots[plan.instructions[done].writes[0]].nbytes
                     busy = held + Counter({Holder.WORKSPACE: extra})
                     moments.append((busy.total(), place, dict(busy)))
                 held.subtract(later.pop(done, Counter()))
-            if x.verb is Verb.FREE:
-                (slot,) = x.reads
-                live.remove(slot)
-                if not any(self._turns_into(y) and slot in y.reads for y in plan.instructions):
-                    gone = Counter({self.kinds[c][slot]: size[slot] + gaps.get(slot, 0)})
-                    sends = [
-                        p
-                        for p, y in enumerate(plan.instructions[:place])
-                        if slot in y.reads
-                        and (y.verb is Verb.SEND or y.role is ExtraRole.EXCHANGED)
-                        and not self._copy(y)
-                        and over[p] > place
-                    ]
-                    if sends:
-                        later[max(sends, key=lambda p: over[p])].update(gone)
-                    else:
-                        held.subtract(gone)
-            reduced = x.of if x.role is ExtraRole.REDUCED and x.of in together else None
-            whole = 0 if reduced is None else self._whole(reduced, c)
-            whole *= 0 if reduced is None else self.dag.buckets[reduced].gradient.itemsize
-            scatters = isinstance(x.op, Collective) and (x.op.kind is CollectiveKind.REDUCE_SCATTER)
-            fresh = 0
-            for slot in x.writes:
-                if slot not in live:
-                    live.add(slot)
-                    is_buffer = reduced is not None and not scatters
-                    held[self.kinds[c][slot]] += (
-                        0 if self._turns_into(x) or is_buffer else size[slot] + gaps.get(slot, 0)
-                    )
-                    if slot in alone:
-                        fresh += size[slot]
-                    for bucket in [b for b, slots in together.items() if slot in slots]:
-                        fresh += together[bucket][slot]
-                        if bucket not in begun:
-                            begun.add(bucket)
-                            itemsize = self.dag.buckets[bucket].gradient.itemsize
-                            held[Holder.GRADIENTS] += self._whole(bucket, c) * itemsize
-            beside = self._beside(c, x)
-            held[Holder.GRADIENTS] -= whole if scatters else 0
-            held[Holder.COMMUNICATION] += beside
-            if beside:
+            for slot in {*x.allocates, *x.writes} - live:
+                live.add(slot)
+                held[plan.slots[slot].holder] += plan.slots[slot].own
+            if beside := self._beside(c, x):
+                held[Holder.COMMUNICATION] += beside
                 later[place][Holder.COMMUNICATION] += beside
-            over_time.append(held.total())
-            if x.verb is not Verb.FREE:
-                busy = held + Counter({Holder.WORKSPACE: self._busy(c, place, fresh)})
-                moments.append((busy.total(), place, dict(busy)))
+            busy = held + Counter({Holder.WORKSPACE: self._busy(c, x)})
+            moments.append((busy.total(), place, dict(busy)))
+            during = held.total()
+            for slot in x.frees:
+                live.remove(slot)
+                gone = Counter({plan.slots[slot].holder: plan.slots[slot].own})
+                sends = [
+                    p
+                    for p, y in enumerate(plan.instructions[: place + 1])
+                    if slot in y.reads and self._sends(c, y, slot) and over[p] > place
+                ]
+                if sends:
+                    later[max(sends, key=lambda p: over[p])].update(gone)
+                else:
+                    held.subtract(gone)
+            over_time.append((during, held.total()))
         peak = max(total for total, _, _ in moments)
         self._agree(c, "peak", peak, memory.peak)
         self._agree(c, "over_time", tuple(over_time), memory.over_time)
@@ -1144,37 +1229,11 @@ class _Checker:
         if wanted != found:
             raise PlanError(f"plan of {self.plans[c].devices}: {what} is {wanted}, not {found}")
 
-    def _in_one_buffer(self, c: int) -> dict[int, dict[int, int]]:
-        """The buckets whose gradients are added up in one buffer: those that are reduced once, if
-        no two slots have a gradient of one parameter. For each, bytes of it by slot."""
-        plan = self.plans[c]
-        names: dict[int, list[str]] = {}
-        for x in plan.instructions:
-            if isinstance(x.op, Compute):
-                for value, slot in zip(self.dag.nodes[x.node].writes, x.writes, strict=True):
-                    if value < self.dag.first_extra and self._role(value) in OF_PARAMETERS:
-                        chunk = self.dag.model.chunks[x.op.chunk]
-                        names[slot] = [p for p in chunk.parameters if self._is_of(value, p)]
-        found: dict[int, dict[int, int]] = {}
-        for x in plan.instructions:
-            if x.role is not ExtraRole.REDUCED:
-                continue
-            bucket = self.dag.buckets[x.of]
-            if bucket.rule.zero > 1 and bucket.within > 1:
-                continue
-            each = Counter(p for slot in x.reads for p in names[slot] if p in bucket.parameters)
-            if max(each.values(), default=0) <= 1:
-                found[x.of] = {
-                    slot: sum(
-                        math.prod(self.dag.model.parameters[p].shape)
-                        // len(self.holding[p].devices)
-                        for p in names[slot]
-                        if p in bucket.parameters
-                    )
-                    * bucket.gradient.itemsize
-                    for slot in x.reads
-                }
-        return found
+    def _sends(self, c: int, x: Instruction, slot: int) -> bool:
+        """Whether a communication takes what it sends from a slot itself."""
+        if x.role is ExtraRole.REDUCED:
+            return self.plans[c].slots[slot].bucket is not None
+        return (x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED) and not self._copy(x)
 
     def _over(self, plan: Plan) -> dict[int, int]:
         """For each communication, the first instruction that does not start before it is over."""
@@ -1183,9 +1242,7 @@ class _Checker:
         }
         brings: dict[int, int] = {}
         for place, x in enumerate(plan.instructions):
-            if x.verb is Verb.FREE:
-                continue
-            needed = [*x.waits, *(brings[s] for s in (*x.reads, *x.adds) if s in brings)]
+            needed = {*x.waits, *(brings[s] for s in (*x.reads, *x.adds) if s in brings)}
             for p in needed:
                 if p in over:
                     over[p] = min(over[p], place)
@@ -1195,9 +1252,12 @@ class _Checker:
 
     def check_under_way(self) -> None:
         """Of messages on a stream two are under way at most, and one reduction that scatters the
-        gradients of one microbatch."""
+        gradients of one microbatch. All are taken to their ends by who needs them first."""
         for c, plan in enumerate(self.plans):
             over = self._over(plan)
+            ends = {p: place for place, x in enumerate(plan.instructions) for p in x.ends}
+            wanted = {p: place for p, place in over.items() if place < len(plan.instructions)}
+            self._agree(c, "where communications end", wanted, ends)
             rows: defaultdict[str, list[int]] = defaultdict(list)
             for place, x in enumerate(plan.instructions):
                 scatters = (
@@ -1209,20 +1269,18 @@ class _Checker:
                     if sum(over[p] > place for p in rows[x.stream]) > (1 if early else 2):
                         raise PlanError(f"{self.say((c, place))} is one too many under way")
 
-    def _turns_into(self, x: Instruction) -> bool:
-        """Whether what an instruction reads becomes what it writes."""
-        return x.role is ExtraRole.SUMMED and len(x.reads) == 1
-
     def _beside(self, c: int, x: Instruction) -> int:
         """Bytes that a communication keeps until it is over, beside its slots."""
-        size = self.plans[c].slot_bytes
+        kinds = self.plans[c].slots
         if x.role is ExtraRole.PARTIAL and x.verb is Verb.COLLECTIVE:
-            return size[x.reads[0]] + self._copy(x)
+            return kinds[x.reads[0]].nbytes + self._copy(x)
         if x.role is ExtraRole.REDUCED:  # the bucket in one piece, and what is to be added
             assert isinstance(x.op, Collective)
+            if any(kinds[slot].bucket == x.of for slot in x.reads):
+                return 0
             whole = self._whole(x.of, c) * self.dag.buckets[x.of].gradient.itemsize
             if x.op.kind is CollectiveKind.REDUCE_SCATTER:
-                return whole + sum(size[slot] for slot in x.adds)
+                return whole + sum(kinds[slot].nbytes for slot in x.adds)
             return whole if x.adds else 0
         return self._copy(x)
 
@@ -1273,70 +1331,31 @@ class _Checker:
                 return chunk.gradients[ref].nbytes, chunk.gradients[ref].copied or 0
         return facts.nbytes, facts.copied or 0
 
-    def _grown(self, c: int) -> set[int]:
-        """Slots with gradients that later passes add to."""
-        return {
-            slot for x in self.plans[c].instructions for slot in x.adds if x.verb is Verb.COMPUTE
-        }
-
-    def _gaps(self, c: int, slots: set[int]) -> dict[int, int]:
-        """Bytes that gradients in such slots leave free: each begins at a multiple of 64."""
-        found: dict[int, int] = {}
-        for x in self.plans[c].instructions:
-            if not isinstance(x.op, Compute):
-                continue
-            for value, slot in zip(self.dag.nodes[x.node].writes, x.writes, strict=True):
-                if slot in slots and value < self.dag.first_extra:
-                    model = self.dag.model
-                    chunk, ways = model.chunks[x.op.chunk], self._ways(x.op.chunk)
-                    mine = [model.parameters[p] for p in chunk.parameters if self._is_of(value, p)]
-                    takes = [math.prod(p.shape) // ways * p.gradient.itemsize for p in mine]
-                    found[slot] = sum(-n % 64 for n in takes)
-        return found
-
-    def _busy(self, c: int, place: int, fresh: int) -> int:
-        """Bytes that an instruction needs while it runs, or when its program is done: then
-        ``fresh`` gradients are copied, and what only the backward reads is gone."""
-        plan = self.plans[c]
-        x = plan.instructions[place]
-        freed: set[int] = set()
-        for after in plan.instructions[place + 1 :]:
-            if after.verb is not Verb.FREE:
-                break
-            freed.update(after.reads)
-        while_it_runs = self._workspace(c, x, freed)
+    def _busy(self, c: int, x: Instruction) -> int:
+        """Bytes that an instruction needs while it runs, fewer where all that this pass is the last
+        one of its chunk to read is freed; or when its program is done: then first gradients are
+        copied to where others are added, and what only the backward reads is gone."""
+        if not isinstance(x.op, Compute):
+            return 0
+        kinds = self.plans[c].slots
+        model = self._model(len(x.group))
+        facts = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)].passes[x.op.which]
+        slots = [s for ref, s in zip(facts.reads, x.reads, strict=False) if ref in facts.last]
+        new = sum(kinds[slot].nbytes for slot in x.adds)
+        runs = facts.workspace + new - (facts.eased if set(x.frees).issuperset(slots) else 0)
+        fresh = 0
+        for slot in set(x.writes).difference(x.adds):
+            if slot in x.allocates:
+                fresh += kinds[slot].nbytes
+            elif kinds[slot].lies_in:
+                fresh += kinds[slot].nbytes - kinds[slot].own
         if not fresh:
-            return while_it_runs
-        assert isinstance(x.op, Compute)
-        model = self._model(self.dag.nodes[x.node].parts)
-        variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
-        while_it_runs += variant.passes[x.op.which].housed
-        of_backward = [slot for slot in freed if self.kinds[c][slot] is Holder.SAVED]
-        gone = sum(plan.slot_bytes[slot] for slot in of_backward)
-        return max(while_it_runs, fresh + sum(plan.slot_bytes[s] for s in x.adds) - gone)
-
-    def _workspace(self, c: int, x: Instruction, freed: set[int]) -> int:
-        """Bytes that only the instruction itself needs: fewer where all that this pass is the last
-        one of its chunk to read is ``freed`` after it, and so while it runs."""
-        size = self.plans[c].slot_bytes
-        if isinstance(x.op, Compute):
-            model = self._model(self.dag.nodes[x.node].parts)
-            variant = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)]
-            new = sum(size[slot] for slot in x.adds)
-            facts = variant.passes[x.op.which]
-            values = self.dag.nodes[x.node].reads[: len(facts.reads)]
-            given = [v >= self.dag.first_extra or self._role(v) is not Role.SEED for v in values]
-            refs = [ref for ref, there in zip(facts.reads, given, strict=True) if there]
-            slots = [s for ref, s in zip(refs, x.reads, strict=False) if ref in facts.last]
-            return facts.workspace + new - (facts.eased if freed.issuperset(slots) else 0)
-        return 0
+            return runs
+        gone = sum(kinds[slot].nbytes for slot in x.frees if kinds[slot].holder is Holder.SAVED)
+        return max(runs + facts.housed, fresh + new - gone)
 
     def _model(self, parts: int) -> Model:
         return self.models.get(parts, self.dag.model)
-
-    def _sized(self, at: At, slot: int, nbytes: int) -> None:
-        found = self.plans[at[0]].slot_bytes[slot]
-        self._must(found == nbytes, at, f"has {found} bytes for s{slot}, needs {nbytes}")
 
     def _nbytes(self, c: int, content: Any) -> int:
         match content:
@@ -1388,15 +1407,6 @@ class _Checker:
     def _sharing(self, bucket: int, c: int) -> int:
         """How many devices divide among them what a device of class ``c`` holds of a bucket."""
         return self.dag.buckets[bucket].within  # judged by check_buckets
-
-    def _kind(self, at: At, content: Any) -> Holder:
-        """What a slot with ``content`` counts as, written by ``at``."""
-        if isinstance(content, _Gradients):
-            return Holder.GRADIENTS
-        if self.get(at).verb not in (Verb.COMPUTE, Verb.ADD) or content.form == "partial":
-            return Holder.COMMUNICATION
-        kept = self._role(content.value) in OF_BACKWARD
-        return Holder.SAVED if kept else Holder.ACTIVATIONS
 
     def _holding(self) -> dict[str, _Holding]:
         found: defaultdict[str, _Holding] = defaultdict(_Holding)

@@ -445,7 +445,7 @@ def test_a_plan_is_read_as_it_was_written(program: piper.Program) -> None:
     [
         (
             lambda d: d.update(format="piper plan 0"),
-            "this holds 'piper plan 0', not 'piper plan 1'",
+            "this holds 'piper plan 0', not 'piper plan 2'",
         ),
         (lambda d: d.pop("given"), "it lacks given"),
         (lambda d: d["instructions"]["node"].pop(), "its columns have different lengths"),

@@ -312,7 +312,7 @@ def test_gradients_that_wait_for_the_step_are_counted(zero: int) -> None:
         for found in measured.values():
             assert 0.9 * memory.peak <= found.peak <= memory.peak
         last = max(i for i, y in enumerate(plan.instructions) if y.verb is Verb.UPDATE)
-        held[name] = memory.over_time[last - 1] - memory.parameters
+        held[name] = memory.over_time[last - 1][1] - memory.parameters
         gradients = sum(
             b.elements * b.gradient.itemsize // (b.within if zero else 1) for b in program.buckets
         )

@@ -36,6 +36,7 @@ from piper.ir import ChunkFacts, Dag, Model, ParameterFacts, build
 from piper.ir.facts import Stored
 from piper.lower.lower import Settings, lower
 from piper.lower.memory import OptimizerCost
+from piper.lower.plan import Plan
 from piper.strategy import Strategy
 from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
 from tests.plan_checker import check
@@ -390,6 +391,8 @@ def outcome(case: Case) -> str:
         optimizer_bytes=1.5,
         whole=case.whole,
     )
+    for plan in lowered.plans:
+        assert Plan.parse(str(plan)) == plan
     return "compiled"
 
 

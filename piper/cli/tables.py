@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from piper.ir.text import group_text
-from piper.lower.memory import Holder, Memory
+from piper.lower.memory import Memory
+from piper.lower.plan import Holder
 from piper.units import unit_for
 
 _SHORT = {

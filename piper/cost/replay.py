@@ -19,7 +19,7 @@ from piper.errors import PiperError
 
 @dataclass(slots=True)
 class Track:
-    """What one lane does: for each of its instructions but frees, in the order of its plan."""
+    """What one lane does: for each of its instructions, in the order of its plan."""
 
     streams: list[int]
     """The number of the stream it runs on."""

@@ -22,7 +22,7 @@ from piper.errors import PiperError
 from piper.ir.dag import Compute, Node, Rest, StreamRule
 from piper.ir.text import group_text
 from piper.lower.costs import Costs
-from piper.lower.plan import COMMUNICATING, Verb, awaited
+from piper.lower.plan import COMMUNICATING
 from piper.lower.recorded import Recorded
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import CostModel, Durations, Over, Tasks, computed_in
@@ -180,11 +180,11 @@ def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None)
     lanes = lanes_of(
         program.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
     )
-    tracks, meets, places = _tracks(program, lanes, cluster, durations)
+    tracks, meets = _tracks(program, lanes, cluster, durations)
     replay(tracks, meets, cluster.sharing)
     spans = tuple(
-        Spans(tuple(row), tuple(track.start), tuple(track.end))
-        for row, track in zip(places, tracks, strict=True)
+        Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
+        for track in tracks
     )
     flops = sum(_useful(program, node) for node in dag.nodes if isinstance(node.op, Compute))
     return Simulation(program, cluster, lanes.lanes, spans, flops)
@@ -201,28 +201,20 @@ def _useful(program: Program, node: Node) -> int:
 
 def _tracks(
     program: Program, lanes: Lanes, cluster: Cluster, durations: Durations
-) -> tuple[list[Track], list[Meet], list[list[int]]]:
-    """The tracks of all lanes, their meetings, and for each track the places in the plan of its
-    instructions."""
+) -> tuple[list[Track], list[Meet]]:
+    """The tracks of all lanes, and their meetings."""
     meets: list[Meet] = []
     numbers: dict[tuple[int, frozenset[object]], int] = {}
-    waits = [awaited(plan) for plan in program.plans]
-    tracks, places = [], []
+    tracks = []
     for number, lane in enumerate(lanes.lanes):
         plan = program.plans[lane.plan]
         device = cluster.device(lane.devices[0])
         streams: dict[str, int] = {}
         track = Track([], [], [], [], device.synchronous, device.issue)
-        mine: list[int] = []
-        at: dict[int, int] = {}
-        for place, x in enumerate(plan.instructions):
-            if x.verb is Verb.FREE:
-                continue
+        for x in plan.instructions:
             node = program.dag.nodes[x.node]
-            at[place] = len(mine)
-            mine.append(place)
             track.streams.append(streams.setdefault(x.stream, len(streams)))
-            track.waits.append(tuple(at[w] for w in waits[lane.plan][place]))
+            track.waits.append(x.waits)
             if x.verb not in COMMUNICATING:
                 track.seconds.append(durations.on(node, lane.devices[:1]))
                 track.meetings.append(-1)
@@ -238,8 +230,7 @@ def _tracks(
             track.seconds.append(0.0)
             track.meetings.append(numbers[key])
         tracks.append(track)
-        places.append(mine)
-    return tracks, meets, places
+    return tracks, meets
 
 
 def _share(rules: Mapping[str, StreamRule], stream: str, device: Device) -> float | None:

@@ -7,8 +7,8 @@ from collections import Counter
 from piper.errors import DirectiveError
 from piper.ir.dag import Compute, Dag
 from piper.ir.text import group_text, region_of
-from piper.lower.memory import Holder, Memory, holders_of_slots
-from piper.lower.plan import Plan, Verb
+from piper.lower.memory import Memory
+from piper.lower.plan import Holder, Plan
 from piper.units import bytes_text
 
 
@@ -30,15 +30,16 @@ def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
 def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
     """Whose values take most, of those that are live at the peak."""
     live: dict[int, str] = {}
+    freed: tuple[int, ...] = ()
     for x in plan.instructions[: memory.peak_at + 1]:
-        if x.verb is Verb.FREE:
-            live.pop(x.reads[0], None)
-        elif isinstance(x.op, Compute):
+        for slot in freed:
+            live.pop(slot, None)
+        freed = x.frees
+        if isinstance(x.op, Compute):
             live |= dict.fromkeys(x.writes, region_of(dag, x.op.chunk))
-    holders = holders_of_slots(dag, plan)
     found: Counter[tuple[Holder, str]] = Counter()
     for slot, region in live.items():
-        found[holders[slot], region] += plan.slot_bytes[slot]
+        found[plan.slots[slot].holder, region] += plan.slots[slot].nbytes
     rows = [
         f"{h.value} of {region} {bytes_text(n)}" for (h, region), n in found.most_common(3) if n
     ]

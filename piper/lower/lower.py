@@ -113,7 +113,7 @@ def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Low
 
 def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
     classes, order, sizes = _run(dag, models, settings)
-    plans = plans_of(dag, classes, order, sizes)
+    plans = plans_of(dag, classes, order, sizes, whole=settings.optimizer.whole)
     verify_plans(dag, classes, plans)
     memory = tuple(
         memory_of(dag, plan, sizes, settings.optimizer, apart=settings.gpu) for plan in plans

@@ -1,8 +1,8 @@
 """One plan for each class of devices: small frozen instructions over numbered slots.
 
 A plan is all a worker needs besides the programs and its state: what to run in which order on
-which stream with whom, what to wait for, which slots are read, written, added to and freed. It
-prints one instruction a line.
+which stream with whom, what to wait for, which slots are allocated, read, written, added to and
+freed, and what lies in each of them. Nobody who reads it derives any of this again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
+
+import torch
 
 from piper.codec import COLUMNS, Format, MalformedError, decode, encode, parsed
 from piper.errors import PiperError
@@ -25,11 +27,32 @@ class Verb(Enum):
     COLLECTIVE = "collective"
     UPDATE = "update"
     ADD = "add"
-    FREE = "free"
 
 
-_FORMAT = Format("plan", 1)
+_FORMAT = Format("plan", 2)
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+
+
+class Holder(Enum):
+    """What memory is held by."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    BUFFERS = "buffers"
+    """Buffers of the model, and constants of its code."""
+    GRADIENTS = "gradients"
+    """Of parameters, whole or reduced."""
+    SAVED = "saved activations"
+    """Kept from a forward for its backward, and from BI for BW."""
+    ACTIVATIONS = "activations"
+    """What flows between chunks, their gradients included."""
+    BATCH = "batch"
+    COMMUNICATION = "communication"
+    """What was received, exchanged or gathered."""
+    WORKSPACE = "workspace"
+    """What one instruction needs while it runs."""
+
+    __hash__ = object.__hash__  # Enum's own is slow
 
 
 def plain_stream(name: str) -> str:
@@ -48,18 +71,50 @@ class Given(NamedTuple):
     """The devices that share it, each a part of the rows."""
 
 
+class Seed(NamedTuple):
+    """A slot that holds the gradient of one device's loss of one microbatch when the step
+    begins: one divided by ``parts``."""
+
+    slot: int
+    value: int
+    """Which of the model's values the loss is."""
+    group: int
+    """Over how many devices its rows are divided."""
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a slot holds, and in whose memory."""
+
+    holder: Holder
+    """What its memory counts as."""
+    nbytes: int
+    """Bytes of what it holds."""
+    own: int
+    """Bytes of memory that come and go with it: fewer than it holds if some lie in other slots,
+    more if there are gaps."""
+    bucket: int | None = None
+    """The bucket whose gradients it holds in the bucket's layout, or whose parameters."""
+    names: tuple[str, ...] = ()
+    """The parameters whose gradients it holds; what else is in a bucket's layout is zero."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """What each of these gradients is cast to and summed in."""
+    lies_in: tuple[int, ...] = ()
+    """Slots of buckets that its gradients are put into and added up in, those of the same names."""
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One thing that a device does. ``waits`` are places of instructions that must be done before:
-    of other streams, since order within a stream is implied; and of its own where what that one
-    holds must be let go first."""
+    """One thing that a device does. A slot that is read and written is changed in place; one that
+    is allocated or in ``adds`` is there when it is written, any other is new."""
 
     verb: Verb
     node: int
     name: str
     stream: str
-    op: Op | None = None
-    """What is done, with whom; None for a free."""
+    op: Op
+    """What is done, with whom."""
     role: ExtraRole | None = None
     """What a communication makes, or, for PARTIAL, takes."""
     of: int = 0
@@ -67,10 +122,27 @@ class Instruction:
     group: Group = ()
     """The devices among whom the rows of what is computed are divided."""
     reads: tuple[int, ...] = ()
+    """A pass reads what its program takes, in this order; then gathered parameters, and gradients
+    that it adds its own of the same names to."""
     writes: tuple[int, ...] = ()
     adds: tuple[int, ...] = ()
     """Those of ``writes`` that hold something already, to which the result is added."""
+    allocates: tuple[int, ...] = ()
+    """Slots whose memory is made before: gradients are put into it, and later ones added."""
+    frees: tuple[int, ...] = ()
+    """Slots that nobody uses after it: they go when it, and all before it that use them, are
+    done."""
     waits: tuple[int, ...] = ()
+    """Places of instructions that must be done before: of other streams, since order within a
+    stream is implied; of its own, communications that bring what it uses or hold what must be let
+    go first."""
+    ends: tuple[int, ...] = ()
+    """Those of ``waits`` that are communications which nobody before has waited for: they are taken
+    to their end. What nobody waits for at all is, at the end of the step."""
+    buckets: tuple[int, ...] = ()
+    """The buckets on which the optimizer steps, or of whose gradients the norm is taken."""
+    weights: tuple[float, ...] = ()
+    """By how much each loss counts in their sum; what is read after the losses are counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +152,25 @@ class Plan:
     devices: Group
     instructions: tuple[Instruction, ...] = field(metadata=COLUMNS)
     given: tuple[Given, ...]
-    slot_bytes: tuple[int, ...]
+    seeds: tuple[Seed, ...]
+    slots: tuple[Slot, ...] = field(metadata=COLUMNS)
+
+    @property
+    def first_slots(self) -> tuple[int, ...]:
+        """The slots that hold something when the step begins."""
+        return (*(given.slot for given in self.given), *(seed.slot for seed in self.seeds))
 
     def __str__(self) -> str:
-        head = f"plan of devices {','.join(map(str, self.devices))}"
-        return "\n".join([head, *(f"{i:>4} {_line(x)}" for i, x in enumerate(self.instructions))])
+        from piper.lower.plan_text import text
+
+        return text(self)
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """The plan that was printed as ``text``."""
+        from piper.lower.plan_text import parse
+
+        return parse(text)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data, in which what instructions have in common is written once."""
@@ -99,71 +185,3 @@ class Plan:
         except MalformedError as error:
             raise PiperError(f"the plan cannot be read: {error}") from None
         return found
-
-
-def awaited(plan: Plan) -> list[tuple[int, ...]]:
-    """For each instruction the places of all that must be complete before it starts: what it waits
-    for, and the communications that bring what it reads or adds to, on its own stream too."""
-    writers: dict[int, int] = {}
-    found: list[tuple[int, ...]] = []
-    for place, x in enumerate(plan.instructions):
-        if x.verb is Verb.FREE:
-            found.append(())
-            continue
-        brought = {writers[s] for s in (*x.reads, *x.adds) if s in writers}
-        found.append(tuple(sorted({*x.waits, *brought})))
-        if x.verb in COMMUNICATING:
-            writers |= dict.fromkeys(x.writes, place)
-    return found
-
-
-def crossed(plan: Plan) -> list[tuple[int, ...]]:
-    """The same without those on its own stream, whose order is enough."""
-    return [
-        tuple(w for w in waits if plan.instructions[w].stream != x.stream)
-        for x, waits in zip(plan.instructions, awaited(plan), strict=True)
-    ]
-
-
-def completed(plan: Plan) -> list[tuple[int, ...]]:
-    """For each instruction, the communications that are taken to their end just before it; those
-    that nobody waits for are, at the end of the step."""
-    under_way: set[int] = set()
-    found: list[tuple[int, ...]] = []
-    for place, (x, waits) in enumerate(zip(plan.instructions, awaited(plan), strict=True)):
-        found.append(tuple(w for w in waits if w in under_way))
-        under_way.difference_update(waits)
-        if x.verb in COMMUNICATING:
-            under_way.add(place)
-    return found
-
-
-def freed(plan: Plan) -> list[list[int]]:
-    """For each instruction the slots that are freed right after it."""
-    found: list[list[int]] = [[] for _ in plan.instructions]
-    last = 0
-    for place, x in enumerate(plan.instructions):
-        if x.verb is Verb.FREE:
-            found[last] += x.reads
-        else:
-            last = place
-    return found
-
-
-def updated(plan: Plan, *, whole: bool) -> dict[int, tuple[Instruction, ...]]:
-    """By place, the updates for which an optimizer's step is called there: each for itself, or,
-    of an optimizer that steps as a ``whole``, all of them with the last."""
-    found = [(i, x) for i, x in enumerate(plan.instructions) if x.verb is Verb.UPDATE]
-    if whole and found:
-        return {i: () for i, _ in found[:-1]} | {found[-1][0]: tuple(x for _, x in found)}
-    return {i: (x,) for i, x in found}
-
-
-def _line(x: Instruction) -> str:
-    if x.verb is Verb.FREE:
-        return f"free s{x.reads[0]}"
-    reads = " ".join(f"s{s}" for s in x.reads)
-    writes = " ".join(f"+s{s}" if s in x.adds else f"s{s}" for s in x.writes)
-    waits = f" waits {' '.join(map(str, x.waits))}" if x.waits else ""
-    what = x.name.removeprefix("send ").removeprefix("update ").removeprefix("add ")  # the verb
-    return f"[{x.stream}] {x.verb.value} {what}: {reads} -> {writes}{waits}"

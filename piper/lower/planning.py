@@ -1,12 +1,14 @@
 """Makes the plans: for each class of devices its part of the order, over slots of its own, with
-what each instruction waits for and what is freed after it.
+what each instruction waits for, where gradients are added up, and what is freed after it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import cached_property
 
+from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.dag import (
     Add,
@@ -22,18 +24,37 @@ from piper.ir.dag import (
 )
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
+from piper.lower.accumulation import GRADIENTS, Accumulation
 from piper.lower.classes import Classes
-from piper.lower.plan import Given, Instruction, Plan, Verb
+from piper.lower.plan import COMMUNICATING, Given, Holder, Instruction, Plan, Seed, Slot, Verb
 from piper.lower.schedule import Schedule
 from piper.lower.sizes import Sizes
 
 _UNDER_WAY = 2
 """How many messages of a stream, or reductions that scatter, may be under way at a time: each holds
 what it sends until it is over. Of gradients that are scattered microbatch by microbatch, one."""
+_HOLDERS = {
+    Role.BATCH: Holder.BATCH,
+    Role.SEED: Holder.BATCH,
+    Role.ACTIVATION: Holder.ACTIVATIONS,
+    Role.GRADIENT: Holder.ACTIVATIONS,
+    Role.SAVED: Holder.SAVED,
+    Role.KEPT: Holder.SAVED,
+    Role.HANDOFF: Holder.SAVED,
+}
+_EXTRA_HOLDERS = {
+    ExtraRole.REDUCED: Holder.GRADIENTS,
+    ExtraRole.SUMMED: Holder.GRADIENTS,
+    ExtraRole.ADDED: Holder.ACTIVATIONS,
+}
+_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
 
 
-def plans_of(dag: Dag, classes: Classes, order: Schedule, sizes: Sizes) -> tuple[Plan, ...]:
-    """The plan of each class of devices."""
+def plans_of(
+    dag: Dag, classes: Classes, order: Schedule, sizes: Sizes, *, whole: bool = False
+) -> tuple[Plan, ...]:
+    """The plan of each class of devices; if the optimizer steps as a ``whole``, it does with the
+    last update of a device, and not with each."""
     rows: list[list[int]] = [[] for _ in classes.members]
     touched = _Touched(classes)
     for number in order.order:
@@ -45,7 +66,7 @@ def plans_of(dag: Dag, classes: Classes, order: Schedule, sizes: Sizes) -> tuple
         else:
             for c in touched.by(node.devices):
                 rows[c].append(number)
-    shared = _Shared(dag, sizes, touched)
+    shared = _Shared(dag, sizes, touched, whole)
     return tuple(
         _Planner(shared, members).plan(row)
         for members, row in zip(classes.members, rows, strict=True)
@@ -72,14 +93,45 @@ class _Touched:
 class _Shared:
     """What the plans of all classes have in common."""
 
-    def __init__(self, dag: Dag, sizes: Sizes, touched: _Touched) -> None:
+    def __init__(self, dag: Dag, sizes: Sizes, touched: _Touched, whole: bool) -> None:
         self.dag = dag
         self.sizes = sizes
         self.touched = touched
+        self.whole = whole
         self.sums = _sums(dag)
         self._names: dict[int, str] = {}
         self._roles = [value.role for value in dag.table.values]
         self._first_extra = dag.first_extra
+        self._slots: dict[tuple[Holder, int, int | None], Slot] = {}
+
+    def slot(self, verb: Verb, value: int) -> Slot:
+        """What a slot holds that an instruction writes ``value`` into, unless that is gradients."""
+        bucket = None
+        holder = Holder.COMMUNICATION
+        if value >= self._first_extra:
+            extra = self.dag.extra[value - self._first_extra]
+            bucket = extra.of if extra.role in _OF_BUCKETS else None
+            holder = _EXTRA_HOLDERS.get(extra.role, holder)
+        elif verb is Verb.COMPUTE:
+            holder = _HOLDERS[self._roles[value % len(self._roles)]]
+        return self.held(holder, self.sizes.nbytes(value), bucket)
+
+    def held(self, holder: Holder, nbytes: int, bucket: int | None = None) -> Slot:
+        key = holder, nbytes, bucket
+        if key not in self._slots:
+            self._slots[key] = Slot(holder, nbytes, nbytes, bucket)
+        return self._slots[key]
+
+    @cached_property
+    def largest_loss(self) -> int:
+        """Over how many devices a loss is divided at most."""
+        return max(
+            node.parts
+            for node in self.dag.nodes
+            if isinstance(node.op, Compute)
+            and node.op.which is Pass.F
+            and self.dag.model.loss in self.dag.model.chunks[node.op.chunk].outputs
+        )
 
     def name(self, number: int) -> str:
         found = self._names.get(number)
@@ -91,9 +143,11 @@ class _Shared:
         return None if value >= self._first_extra else self._roles[value % len(self._roles)]
 
     def about(self, node: Node) -> tuple[ExtraRole | None, int]:
-        """The role of what a communication makes, and the value or bucket it is about."""
-        if isinstance(node.op, Compute | Update | Add):
+        """The role of what a communication makes, and the value or bucket a node is about."""
+        if isinstance(node.op, Compute | Add):
             return None, 0
+        if isinstance(node.op, Update):
+            return None, node.op.bucket
         (written,) = node.writes
         if written >= self._first_extra:
             extra = self.dag.extra[written - self._first_extra]
@@ -139,8 +193,16 @@ def _kind(dag: Dag, value: int) -> object | None:
         extra = dag.extra[value - dag.first_extra]
         return (extra.role, extra.of) if extra.role is ExtraRole.REDUCED else None
     found = dag.table.value(value)[0]
-    gradients = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
-    return found if found.role in gradients else None
+    return found if found.role in GRADIENTS else None
+
+
+_Part = tuple[Verb, str, list[int], list[int]]
+"""What a class does of a node: the verb, the stream, what it reads and makes."""
+
+
+def _buffer(reduced: int) -> int:
+    """What stands for the buffer in which the gradients are added up that ``reduced`` is of."""
+    return -1 - reduced
 
 
 class _Planner:
@@ -152,71 +214,97 @@ class _Planner:
         self.members = members
         self.me = shared.touched.classes.of[members[0]]
         self.sums = shared.sums
+        self.accumulation = Accumulation(shared.dag, shared.sizes)
         self.slots: dict[int, int] = {}
-        self.slot_bytes: list[int] = []
+        """By value, or what stands for a buffer."""
+        self.kinds: list[Slot] = []
         self.out: list[Instruction] = []
         self.made_at: dict[int, list[int]] = {}
-        self.read_at: dict[int, list[int]] = {}
         self.node_at: dict[int, int] = {}
+        self.left: defaultdict[int, int] = defaultdict(int)
+        """How often a value is still read."""
+        self.given: list[Given] = []
+        self.seeds: dict[tuple[int, int], Seed] = {}
+        self.same: dict[int, int] = {}
+        """Seeds that are equal to one of another microbatch."""
+        self.updates: list[int] = []
+        """The buckets that are updated, in order."""
+        self.under_way: set[int] = set()
+        """Communications that nothing has waited for yet."""
         self.holding: defaultdict[str, list[int]] = defaultdict(list)
         """By stream, the communications that may still hold what they send."""
 
     def plan(self, row: list[int]) -> Plan:
+        self._begin(row)
         parts = [(number, part) for number in row for part in self._parts(self.dag.nodes[number])]
-        left: defaultdict[int, int] = defaultdict(int)
-        for _, (_, _, reads, _) in parts:
+        for number, (verb, _, reads, writes) in parts:
+            if self.accumulation.add(verb, reads, writes):
+                reads.append(_buffer(writes[0]))
+            elif verb is Verb.UPDATE:
+                self.updates.append(self.shared.about(self.dag.nodes[number])[1])
             for value in reads:
-                left[value] += 1
-        given = [
-            Given(self._given(value, group), self.dag.table.value(value)[0].of, microbatch, group)
-            for value, (microbatch, group) in self._batch(row).items()
-        ]
-        for number, (verb, stream, reads, writes) in parts:
-            self._emit(verb, number, stream, reads, writes)
-            self._free(reads, writes, left)
+                self.left[value] += 1
+        for number, part in parts:
+            self._emit(number, *part)
         assert not self.slots, "every value is read, or freed where it is made"
-        return Plan(self.members, tuple(self.out), tuple(given), tuple(self.slot_bytes))
+        seeds = tuple(self.seeds.values())
+        return Plan(self.members, tuple(self.out), tuple(self.given), seeds, tuple(self.kinds))
 
-    def _parts(self, node: Node) -> Iterable[tuple[Verb, str, Sequence[int], Sequence[int]]]:
-        """What this class does of a node: the verb, the stream, what it reads and makes, where
-        values that are summed in one slot go by the first of them."""
+    def _parts(self, node: Node) -> Iterable[_Part]:
+        """What this class does of a node, where values that are summed in one slot go by the first
+        of them."""
         match node.op:
             case Transfer(source=source, target=target):
                 if self.me in self.shared.touched.by(source):
-                    yield Verb.SEND, f"{node.stream}/send", node.reads, ()
+                    yield Verb.SEND, f"{node.stream}/send", [*node.reads], []
                 if self.me in self.shared.touched.by(target):
-                    yield Verb.RECV, f"{node.stream}/recv", (), node.writes
+                    yield Verb.RECV, f"{node.stream}/recv", [], [*node.writes]
             case Compute():
-                reads = [v for v in node.reads if self.shared.role(v) is not Role.SEED]
+                reads = [self.same.get(v, v) for v in node.reads]
                 yield Verb.COMPUTE, node.stream, reads, self._leaders(node.writes)
             case Collective(kind=CollectiveKind.ALL_TO_ALL):
-                yield Verb.COLLECTIVE, node.stream, node.reads, node.writes
+                yield Verb.COLLECTIVE, node.stream, [*node.reads], [*node.writes]
             case Collective():
-                yield (
-                    Verb.COLLECTIVE,
-                    node.stream,
-                    self._leaders(self._mine(node.reads)),
-                    self._leaders(node.writes),
-                )
+                reads = self._leaders(self._mine(node.reads))
+                yield Verb.COLLECTIVE, node.stream, reads, self._leaders(node.writes)
             case Update():
-                yield Verb.UPDATE, node.stream, self._leaders(self._mine(node.reads)), node.writes
+                reads = self._leaders(self._mine(node.reads))
+                yield Verb.UPDATE, node.stream, reads, [*node.writes]
             case Add():
-                yield Verb.ADD, node.stream, node.reads, node.writes
+                yield Verb.ADD, node.stream, [*node.reads], [*node.writes]
 
-    def _batch(self, row: list[int]) -> dict[int, tuple[int, Group]]:
-        """The tensors of the batch that are read here: their microbatch, and among whom their rows
-        are divided."""
-        found: dict[int, tuple[int, Group]] = {}
+    def _begin(self, row: list[int]) -> None:
+        """Slots for what is there when the step begins: tensors of the batch, and seeds."""
+        groups: dict[int, Group] = {}
         for number in row:
             node = self.dag.nodes[number]
             for value in node.reads if isinstance(node.op, Compute) else ():
-                if self.shared.role(value) is Role.BATCH:
-                    microbatch = self.dag.table.value(value)[1]
+                role = self.shared.role(value)
+                if role is Role.BATCH:
                     rows = self._rows(node)
-                    _, group = found.setdefault(value, (microbatch, rows))
-                    if not same_group(group, rows):
-                        self._refuse_two_parts(value, number, group)
-        return found
+                    if value not in groups:
+                        groups[value] = rows
+                        found, microbatch = self.dag.table.value(value)
+                        slot = self._held(value, len(rows))
+                        self.given.append(Given(slot, found.of, microbatch, rows))
+                    elif not same_group(groups[value], rows):
+                        self._refuse_two_parts(value, number, groups[value])
+                elif role is Role.SEED:
+                    self._seed(value, node.parts)
+
+    def _seed(self, value: int, size: int) -> None:
+        of = self.dag.table.value(value)[0].of
+        first = self.seeds.get((of, size))
+        if first is not None:
+            self.same[value] = next(v for v, s in self.slots.items() if s == first.slot)
+            return
+        microbatches = self.dag.microbatches[1] if self.dag.microbatches else 1
+        parts = 1 if self.dag.model.count is not None else microbatches * size
+        self.seeds[of, size] = Seed(self._held(value, size), of, size, parts)
+
+    def _held(self, value: int, group: int) -> int:
+        nbytes = self.shared.sizes.given(value, group)
+        return self._new(value, self.shared.held(Holder.BATCH, nbytes))
 
     def _refuse_two_parts(self, value: int, number: int, group: Group) -> None:
         name = self.dag.model.values[self.dag.table.value(value)[0].of].name
@@ -250,37 +338,37 @@ class _Planner:
             return node.devices
         return node.replica(node.devices.index(self.members[0]))
 
-    def _slot(self, value: int) -> int:
-        slot = self.slots.get(value)
-        if slot is None:
-            slot = self.slots[value] = len(self.slot_bytes)
-            self.slot_bytes.append(self.shared.sizes.nbytes(value))
-        return slot
-
-    def _given(self, value: int, group: Group) -> int:
-        slot = self.slots[value] = len(self.slot_bytes)
-        self.slot_bytes.append(self.shared.sizes.given(value, len(group)))
+    def _new(self, value: int, kind: Slot) -> int:
+        slot = self.slots[value] = len(self.kinds)
+        self.kinds.append(kind)
         return slot
 
     def _emit(
-        self,
-        verb: Verb,
-        number: int,
-        stream: str,
-        reads: Sequence[int],
-        writes: Sequence[int],
+        self, number: int, verb: Verb, stream: str, reads: list[int], writes: list[int]
     ) -> None:
         node = self.dag.nodes[number]
-        made_at = self.made_at
+        made_at, slots, here = self.made_at, self.slots, len(self.out)
         added = [v for v in writes if v in made_at]
         before: list[int] = []
-        for value in reads:
-            before += made_at.get(value, ())
-        for value in added:
-            before += made_at[value]
+        brought: list[int] = []
+        for value in (*reads, *added):
+            if made := made_at.get(value):
+                before += made
+                if self.out[made[-1]].verb in COMMUNICATING:
+                    brought.append(made[-1])
         before += [self.node_at[b] for b in node.after if b in self.node_at]
-        here = len(self.out)
         role, of = self.shared.about(node)
+        read = tuple([slots[v] for v in reads])
+        allocates: list[int] = []
+        for value in writes:
+            if value not in slots:
+                self._write(verb, value, role, of, reads, before, allocates)
+        written = tuple([slots[v] for v in writes])
+        adds = tuple([slots[v] for v in added])
+        waits = self._waits(before, brought, verb, node, stream)
+        self.node_at[number] = here
+        for value in writes:
+            made_at.setdefault(value, []).append(here)
         self.out.append(
             Instruction(
                 verb=verb,
@@ -291,27 +379,114 @@ class _Planner:
                 role=role,
                 of=of,
                 group=self._rows(node) if verb is Verb.COMPUTE else (),
-                reads=tuple([self._slot(v) for v in reads]),
-                writes=tuple([self._slot(v) for v in writes]),
-                adds=tuple([self._slot(v) for v in added]),
-                waits=self._waits(before, verb, node, stream),
+                reads=read,
+                writes=written,
+                adds=adds,
+                allocates=tuple(allocates),
+                frees=self._frees(reads, writes),
+                waits=waits,
+                ends=tuple([w for w in waits if w in self.under_way]),
+                buckets=self._buckets(verb, role, of, reads),
+                weights=self._weights(reads) if role is ExtraRole.TOTAL else (),
             )
         )
-        self.node_at[number] = here
-        for value in writes:
-            made_at.setdefault(value, []).append(here)
-        for value in reads:
-            self.read_at.setdefault(value, []).append(here)
+        self.under_way.difference_update(waits)
+        if verb in COMMUNICATING:
+            self.under_way.add(here)
 
-    def _waits(self, before: list[int], verb: Verb, node: Node, stream: str) -> tuple[int, ...]:
-        waits = self._latest(before, stream) if before else ()
+    def _write(
+        self,
+        verb: Verb,
+        value: int,
+        role: ExtraRole | None,
+        of: int,
+        reads: list[int],
+        before: list[int],
+        allocates: list[int],
+    ) -> None:
+        """A slot for ``value``: one that is read, where that is changed in place, or a new one.
+        Also the memory in which gradients are added up, if these are the first of them."""
+        summed = self.accumulation
+        if self._in_place(role, of, reads):
+            self.slots[value] = self.slots.pop(reads[-1])
+        elif self.shared.role(value) not in GRADIENTS:
+            self._new(value, self.shared.slot(verb, value))
+        else:
+            for made in summed.buffers(value):
+                buffer = _buffer(made)
+                if buffer in self.slots:
+                    before += self.made_at[buffer]
+                else:
+                    allocates.append(self._new(buffer, summed.buffer(made)))
+                    self.made_at[buffer] = [len(self.out)]
+            lies_in = tuple(self.slots[_buffer(made)] for made in summed.buffers(value))
+            alone = summed.repeated(value) and self.left[value] > 0 and not lies_in
+            slot = self._new(value, summed.slot(value, lies_in, alone=alone))
+            if alone:
+                allocates.append(slot)
+
+    def _in_place(self, role: ExtraRole | None, of: int, reads: list[int]) -> bool:
+        """Whether what is read last becomes what is written."""
+        if role is ExtraRole.REDUCED and reads and reads[-1] < 0:  # a buffer
+            return not self.shared.sizes.divided(of)
+        return role is ExtraRole.SUMMED and bool(reads)
+
+    def _buckets(
+        self, verb: Verb, role: ExtraRole | None, of: int, reads: list[int]
+    ) -> tuple[int, ...]:
+        """The buckets on which the optimizer steps here, or whose gradients the norm is of."""
+        if verb is Verb.UPDATE:
+            if not self.shared.whole:
+                return (of,)
+            return tuple(self.updates) if of == self.updates[-1] else ()
+        if role is not ExtraRole.NORM or self._role(reads) is ExtraRole.UPDATED:
+            return ()
+        return tuple(self.updates)
+
+    def _role(self, values: list[int]) -> ExtraRole | None:
+        first = values[0] - self.dag.first_extra if values else -1
+        return self.dag.extra[first].role if first >= 0 else None
+
+    def _weights(self, reads: list[int]) -> tuple[float, ...]:
+        """By how much the losses among ``reads`` count: one whose rows fewer devices divide than
+        the others' stands for several, unless all are sums."""
+        if self.dag.model.count is not None:
+            return (1.0,) * (len(reads) // 2)
+        nodes, producers = self.dag.nodes, self.dag.producers
+        return tuple(self.shared.largest_loss / nodes[producers[v]].parts for v in reads)
+
+    def _frees(self, reads: list[int], writes: list[int]) -> tuple[int, ...]:
+        """The slots of those values that nobody reads any more."""
+        found = []
+        for value in reads:
+            self.left[value] -= 1
+            if self.left[value] == 0:
+                self.made_at.pop(value, None)
+                if value in self.slots:  # or else it has become what is written
+                    found.append(self.slots.pop(value))
+        for value in writes:
+            if self.left[value] == 0:
+                del self.made_at[value]
+                found.append(self.slots.pop(value))
+        return tuple(found)
+
+    def _waits(
+        self, before: list[int], brought: list[int], verb: Verb, node: Node, stream: str
+    ) -> tuple[int, ...]:
+        """Of each other stream the last instruction to wait for, and what brings what is used."""
+        last: dict[str, int] = {}
+        for place in before:
+            name = self.out[place].stream
+            if name != stream and last.get(name, -1) < place:
+                last[name] = place
+        waits = {*last.values(), *brought}
         limit = _UNDER_WAY if verb is Verb.SEND else self._scatters(node)
         if limit:
             row = self.holding[stream]
             row.append(len(self.out))
-            waits = tuple(sorted({*waits, *row[:-limit]}))
+            waits.update(row[:-limit])
             del row[:-limit]
-        return waits
+        return tuple(sorted(waits))
 
     def _scatters(self, node: Node) -> int:
         """How many scatters like this one may be under way; 0 if it is none."""
@@ -319,29 +494,3 @@ class _Planner:
             return 0
         bucket = self.dag.buckets[self.shared.about(node)[1]]
         return 1 if bucket.level > 1 else _UNDER_WAY
-
-    def _latest(self, before: Iterable[int], stream: str | None) -> tuple[int, ...]:
-        """Of each stream but ``stream``, the last instruction to wait for."""
-        last: dict[str, int] = {}
-        for place in before:
-            name = self.out[place].stream
-            if name != stream and last.get(name, -1) < place:
-                last[name] = place
-        return tuple(sorted(last.values()))
-
-    def _free(
-        self, reads: Sequence[int], writes: Sequence[int], left: defaultdict[int, int]
-    ) -> None:
-        for value in reads:
-            left[value] -= 1
-            if left[value] == 0:
-                self._release(value)
-        for value in writes:
-            if left[value] == 0:
-                self._release(value)
-
-    def _release(self, value: int) -> None:
-        slot = self.slots.pop(value)
-        uses = [*self.made_at.pop(value, ()), *self.read_at.pop(value, ())]
-        waits = self._latest(uses, None)
-        self.out.append(Instruction(Verb.FREE, -1, "free", "", reads=(slot,), waits=waits))

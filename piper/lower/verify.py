@@ -38,19 +38,18 @@ def _slots(plan: Plan) -> None:
 
 def _slots_fault(plan: Plan) -> str | None:
     """What is wrong with the slots of a plan and with what it waits for, if anything is."""
-    live = {given.slot for given in plan.given}
+    live = set(plan.first_slots)
     for place, x in enumerate(plan.instructions):
-        if x.verb is Verb.FREE:
-            if x.reads[0] not in live:
-                return f"free slot {x.reads[0]} twice at {place}"
-            live.discard(x.reads[0])
-            continue
-        if not live.issuperset(x.reads) or not live.issuperset(x.adds):
+        if not live.issuperset((*x.reads, *x.adds)):
             return f"read at {place} what nothing has written"
-        live.update(x.writes)
+        live.update((*x.allocates, *x.writes))
         for other in x.waits:
             if other >= place:
                 return f"wait at {place} for what comes later"
+        for slot in x.frees:
+            if slot not in live:
+                return f"free slot {slot} twice at {place}"
+            live.discard(slot)
     return f"never free slots {sorted(live)[:4]}" if live else None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,7 @@ from piper.capture.codegen import Runners
 from piper.capture.program import BUNDLES, Kind, Ref
 from piper.ir.dag import Compute
 from piper.ir.facts import bundled
-from piper.ir.values import ExtraRole, parameters_of, tied_chunks
-from piper.lower.accumulation import adds_up_in_place
-from piper.lower.plan import Instruction, Plan, Verb
+from piper.lower.plan import Instruction, Plan, Seed
 from piper.program import Code
 from piper.runtime.comm import Comm
 from piper.runtime.state import DeviceState
@@ -43,8 +42,6 @@ class Made:
     """Which of the program's results."""
     bundle: bool
     """Whether the slot holds a list of them, and not one tensor."""
-    names: tuple[str, ...] = ()
-    """Of gradients, the parameters that they are of."""
 
 
 class Board:
@@ -59,40 +56,29 @@ class Board:
         self.comm = comm
         self.plan = plan
         self.code = code
-        self.parts = state.program.microbatches
-        self.slots: list[Any] = [None] * len(plan.slot_bytes)
+        self.slots: list[Any] = [None] * len(plan.slots)
         self.totals = Totals()
         self.wanted = self._strides()
-        self.readable = {
-            s for x in plan.instructions if x.verb is not Verb.FREE for s in (*x.reads, *x.adds)
-        }
-        self.growing = {s for x in plan.instructions for s in x.adds}
-        """Slots whose content is added to."""
-        self.buckets = self._slot_buckets()
-        self.grads = self._slot_gradients()
-        self.sums = self._summed_in_place()
-        self._summed = {(bucket, name) for rows in self.sums.values() for _, bucket, name in rows}
-        self.buffers_of_sums: dict[int, Tensor] = {}
-        """By bucket, where its gradients are being added up."""
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
         self.runners = runners
+        self._seeds = [(seed.slot, self._seed(seed)) for seed in plan.seeds]
 
     def begin(self, given: Sequence[Tensor]) -> None:
-        """Put this device's part of the batch where the plan expects it."""
+        """Put this device's part of the batch, and the seeds, where the plan expects them."""
         self.totals = Totals()
         for (slot, value, _, group), rows in zip(self.plan.given, given, strict=True):
             spec = self.code.values[len(group)][value]
             self.slots[slot] = strided_like(rows.to(spec.dtype), spec.stride, self.where)
+        for slot, seed in self._seeds:
+            self.slots[slot] = seed
 
     def end(self) -> None:
         """Everything that the plan made must have been let go by it."""
         assert all(content is None for content in self.slots)
-        assert not self.buffers_of_sums
 
     def abandon(self) -> None:
         """Let go of everything after a step that failed."""
         self.slots[:] = [None] * len(self.slots)
-        self.buffers_of_sums.clear()
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of the model, or a constant of its code."""
@@ -103,99 +89,68 @@ class Board:
         stride = self.wanted.get(slot)
         return x if stride is None else strided_like(x, stride, self.where)
 
+    def _seed(self, seed: Seed) -> Tensor:
+        spec = self.code.values[seed.group][seed.value]
+        return torch.ones(spec.shape, dtype=spec.dtype, device=self.where).div_(seed.parts)
+
     def _strides(self) -> dict[int, tuple[int, ...]]:
         """For each slot that programs read a tensor from, the strides that they expect."""
         found: dict[int, tuple[int, ...]] = {}
         for x in self.plan.instructions:
             if isinstance(x.op, Compute):
                 program = self.code.programs[len(x.group)][x.op.chunk]
-                for ref, slot in self.read(x).items():
+                for ref, slot in self.read(x, x.op).items():
                     if ref.kind not in BUNDLES:
                         found.setdefault(slot, program.specs[ref].stride)
         return found
 
-    def read(self, x: Instruction) -> dict[Ref, int]:
+    def read(self, x: Instruction, op: Compute) -> dict[Ref, int]:
         """What the slots that a computation reads are to its program."""
-        assert isinstance(x.op, Compute)
-        program = self.code.programs[len(x.group)][x.op.chunk]
-        refs = bundled(program.functions[x.op.which].arguments)
-        given = [ref for ref in refs if not self.is_seed(x.op.chunk, ref)]
-        return dict(zip(given, x.reads, strict=False))
-
-    def is_seed(self, chunk: int, ref: Ref) -> bool:
-        outputs = self.code.pieces[chunk].outputs
-        return ref.kind is Kind.OUTPUT_GRAD and outputs[ref.index] == self.code.loss
-
-    def _slot_buckets(self) -> dict[int, int]:
-        """For each slot with something of a bucket, the bucket."""
-        of_bucket = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
-        return {s: x.of for x in self.plan.instructions if x.role in of_bucket for s in x.writes}
-
-    def _slot_gradients(self) -> dict[int, tuple[str, ...]]:
-        """For each slot with a bundle of gradients, the parameters they are of."""
-        found: dict[int, tuple[str, ...]] = {}
-        for x in self.plan.instructions:
-            if isinstance(x.op, Compute):
-                found |= {m.slot: m.names for m in self.written(x, x.op) if m.names}
-        return found
+        function = self.code.programs[len(x.group)][op.chunk].functions[op.which]
+        return dict(zip(bundled(function.arguments), x.reads, strict=False))
 
     def written(self, x: Instruction, op: Compute) -> list[Made]:
         """What a computation puts into each slot that it writes."""
         results = self.code.programs[len(x.group)][op.chunk].functions[op.which].results
-        names = self.code.pieces[op.chunk].parameters
-        slots = iter(x.writes)
+        parameters = self.code.pieces[op.chunk].parameters
+        kinds = self.plan.slots
+        others = iter([slot for slot in x.writes if not kinds[slot].names])
         found: list[Made] = []
         for ref in bundled(results):
+            places = [i for i, r in enumerate(results) if r.kind is ref.kind]
             if ref.kind is Kind.PARAMETER_GRAD:
-                place = {names[r.index]: i for i, r in enumerate(results) if r.kind is ref.kind}
-                for grads in filter(None, self._trained(op.chunk)):
-                    found.append(Made(next(slots), tuple(place[n] for n in grads), True, grads))
+                of = {parameters[results[i].index]: i for i in places}
+                grads = [(slot, kinds[slot].names) for slot in x.writes if kinds[slot].names]
+                found += [Made(s, tuple(of[name] for name in names), True) for s, names in grads]
             elif ref.kind in BUNDLES:
-                places = tuple(i for i, r in enumerate(results) if r.kind is ref.kind)
-                found.append(Made(next(slots), places, True))
+                found.append(Made(next(others), tuple(places), True))
             else:
-                found.append(Made(next(slots), (results.index(ref),), False))
-        assert next(slots, None) is None
+                found.append(Made(next(others), (results.index(ref),), False))
+        assert next(others, None) is None
         return found
 
-    def _trained(self, chunk: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A chunk's own trained parameters, and those that it shares with other chunks."""
-        model = next(iter(self.state.program.models.values()))
-        return parameters_of(model, model.chunks[chunk], tied_chunks(model))
+    def buffer_maker(self, slot: int) -> Callable[[], Tensor]:
+        """Makes the buffer that the gradients of a bucket are added up in."""
+        kind, where = self.plan.slots[slot], self.where
+        assert kind.bucket is not None
+        layout = self.state.held[kind.bucket].layout
+        dtype = layout.bucket.gradient
+        others = [name for name in layout.bucket.parameters if name not in kind.names]
 
-    def _summed_in_place(self) -> dict[int, list[tuple[int, int, str]]]:
-        """For each slot whose gradients are added up in their buckets' buffers: their places in the
-        slot, their buckets and parameters."""
-        found: dict[int, list[tuple[int, int, str]]] = {}
-        for x in self.plan.instructions:
-            if x.role is not ExtraRole.REDUCED:
-                continue
-            bucket = self.state.held[x.of].layout.bucket
-            if adds_up_in_place(bucket, [self.grads[slot] for slot in x.reads]):
-                for slot in x.reads:
-                    for place, name in enumerate(self.grads[slot]):
-                        if name in bucket.parameters:
-                            found.setdefault(slot, []).append((place, x.of, name))
-        return found
-
-    def homes(self, slot: int) -> list[tuple[int, Tensor]]:
-        """The places in ``slot`` of gradients that are added up in their buckets' buffers, and
-        where there."""
-        return [(place, self._sum_of(bucket, name)) for place, bucket, name in self.sums[slot]]
-
-    def _sum_of(self, bucket: int, name: str) -> Tensor:
-        layout = self.state.held[bucket].layout
-        if bucket not in self.buffers_of_sums:
-            kind = layout.bucket.gradient
-            flat = torch.empty(layout.padded, dtype=kind, device=self.where)
+        def make() -> Tensor:
+            flat = torch.empty(layout.padded, dtype=dtype, device=where)
             flat[layout.elements :].zero_()
-            for other in layout.bucket.parameters:
-                if (bucket, other) not in self._summed:
-                    layout.view(flat, other).zero_()  # this device computes none of its parts
-            self.buffers_of_sums[bucket] = flat
-        return layout.view(self.buffers_of_sums[bucket], name)
+            for name in others:
+                layout.view(flat, name).zero_()  # this device computes none of its parts
+            return flat
 
-    def store(self, slot: int, content: Any) -> None:
-        """Keep what a communication brought, unless nobody reads it: then it is freed already."""
-        if slot in self.readable:
-            self.slots[slot] = content
+        return make
+
+    def store(self, x: Instruction) -> Callable[[Any], None]:
+        """Keeps what a communication brought, unless nobody reads it: then it is freed already."""
+        (slot,) = x.writes
+        return _forget if slot in x.frees else partial(self.slots.__setitem__, slot)
+
+
+def _forget(content: Any) -> None:
+    return

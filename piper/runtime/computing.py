@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
     function = program.functions[op.which]
     piece = board.code.pieces[op.chunk]
     run = board.runners.get(program, op.which)
-    slots, read = board.slots, board.read(x)
+    slots, kinds, read = board.slots, board.plan.slots, board.read(x, op)
     extra = x.reads[len(read) :]
-    gathered = {board.buckets[slot]: slot for slot in extra if slot in board.buckets}
+    gathered = {kinds[slot].bucket: slot for slot in extra}
     fixed: list[Any] = []
     direct: list[tuple[int, int]] = []
     nested: list[tuple[int, int, Any]] = []
@@ -43,8 +43,6 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
                 nested.append((position, gathered[board.state.bucket_of[name]], name))
         elif ref.kind is Kind.BUFFER:
             fixed[position] = board.buffer(piece.buffers[ref.index])
-        elif board.is_seed(op.chunk, ref):
-            fixed[position] = _seed(board, program.specs[ref], group)
         elif ref.kind in BUNDLES:
             nested.append((position, read[Ref(ref.kind, 0)], ref.index))
         else:
@@ -53,13 +51,14 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
     single = [(made.slot, made.places[0]) for made in written if not made.bundle]
     bundles = [(m.slot, m.places) for m in written if m.bundle and m.slot not in x.adds]
     adds = [(m.slot, m.places) for m in written if m.slot in x.adds]
-    master = board.state.program.training.master
-    first = [m for m in written if m.names and m.slot not in x.adds]
-    widened = [m.slot for m in first if master]
+    first = [m for m in written if kinds[m.slot].names and m.slot not in x.adds]
     specs = [program.specs[ref] for ref in function.results]
-    homes = [home for m in first if (home := _home(board, m, specs)) is not None]
+    allocates = _allocates(board, x, first, specs)
+    alone = [(m.slot, m.places) for m in first if m.slot in x.allocates]
+    lying = [lies for m in first for lies in _lying(board, m)]
+    casts = _casts(board, [m for m in first if m.slot not in x.allocates], specs)
     into = [(i, specs[i].dtype) for i in board.runners.compiler.into(function)]
-    ties = _ties(board, [slot for slot in extra if slot in board.grads], written)
+    ties = _ties(board, [slot for slot in extra if kinds[slot].names], written)
     updates = [
         (board.buffer(piece.updates[r.index]), i)
         for i, r in enumerate(function.results)
@@ -74,9 +73,11 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
             arguments[position] = slots[slot][key]
         for slot in last:
             free(slot)
-        home: dict[int, Tensor] = {}
-        for make in homes:
-            home |= make()
+        for slot, make in allocates:
+            slots[slot] = make()
+        home: dict[int, Tensor] = {i: view(slots[slot], name) for i, slot, view, name in lying}
+        for slot, places in alone:
+            home |= zip(places, slots[slot], strict=True)
         if home:
             arguments += [_fitting(home.get(i), dtype) for i, dtype in into]
         results = run(arguments)
@@ -90,8 +91,8 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
             slots[slot] = results[i]
         for slot, places in bundles:
             slots[slot] = [results[i] for i in places]
-        for slot in widened:
-            slots[slot] = [gradient.to(master) for gradient in slots[slot]]
+        for slot, dtypes in casts:
+            slots[slot] = [x.to(dtype) for x, dtype in zip(slots[slot], dtypes, strict=True)]
         for slot, places in adds:
             torch._foreach_add_(slots[slot], [results[i] for i in places])
         if updates:
@@ -112,17 +113,47 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
     return drawing
 
 
-def _home(
-    board: Board, made: Made, specs: Sequence[TensorSpec]
-) -> Callable[[], dict[int, Tensor]] | None:
-    """Gives, for places among a program's results, where gradients are that are added to."""
-    if made.slot in board.sums:
-        return lambda: {made.places[i]: at for i, at in board.homes(made.slot)}
-    if made.slot in board.growing:
-        master = board.state.program.training.master
-        together = Together([specs[i] for i in made.places], master, board.where)
-        return lambda: dict(zip(made.places, together.empty(), strict=True))
-    return None
+def _allocates(
+    board: Board, x: Instruction, first: Sequence[Made], specs: Sequence[TensorSpec]
+) -> list[tuple[int, Callable[[], Any]]]:
+    """The slots in which gradients are added up from here on, and what makes them."""
+    found: list[tuple[int, Callable[[], Any]]] = []
+    places = {made.slot: made.places for made in first}
+    for slot in x.allocates:
+        if slot not in places:
+            found.append((slot, board.buffer_maker(slot)))
+            continue
+        mine = [specs[i] for i in places[slot]]
+        together = Together(mine, board.plan.slots[slot].dtypes, board.where)
+        found.append((slot, together.empty))
+    return found
+
+
+def _lying(
+    board: Board, made: Made
+) -> Iterator[tuple[int, int, Callable[[Tensor, str], Tensor], str]]:
+    """Of the gradients in a slot that are put into buckets' buffers: their places among the
+    program's results, the buffers, and what finds them there."""
+    kind = board.plan.slots[made.slot]
+    for slot in kind.lies_in:
+        buffer = board.plan.slots[slot]
+        assert buffer.bucket is not None
+        view = board.state.held[buffer.bucket].layout.view
+        for place, name in zip(made.places, kind.names, strict=True):
+            if name in buffer.names:
+                yield place, slot, view, name
+
+
+def _casts(
+    board: Board, first: Sequence[Made], specs: Sequence[TensorSpec]
+) -> list[tuple[int, tuple[torch.dtype, ...]]]:
+    """The slots whose gradients the program makes in other dtypes than they are kept in."""
+    found = [(made, board.plan.slots[made.slot].dtypes) for made in first]
+    return [
+        (made.slot, dtypes)
+        for made, dtypes in found
+        if dtypes != tuple(specs[i].dtype for i in made.places)
+    ]
 
 
 def _fitting(home: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -141,16 +172,11 @@ def _moved(results: Sequence[Tensor], home: dict[int, Tensor]) -> list[Tensor]:
 def _ties(board: Board, later: list[int], written: list[Made]) -> list[tuple[int, int, int]]:
     """The gradients of tied parameters that later chunks made: slot, place there, and the place
     among the results of what is added to it."""
-    mine = {name: i for made in written for name, i in zip(made.names, made.places, strict=False)}
+    names = [slot.names for slot in board.plan.slots]
+    mine = {name: i for m in written for name, i in zip(names[m.slot], m.places, strict=False)}
     return [
         (slot, key, mine[name])
         for slot in later
-        for key, name in enumerate(board.grads[slot])
+        for key, name in enumerate(names[slot])
         if name in mine
     ]
-
-
-def _seed(board: Board, spec: Any, group: int) -> Tensor:
-    """The gradient of one device's loss of one microbatch."""
-    seed = torch.ones(spec.shape, dtype=spec.dtype, device=board.where)
-    return seed if board.code.count is not None else seed.div_(board.parts * group)

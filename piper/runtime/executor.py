@@ -16,7 +16,7 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.ir.dag import Add, Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
-from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb, completed, freed
+from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
 from piper.program import Code
 from piper.runtime.adding import add
 from piper.runtime.board import Board, Totals
@@ -57,7 +57,7 @@ class Op(NamedTuple):
     """One loaded instruction, and the slots that are freed after it."""
 
     place: int
-    waits: tuple[int, ...]
+    ends: tuple[int, ...]
     """Communications that are taken to their end before."""
     act: Act
     frees: tuple[int, ...]
@@ -92,21 +92,17 @@ class Executor:
         board = Board(self.state, self.comm, self.runners, plan, code)
         ops: list[Op] = []
         bound = self.streams.bind(plan, board.slots)
-        frees = freed(plan)  # what is being communicated is kept by who communicates it
-        rows = zip(plan.instructions, completed(plan), strict=True)
-        for place, (x, complete) in enumerate(rows):
-            if x.verb is Verb.FREE:
-                continue
+        for place, x in enumerate(plan.instructions):
             last: list[int] = []
             if isinstance(x.op, Compute):  # which adds to gradients when its program is done
-                last = [s for s in frees[place] if s in x.reads and s not in board.grads]
+                last = [s for s in x.frees if s in x.reads and not plan.slots[s].names]
                 act = compute(board, x, x.op, last, bound.free)
             else:
-                act = _load(board, x, place)
-            after = [slot for slot in frees[place] if slot not in last]
+                act = _load(board, x)
+            after = [slot for slot in x.frees if slot not in last]
             if recorder is not None:
                 act = recorder.wrapped(act, place)
-            ops.append(Op(place, complete, bound.wrapped(act, place), tuple(after)))
+            ops.append(Op(place, x.ends, bound.wrapped(act, place), tuple(after)))
         if self.comm.any_order:
             ops = _early(ops, plan)
         return Loaded(board, tuple(ops), _unreported(ops, plan), bound)
@@ -127,9 +123,9 @@ class Executor:
             given.clear()
             self.streams.begin()
             loaded.bound.begin()
-            for place, waits, act, frees in loaded.ops if report else loaded.unreported:
+            for place, ends, act, frees in loaded.ops if report else loaded.unreported:
                 at[0] = place
-                for other in waits:
+                for other in ends:
                     while not pending[other].done():
                         yield pending[other]
                     self._complete(loaded, pending, other)
@@ -178,7 +174,7 @@ def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
     computation, received = 0, 0  # the place of the last one, and that after the last receive
     for op in ops:
         x = plan.instructions[op.place]
-        small = sum(plan.slot_bytes[slot] for slot in x.writes) <= _SMALL
+        small = sum(plan.slots[slot].nbytes for slot in x.writes) <= _SMALL
         if small and _comes_from_others(x) and not x.waits:
             place = max(computation, received)
             found.insert(place, op)
@@ -192,16 +188,15 @@ def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
 
 def _unreported(ops: Sequence[Op], plan: Plan) -> tuple[Op, ...]:
     """``ops`` without what sums up scalars that no instruction reads."""
-    read = {slot for x in plan.instructions if x.verb is not Verb.FREE for slot in x.reads}
     left_out = {
         place
         for place, x in enumerate(plan.instructions)
-        if x.role in REPORTED and read.isdisjoint(x.writes)
+        if x.role in REPORTED and set(x.writes).issubset(x.frees)
     }
     found = []
-    for place, waits, act, frees in ops:
-        waits = tuple(other for other in waits if other not in left_out)
-        found.append(Op(place, waits, _nothing if place in left_out else act, frees))
+    for place, ends, act, frees in ops:
+        ends = tuple(other for other in ends if other not in left_out)
+        found.append(Op(place, ends, _nothing if place in left_out else act, frees))
     return tuple(found)
 
 
@@ -216,7 +211,7 @@ def _comes_from_others(x: Instruction) -> bool:
     return set(x.op.source).isdisjoint(x.op.target)
 
 
-def _load(board: Board, x: Instruction, place: int) -> Act:
+def _load(board: Board, x: Instruction) -> Act:
     match x.op:
         case Transfer():
             return send(board, x, x.op) if x.verb is Verb.SEND else receive(board, x, x.op)
@@ -224,7 +219,7 @@ def _load(board: Board, x: Instruction, place: int) -> Act:
             group = next(group for group in groups if board.device in group)
             return _collective(board, x, group)
         case Update():
-            return update(board, x, place)
+            return update(board, x, x.op)
         case Add():
             return add(board, x)
         case _:

@@ -40,7 +40,7 @@ def send(board: Board, x: Instruction, op: Transfer) -> Act:
 
 def receive(board: Board, x: Instruction, op: Transfer) -> Act:
     where, name, dim = board.where, x.name, op.dim
-    store = board.store
+    store = board.store(x)
     (slot,) = x.writes
     spec = board.code.values[op.parts[1]][x.of]
     messages = [
@@ -60,7 +60,7 @@ def receive(board: Board, x: Instruction, op: Transfer) -> Act:
             if aside:
                 for part, come in zip(parts, into, strict=True):
                     part.copy_(come)
-            store(slot, board.arrange(slot, out))
+            store(board.arrange(slot, out))
 
         return Pending(name, handles, finish)
 
@@ -69,7 +69,7 @@ def receive(board: Board, x: Instruction, op: Transfer) -> Act:
 
 def exchange(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
     slots, ways = board.slots, len(group)
-    store = board.store
+    store = board.store(x)
     begin = board.comm.all_to_all(x.node, x.stream, group)
     (slot,), (target,) = x.reads, x.writes
     pack, unpack = exchange_out(ways) if x.role is ExtraRole.EXCHANGED else exchange_back(ways)
@@ -80,7 +80,7 @@ def exchange(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
         handle = begin(data, out)
 
         def finish() -> None:
-            store(target, board.arrange(target, unpack(out)))
+            store(board.arrange(target, unpack(out)))
 
         return Pending(x.name, [handle], finish, keeps=(data,))
 

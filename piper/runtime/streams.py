@@ -25,7 +25,7 @@ from torch import Tensor
 from piper.errors import PiperError
 from piper.ir.dag import StreamRule
 from piper.ir.values import ExtraRole
-from piper.lower.plan import COMMUNICATING, Plan, Verb, completed, crossed, plain_stream
+from piper.lower.plan import COMMUNICATING, Plan, Verb, plain_stream
 from piper.runtime.pending import Act, Pending
 from piper.runtime.progress import Progress
 from piper.runtime.shaking import Shaker
@@ -149,7 +149,7 @@ class CudaBound(Bound):
         super().__init__(plan, slots)
         self._streams = streams
         self.reporting = _reporting(plan)
-        self._before = crossed(plan)
+        self._before = _before(plan)
         self._owners = _owners(plan)
         self._behind = _behind(plan)
         places = {place for waits in self._before for place in waits}
@@ -232,11 +232,17 @@ class CudaBound(Bound):
         self._slots[slot] = None
 
 
+def _before(plan: Plan) -> list[tuple[int, ...]]:
+    """What each instruction waits for of other streams: in its own, order is enough."""
+    rows = plan.instructions
+    return [tuple(w for w in x.waits if rows[w].stream != x.stream) for x in rows]
+
+
 def _makers(plan: Plan) -> dict[int, set[tuple[Verb, str]]]:
-    """For each slot, what writes it and on which streams."""
+    """For each slot, what allocates or writes it and on which streams."""
     found: defaultdict[int, set[tuple[Verb, str]]] = defaultdict(set)
     for x in plan.instructions:
-        for slot in x.writes:
+        for slot in (*x.allocates, *x.writes):
             found[slot].add((x.verb, x.stream))
     return dict(found)
 
@@ -245,8 +251,8 @@ def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
     """For each communication that reads what other streams made: those streams. The one that waits
     for it anyway, where the plan takes it to its end, is left out."""
     makers, reporting = _makers(plan), _reporting(plan)
-    ends = {c: place for place, row in enumerate(completed(plan)) for c in row}
-    waits = crossed(plan)
+    ends = {c: place for place, x in enumerate(plan.instructions) for c in x.ends}
+    waits = _before(plan)
     found = {}
     for place, x in enumerate(plan.instructions):
         if x.verb not in COMMUNICATING or x.stream in reporting:
@@ -271,8 +277,7 @@ def _behind(plan: Plan) -> dict[int, tuple[str, ...]]:
     gathered = _gathered(plan)
     last: dict[tuple[int, str], int] = {}
     for place, x in enumerate(plan.instructions):
-        if x.verb is not Verb.FREE:
-            last |= {(slot, x.stream): place for slot in x.reads if slot in gathered}
+        last |= {(slot, x.stream): place for slot in x.reads if slot in gathered}
     found: defaultdict[int, set[str]] = defaultdict(set)
     for (slot, stream), place in last.items():
         if gathered[slot] != stream:
@@ -301,9 +306,7 @@ def _foreign(plan: Plan) -> dict[int, set[str]]:
     makers, gathered, reporting = _makers(plan), _gathered(plan), _reporting(plan)
     found: defaultdict[int, set[str]] = defaultdict(set)
     for x in plan.instructions:
-        if x.verb is Verb.FREE:
-            continue
-        for slot in (*x.reads, *x.writes):
+        for slot in (*x.reads, *x.allocates, *x.writes):
             computed = all(verb not in COMMUNICATING for verb, _ in makers.get(slot, ()))
             kept = x.verb in COMMUNICATING and x.stream not in reporting
             if slot in makers and computed and kept:

@@ -21,15 +21,15 @@ class Together:
     """Where tensors of certain forms lie side by side, those of one dtype in one buffer."""
 
     def __init__(
-        self, specs: Sequence[TensorSpec], dtype: torch.dtype | None, where: torch.device
+        self, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], where: torch.device
     ) -> None:
-        """``dtype`` stands for the tensors' own, if given."""
+        """``dtypes`` stand for the tensors' own."""
         self._where = where
         self._sizes: defaultdict[torch.dtype, int] = defaultdict(int)
         self._places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
-        for spec in specs:
+        for spec, dtype in zip(specs, dtypes, strict=True):
             like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-            dense = torch.empty_like(like, dtype=dtype or spec.dtype)
+            dense = torch.empty_like(like, dtype=dtype)
             kind, line = dense.dtype, LINE // dense.element_size()
             self._places.append((kind, spec.shape, dense.stride(), self._sizes[kind]))
             self._sizes[kind] += -(-dense.numel() // line) * line

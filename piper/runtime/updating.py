@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from piper.capture.program import Pass
-from piper.ir.dag import Compute, Update
-from piper.lower.plan import Instruction, updated
+from piper.ir.dag import Update
+from piper.lower.plan import Instruction
 from piper.runtime.board import Board
 from piper.runtime.pending import Act, Pending
 from piper.runtime.state import Held
@@ -20,7 +19,7 @@ _ROW = 512
 
 def reduce(board: Board, x: Instruction) -> Act:
     slots, where = board.slots, board.where
-    store = board.store
+    store = board.store(x)
     held = board.state.held[x.of]
     layout = held.layout
     kind = layout.bucket.gradient
@@ -29,13 +28,14 @@ def reduce(board: Board, x: Instruction) -> Act:
     else:
         sum_up = board.comm.all_reduce(x.node, x.stream, layout.group)
     (target,) = x.writes
+    buffer = next((s for s in x.reads if board.plan.slots[s].bucket == x.of), None)
     sources = _sources(board, held, x.reads)
     adds = target in x.adds
-    summed = board.buffers_of_sums
 
     def act() -> Pending:
-        flat = summed.pop(x.of, None)
-        if flat is None:
+        if buffer is not None:
+            flat = slots[buffer]
+        else:
             flat = torch.empty(layout.padded, dtype=kind, device=where)
             flat[layout.elements :].zero_()
             for name, places in sources:
@@ -52,7 +52,7 @@ def reduce(board: Board, x: Instruction) -> Act:
             handle = sum_up(flat)
 
         def finish() -> None:
-            store(target, slots[target].add_(out) if adds else out)
+            store(slots[target].add_(out) if adds else out)
 
         return Pending(x.name, [handle], finish, keeps=(flat,))
 
@@ -61,21 +61,19 @@ def reduce(board: Board, x: Instruction) -> Act:
 
 def sum_copies(board: Board, x: Instruction) -> Act:
     slots, where = board.slots, board.where
-    store = board.store
+    store = board.store(x)
     layout = board.state.held[x.of].layout
     sum_up = board.comm.all_reduce(x.node, x.stream, layout.across)
-    (target,) = x.writes
 
     def act() -> Pending:
         if x.reads:
-            (source,) = x.reads
-            data = slots[source]
+            data = slots[x.reads[0]]
         else:  # this copy saw no microbatch
             data = torch.zeros(layout.share, dtype=layout.bucket.gradient, device=where)
         handle = sum_up(data)
 
         def finish() -> None:
-            store(target, data)
+            store(data)
 
         return Pending(x.name, [handle], finish)
 
@@ -86,7 +84,7 @@ def _sources(
     board: Board, held: Held, reads: tuple[int, ...]
 ) -> list[tuple[str, list[tuple[int, int]]]]:
     """For each parameter of a bucket, the slots with its gradients and their places there."""
-    bundles = [(slot, board.grads[slot]) for slot in reads if slot in board.grads]
+    bundles = [(slot, board.plan.slots[slot].names) for slot in reads]
     return [
         (name, [(slot, names.index(name)) for slot, names in bundles if name in names])
         for name in held.layout.bucket.parameters
@@ -94,11 +92,10 @@ def _sources(
 
 
 def gather(board: Board, x: Instruction) -> Act:
-    where, store = board.where, board.store
+    where, store = board.where, board.store(x)
     held = board.state.held[x.of]
     layout = held.layout
     begin = board.comm.all_gather(x.node, x.stream, layout.block)
-    (target,) = x.writes
 
     def whole() -> Pending:
         low, high = layout.mine
@@ -106,7 +103,7 @@ def gather(board: Board, x: Instruction) -> Act:
         handle = begin(part, held.flat)
 
         def finish() -> None:
-            store(target, ())
+            store(())
 
         return Pending(x.name, [handle], finish)
 
@@ -115,7 +112,7 @@ def gather(board: Board, x: Instruction) -> Act:
         handle = begin(held.flat, out)
 
         def finish() -> None:
-            store(target, {n: layout.view(out, n) for n in layout.bucket.parameters})
+            store({n: layout.view(out, n) for n in layout.bucket.parameters})
 
         return Pending(x.name, [handle], finish)
 
@@ -124,20 +121,15 @@ def gather(board: Board, x: Instruction) -> Act:
 
 def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
     slots, where = board.slots, board.where
-    store = board.store
+    store = board.store(x)
     sum_up = board.comm.all_reduce(x.node, x.stream, group)
-    (target,) = x.writes
-    counted = board.code.count is not None
-    half = len(x.reads) // 2 if counted else len(x.reads)
-    largest = max(board.state.program.loss_groups)
-    sizes = {} if counted else _loss_groups(board)
-    shares = [largest / sizes.get(slot, largest) for slot in x.reads[:half]]
-    uneven = any(share != 1 for share in shares)
-    weights = torch.tensor(shares, dtype=torch.float64, device=where) if uneven else None
+    losses = len(x.weights)
+    uneven = any(weight != 1 for weight in x.weights)
+    weights = torch.tensor(x.weights, dtype=torch.float64, device=where) if uneven else None
 
     def act() -> Pending:
         data = torch.zeros(2, dtype=torch.float64, device=where)
-        for i, part in enumerate((x.reads[:half], x.reads[half:])):
+        for i, part in enumerate((x.reads[:losses], x.reads[losses:])):
             if part:
                 scalars = torch.stack([slots[slot].reshape(()) for slot in part])
                 if weights is not None:
@@ -148,67 +140,48 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
 
         def finish() -> None:
             board.totals.loss = data
-            store(target, data)
+            store(data)
 
         return Pending(x.name, [handle], finish)
 
     return act
 
 
-def _loss_groups(board: Board) -> dict[int, int]:
-    """For each slot that holds a loss at the end, over how many devices its rows are divided."""
-    code = board.code
-    return {
-        slot: len(x.group)
-        for x in board.plan.instructions
-        if isinstance(x.op, Compute)
-        and x.op.which is Pass.F
-        and code.loss in code.pieces[x.op.chunk].outputs
-        for slot in x.writes
-    }
-
-
 def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
     slots, where = board.slots, board.where
-    store = board.store
+    store = board.store(x)
     sum_up = board.comm.all_reduce(x.node, x.stream, group)
-    (target,) = x.writes
-    before = board.state.program.training.clip_norm is not None
-    takers = [u for u in board.plan.instructions if isinstance(u.op, Update)] if before else []
-    collect = [
-        (board.state.held[u.op.bucket], _gradients(board, u)) for u in takers
-        if isinstance(u.op, Update)
-    ]  # fmt: skip
+    collect = [(board.state.held[b], _gradients(board, b, x.reads)) for b in x.buckets]
+    scalars = () if collect else x.reads
 
     def act() -> Pending:
         data = torch.zeros((), dtype=torch.float64, device=where)
         for held, gradients in collect:
             data += squares(_counted(held, gradients()))
-        for slot in () if before else x.reads:
+        for slot in scalars:
             data += slots[slot]
         handle = sum_up(data)
 
         def finish() -> None:
             board.totals.norm = data
-            store(target, data)
+            store(data)
 
         return Pending(x.name, [handle], finish)
 
     return act
 
 
-def _gradients(board: Board, x: Instruction) -> Callable[[], list[Tensor]]:
-    """Gives the summed gradient of each fragment that an update is about."""
-    assert isinstance(x.op, Update)
-    held = board.state.held[x.op.bucket]
+def _gradients(board: Board, bucket: int, reads: tuple[int, ...]) -> Callable[[], list[Tensor]]:
+    """Gives the summed gradient of each fragment of a bucket, from the slots that are read."""
+    held = board.state.held[bucket]
     layout, slots = held.layout, board.slots
-    reduced = [slot for slot in x.reads if board.buckets.get(slot) == x.op.bucket]
+    reduced = [slot for slot in reads if board.plan.slots[slot].bucket == bucket]
     if reduced:
         (slot,) = reduced
         if layout.divided:
             return lambda: [slots[slot][f.start : f.stop] for f in layout.fragments]
         return lambda: [layout.view(slots[slot], f.name) for f in layout.fragments]
-    sources = _sources(board, held, x.reads)
+    sources = _sources(board, held, reads)
 
     def summed() -> list[Tensor]:
         found = []
@@ -222,18 +195,13 @@ def _gradients(board: Board, x: Instruction) -> Callable[[], list[Tensor]]:
     return summed
 
 
-def update(board: Board, x: Instruction, place: int) -> Act:
-    """The optimizer on what the instruction at ``place`` updates: one bucket, all of the device,
-    or, if a later instruction does that, nothing yet."""
-    assert isinstance(x.op, Update)
+def update(board: Board, x: Instruction, op: Update) -> Act:
+    """The optimizer on the buckets that the plan says: one, all of the device, or, if a later
+    instruction does that, nothing yet."""
     slots, state = board.slots, board.state
     training = state.program.training
-    own, collect_own = state.held[x.op.bucket], _gradients(board, x)
-    whole = state.program.settings.optimizer.whole
-    updates = updated(board.plan, whole=whole)[place]
-    collect = [
-        (state.held[u.op.bucket], _gradients(board, u)) for u in updates if isinstance(u.op, Update)
-    ]
+    own, collect_own = state.held[op.bucket], _gradients(board, op.bucket, x.reads)
+    collect = [(state.held[b], _gradients(board, b, x.reads)) for b in x.buckets]
     counted, clip = board.code.count is not None, training.clip_norm
     (target,) = x.writes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from piper.lower.plan import COMMUNICATING, Plan, awaited
+from piper.lower.plan import COMMUNICATING, Plan
 
 Step = tuple[int, int]
 """A device, and the place of an instruction among its spans."""
@@ -64,12 +64,11 @@ def _before(plan: Plan, spans: Timed) -> list[list[int]]:
     """For each instruction those that it could not start before: the last on its stream, those it
     waits for, and the last that was issued before it and ended before it started."""
     at = {place: i for i, place in enumerate(spans.places)}
-    waits = awaited(plan)
     last: dict[str, int] = {}
     found: list[list[int]] = []
     for i, place in enumerate(spans.places):
         x = plan.instructions[place]
-        row = [at[w] for w in waits[place] if w in at]
+        row = [at[w] for w in x.waits if w in at]
         if x.stream in last:
             row.append(last[x.stream])
         if i and spans.end[i - 1] <= spans.start[i]:

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """One device's instructions but frees: their places in its plan, and when each began and
+    """One device's instructions: their places in its plan, and when each began and
     ended, in seconds from the begin of the step."""
 
     places: tuple[int, ...]
     start: tuple[float, ...]
     end: tuple[float, ...]
 
-    def memory(self, over_time: Sequence[int]) -> tuple[tuple[float, int], ...]:
+    def memory(self, over_time: Sequence[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
         """Bytes held from a moment on: an instruction takes what it writes when it starts, and
-        what is freed after it goes when it ends."""
+        what it frees goes when it ends."""
         found: list[tuple[float, int]] = []
         now = 0.0
         for i, place in enumerate(self.places):
-            until = self.places[i + 1] if i + 1 < len(self.places) else len(over_time)
+            beside, after = over_time[place]
             now = max(now, self.start[i])
-            found.append((now, over_time[place]))
-            if until - place > 1:
+            found.append((now, beside))
+            if after != beside:
                 now = max(now, self.end[i])
-                found.append((now, over_time[until - 1]))
+                found.append((now, after))
         return tuple(found)
 
 

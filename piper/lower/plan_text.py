@@ -1,0 +1,244 @@
+"""A plan as text and back: ``parse(text(plan)) == plan``.
+
+What the slots hold and what is there when the step begins, then one instruction a line:
+
+    9 [pp/send] send 0->1 layer[0] MB[0]: s9 ->  frees s9 waits 2! 6 # 14 0/1->1/1 dim 0 received 5
+
+is number 9, on the stream ``pp/send``, reads slot 9 and frees it, after instruction 6 and after
+communication 2, which it takes to its end; it is node 14 of the DAG, and is about value 5. A pass
+is written like ``3F0``: chunk 3, forward, microbatch 0. ``+s3`` is added to. After the devices of
+a message stands how many neighbours have the same part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import torch
+
+from piper.capture.program import Pass
+from piper.codec import DTYPES
+from piper.errors import PiperError
+from piper.ir.dag import Add, Collective, CollectiveKind, Compute, Group, Op, Transfer, Update
+from piper.ir.values import ExtraRole
+from piper.lower.plan import Given, Holder, Instruction, Plan, Seed, Slot, Verb
+
+_SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update ", Verb.ADD: "add "}
+"""How the names of nodes begin, where the verb says it already."""
+_HEAD = "plan of devices "
+
+
+def text(plan: Plan) -> str:
+    """The plan, to be read by people and by ``parse``."""
+    lines = [_HEAD + _numbers(plan.devices)]
+    same: dict[Slot, list[int]] = {}
+    for number, slot in enumerate(plan.slots):
+        same.setdefault(slot, []).append(number)
+    lines += [f"slots {_numbers(row)}: {_slot(slot)}" for slot, row in same.items()]
+    lines += [f"given s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.given]
+    lines += [f"seed s{s}: {v} on one of {n}, 1/{parts}" for s, v, n, parts in plan.seeds]
+    lines += [f"{place:>4} {_line(x)}" for place, x in enumerate(plan.instructions)]
+    return "\n".join(lines)
+
+
+def _slot(slot: Slot) -> str:
+    own = f", own {slot.own}" if slot.own != slot.nbytes else ""
+    bucket = f", bucket {slot.bucket}" if slot.bucket is not None else ""
+    lies_in = f", in {_numbers(slot.lies_in)}" if slot.lies_in else ""
+    names = ""
+    pairs = zip(slot.dtypes, slot.names, strict=True)
+    for dtype, row in groupby(pairs, key=lambda pair: str(pair[0]).removeprefix("torch.")):
+        names += f", {dtype} {' '.join(_quoted(name, _WORD) for _, name in row)}"
+    return f"{slot.holder.value} {slot.nbytes} bytes{own}{bucket}{lies_in}{names}"
+
+
+def _line(x: Instruction) -> str:
+    said = _SAID.get(x.verb, "")
+    name = json.dumps(x.name)
+    if x.name.startswith(said):
+        name = _quoted(x.name.removeprefix(said), _NAME)
+    reads = " ".join(f"s{s}" for s in x.reads)
+    writes = " ".join(f"+s{s}" if s in x.adds else f"s{s}" for s in x.writes)
+    more = {
+        "allocates": [f"s{s}" for s in x.allocates],
+        "frees": [f"s{s}" for s in x.frees],
+        "waits": [f"{w}!" if w in x.ends else str(w) for w in x.waits],
+        "buckets": map(str, x.buckets),
+        "weights": map(repr, x.weights),
+    }
+    words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
+    about = "" if x.role is None else f" {x.role.value} {x.of}"
+    what = f"{x.node} {_op(x.op, x.group)}{about}"
+    line = " ".join([f"{name}: {reads} -> {writes}", *words])
+    return f"[{_quoted(x.stream, _STREAM)}] {x.verb.value} {line} # {what}"
+
+
+def _op(op: Op, group: Group) -> str:
+    match op:
+        case Compute(chunk=chunk, which=which, microbatch=microbatch):
+            return f"{chunk}{which.value}{microbatch} on {_numbers(group)}"
+        case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
+            return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}"
+        case Collective(kind=kind, groups=groups):
+            return f"{kind.value} {'|'.join(map(_numbers, groups))}"
+        case Update(bucket=bucket):
+            return f"bucket {bucket}"
+        case Add(value=value, chunk=chunk, microbatch=microbatch):
+            return f"value {value} of {chunk}.{microbatch}"
+
+
+def _numbers(row: Iterable[int]) -> str:
+    """Numbers with commas; three and more that follow each other as the first and the last."""
+    runs: list[list[int]] = []
+    for number in row:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    items = (f"{a}-{b}" if b > a + 1 else ",".join(map(str, range(a, b + 1))) for a, b in runs)
+    return ",".join(items)
+
+
+_WORD = r'[^\s",]+'
+_NAME = r'[^":#\s]([^":#]*[^":#\s])?'
+_STREAM = r'[^"\[\]\s]([^"\[\]]*[^"\[\]\s])?'
+_JSON = r'"(?:[^"\\]|\\.)*"'
+
+
+def _quoted(written: str, plain: str) -> str:
+    return written if re.fullmatch(plain, written) else json.dumps(written)
+
+
+def _unquoted(written: str, said: str = "") -> str:
+    return str(json.loads(written)) if written.startswith('"') else said + written
+
+
+_SLOTS = re.compile(
+    r"slots (?P<row>\S+): (?P<holder>[a-z ]+) (?P<nbytes>\d+) bytes(?:, own (?P<own>\d+))?"
+    r"(?:, bucket (?P<bucket>\d+))?(?:, in (?P<lies_in>[\d,-]+))?(?P<names>(?:, .*)?)"
+)
+_GIVEN = re.compile(r"given s(\d+): (\d+) of MB (\d+) on (\S+)")
+_SEED = re.compile(r"seed s(\d+): (\d+) on one of (\d+), 1/(\d+)")
+_INSTRUCTION = re.compile(
+    rf"\s*\d+ \[(?P<stream>{_JSON}|{_STREAM})\] (?P<verb>\w+) (?P<name>{_JSON}|{_NAME}): "
+    r"(?P<reads>[s\d ]*?) ?-> (?P<writes>[+s\d ]*?)(?: allocates (?P<allocates>[s\d ]+?))?"
+    r"(?: frees (?P<frees>[s\d ]+?))?(?: waits (?P<waits>[\d! ]+?))?"
+    r"(?: buckets (?P<buckets>[\d ]+?))?(?: weights (?P<weights>[\d.e+ -]+?))? # "
+    r"(?P<node>\d+) (?P<op>.+)"
+)
+_OPS = {
+    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)"),
+    Verb.SEND: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
+    Verb.RECV: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
+    Verb.COLLECTIVE: re.compile(r"(\w+) (\S+) (\w+) (\d+)"),
+    Verb.UPDATE: re.compile(r"bucket (\d+)"),
+    Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
+}
+
+
+def parse(written: str) -> Plan:
+    """What ``text`` wrote."""
+    head, *lines = written.strip().splitlines()
+    slots: dict[int, Slot] = {}
+    given: list[Given] = []
+    seeds: list[Seed] = []
+    instructions: list[Instruction] = []
+    for line in lines:
+        try:
+            if found := _SLOTS.fullmatch(line):
+                slots |= dict.fromkeys(_range(found["row"]), _parsed_slot(found))
+            elif found := _GIVEN.fullmatch(line):
+                slot, value, microbatch, group = found.groups()
+                given.append(Given(int(slot), int(value), int(microbatch), _range(group)))
+            elif found := _SEED.fullmatch(line):
+                seeds.append(Seed(*map(int, found.groups())))
+            else:
+                instructions.append(_parsed(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise PiperError(f"this is not a line of a plan: {line!r} ({error})") from None
+    devices = _range(head.removeprefix(_HEAD))
+    row = tuple(slots[number] for number in range(len(slots)))
+    return Plan(devices, tuple(instructions), tuple(given), tuple(seeds), row)
+
+
+def _parsed_slot(found: re.Match[str]) -> Slot:
+    nbytes, own, bucket = int(found["nbytes"]), found["own"], found["bucket"]
+    names: list[str] = []
+    dtypes: list[torch.dtype] = []
+    for part in re.findall(rf", ((?:{_JSON}|{_WORD}| )+)", found["names"]):
+        dtype, *row = re.findall(rf"{_JSON}|{_WORD}", part)
+        names += map(_unquoted, row)
+        dtypes += [DTYPES[dtype]] * len(row)
+    return Slot(
+        Holder(found["holder"]),
+        nbytes,
+        nbytes if own is None else int(own),
+        None if bucket is None else int(bucket),
+        tuple(names),
+        tuple(dtypes),
+        _range(found["lies_in"] or ""),
+    )
+
+
+def _parsed(line: str) -> Instruction:
+    found = _INSTRUCTION.fullmatch(line)
+    if found is None:
+        raise ValueError("it begins like none")
+    verb = Verb(found["verb"])
+    what = _OPS[verb].fullmatch(found["op"])
+    if what is None:
+        raise ValueError(f"a {verb.value} is not {found['op']!r}")
+    op, role, of, group = _parsed_op(verb, what)
+    waits = (found["waits"] or "").split()
+    return Instruction(
+        verb=verb,
+        node=int(found["node"]),
+        name=_unquoted(found["name"], _SAID.get(verb, "")),
+        stream=_unquoted(found["stream"]),
+        op=op,
+        role=role,
+        of=of,
+        group=group,
+        reads=tuple(_integers(found["reads"])),
+        writes=tuple(_integers(found["writes"])),
+        adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", found["writes"])))),
+        allocates=tuple(_integers(found["allocates"])),
+        frees=tuple(_integers(found["frees"])),
+        waits=tuple(int(wait.rstrip("!")) for wait in waits),
+        ends=tuple(int(wait[:-1]) for wait in waits if wait.endswith("!")),
+        buckets=tuple(_integers(found["buckets"])),
+        weights=tuple(map(float, (found["weights"] or "").split())),
+    )
+
+
+def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, int, Group]:
+    """What is done, what it makes, what it is about, and among whom rows are divided."""
+    row = found.groups()
+    if verb is Verb.COMPUTE:
+        return Compute(int(row[0]), Pass(row[1]), int(row[2])), None, 0, _range(row[3])
+    if verb is Verb.UPDATE:
+        return Update(int(row[0])), None, int(row[0]), ()
+    if verb is Verb.ADD:
+        return Add(*map(int, row)), None, 0, ()
+    role, of = ExtraRole(row[-2]), int(row[-1])
+    if verb is Verb.COLLECTIVE:
+        groups = tuple(map(_range, row[1].split("|")))
+        return Collective(CollectiveKind(row[0]), groups), role, of, ()
+    source, ours, target, theirs, dim, *_ = row
+    replicas = int(ours), int(theirs)
+    return Transfer(_range(source), _range(target), int(dim), replicas), role, of, ()
+
+
+def _integers(written: str | None) -> Iterator[int]:
+    return (int(word.lstrip("+s")) for word in (written or "").split())
+
+
+def _range(written: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in filter(None, written.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
