@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from piper.capture.code import Code, Piece
 from piper.capture.codegen import Eager
 from piper.capture.model import Precision
 from piper.capture.program import SAVED, Kind, Pass, Ref
@@ -20,7 +21,7 @@ from piper.capture.tensors import TensorSpec
 from piper.codec import MalformedError, shown, within
 from piper.ir.dag import Dag
 from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
-from piper.program import Code, Piece, Program
+from piper.program import Program
 
 _READ = (*SAVED, Kind.HANDOFF, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
 _WRITTEN = (*SAVED, Kind.HANDOFF, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)

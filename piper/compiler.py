@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from piper.capture.batch import Batch
+from piper.capture.code import Code
 from piper.capture.codegen import CompilerName, Eager
 from piper.capture.experts import trace_share
 from piper.capture.export import Loss
@@ -43,9 +44,10 @@ from piper.optimizer import (
     cost_of,
     try_scheduler,
 )
-from piper.program import Code, Program, Training
+from piper.program import Program
 from piper.strategy import Strategy
 from piper.traces import Subject, Traces
+from piper.training import Training
 from piper.weights import Init, Source, StateNames
 
 

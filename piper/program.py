@@ -13,13 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from piper.capture.batch import Batch
+from piper.capture.code import Code
 from piper.capture.codegen import Compiler
-from piper.capture.model import Captured, Precision
-from piper.capture.program import Kind, Pass, Ref
-from piper.capture.program import Program as ChunkProgram
+from piper.capture.program import Pass
 from piper.capture.tensors import TensorSpec
 from piper.cost import Cluster, Simulation, simulate
 from piper.directives.partition import Partition
@@ -43,92 +41,9 @@ from piper.optimizer import (
     try_scheduler,
 )
 from piper.strategy import Strategy
+from piper.training import Training
 from piper.view.timetable import Timetable
 from piper.weights import Source, StateNames
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """How a step ends: what is done with the gradients."""
-
-    optimizer: OptimizerFactory | None
-    scheduler: SchedulerFactory | None
-    clip_norm: float | None
-    precision: str
-    seed: int
-
-    def check(self) -> None:
-        if self.optimizer is not None and not callable(self.optimizer):
-            raise PiperError(
-                f"optimizer={self.optimizer!r} must be a function from a list of parameters to an "
-                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)"
-            )
-        if self.scheduler is not None and not callable(self.scheduler):
-            raise PiperError(
-                f"scheduler={self.scheduler!r} must be a function from an optimizer to a learning-"
-                "rate scheduler"
-            )
-        clip = self.clip_norm
-        number = isinstance(clip, int | float) and not isinstance(clip, bool)
-        if clip is not None and not (number and clip > 0):
-            raise PiperError(f"clip_norm={clip!r} must be a positive number, or None")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise PiperError(f"seed={self.seed!r} must be a whole number")
-
-    @property
-    def master(self) -> torch.dtype | None:
-        """What weights are kept in, where the step computes with copies."""
-        return torch.float32 if self.precision == Precision.BF16.value else None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The names of a chunk's ends, as its programs number them."""
-
-    name: str
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    updates: tuple[str, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """What chunks do, at the shapes of each size of group."""
-
-    pieces: tuple[Piece, ...]
-    programs: Mapping[int, tuple[ChunkProgram, ...]]
-    """By size of group, one for each chunk; equal chunks share one object."""
-    values: Mapping[int, tuple[TensorSpec, ...]]
-    """By size of group, the values between chunks; the batch's tensors come first."""
-    loss: int
-    count: int | None
-    constants: Mapping[str, Tensor]
-    parameters: Mapping[str, TensorSpec]
-    """The whole parameters, by name, as the programs take them."""
-
-    @staticmethod
-    def of(
-        captured: Mapping[int, Captured], programs: Mapping[int, tuple[ChunkProgram, ...]]
-    ) -> Code:
-        first = next(iter(captured.values()))
-        return Code(
-            pieces=tuple(
-                Piece(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs)
-                for c in first.chunks
-            ),
-            programs=programs,
-            values={n: tuple(v.spec for v in c.cut.values) for n, c in captured.items()},
-            loss=first.cut.loss,
-            count=first.cut.count,
-            constants=first.constants,
-            parameters={
-                name: program.specs[Ref(Kind.PARAMETER, i)]
-                for chunk, program in zip(first.chunks, first.programs, strict=True)
-                for i, name in enumerate(chunk.parameters)
-            },
-        )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from piper import folder as folders
 from piper.capture.batch import Batch
+from piper.capture.code import Code, Piece
 from piper.capture.codegen import compiler_named
 from piper.capture.program import Program as ChunkProgram
 from piper.capture.serial import (
@@ -60,8 +61,9 @@ from piper.lower.costs import Costs
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.optimizer import OptimizerFactory, SchedulerFactory
-from piper.program import Code, Piece, Program, Training
+from piper.program import Program
 from piper.strategy import Strategy
+from piper.training import Training
 from piper.weights import Source, StateNames
 
 _FORMAT = Format("program", 8)

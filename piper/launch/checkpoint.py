@@ -36,7 +36,11 @@ def whole_state(program: Program, portions: list[Portions], rest: Mapping[str, T
     return Restored(
         tensors=tensors,
         optimizer={
-            kind: assemble(program, [p for f in portions for p in f.optimizer.get(kind, ())])
+            kind: assemble(
+                program.parameters,
+                program.buckets,
+                [p for f in portions for p in f.optimizer.get(kind, ())],
+            )
             for kind in kinds
         },
         numbers={key: item for found in portions for key, item in found.numbers.items()},
@@ -59,7 +63,9 @@ def tensor_of(
     program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
 ) -> Callable[[str], Tensor]:
     """Gives a whole tensor by its first name, from the devices' portions of it."""
-    parameters = assemble(program, [p for found in portions for p in found.parameters])
+    parameters = assemble(
+        program.parameters, program.buckets, [p for found in portions for p in found.parameters]
+    )
     buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
     known = {**rest, **buffers, **parameters}
 

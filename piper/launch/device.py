@@ -13,6 +13,7 @@ from torch import Tensor
 from piper.capture.codegen import Runners
 from piper.launch.crew import Report, Restored, Watch
 from piper.program import Program
+from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, Loaded, Place
 from piper.runtime.groups import restore_groups
@@ -42,13 +43,13 @@ class Device:
     ) -> None:
         """``tracked`` says that others ask for the place in the plan, on a GPU."""
         self.number = number
-        self.state = DeviceState(program, number, where, fetch)
+        given = _assignment(program, number)
+        self.state = DeviceState(given, where, fetch)
         streams = streams_for(where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(self.state, comm, streams, runners)
-        self._program = program
-        self._training = self.executor.load(program.plan_of(number), program.code)
-        plan = program.evaluation_plan_of(number)
-        self._evaluation = self.executor.load(plan, program.evaluation_code)
+        self._given = given
+        self._training = self.executor.load(given.plan, given.code)
+        self._evaluation = self.executor.load(given.evaluation_plan, given.evaluation_code)
 
     def show_progress_in(self, at: Place) -> None:
         """Keep the place in the plan in ``at``, which others may read."""
@@ -77,9 +78,8 @@ class Device:
         return self._weighed(given) if what is Watch.MEMORY else self._timed(given)
 
     def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        program = self._program
         recorder = recorder_for(self.number, self.state.where)
-        loaded = self.executor.load(program.plan_of(self.number), program.code, recorder)
+        loaded = self.executor.load(self._given.plan, self._given.code, recorder)
         usual, self._training = self._training, loaded
         try:
             report = yield from self.step(given)
@@ -96,7 +96,7 @@ class Device:
         report = yield from tracker.over(self.step(own))
         at = "the start"
         if tracker.peak_at >= 0:
-            at = self._program.plan_of(self.number).instructions[tracker.peak_at].name
+            at = self._given.plan.instructions[tracker.peak_at].name
         return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
 
     def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
@@ -121,6 +121,20 @@ class Device:
         restore_groups(state, restored.groups, restored.scheduler)
         if restored.optimizer is not None:
             state.changing = False
+
+
+def _assignment(program: Program, device: int) -> Assignment:
+    return Assignment(
+        device=device,
+        plan=program.plan_of(device),
+        code=program.code,
+        evaluation_plan=program.evaluation_plan_of(device),
+        evaluation_code=program.evaluation_code,
+        buckets=program.buckets,
+        parameters=program.parameters,
+        order=tuple(dict.fromkeys(program.names.keys.values())),
+        training=program.training,
+    )
 
 
 def memory_of(where: torch.device) -> int:

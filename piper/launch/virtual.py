@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
+from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.crew import Report, Restored, Watch
@@ -17,7 +18,7 @@ from piper.launch.device import Device
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.watching import watched
 from piper.lower.plan import Plan
-from piper.program import Code, Program
+from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.loopback import Hub, Loopback
 from piper.runtime.pending import Pending

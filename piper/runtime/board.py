@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from piper.capture.batch import strided_like
+from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.capture.program import BUNDLES, Kind, Ref
 from piper.ir.dag import Compute
 from piper.ir.facts import bundled
 from piper.lower.plan import Instruction, Plan, Seed
-from piper.program import Code
 from piper.runtime.comm import Comm
 from piper.runtime.state import DeviceState
 

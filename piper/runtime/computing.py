@@ -106,7 +106,7 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
     part = op.microbatch * group + x.group.index(board.device)
 
     def drawing() -> None:
-        draws = fold(state.program.training.seed, step=state.steps, chunk=op.chunk, microbatch=part)
+        draws = fold(state.training.seed, step=state.steps, chunk=op.chunk, microbatch=part)
         with seeded(where, draws):
             act()
 

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.ir.dag import Add, Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
-from piper.program import Code
 from piper.runtime.adding import add
 from piper.runtime.board import Board, Totals
 from piper.runtime.comm import Comm
@@ -169,7 +169,10 @@ class Executor:
 
 def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
     """Small messages are asked for one computation earlier: what arrives while it runs is taken at
-    once. Otherwise the sender is asked for it when it is needed, and it waits for the answer."""
+    once. Otherwise the sender is asked for it when it is needed, and it waits for the answer.
+
+    This is not in the plan, whose order all transports follow: only one that tells messages apart
+    by more than their order can ask for them in another."""
     found: list[Op] = []
     computation, received = 0, 0  # the place of the last one, and that after the last receive
     for op in ops:

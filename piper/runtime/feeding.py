@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from piper.capture.code import Code
 from piper.lower.plan import Plan
-from piper.program import Code
 
 
 def cut(plan: Plan, code: Code, device: int, batch: Sequence[Tensor]) -> list[Tensor]:

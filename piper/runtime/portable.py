@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from piper.capture.tensors import TensorSpec
-from piper.program import Program
+from piper.ir.dag import Bucket
 from piper.runtime.groups import Group, export_groups
 from piper.runtime.layout import Fragment, Layout
 from piper.runtime.state import DeviceState, Held
@@ -98,10 +98,11 @@ def _in_memory_order(layout: Layout, fragment: Fragment, item: Tensor) -> Tensor
     return whole[start : start + item.numel()]
 
 
-def assemble(program: Program, portions: Iterable[Portion]) -> dict[str, Tensor]:
+def assemble(
+    specs: Mapping[str, TensorSpec], buckets: Iterable[Bucket], portions: Iterable[Portion]
+) -> dict[str, Tensor]:
     """Whole tensors from portions, in the shapes of the parameters they belong to."""
-    specs = program.parameters
-    layouts = {name: b for b in program.buckets for name in b.parameters}
+    layouts = {name: b for b in buckets for name in b.parameters}
     rows: dict[tuple[str, int], Tensor] = {}
     for portion in portions:
         spec = specs[portion.name]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from piper.errors import PiperError
 from piper.ir.dag import Bucket, Compute
 from piper.optimizer import make, make_scheduler
-from piper.program import Program
+from piper.runtime.assignment import Assignment
 from piper.runtime.layout import Layout
 
 Fetch = Callable[[str], Tensor]
@@ -47,18 +47,17 @@ class Held:
 class DeviceState:
     """Everything that one device holds."""
 
-    def __init__(self, program: Program, device: int, where: torch.device, fetch: Fetch) -> None:
+    def __init__(self, given: Assignment, where: torch.device, fetch: Fetch) -> None:
         """``fetch`` gives a whole parameter or buffer by name."""
-        self.device = device
+        self.device = given.device
         self.where = where
-        self.program = program
+        self.training = given.training
         self.steps = 0
         self.changing = False
         """Whether a step has begun to change what is kept, and is not over."""
-        specs = program.parameters
         self.held: dict[int, Held] = {}
-        for index, bucket in enumerate(program.buckets):
-            layout = Layout.of(bucket, specs, device)
+        for index, bucket in enumerate(given.buckets):
+            layout = Layout.of(bucket, given.parameters, given.device)
             if layout is not None:
                 self.held[index] = self._hold(layout, bucket, fetch)
         self.views: dict[str, Tensor] = {}
@@ -68,16 +67,16 @@ class DeviceState:
                     self.views[name] = held.layout.view(held.flat, name)
         self.bucket_of = {n: i for i, h in self.held.items() for n in h.layout.bucket.parameters}
         self.buffers: dict[str, Tensor] = {}
-        for name in self._buffer_names():
+        for name in _buffer_names(given):
             self.buffers[name] = fetch(name).to(where, copy=True)
-        self.optimizer = self._optimizer()
+        self.optimizer = self._optimizer(given.order)
         for held in self.held.values():
             mine = {id(p) for p in held.trained}
             held.groups = [[p for p in g["params"] if id(p) in mine] for g in self._groups()]
         self._rates: list[Tensor] = []
         """On the device, the learning rate of each of the optimizer's groups, if a schedule changes
         what a captured update reads."""
-        factory = program.training.scheduler
+        factory = given.training.scheduler
         self.scheduler = None
         if factory is not None and self.optimizer is not None:
             self.scheduler = make_scheduler(factory, self.optimizer)
@@ -180,29 +179,23 @@ class DeviceState:
             )
         return Held(layout, flat, updated, trained)
 
-    def _buffer_names(self) -> Iterable[str]:
-        """The buffers of the chunks that this device runs, in training or evaluation."""
-        program = self.program
-        for plans, code in (
-            (program.plans, program.code),
-            (program.evaluation_plans, program.evaluation_code),
-        ):
-            plan = next(p for p in plans if self.device in p.devices)
-            chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
-            for chunk in sorted(chunks):
-                for name in code.pieces[chunk].buffers:
-                    if name not in code.constants:
-                        yield name
-
-    def _optimizer(self) -> torch.optim.Optimizer | None:
+    def _optimizer(self, order: Sequence[str]) -> torch.optim.Optimizer | None:
         """For the parameters in the model's own order: a factory may group them by their place."""
-        names = dict.fromkeys(self.program.names.keys.values())
-        places = {name: place for place, name in enumerate(names)}
+        places = {name: place for place, name in enumerate(order)}
         found = [
             (places[fragment.name], parameter)
             for held in self.held.values()
             for fragment, parameter in zip(held.layout.fragments, held.trained, strict=False)
         ]
         trained = [parameter for _, parameter in sorted(found, key=lambda pair: pair[0])]
-        factory = self.program.training.optimizer
+        factory = self.training.optimizer
         return make(factory, trained) if factory is not None and trained else None
+
+
+def _buffer_names(given: Assignment) -> Iterable[str]:
+    """The buffers of the chunks that a device runs, in training or evaluation."""
+    rows = ((given.plan, given.code), (given.evaluation_plan, given.evaluation_code))
+    for plan, code in rows:
+        chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
+        for chunk in sorted(chunks):
+            yield from (n for n in code.pieces[chunk].buffers if n not in code.constants)

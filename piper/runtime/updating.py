@@ -199,10 +199,9 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
     """The optimizer on the buckets that the plan says: one, all of the device, or, if a later
     instruction does that, nothing yet."""
     slots, state = board.slots, board.state
-    training = state.program.training
     own, collect_own = state.held[op.bucket], _gradients(board, op.bucket, x.reads)
     collect = [(state.held[b], _gradients(board, b, x.reads)) for b in x.buckets]
-    counted, clip = board.code.count is not None, training.clip_norm
+    counted, clip = board.code.count is not None, state.training.clip_norm
     (target,) = x.writes
 
     def scale(gradients: list[Tensor]) -> None:

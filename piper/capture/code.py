@@ -1,0 +1,61 @@
+"""What a worker runs: the programs of all chunks at the shapes of each size of group, and the names
+of their ends. It needs no more of a captured model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from piper.capture.model import Captured
+from piper.capture.program import Kind, Program, Ref
+from piper.capture.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The names of a chunk's ends, as its programs number them."""
+
+    name: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    updates: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What chunks do, at the shapes of each size of group."""
+
+    pieces: tuple[Piece, ...]
+    programs: Mapping[int, tuple[Program, ...]]
+    """By size of group, one for each chunk; equal chunks share one object."""
+    values: Mapping[int, tuple[TensorSpec, ...]]
+    """By size of group, the values between chunks; the batch's tensors come first."""
+    loss: int
+    count: int | None
+    constants: Mapping[str, Tensor]
+    parameters: Mapping[str, TensorSpec]
+    """The whole parameters, by name, as the programs take them."""
+
+    @staticmethod
+    def of(captured: Mapping[int, Captured], programs: Mapping[int, tuple[Program, ...]]) -> Code:
+        first = next(iter(captured.values()))
+        return Code(
+            pieces=tuple(
+                Piece(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs)
+                for c in first.chunks
+            ),
+            programs=programs,
+            values={n: tuple(v.spec for v in c.cut.values) for n, c in captured.items()},
+            loss=first.cut.loss,
+            count=first.cut.count,
+            constants=first.constants,
+            parameters={
+                name: program.specs[Ref(Kind.PARAMETER, i)]
+                for chunk, program in zip(first.chunks, first.programs, strict=True)
+                for i, name in enumerate(chunk.parameters)
+            },
+        )

@@ -1,0 +1,45 @@
+"""How a step ends: what is done with the gradients; and the seed of random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from piper.capture.model import Precision
+from piper.errors import PiperError
+from piper.optimizer import OptimizerFactory, SchedulerFactory
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a user says of training besides model, loss and strategy."""
+
+    optimizer: OptimizerFactory | None
+    scheduler: SchedulerFactory | None
+    clip_norm: float | None
+    precision: str
+    seed: int
+
+    def check(self) -> None:
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise PiperError(
+                f"optimizer={self.optimizer!r} must be a function from a list of parameters to an "
+                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)"
+            )
+        if self.scheduler is not None and not callable(self.scheduler):
+            raise PiperError(
+                f"scheduler={self.scheduler!r} must be a function from an optimizer to a learning-"
+                "rate scheduler"
+            )
+        clip = self.clip_norm
+        number = isinstance(clip, int | float) and not isinstance(clip, bool)
+        if clip is not None and not (number and clip > 0):
+            raise PiperError(f"clip_norm={clip!r} must be a positive number, or None")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise PiperError(f"seed={self.seed!r} must be a whole number")
+
+    @property
+    def master(self) -> torch.dtype | None:
+        """What weights are kept in, where the step computes with copies."""
+        return torch.float32 if self.precision == Precision.BF16.value else None
