@@ -3,9 +3,11 @@ gradient is the sum that one device makes, bit for bit."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,17 @@ from piper.directives import Directive, order, place, remat, replicate, shard, s
 from piper.ir.dag import Add, Compute, Dag
 from piper.lower.plan import Plan, Verb
 from tests.plan_checker import PlanError, check
-from tests.training import Batch, adamw, assert_same, compiled, plain, sgd, single, train
+from tests.training import (
+    Batch,
+    adamw,
+    assert_same,
+    compiled,
+    plain,
+    sgd,
+    shared_captures,
+    single,
+    train,
+)
 
 WIDTH, ROWS, LONG = 24, 16, 8
 
@@ -105,13 +117,21 @@ class Chain(Branches):
 MODELS = [Branches, Twice, Apart, Detached, Turned, Chain]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _captured_once() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
 def batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     pairs = [torch.randn(2, ROWS, LONG, WIDTH, generator=generator) for _ in range(3)]
     return [((x,), (y,)) for x, y in pairs]
 
 
+@functools.cache
 def built(make: type[nn.Module]) -> nn.Module:
+    """One model for all tests: none may change it."""
     torch.manual_seed(0)
     return make()
 
@@ -146,6 +166,17 @@ STRATEGIES = {
         replicate({}),
     ],
 }
+
+
+def most_slow(makes: Sequence[type[nn.Module]], names: Iterable[str]) -> list[Any]:
+    """Every model under one strategy, and every strategy with one model; the others are slow."""
+    pairs = list(itertools.product(enumerate(makes), enumerate(names)))
+    return [
+        pytest.param(make, name, marks=() if i == 1 or i == j else pytest.mark.slow)
+        for (i, make), (j, name) in pairs
+    ]
+
+
 GROUPS = {
     "2-2": placed([0, 1], [2, 3], [0, 1], [2, 3], others=[0, 1]),
     "1-2-4": placed([0], [1, 2], [3, 4, 5, 6], [0], others=[0]),
@@ -153,8 +184,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(("make", "name"), most_slow(MODELS, STRATEGIES))
 def test_the_same_as_pytorch_bit_for_bit(make: type[nn.Module], name: str) -> None:
     tolerance = 1e-6 if name == "by microbatch" else 0.0  # weights on two devices
     model = built(make)
@@ -337,8 +367,7 @@ def test_branches_run_their_backwards_at_the_same_time() -> None:
     print(f"simulated: {1e3 * program.simulate(piper.Cluster.of('H100', 4)).seconds:.2f} ms")
 
 
-@pytest.mark.parametrize("name", ["one", "two", "four", "halves"])
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(("make", "name"), most_slow(MODELS, ["one", "two", "four", "halves"]))
 def test_memory_is_as_predicted(make: type[nn.Module], name: str) -> None:
     program = compiled(built(make), STRATEGIES[name], mse_loss, batches(), optimizer=sgd)
     check_plans(program)
