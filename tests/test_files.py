@@ -274,8 +274,12 @@ def backward(data: Any) -> dict[str, Any]:
         (lambda d: backward(d)["writes"].pop(), "chunks[1].none.B: its gradients are not those of"),
         (lambda d: backward(d)["reads"].pop(0), "the pass B is not what the strategy recomputes"),
         (
-            lambda d: backward(d)["reads"].append({"kind": "update", "index": 0}),
+            lambda d: backward(d)["reads"].append({"kind": "update", "index": 0, "term": 0}),
             "a pass has no update0",
+        ),
+        (
+            lambda d: backward(d)["reads"].append({"kind": "saved", "index": 0, "term": 1}),
+            "a pass has no saved0+1",
         ),
         (lambda d: backward(d).update(flops=-1), "-1 is not a valid size"),
         (lambda d: d["names"]["keys"].pop(), "keys and shapes are of different tensors"),
@@ -424,11 +428,11 @@ def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path:
         replace(program, plans=(changed, *program.plans[1:])).save(tmp_path)
 
 
-@pytest.mark.parametrize("head", ["piper program 6", "piper plan 1", 7, None])
+@pytest.mark.parametrize("head", ["piper program 7", "piper plan 1", 7, None])
 def test_files_of_another_version_or_kind_are_told_so(folder: Path, head: Any) -> None:
     sums = json.loads((folder / "checksums.json").read_text())
     (folder / "checksums.json").write_text(json.dumps(sums | {"format": head}))
-    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 7': write it again"
+    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 8': write it again"
     with pytest.raises(PiperError, match=words):
         piper.Program.load(folder)
 

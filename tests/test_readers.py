@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,6 +349,14 @@ def test_the_checker_knows_the_order_of_the_terms() -> None:
         changed[places[1]] = replace(x, reads=tuple(x.reads[i] for i in reads))
         with pytest.raises(PlanError):
             check(program.dag, [replace(plan, instructions=tuple(changed))], models=program.models)
+
+
+def test_a_program_is_read_as_it_was_written(tmp_path: Path) -> None:
+    program = compiled(built(Twice), FOUR, mse_loss, batches())
+    program.save(tmp_path / "program")
+    found = piper.Program.load(tmp_path / "program")
+    assert found.plans == program.plans
+    assert [Plan.from_json(plan.to_json()) for plan in program.plans] == list(program.plans)
 
 
 # time and memory
