@@ -1,0 +1,154 @@
+"""What the plans of all classes have in common: names, slots, and which values add up in one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from piper.capture.program import Pass
+from piper.ir.dag import Add, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.text import name_of
+from piper.ir.values import ExtraRole, Role
+from piper.lower.accumulation import GRADIENTS
+from piper.lower.classes import Classes
+from piper.lower.plan import Holder, Slot, Verb
+from piper.lower.sizes import Sizes
+
+_HOLDERS = {
+    Role.BATCH: Holder.BATCH,
+    Role.SEED: Holder.BATCH,
+    Role.ACTIVATION: Holder.ACTIVATIONS,
+    Role.GRADIENT: Holder.ACTIVATIONS,
+    Role.SAVED: Holder.SAVED,
+    Role.KEPT: Holder.SAVED,
+    Role.HANDOFF: Holder.SAVED,
+}
+_EXTRA_HOLDERS = {
+    ExtraRole.REDUCED: Holder.GRADIENTS,
+    ExtraRole.SUMMED: Holder.GRADIENTS,
+    ExtraRole.ADDED: Holder.ACTIVATIONS,
+}
+_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
+
+
+class Touched:
+    """The classes of a group, looked up by the group's identity: groups are shared objects, and
+    comparing a thousand devices each time would be most of the work."""
+
+    def __init__(self, classes: Classes) -> None:
+        self.classes = classes
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._kept: list[Group] = []
+
+    def by(self, group: Group) -> tuple[int, ...]:
+        found = self._known.get(id(group))
+        if found is None:
+            found = self._known[id(group)] = self.classes.touched(group)
+            self._kept.append(group)
+        return found
+
+
+class Shared:
+    """What the plans of all classes have in common."""
+
+    def __init__(self, dag: Dag, sizes: Sizes, touched: Touched, whole: bool) -> None:
+        self.dag = dag
+        self.sizes = sizes
+        self.touched = touched
+        self.whole = whole
+        self.sums = _sums(dag)
+        self._names: dict[int, str] = {}
+        self._roles = [value.role for value in dag.table.values]
+        self._first_extra = dag.first_extra
+        self._slots: dict[tuple[Holder, int, int | None], Slot] = {}
+
+    def slot(self, verb: Verb, value: int) -> Slot:
+        """What a slot holds that an instruction writes ``value`` into, unless that is gradients."""
+        bucket = None
+        holder = Holder.COMMUNICATION
+        if value >= self._first_extra:
+            extra = self.dag.extra[value - self._first_extra]
+            bucket = extra.of if extra.role in _OF_BUCKETS else None
+            holder = _EXTRA_HOLDERS.get(extra.role, holder)
+        elif verb is Verb.COMPUTE:
+            holder = _HOLDERS[self._roles[value % len(self._roles)]]
+        return self.held(holder, self.sizes.nbytes(value), bucket)
+
+    def held(self, holder: Holder, nbytes: int, bucket: int | None = None) -> Slot:
+        key = holder, nbytes, bucket
+        if key not in self._slots:
+            self._slots[key] = Slot(holder, nbytes, nbytes, bucket)
+        return self._slots[key]
+
+    @cached_property
+    def largest_loss(self) -> int:
+        """Over how many devices a loss is divided at most."""
+        return max(
+            node.parts
+            for node in self.dag.nodes
+            if isinstance(node.op, Compute)
+            and node.op.which is Pass.F
+            and self.dag.model.loss in self.dag.model.chunks[node.op.chunk].outputs
+        )
+
+    def name(self, number: int) -> str:
+        found = self._names.get(number)
+        if found is None:
+            found = self._names[number] = name_of(self.dag, number)
+        return found
+
+    def role(self, value: int) -> Role | None:
+        return None if value >= self._first_extra else self._roles[value % len(self._roles)]
+
+    def about(self, node: Node) -> tuple[ExtraRole | None, int]:
+        """The role of what a communication makes, and the value or bucket a node is about."""
+        if isinstance(node.op, Compute | Add):
+            return None, 0
+        if isinstance(node.op, Update):
+            return None, node.op.bucket
+        (written,) = node.writes
+        if written >= self._first_extra:
+            extra = self.dag.extra[written - self._first_extra]
+            if extra.role in (ExtraRole.RECEIVED, ExtraRole.EXCHANGED):
+                return extra.role, self._plain(extra.of)
+            return extra.role, extra.of
+        return ExtraRole.PARTIAL, self._plain(written)
+
+    def _plain(self, value: int) -> int:
+        return self.dag.table.value(self.dag.plain(value))[0].of
+
+
+def _sums(dag: Dag) -> dict[int, int]:
+    """For each value that is added to others in one slot, the first of them.
+
+    Gradients of one chunk, and reductions of one bucket, add up over microbatches, unless someone
+    reads those of a single microbatch.
+    """
+    together: dict[object, list[int]] = {}
+    apart: set[object] = set()
+    for node in dag.nodes:
+        if isinstance(node.op, Compute | Transfer):
+            continue  # a gradient that a pass reads goes into its own and is in no list here
+        read: defaultdict[object, list[int]] = defaultdict(list)
+        for value in node.reads:
+            kind = _kind(dag, value)
+            if kind is not None:
+                read[kind].append(value)
+        for kind, values in read.items():
+            if together.setdefault(kind, values) != values:
+                apart.add(kind)
+    return {
+        value: values[0]
+        for kind, values in together.items()
+        if kind not in apart
+        for value in values
+    }
+
+
+def _kind(dag: Dag, value: int) -> object | None:
+    """Values of equal kind add up: gradients of one chunk, reductions of one bucket."""
+    if value >= dag.first_extra:
+        extra = dag.extra[value - dag.first_extra]
+        return (extra.role, extra.of) if extra.role is ExtraRole.REDUCED else None
+    found = dag.table.value(value)[0]
+    return found if found.role in GRADIENTS else None
