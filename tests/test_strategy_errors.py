@@ -505,7 +505,7 @@ REFUSALS = [
         [
             "memory_limit=31,457,280 is not enough",
             "devices 0,1 need 39,865,348 bytes (38.0 MiB)",
-            "at instruction 18 (B loss[0] MB[0])",
+            "at instruction 12 (B loss[0] MB[0])",
             "the largest holders: saved activations 16.0 MiB, activations 16.0 MiB, "
             "workspace 4.0 MiB, batch 2.0 MiB",
             "remat",
