@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,6 +45,55 @@ class Body:
         return [node.meta["val"] for node in self.module.graph.find_nodes(op="placeholder")]
 
 
+class Move(Enum):
+    """What brings a value, or its gradient, from one layout along an axis into another. What is
+    gathered, scattered or selected lies in a first dimension of its own, of the axis' size."""
+
+    NOTHING = "nothing"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SELECT = "select"
+    """Each takes its own part of what all have."""
+
+    __hash__ = object.__hash__  # Enum's own is slow
+
+
+@dataclass(frozen=True, slots=True)
+class Redistribution:
+    """From one layout to another in the forward, and back in the backward."""
+
+    forward: Move
+    backward: Move
+    text: str
+    """For instance P(sum) -> R."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """How a parameter is sharded: along ``dim``, each of ``sections`` (a fused weight has several)
+    for itself."""
+
+    dim: int
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a chunk under tensor parallelism: what lies between two redistributions, or one
+    of these."""
+
+    number: int
+    axis: str
+    ways: int
+    sharded: bool = False
+    """Whether devices along the axis compute on different shards; otherwise they all compute the
+    same. If so, gradients of parameters that are not sharded are partial sums."""
+    parameters: Mapping[str, ParameterShard] = field(default_factory=dict)
+    redistribution: Redistribution | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A maximal run of ops with one stack of regions, and what its body's arguments are."""
@@ -56,6 +106,7 @@ class Chunk:
     outputs: tuple[int, ...]
     updates: tuple[str, ...]
     body: Body
+    segment: Segment | None = None
 
     @property
     def name(self) -> str:

@@ -140,7 +140,7 @@ def _body(
         inputs=len(inputs),
         outputs=len(outputs),
         updates=len(updates),
-        key=_key(graph),
+        key=body_key(graph),
     )
 
 
@@ -150,7 +150,7 @@ def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
     return node
 
 
-def _key(graph: fx.Graph) -> str:
+def body_key(graph: fx.Graph) -> str:
     """A text equal for two graphs just when they compute the same function."""
     number: dict[fx.Node, str] = {}
     lines = []

@@ -24,6 +24,7 @@ from piper.capture.layouts import Axis, Layout
 from piper.capture.mixing import Layouts, prove_separate
 from piper.capture.program import Kind, Ref
 from piper.capture.quiet import quiet_tracing
+from piper.capture.resizing import resized
 from piper.errors import CaptureError
 
 Shape = tuple[int, ...]
@@ -122,31 +123,12 @@ def _expert_major(shape: Sequence[int]) -> Layout:
     return Layout.of(shape, {0: Axis.EXPERTS, 1: Axis.ROWS})
 
 
-_SIZES = ("size", "sizes", "shape")
-
-
 def _resize(node: fx.Node, made: Layouts, ways: int) -> None:
     """Write the sizes on a share into an operation that names those of the whole."""
-    if not isinstance(node.target, OpOverload) or not isinstance(made, Layout) or not made.axes:
-        return
-    if node.target is torch.ops.aten.view.default:
-        node.target = torch.ops.aten.reshape.default  # with more rows a copy may be needed
-    names = [argument.name for argument in node.target._schema.arguments]
-    for name in _SIZES:
-        if name not in names:
-            continue
-        shape = made.shape(ways)
-        if node.target is torch.ops.aten.unflatten.int:
-            dim, sizes = node.args[1], node.args[2]
-            assert isinstance(dim, int)
-            assert isinstance(sizes, list | tuple)
-            first = dim % (len(shape) - len(sizes) + 1)
-            shape = shape[first : first + len(sizes)]
-        index = names.index(name)
-        if index < len(node.args):
-            node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
-        else:
-            node.kwargs = {**node.kwargs, name: list(shape)}
+    if isinstance(node.target, OpOverload) and isinstance(made, Layout) and made.axes:
+        node.target, node.args, node.kwargs = resized(
+            node.target, node.args, node.kwargs, made.shape(ways)
+        )
 
 
 def _empty(mode: FakeTensorMode, like: FakeTensor, shape: Shape) -> torch.Tensor:

@@ -1,0 +1,520 @@
+"""From a chunk's graph, and how its parameters and inputs are sharded along an axis, to the graph
+of one device's share: every operation at local shapes, and a redistribution wherever a value is
+read in another layout than it is made in.
+
+    x R ─▶ linear(w S(0)) ─▶ S ─▶ linear(w S(1)) ─▶ P ─▶ [all_reduce] ─▶ R ─▶ add
+
+Only the forward is propagated. The gradient of a value follows from its layout: S for S, R for P,
+and for R a partial sum where a sharded computation reads it, else R. So every redistribution of the
+forward is one of the backward too, and ``differentiate`` makes the backward of the shares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from piper.capture.chunks import Body, Move, Redistribution
+from piper.capture.graphs import is_random
+from piper.capture.resizing import resized
+from piper.capture.sharding_rules import REPLICATED, Placement, Placements, Rules
+from piper.errors import CaptureError
+
+aten = torch.ops.aten
+SUM = Partial()
+_PASS_PARTIAL = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.alias.default,
+}
+"""What a partial sum may pass before it is reduced: it is reduced once, where it is made."""
+_ADD = {aten.add.Tensor, aten.sub.Tensor}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Each of several sections of a dimension is sharded for itself, as in a fused weight."""
+
+    dim: int
+    sections: tuple[int, ...]
+
+
+Given = Placement | Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One device's share of a chunk."""
+
+    graph: fx.Graph
+    arguments: tuple[fx.Node, ...]
+    """One for each argument of the body."""
+    results: tuple[fx.Node, ...]
+    """One for each result of the body."""
+    sharded: frozenset[fx.Node]
+    """Operations that devices along the axis compute on different shards."""
+    moves: dict[fx.Node, Redistribution]
+    constants: frozenset[fx.Node]
+    """What depends on no parameter and no input."""
+
+
+def propagate(
+    body: Body,
+    rules: Rules,
+    ways: int,
+    given: Sequence[Given],
+    wanted: Sequence[Placement],
+    resolved: Callable[[Tensor], Placement],
+    name: str,
+) -> Local:
+    """The share of ``body`` on each of ``ways`` devices. ``given`` are the placements of its
+    arguments, ``wanted`` those of its results, ``resolved`` what becomes of a partial sum; ``name``
+    is for errors."""
+    found = _Propagation(body, rules, ways, given, resolved, name)
+    for node in found.nodes():
+        found.visit(node)
+    return found.finished(wanted)
+
+
+class _Propagation:
+    def __init__(
+        self,
+        body: Body,
+        rules: Rules,
+        ways: int,
+        given: Sequence[Given],
+        resolved: Callable[[Tensor], Placement],
+        name: str,
+    ) -> None:
+        self._body, self._rules, self._ways = body, rules, ways
+        self._resolved, self._name = resolved, name
+        self._mode = body.fakes()[0].fake_mode
+        self._graph = fx.Graph()
+        self._made: dict[fx.Node, Any] = {}
+        """How each node of the body is placed."""
+        self._local: dict[fx.Node, fx.Node] = {}
+        self._whole: dict[fx.Node, Any] = {}
+        """Fake tensors of the whole, by node of the body."""
+        self._forms: dict[tuple[fx.Node, Placement, bool], fx.Node] = {}
+        self._sharded: set[fx.Node] = set()
+        self._moves: dict[fx.Node, Redistribution] = {}
+        self._constants: set[fx.Node] = set()
+        self._fixed: set[fx.Node] = set()
+        """Parameters and buffers: they stay as they are."""
+        self._source = _without_row_bias(body.module.graph, given)
+        placeholders = self._source.find_nodes(op="placeholder")
+        for number, (node, placement) in enumerate(zip(placeholders, given, strict=True)):
+            fake = node.meta["val"]
+            self._made[node], self._whole[node] = placement, fake
+            local = self._graph.placeholder(node.target)
+            local.meta["val"] = self._empty(fake, placement)
+            self._local[node] = local
+            if number < body.parameters + body.buffers:
+                self._fixed.add(node)
+            if body.parameters <= number < body.parameters + body.buffers:
+                self._constants.add(local)
+        self._arguments = tuple(self._local[node] for node in placeholders)
+
+    def nodes(self) -> list[fx.Node]:
+        return [node for node in self._source.nodes if node.op == "call_function"]
+
+    def visit(self, node: fx.Node) -> None:
+        self._whole[node] = node.meta["val"]
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            made = self._made[source]
+            self._made[node] = made[index] if isinstance(made, tuple) else made  # type: ignore[index]
+            sharded = self._local[source] in self._sharded
+            self._emit(node, operator.getitem, (self._local[source], index), {}, sharded)
+            return
+        needs, made = self._placed(node)
+        sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
+        if is_random(node) and sharded:
+            raise CaptureError(
+                f"region {self._name} draws random numbers in {node.target} on a shard of a value: "
+                "set dropout to 0 there"
+            )
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda x: self._form(x, needs.get(x), sharded), (node.args, dict(node.kwargs))
+        )
+        self._made[node] = made
+        if sharded and isinstance(made, Shard | Packed):
+            shape = self._shape(self._whole[node], made)
+            self._emit(node, *resized(node.target, args, kwargs, shape), sharded)
+        elif made == Partial("avg"):
+            local = self._emit(node, node.target, args, kwargs, sharded)
+            self._made[node] = SUM
+            self._local[node] = self._call(aten.div.Scalar, (local, self._ways), sharded=True)
+        else:
+            self._emit(node, node.target, args, kwargs, sharded)
+
+    def finished(self, wanted: Sequence[Placement]) -> Local:
+        ends = pytree.tree_leaves(self._source.output_node().args[0])
+        results = [
+            self._form(node, placement, placement != REPLICATED)
+            for node, placement in zip(ends, wanted, strict=True)
+        ]
+        self._graph.output(tuple(results))
+        return Local(
+            self._graph,
+            self._arguments,
+            tuple(results),
+            frozenset(self._sharded),
+            self._moves,
+            frozenset(self._constants),
+        )
+
+    def _placed(self, node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
+        """How an operation reads its inputs, and how what it makes is placed."""
+        now = {x: self._made[x] for x in node.all_input_nodes}
+        if all(p == REPLICATED for p in now.values()):
+            return now, _like(self._whole[node], REPLICATED)
+        if any(isinstance(p, Packed) for p in now.values()):
+            found = self._packed(node, now)
+            if found is not None:
+                return now, found
+            self._refuse(node, now)
+        partial = [x for x, p in now.items() if isinstance(p, Partial)]
+        passes = node.target in _PASS_PARTIAL or (
+            node.target in _ADD and len(partial) == len(now) and not node.kwargs
+        )
+        if partial and not passes:
+            for x in partial:
+                now[x] = self._resolved(self._whole[x])
+        made = self._ask(node, now)
+        if made is not None:
+            return now, made
+        return self._search(node, now)
+
+    def _search(
+        self, node: fx.Node, now: dict[fx.Node, Any]
+    ) -> tuple[dict[fx.Node, Any], Placements]:
+        """The cheapest way to read the inputs for which there is a rule."""
+        free = [x for x in now if x not in self._fixed]
+        choices = [self._choices(x, now) for x in free]
+        tried = sorted(
+            itertools.product(*choices),
+            key=lambda row: (sum(self._cost(x, p) for x, p in zip(free, row, strict=True))),
+        )
+        for row in tried[:512]:
+            needs = {**now, **dict(zip(free, row, strict=True))}
+            made = self._ask(node, needs)
+            if made is not None:
+                return needs, made
+        self._refuse(node, now)
+        raise AssertionError
+
+    def _choices(self, x: fx.Node, now: dict[fx.Node, Any]) -> list[Placement]:
+        whole = self._whole[x]
+        if not isinstance(whole, Tensor):
+            return [now[x]]
+        dims = [d for d, n in enumerate(whole.shape) if n % self._ways == 0 and n > 1]
+        return list(dict.fromkeys([now[x], REPLICATED, *map(Shard, dims)]))
+
+    def _cost(self, x: fx.Node, placement: Placement) -> int:
+        """Bytes that reading a value so communicates, in both directions."""
+        made, whole = self._made[x], self._whole[x]
+        if isinstance(made, Partial):
+            made = self._resolved(whole)
+        if made == placement or not isinstance(whole, Tensor):
+            return 0
+        nbytes = int(whole.numel() * whole.dtype.itemsize)
+        if isinstance(made, Shard) and isinstance(placement, Shard):
+            return 2 * nbytes // self._ways
+        return nbytes + (nbytes if made != REPLICATED else 0)
+
+    def _ask(self, node: fx.Node, needs: dict[fx.Node, Any]) -> Any:
+        for x, placement in needs.items():
+            if isinstance(placement, Shard) and isinstance(self._whole[x], Tensor):
+                shape = self._whole[x].shape
+                if placement.dim >= len(shape) or shape[placement.dim] % self._ways:
+                    return None
+        given = {id(self._whole[x]): p for x, p in needs.items() if isinstance(p, Placement)}
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda x: self._whole[x], (node.args, dict(node.kwargs))
+        )
+        made = self._rules.ask(node.target, args, kwargs, given)  # type: ignore[arg-type]
+        if made is None or not self._fits(self._whole[node], made):
+            return None
+        return made
+
+    def _fits(self, whole: Any, made: Any) -> bool:
+        """Whether shards placed so are even, and partial sums are sums."""
+        if isinstance(made, tuple):
+            pairs = zip(whole, made, strict=True)
+            return all(p is None or self._fits(x, p) and p != Partial("avg") for x, p in pairs)
+        if isinstance(made, Shard):
+            return type(made) is Shard and whole.shape[made.dim] % self._ways == 0
+        return made in (REPLICATED, SUM, Partial("avg"))
+
+    def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
+        """The placement of what is made of a fused weight's sections, up to where they part."""
+        packed = [p for p in now.values() if isinstance(p, Packed)]
+        first = packed[0]
+        plain = {x: Shard(p.dim) if isinstance(p, Packed) else p for x, p in now.items()}
+        whole = self._whole[node]
+        if node.target in (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor):
+            sizes = tuple(int(x.shape[first.dim]) for x in whole)
+            dim = _dim(node, 2) % len(self._whole[node.args[0]].shape)  # type: ignore[index]
+            return (Shard(dim),) * len(sizes) if (dim, sizes) == (first.dim, first.sections) else None
+        if node.target is aten.chunk.default:
+            sizes = tuple(int(x.shape[first.dim]) for x in whole)
+            return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
+        if node.target is aten.slice.Tensor and _dim(node, 1) % len(whole.shape) == first.dim:
+            return Shard(first.dim) if self._section(node, first) is not None else None
+        made = self._ask(node, plain)
+        if isinstance(made, Shard) and whole.shape[made.dim] == sum(first.sections):
+            return Packed(made.dim, first.sections)
+        return None
+
+    def _section(self, node: fx.Node, packed: Packed) -> int | None:
+        """Which section a slice takes."""
+        start, stop = (*node.args[2:4], None, None)[:2]
+        total = sum(packed.sections)
+        begin = 0 if start is None else int(start) % (total + 1)  # type: ignore[call-overload]
+        end = total if stop is None else min(int(stop), total)  # type: ignore[call-overload]
+        edges = [0, *itertools.accumulate(packed.sections)]
+        for i, (a, b) in enumerate(itertools.pairwise(edges)):
+            if (begin, end) == (a, b):
+                return i
+        return None
+
+    def _form(self, node: fx.Node, placement: Any, sharded: bool) -> fx.Node:
+        """``node`` at local shapes as one reader needs it, who computes on shards or not."""
+        made, local = self._made[node], self._local[node]
+        if placement is None or isinstance(made, tuple | Packed):
+            return local
+        made_sharded = made != REPLICATED or local in self._sharded
+        plain = node in self._fixed or local in self._constants or not _differentiable(local)
+        if made == placement and (made != REPLICATED or made_sharded == sharded or plain):
+            return local
+        if made == REPLICATED == placement and made_sharded:
+            return local  # what shards make that is the same everywhere has no gradient
+        key = node, placement, sharded
+        if key not in self._forms:
+            self._forms[key] = self._redistributed(local, made, placement, made_sharded, sharded)
+        return self._forms[key]
+
+    def _redistributed(
+        self, local: fx.Node, made: Placement, wanted: Placement, before: bool, after: bool
+    ) -> fx.Node:
+        packed = local
+        if isinstance(wanted, Shard):
+            packed = self._pack(local, wanted.dim, before)
+        moves = _MOVES[type(made), type(wanted), after]
+        moved = self._graph.call_function(_moved, (packed, moves[0], self._ways))
+        moved.meta["val"] = self._on_fakes(_moved, (packed, moves[0], self._ways), {})
+        self._moves[moved] = Redistribution(*moves, f"{made} -> {wanted}")
+        if isinstance(made, Shard):
+            return self._unpack(moved, made.dim, after)
+        return moved
+
+    def _pack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
+        """``x`` with its parts along ``dim`` in a first dimension."""
+        shape = list(x.meta["val"].shape)
+        cut = [*shape[:dim], self._ways, shape[dim] // self._ways, *shape[dim + 1 :]]
+        parts = self._call(aten.reshape.default, (x, cut), sharded)
+        order = [dim, *(i for i in range(len(cut)) if i != dim)]
+        moved = self._call(aten.permute.default, (parts, order), sharded)
+        packed = self._graph.call_function(
+            aten.clone.default, (moved,), {"memory_format": torch.contiguous_format}
+        )
+        return self._noted(packed, sharded)
+
+    def _unpack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
+        """The other way round."""
+        shape = list(x.meta["val"].shape)
+        rest = list(range(1, len(shape)))
+        moved = self._call(aten.permute.default, (x, [*rest[:dim], 0, *rest[dim:]]), sharded)
+        sizes = shape[1:]
+        sizes[dim] *= self._ways
+        return self._call(aten.reshape.default, (moved, sizes), sharded)
+
+    def _emit(
+        self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool
+    ) -> fx.Node:
+        taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
+        for x in [x for x in node.all_input_nodes if isinstance(self._made[x], Packed)]:
+            target, args, kwargs = self._parting(node, x, target, args, kwargs)
+        local = self._graph.call_function(target, tuple(args), dict(kwargs))
+        self._local[node] = self._noted(local, sharded)
+        if all(x in self._constants for x in taken) and not is_random(node):
+            self._constants.add(local)
+        local.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+        self._check(node, local)
+        return local
+
+    def _parting(self, node: fx.Node, x: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """Where the sections of a fused weight part: their sizes on a shard."""
+        packed = self._made[x]
+        local = [n // self._ways for n in packed.sections]
+        if target in (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor):
+            return aten.split_with_sizes.default, (args[0], local, packed.dim), {}
+        if target is aten.chunk.default:
+            return aten.split_with_sizes.default, (args[0], local, packed.dim), {}
+        if target is aten.slice.Tensor and _dim(node, 1) % len(self._whole[x].shape) == packed.dim:
+            which = self._section(node, packed)
+            assert which is not None
+            start = sum(local[:which])
+            return target, (args[0], packed.dim, start, start + local[which]), {}
+        return target, args, kwargs
+
+    def _check(self, node: fx.Node, local: fx.Node) -> None:
+        made = self._made[node]
+        values = local.meta["val"]
+        pairs = zip(values, made, strict=True) if isinstance(made, tuple) else [(values, made)]
+        wholes = self._whole[node] if isinstance(made, tuple) else [self._whole[node]]
+        for whole, (value, placement) in zip(wholes, pairs, strict=True):
+            if isinstance(value, Tensor) and placement is not None:
+                expected = self._shape(whole, placement)
+                if tuple(value.shape) != expected:
+                    raise CaptureError(
+                        f"region {self._name}: {node.target} makes {list(value.shape)} on a shard, "
+                        f"not {list(expected)}: leave its sizes to its inputs (-1)"
+                    )
+
+    def _call(self, target: Any, args: tuple[Any, ...], sharded: bool) -> fx.Node:
+        return self._noted(self._graph.call_function(target, args), sharded)
+
+    def _noted(self, local: fx.Node, sharded: bool) -> fx.Node:
+        local.meta["val"] = self._on_fakes(local.target, local.args, local.kwargs)
+        if sharded:
+            self._sharded.add(local)
+        return local
+
+    def _on_fakes(self, target: Any, args: Any, kwargs: Any) -> Any:
+        fakes = pytree.tree_map_only(fx.Node, lambda x: x.meta["val"], (args, dict(kwargs)))
+        with self._mode, torch.no_grad():
+            return target(*fakes[0], **fakes[1])
+
+    def _shape(self, whole: Tensor, placement: Given) -> tuple[int, ...]:
+        shape = list(whole.shape)
+        if isinstance(placement, Shard | Packed):
+            shape[placement.dim] //= self._ways
+        return tuple(shape)
+
+    def _empty(self, fake: FakeTensor, placement: Given) -> Tensor:
+        shape = self._shape(fake, placement)
+        with self._mode:
+            if shape == tuple(fake.shape):
+                return torch.empty_strided(
+                    shape, fake.stride(), dtype=fake.dtype, device=fake.device
+                )
+            return torch.empty(shape, dtype=fake.dtype, device=fake.device)
+
+    def _refuse(self, node: fx.Node, now: dict[fx.Node, Any]) -> None:
+        placed = ", ".join(
+            f"{x.name} {list(self._whole[x].shape)} {p}"
+            for x, p in now.items()
+            if isinstance(self._whole[x], Tensor)
+        )
+        raise CaptureError(
+            f"region {self._name} cannot be sharded: there is no rule for {node.target} on "
+            f"{placed}; shard its parameters along another dimension, or leave them out"
+        )
+
+
+_MOVES = {
+    (Replicate, Replicate, True): (Move.NOTHING, Move.ALL_REDUCE),
+    (Replicate, Shard, True): (Move.SELECT, Move.ALL_GATHER),
+    (Partial, Replicate, False): (Move.ALL_REDUCE, Move.NOTHING),
+    (Partial, Replicate, True): (Move.ALL_REDUCE, Move.ALL_REDUCE),
+    (Partial, Shard, True): (Move.REDUCE_SCATTER, Move.ALL_GATHER),
+    (Shard, Replicate, False): (Move.ALL_GATHER, Move.SELECT),
+    (Shard, Replicate, True): (Move.ALL_GATHER, Move.REDUCE_SCATTER),
+    (Shard, Shard, True): (Move.ALL_TO_ALL, Move.ALL_TO_ALL),
+}
+"""By the layout in which a value is made, that in which it is read, and whether the reader computes
+on shards: what the forward does, and what the backward does with its gradient."""
+
+
+def _moved(x: Tensor, move: Move, ways: int) -> Tensor:
+    """A tensor of the shape that a move makes; its contents come from elsewhere."""
+    if move is Move.ALL_GATHER:
+        return x.unsqueeze(0).expand(ways, *x.shape).clone()
+    if move in (Move.REDUCE_SCATTER, Move.SELECT):
+        return x.select(0, 0).clone()
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:
+    """What a redistribution looks like to autograd: a function of the same shapes."""
+    return lambda x: _moved(x, move, ways)
+
+
+def _without_row_bias(graph: fx.Graph, given: Sequence[Given]) -> fx.Graph:
+    """``graph`` where a bias is added after a product that is a partial sum, not within it."""
+    copy = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    placed = dict(zip(placeholders, given, strict=True))
+    for node in graph.nodes:
+        weight, bias = None, None
+        if node.target is aten.linear.default and len(node.args) == 3:
+            _, weight, bias = node.args
+            summed = placed.get(weight) == Shard(1)
+        elif node.target is aten.addmm.default and not node.kwargs:
+            bias, _, weight = node.args
+            summed = placed.get(weight) == Shard(0)
+        else:
+            summed = False
+        if not summed or bias is None:
+            new[node] = copy.node_copy(node, new.__getitem__)
+            continue
+        assert isinstance(bias, fx.Node)
+        if node.target is aten.linear.default:
+            target: Any = aten.linear.default
+            args: tuple[Any, ...] = tuple(new[x] for x in node.args[:2])
+        else:
+            target = aten.mm.default
+            args = tuple(new[x] for x in node.args[1:])
+        product = copy.call_function(target, args)
+        product.meta = dict(node.meta)
+        total = copy.call_function(aten.add.Tensor, (product, new[bias]))
+        total.meta = dict(node.meta)
+        new[node] = total
+    return copy
+
+
+def _dim(node: fx.Node, position: int) -> int:
+    """The dimension that an operation is along: an argument that may be left out."""
+    found = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    assert isinstance(found, int)
+    return found
+
+
+def _differentiable(local: fx.Node) -> bool:
+    value = local.meta["val"]
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def _replicated(made: Any) -> Any:
+    if isinstance(made, tuple):
+        return tuple(None if p is None else REPLICATED for p in made)
+    return REPLICATED
+
+
+def _like(whole: Any, placement: Placement) -> Any:
+    if isinstance(whole, list | tuple):
+        return tuple(placement if isinstance(x, Tensor) else None for x in whole)
+    return placement

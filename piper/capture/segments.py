@@ -1,0 +1,345 @@
+"""Tensor parallelism on a cut model: chunks whose parameters are sharded along an axis are replaced
+by their segments, at the shapes of one device's share.
+
+    layer ─▶      norm ─▶ [R -> R] ─▶ attention ─▶ [P -> R] ─▶ add, norm ─▶ [R -> R] ─▶ mlp ─▶ [P -> R] ─▶ add
+
+A segment is a chunk like any other, and so is a redistribution, until lowering makes collectives of
+it: order, overlap, memory, remat and BI/BW know nothing of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from piper.capture.chunks import Body, Chunk, Cut, Move, ParameterShard, Segment, Value
+from piper.capture.cut import body_key
+from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
+from piper.capture.sharding_rules import REPLICATED, Placement, Rules
+from piper.capture.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How one chunk is sharded along an axis."""
+
+    axis: str
+    ways: int
+    parameters: Mapping[str, ParameterShard]
+    sequence: int | None = None
+    """The dimension along which what would be replicated between its parts is sharded instead."""
+
+
+def segmented(cut: Cut, shardings: Mapping[int, Sharding]) -> Cut:
+    """``cut`` with the chunks in ``shardings`` replaced by their segments."""
+    return _Segmenter(cut, shardings).cut()
+
+
+class _Segmenter:
+    def __init__(self, cut: Cut, shardings: Mapping[int, Sharding]) -> None:
+        self._cut = cut
+        self._shardings = shardings
+        self._rules = {s.ways: Rules(s.ways) for s in shardings.values()}
+        self._locals: dict[object, Local] = {}
+        self._stand_ins: dict[object, Body] = {}
+        self._chunks: list[Chunk] = []
+        self._values: list[Value] = []
+        self._numbers: dict[int, int] = {}
+        """By value of the cut, its number now."""
+        self._edges = {value.index: self._edge(value) for value in cut.values}
+
+    def cut(self) -> Cut:
+        old = self._cut
+        for value in old.values:
+            if value.producer is None:
+                self._numbers[value.index] = self._value(value.name, value.spec, None)
+        for chunk in old.chunks:
+            sharding = self._shardings.get(chunk.index)
+            if sharding is None:
+                self._keep(chunk)
+            else:
+                self._segment(chunk, sharding)
+        return Cut(
+            chunks=tuple(self._chunks),
+            values=tuple(self._values),
+            loss=self._numbers[old.loss],
+            count=None if old.count is None else self._numbers[old.count],
+            outputs=tuple(self._numbers[value] for value in old.outputs),
+            updates=old.updates,
+        )
+
+    def _edge(self, value: Value) -> Placement:
+        """How a value between chunks is placed along the axis: sharded along the sequence if all
+        who make and read it do that, else replicated."""
+        ends = [c for c in self._cut.chunks if value.index in c.inputs]
+        if value.producer is None or value.index in (self._cut.loss, *self._cut.outputs):
+            return REPLICATED
+        everyone = [c.index for c in ends] + [value.producer]
+        found = {
+            (s.axis, s.ways, s.sequence) if (s := self._shardings.get(i)) else None
+            for i in everyone
+        }
+        if len(found) != 1 or (one := found.pop()) is None:
+            return REPLICATED
+        return _resolved(one[2], one[1])(value.spec)
+
+    def _value(self, name: str, spec: TensorSpec, producer: int | None) -> int:
+        index = len(self._values)
+        self._values.append(Value(index, name, spec, producer))
+        return index
+
+    def _keep(self, chunk: Chunk) -> None:
+        index = len(self._chunks)
+        for value in chunk.outputs:
+            old = self._cut.values[value]
+            self._numbers[value] = self._value(old.name, old.spec, index)
+        self._chunks.append(
+            replace(
+                chunk,
+                index=index,
+                inputs=tuple(self._numbers[v] for v in chunk.inputs),
+                outputs=tuple(self._numbers[v] for v in chunk.outputs),
+            )
+        )
+
+    def _segment(self, chunk: Chunk, sharding: Sharding) -> None:
+        local = self._local(chunk, sharding)
+        levels = _levels(local)
+        rows: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        moves: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        for node, level in levels.items():
+            (moves if node in local.moves else rows)[level].append(node)
+        pieces = _Pieces(self, chunk, sharding, local, levels)
+        for level in sorted({*rows, *moves}):
+            if rows[level]:
+                pieces.compute(rows[level], sharded=level % 2 == 1)
+            for node in moves[level]:
+                pieces.move(node)
+        for value, node in zip(chunk.outputs, local.results, strict=False):
+            self._numbers[value] = pieces.numbers[node]
+
+    def _local(self, chunk: Chunk, sharding: Sharding) -> Local:
+        given: list[Given] = []
+        for name in chunk.parameters:
+            shard = sharding.parameters.get(name)
+            if shard is None:
+                given.append(REPLICATED)
+            elif shard.sections:
+                given.append(Packed(shard.dim, shard.sections))
+            else:
+                given.append(Shard(shard.dim))
+        given += [REPLICATED] * len(chunk.buffers)
+        given += [self._edges[value] for value in chunk.inputs]
+        wanted = [self._edges[value] for value in chunk.outputs]
+        wanted += [REPLICATED] * len(chunk.updates)
+        key = chunk.body.key, sharding.ways, sharding.sequence, tuple(given), tuple(wanted)
+        if key not in self._locals:
+            self._locals[key] = propagate(
+                chunk.body,
+                self._rules[sharding.ways],
+                sharding.ways,
+                given,
+                wanted,
+                _resolved(sharding.sequence, sharding.ways),
+                chunk.name,
+            )
+        return self._locals[key]
+
+    def stand_in(self, move: Move, fake: Tensor, ways: int) -> Body:
+        """A body of the shapes of a redistribution, for autograd."""
+        key = move, TensorSpec.of(fake), tuple(fake.stride()), ways
+        if key not in self._stand_ins:
+            module = make_fx(stand_in(move, ways))(fake)
+            output = module.graph.output_node()
+            output.args = ((output.args[0],),)
+            module.recompile()
+            self._stand_ins[key] = Body(module, 0, 0, 1, 1, 0, body_key(module.graph))
+        return self._stand_ins[key]
+
+    def add(
+        self,
+        chunk: Chunk,
+        segment: Segment,
+        body: Body,
+        parameters: Sequence[str],
+        buffers: Sequence[str],
+        updates: Sequence[str],
+        inputs: Sequence[int],
+        outputs: Sequence[tuple[str, TensorSpec]],
+    ) -> list[int]:
+        """One more chunk; gives the numbers of what it makes."""
+        index = len(self._chunks)
+        made = [self._value(name, spec, index) for name, spec in outputs]
+        self._chunks.append(
+            Chunk(
+                index=index,
+                tags=chunk.tags,
+                parameters=tuple(parameters),
+                buffers=tuple(buffers),
+                inputs=tuple(inputs),
+                outputs=tuple(made),
+                updates=tuple(updates),
+                body=body,
+                segment=segment,
+            )
+        )
+        return made
+
+    def numbers(self, chunk: Chunk) -> list[int]:
+        return [self._numbers[value] for value in chunk.inputs]
+
+
+class _Pieces:
+    """The segments of one chunk, in order."""
+
+    def __init__(
+        self,
+        out: _Segmenter,
+        chunk: Chunk,
+        sharding: Sharding,
+        local: Local,
+        levels: Mapping[fx.Node, int],
+    ) -> None:
+        self._out, self._chunk, self._sharding, self._share = out, chunk, sharding, local
+        self._levels = levels
+        body = chunk.body
+        first = body.parameters + body.buffers
+        self._parameters = dict(zip(local.arguments[: body.parameters], chunk.parameters, strict=True))
+        self._buffers = dict(
+            zip(local.arguments[body.parameters : first], chunk.buffers, strict=True)
+        )
+        self.numbers = dict(zip(local.arguments[first:], out.numbers(chunk), strict=True))
+        """The number of each value between segments, by its node in the share's graph."""
+        self._updates = dict(zip(local.results[body.outputs :], chunk.updates, strict=True))
+        self._ends = set(local.results)
+        self._count = 0
+        self._order = {node: i for i, node in enumerate(local.graph.nodes)}
+
+    def compute(self, nodes: list[fx.Node], *, sharded: bool) -> None:
+        """A segment of operations."""
+        inside = set(nodes) | self._constants_of(nodes)
+        ordered = sorted(inside, key=self._order.__getitem__)
+        taken = list(dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in inside))
+        parameters = [n for n in taken if n in self._parameters]
+        buffers = [n for n in taken if n in self._buffers]
+        inputs = [n for n in taken if n in self.numbers]
+        assert len(parameters) + len(buffers) + len(inputs) == len(taken)
+        updates = {self._updates[n]: n for n in ordered if n in self._updates}
+        outputs = [n for n in nodes if self._leaves(n, inside)]
+        body = _body(ordered, parameters, buffers, inputs, outputs, list(updates.values()))
+        names = [self._parameters[n] for n in parameters]
+        shards = self._sharding.parameters
+        made = self._out.add(
+            self._chunk,
+            self._segment(sharded=sharded, names=[n for n in names if n in shards]),
+            body,
+            names,
+            [self._buffers[n] for n in buffers],
+            list(updates),
+            [self.numbers[n] for n in inputs],
+            [(n.name, TensorSpec.of(n.meta["val"])) for n in outputs],
+        )
+        self.numbers |= zip(outputs, made, strict=True)
+
+    def move(self, node: fx.Node) -> None:
+        """A redistribution."""
+        (source, move, ways), found = node.args, self._share.moves[node]
+        assert isinstance(source, fx.Node)
+        assert isinstance(move, Move)
+        assert isinstance(ways, int)
+        body = self._out.stand_in(move, source.meta["val"], ways)
+        segment = replace(self._segment(sharded=False, names=[]), redistribution=found)
+        (made,) = self._out.add(
+            self._chunk,
+            segment,
+            body,
+            (),
+            (),
+            (),
+            [self.numbers[source]],
+            [(f"{source.name}'", TensorSpec.of(node.meta["val"]))],
+        )
+        self.numbers[node] = made
+
+    def _segment(self, *, sharded: bool, names: list[str]) -> Segment:
+        it = self._sharding
+        number, self._count = self._count, self._count + 1
+        return Segment(number, it.axis, it.ways, sharded, {n: it.parameters[n] for n in names})
+
+    def _leaves(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        if not isinstance(node.meta["val"], Tensor):
+            return False
+        if node in self._ends and node not in self._updates:
+            return True
+        return any(user not in inside and user.op != "output" for user in node.users)
+
+    def _constants_of(self, nodes: list[fx.Node]) -> set[fx.Node]:
+        """What the segment computes for itself, since it depends on nothing."""
+        found: set[fx.Node] = set()
+        stack = [a for n in nodes for a in n.all_input_nodes]
+        while stack:
+            node = stack.pop()
+            if node in self._share.constants and node.op == "call_function" and node not in found:
+                found.add(node)
+                stack += node.all_input_nodes
+        return found
+
+
+def _levels(local: Local) -> dict[fx.Node, int]:
+    """How many redistributions lie before each operation: even where devices compute the same, odd
+    where they compute on shards."""
+    levels: dict[fx.Node, int] = {}
+    ends = set(local.results)
+    for node in local.graph.nodes:
+        if node.op != "call_function" or (node in local.constants and node not in ends):
+            continue
+        before = [
+            levels.get(a, 0) + (a in local.moves and node not in local.moves)
+            for a in node.all_input_nodes
+        ]
+        level = max(before, default=0)
+        if node not in local.moves and level % 2 != (node in local.sharded):
+            level += 1
+        levels[node] = level
+    return levels
+
+
+def _resolved(sequence: int | None, ways: int) -> Callable[[Tensor | TensorSpec], Placement]:
+    """What a partial sum becomes."""
+
+    def placement(x: Tensor | TensorSpec) -> Placement:
+        if sequence is None or not x.dtype.is_floating_point:
+            return REPLICATED
+        if len(x.shape) <= sequence + 1 or x.shape[sequence] % ways:
+            return REPLICATED
+        return Shard(sequence)
+
+    return placement
+
+
+def _body(
+    nodes: list[fx.Node],
+    parameters: list[fx.Node],
+    buffers: list[fx.Node],
+    inputs: list[fx.Node],
+    outputs: list[fx.Node],
+    updates: list[fx.Node],
+) -> Body:
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for kind, group in (("p", parameters), ("b", buffers), ("x", inputs)):
+        for index, node in enumerate(group):
+            new[node] = graph.placeholder(f"{kind}{index}")
+            new[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[n] for n in (*outputs, *updates)))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    sizes = (len(parameters), len(buffers), len(inputs), len(outputs), len(updates))
+    return Body(module, *sizes, key=body_key(graph))

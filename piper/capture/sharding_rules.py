@@ -1,0 +1,174 @@
+"""How the output of an operation is sharded, given how its inputs are: torch's own rules, asked
+without DTensors and without a process group.
+
+``Rules.ask`` answers for one operation of an exported graph along one axis of a mesh, or says None
+where its inputs would have to be redistributed first. A composite operation (``linear``,
+``matmul``) is taken apart, as torch does, and its parts are asked one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Placement = Shard | Replicate | Partial
+Placements = Placement | tuple["Placements | None", ...]
+"""Of one tensor, or of an operation with several results."""
+
+REPLICATED = Replicate()
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+class Rules:
+    """The rules along one axis of ``ways`` devices."""
+
+    def __init__(self, ways: int) -> None:
+        self._mesh = DeviceMesh("cpu", torch.arange(ways), _init_backend=False, _rank=0)
+        self._known: dict[object, Placements | None] = {}
+
+    def ask(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, Placement],
+    ) -> Placements | None:
+        """The placements of what ``target`` makes of fake tensors that are placed as ``given``
+        says by their identity; None if it cannot be computed from shards placed so."""
+        key = _key(target, args, kwargs, given)
+        if key not in self._known:
+            self._known[key] = self._ask(target, args, kwargs, given)
+        return self._known[key]
+
+    def _ask(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, Placement],
+    ) -> Placements | None:
+        if target is _ATTENTION:
+            return _attention(args, kwargs, given)
+        fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+        asking = _Asking(self._mesh, given)
+        try:
+            with torch.no_grad(), fake.fake_mode, asking:
+                made = target(*args, **kwargs)
+        except (_Redistribution, NotImplementedError, RuntimeError, ValueError, AssertionError):
+            return None  # the rules raise these for what they do not know
+        return _each(made, asking.placement)
+
+
+def _key(
+    target: object, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+) -> object:
+    def shown(x: Any) -> object:
+        if not isinstance(x, Tensor):
+            return repr(x)
+        return tuple(x.shape), x.stride(), x.dtype, given.get(id(x), REPLICATED)
+
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    return target, tuple(map(shown, leaves)), str(tree)
+
+
+class _Redistribution(Exception):
+    """An operation needs its inputs placed otherwise."""
+
+
+class _Asking(TorchDispatchMode):
+    """Runs operations on fake tensors of the whole, and notes how the results are placed."""
+
+    def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement]) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._placed = dict(given)
+        self._alive: list[Tensor] = []  # so that identities stay theirs
+
+    def placement(self, x: Tensor) -> Placement:
+        return self._placed.get(id(x), REPLICATED)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        made = func(*args, **kwargs)
+        taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(self.placement(x) != REPLICATED for x in taken):
+            self._note(made, self._rule(func, args, kwargs))
+        return made
+
+    def _rule(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        rules = DTensor._op_dispatcher.sharding_propagator
+        wanted = pytree.tree_map_only(Tensor, self._spec, (tuple(args), dict(kwargs)))
+        info = rules.op_to_schema_info.get(func) or getattr(
+            rules, "op_to_schema_info_for_single_dim_strategy", {}
+        ).get(func)
+        schema = OpSchema(func, *wanted, schema_info=info or RuntimeSchemaInfo())
+        found = rules.propagate_op_sharding_non_cached(schema)
+        if found.redistribute_schema is not None:
+            pairs = zip(_specs(schema), _specs(found.redistribute_schema), strict=True)
+            if any(had.placements != needs.placements for had, needs in pairs):
+                raise _Redistribution
+        return found.output_spec
+
+    def _spec(self, x: Tensor) -> DTensorSpec:
+        meta = TensorMeta(x.shape, x.stride(), x.dtype)
+        return DTensorSpec(self._mesh, (self.placement(x),), tensor_meta=meta)
+
+    def _note(self, made: Any, specs: Any) -> None:
+        made = made if isinstance(made, list | tuple) else [made]
+        specs = specs if isinstance(specs, list | tuple) else [specs]
+        for x, spec in zip(made, specs, strict=True):
+            if isinstance(x, Tensor):
+                self._placed[id(x)] = spec.placements[0]
+                self._alive.append(x)
+
+
+def _specs(schema: OpSchema) -> list[DTensorSpec]:
+    leaves = pytree.tree_leaves(
+        (schema.args_schema, schema.kwargs_schema), is_leaf=lambda x: isinstance(x, DTensorSpec)
+    )
+    return [x for x in leaves if isinstance(x, DTensorSpec)]
+
+
+def _each(made: Any, placement: Callable[[Tensor], Placement]) -> Placements:
+    if isinstance(made, list | tuple):
+        return tuple(_each(x, placement) if isinstance(x, Tensor) else None for x in made)
+    return placement(made)
+
+
+def _attention(
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+) -> Placements | None:
+    """Rows and heads are apart from each other: torch has no one rule for all kernels of it."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    taken = {**dict(zip(names, args, strict=False)), **kwargs}
+    places = [given.get(id(taken[name]), REPLICATED) for name in names[:3]]
+    mask = taken.get("attn_mask")
+    if places[0] not in (Shard(0), Shard(1)) or len(taken["query"].shape) != 4:
+        return None
+    if any(place != places[0] for place in places):
+        return None
+    if mask is not None:
+        dim = places[0].dim - 4 + len(mask.shape)
+        broadcast = dim < 0 or mask.shape[dim] == 1
+        if given.get(id(mask), REPLICATED) != (REPLICATED if broadcast else Shard(dim)):
+            return None
+    return places[0]
