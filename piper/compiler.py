@@ -25,6 +25,8 @@ from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
 from piper.capture.rows import Rows, rows_of
+from piper.capture.segments import Sharding
+from piper.capture.weight_shards import weight_shards
 from piper.directives.place import Place
 from piper.directives.remat import Remat
 from piper.directives.split import Split
@@ -134,6 +136,7 @@ class Capture:
         self._known = Known()
         self._shares: dict[tuple[int, int, int], Joint] = {}
         self._rows: dict[int, Mapping[int, Rows]] = {}
+        self._segmented: list[tuple[Captured, Mapping[int, Sharding], Captured]] = []
         self._cost: OptimizerCost | None = None
 
     def compile(
@@ -215,6 +218,11 @@ class Capture:
         _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
         whole = facts[next(iter(captured))]
         dag = strategy.apply(build(whole))
+        if any(rule.ways > 1 for rule in dag.tensor.values()):
+            captured = {n: self._sharded(c, dag) for n, c in captured.items()}
+            facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
+            whole = facts[next(iter(captured))]
+            dag = strategy.apply(build(whole))
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
         models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
         for n in captured:
@@ -227,6 +235,24 @@ class Capture:
             for n, c in captured.items()
         }
         return _Placed(dag, Facts(whole, models), Code.of(captured, programs))
+
+    def _sharded(self, captured: Captured, dag: Dag) -> Captured:
+        """The model as one device has it under tensor parallelism."""
+        shardings = {
+            chunk: Sharding(
+                rule.axis,
+                rule.ways,
+                weight_shards(captured.chunks[chunk], rule.parameters, rule.ways),
+                rule.sequence,
+            )
+            for chunk, rule in dag.tensor.items()
+            if rule.ways > 1
+        }
+        for kept, of, found in self._segmented:
+            if kept is captured and of == shardings:
+                return found
+        self._segmented.append((captured, shardings, captured.sharded(shardings)))
+        return self._segmented[-1][2]
 
     def _with_rows(
         self, models: Mapping[int, Model], captured: Mapping[int, Captured]

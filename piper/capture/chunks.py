@@ -70,6 +70,17 @@ class Redistribution:
     """For instance P(sum) -> R."""
 
 
+class Style(Enum):
+    """How the weight of a product is sharded."""
+
+    COLUMN = "column"
+    """Along what the product makes."""
+    ROW = "row"
+    """Along what it sums over."""
+
+    __hash__ = object.__hash__
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
     """How a parameter is sharded: along ``dim``, each of ``sections`` (a fused weight has several)

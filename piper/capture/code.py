@@ -54,7 +54,7 @@ class Code:
             count=first.cut.count,
             constants=first.constants,
             parameters={
-                name: program.specs[Ref(Kind.PARAMETER, i)]
+                name: first.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
                 for chunk, program in zip(first.chunks, first.programs, strict=True)
                 for i, name in enumerate(chunk.parameters)
             },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -26,8 +26,11 @@ from piper.capture.export import Loss, export, trace_text
 from piper.capture.joint import Joint
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
-from piper.capture.program import Pass, Program
+from piper.capture.program import Kind, Pass, Program, Ref
+from piper.capture.quiet import quiet_tracing
 from piper.capture.saving import Remat
+from piper.capture.segments import Sharding, segmented
+from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
 
 
@@ -68,10 +71,30 @@ class Captured:
     """The lines of the model that asked for activation checkpointing, which ``remat`` decides."""
     master: torch.dtype | None = None
     """What trained parameters are kept in, where the programs take copies in another precision."""
+    declared: Mapping[str, str] = field(default_factory=dict)
+    """How the model says that its modules can be sharded (``_tp_plan`` of transformers models)."""
+    whole: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """The parameters of which the programs take shards, whole."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return self.cut.chunks
+
+    def sharded(self, shardings: Mapping[int, Sharding]) -> Captured:
+        """The same model under tensor parallelism: the chunks in ``shardings`` as their segments,
+        on one device's share."""
+        ends = [
+            (name, program.specs, i)
+            for chunk, program in zip(self.chunks, self.programs, strict=True)
+            for i, name in enumerate(chunk.parameters)
+        ]
+        trained = {name for name, specs, i in ends if Ref(Kind.PARAMETER_GRAD, i) in specs}
+        whole = {name: specs[Ref(Kind.PARAMETER, i)] for name, specs, i in ends}
+        with _tracing_is_process_wide, unset_fake_temporarily(), quiet_tracing():
+            pieces = segmented(self.cut, shardings)
+            joints = differentiate(pieces, trained.__contains__, self.compiler)
+            programs = _programs(pieces, joints, self.remat)
+        return replace(self, cut=pieces, joints=joints, programs=programs, whole=whole)
 
     @property
     def unique_programs(self) -> tuple[Program, ...]:
@@ -187,12 +210,9 @@ def _capture(
         trained |= {LOSS_PREFIX + n for n, p in loss.named_parameters() if p.requires_grad}
     joints = differentiate(pieces, trained.__contains__, chosen)
     refuse_empty(pieces, exported.regions, exported.loss_region)
-    distinct = {id(joint): joint for joint in joints}
-    split_up = {key: split(joint, policy) for key, joint in distinct.items()}
-    programs = consume_inputs(pieces, [split_up[id(joint)] for joint in joints])
     return Captured(
         cut=pieces,
-        programs=programs,
+        programs=_programs(pieces, joints, policy),
         joints=joints,
         constants=exported.constants,
         output_tree=exported.output_tree,
@@ -204,7 +224,14 @@ def _capture(
         traced=exported.traced,
         checkpoints=exported.checkpoints,
         master=torch.float32 if precision is Precision.BF16 else None,
+        declared=dict(getattr(model, "_tp_plan", None) or {}),
     )
+
+
+def _programs(pieces: Cut, joints: Sequence[Joint], policy: Remat) -> tuple[Program, ...]:
+    distinct = {id(joint): joint for joint in joints}
+    split_up = {key: split(joint, policy) for key, joint in distinct.items()}
+    return consume_inputs(pieces, [split_up[id(joint)] for joint in joints])
 
 
 def _check(model: object, loss: object) -> None:

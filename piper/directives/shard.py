@@ -1,4 +1,4 @@
-"""``shard``: expert parallelism.
+"""``shard``: expert parallelism, and (``tensor.py``) tensor parallelism.
 
     pre ─▶ EP ─▶ post   @0,1      shard({"EP": "*"})      pre ─▶ a2a ─▶ EP ─▶ a2a ─▶ post   @0,1
           E experts each                                        E/2 experts each
@@ -9,10 +9,12 @@ expert-major, are exchanged so that each device computes its own experts for all
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.directives.base import Directive, check_stream, plain_filter, positive, whole_chunks
+from piper.directives.tensor import tensor_rules
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Group, Node, ShardRule
 from piper.ir.facts import ChunkFacts
@@ -25,22 +27,54 @@ class Shard(Directive):
     name: ClassVar[str] = "shard"
 
     where: FilterLike
-    stream: str = "exchange"
+    stream: str | None = None
     dim: int = 0
     ways: int | None = None
     axis: str | None = None
+    parameters: Mapping[str, int | str] | None = None
+    sequence: bool = False
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
+        numbers = whole_chunks(dag, Filter.of(self.where), "sharding")
+        if self.stream is not None:
+            check_stream("stream", self.stream)
+        if self._is_tensor(dag, numbers):
+            assert self.axis is not None
+            stream = self.stream or self.axis
+            return tensor_rules(
+                dag, me, numbers, self.axis, self.parameters, self.sequence, stream
+            )
+        return self._experts(dag, me, numbers, self.stream or "exchange")
+
+    def _is_tensor(self, dag: Dag, numbers: list[int]) -> bool:
+        """Whether it is along an axis whose devices have the same rows."""
+        if self.axis is None:
+            if self.parameters is not None or self.sequence:
+                raise DirectiveError(
+                    "parameters= and sequence= are of tensor parallelism: name the axis of the "
+                    "mesh along which the parameters are sharded, axis="
+                )
+            return False
+        for number in numbers:
+            node = dag.nodes[number]
+            if not node.devices:
+                raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
+            self._refuse_no_axis(node, name_of(dag, number))
+            assert node.mesh is not None
+            if node.mesh.size(self.axis) > 1:
+                return self.parameters is not None or node.mesh.stride(self.axis) < node.replicas
+        return self.parameters is not None
+
+    def _experts(self, dag: Dag, me: int, numbers: list[int], stream: str) -> Dag:
         shards = dict(dag.shards)
         groups: dict[int, Group] = {}
-        check_stream("stream", self.stream)
         if not isinstance(self.dim, int) or self.dim < 0:
             raise DirectiveError(f"dim={self.dim!r} must be the number of a dimension, from 0")
         if self.ways is not None:
             positive("ways", self.ways)
             if self.axis is not None:
                 raise DirectiveError(f"ways={self.ways} and axis={self.axis!r}: give one of them")
-        for number in whole_chunks(dag, Filter.of(self.where), "sharding"):
+        for number in numbers:
             node = dag.nodes[number]
             chunk = dag.model.chunks[node.compute.chunk]
             if not node.devices:
@@ -51,7 +85,7 @@ class Shard(Directive):
                     f"ways={ways} does not divide the {node.parts} devices of "
                     f"{name_of(dag, number)}"
                 )
-            rule = ShardRule(ways, self.dim, self.stream, me, stride)
+            rule = ShardRule(ways, self.dim, stream, me, stride)
             earlier = shards.get(chunk.index, rule)
             if earlier != rule and earlier.made_by == me:
                 raise DirectiveError(
@@ -78,6 +112,11 @@ class Shard(Directive):
         """Over how many devices of a node the experts are divided, and how far these are apart."""
         if self.axis is None:
             return (node.parts if self.ways is None else self.ways), node.replicas
+        self._refuse_no_axis(node, name)
+        assert node.mesh is not None
+        return node.mesh.size(self.axis), node.mesh.stride(self.axis)
+
+    def _refuse_no_axis(self, node: Node, name: str) -> None:
         mesh = node.mesh
         if mesh is None or self.axis not in dict(mesh.axes):
             axes = ", ".join(name for name, _ in mesh.axes) if mesh else ""
@@ -86,14 +125,6 @@ class Shard(Directive):
                 f"axis={self.axis!r}: {name} is placed on {mesh or list(node.devices)}, which "
                 f"{has}; give place(..., devices=Mesh(..., {self.axis}=...))"
             )
-        stride = mesh.stride(self.axis)
-        if stride < node.replicas and mesh.size(self.axis) > 1:
-            raise DirectiveError(
-                f"axis={self.axis!r} does not divide the batch in {name}: its devices have the "
-                "same rows, and no experts' rows to exchange; name it in place(batch=), or shard "
-                "along an axis that is named there"
-            )
-        return mesh.size(self.axis), stride
 
     def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
         """A parameter is divided for all regions that use it or for none."""
@@ -144,15 +175,24 @@ class Shard(Directive):
 def shard(
     where: FilterLike,
     *,
-    stream: str = "exchange",
+    stream: str | None = None,
     dim: int = 0,
     ways: int | None = None,
     axis: str | None = None,
+    parameters: Mapping[str, int | str] | None = None,
+    sequence: bool = False,
 ) -> Shard:
-    """Divide the parameters of the matched regions along ``dim`` over their group.
+    """Shard the parameters of the matched regions over their devices.
 
-    What the regions take and make is exchanged by all_to_all on ``stream``. ``ways`` fewer than
-    the group's size makes several such groups of neighbours, each with all experts; ``axis`` names
-    the axis of a ``Mesh`` along which they lie.
+    Expert parallelism: along ``dim``, over the whole group. What the regions take and make is
+    dispatched and combined by all_to_all on ``stream``. ``ways`` fewer than the group's size makes
+    several such groups of neighbours, each with all experts; ``axis`` names the axis of a ``Mesh``
+    along which they lie.
+
+    Tensor parallelism: along an ``axis`` that is not in ``place(batch=)``, whose devices have the
+    same rows. ``parameters`` maps patterns of parameters' names to the dimension that is sharded,
+    or of modules' names to "column" or "row"; without it, what the model itself declares
+    (``_tp_plan`` of transformers models). ``sequence`` shards what would be replicated between the
+    sharded products along dimension 1 (sequence parallelism).
     """
-    return Shard(plain_filter(where), stream, dim, ways, axis)
+    return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from piper.capture.chunks import Style
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.ir.facts import Model
@@ -168,6 +169,8 @@ class ShardRule:
     made_by: int
     stride: int = 1
     """How far apart in the group those are that divide the experts among them."""
+    sections: tuple[int, ...] = ()
+    """Sizes along ``dim`` that are sharded each for itself, as in a fused weight."""
 
     def part(self, rank: int) -> int:
         """Which shard of the experts the member ``rank`` of a group has."""
@@ -177,6 +180,22 @@ class ShardRule:
         """``group`` with the axis ``ep``, along which the experts are sharded."""
         outer = len(group) // (self.ways * self.stride)
         return Mesh(group, outer=outer, ep=self.ways, inner=self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRule:
+    """How a chunk is sharded along an axis whose devices have the same rows."""
+
+    axis: str
+    ways: int
+    stride: int
+    """How far apart in the group neighbours along the axis are."""
+    stream: str
+    made_by: int
+    parameters: Mapping[str, int | Style]
+    """The dimension along which each is sharded, or how; the others are replicated."""
+    sequence: int | None
+    """The dimension along which activations are sharded that would be replicated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +219,8 @@ class Bucket:
     dtype: torch.dtype
     gradient: torch.dtype
     """What gradients are summed in; if not ``dtype``, the optimizer has a copy in it."""
+    sections: tuple[int, ...] = ()
+    """Sizes along ``dim`` that are divided each for itself, as in a fused weight."""
 
     @property
     def level(self) -> int:
@@ -261,6 +282,8 @@ class Dag:
     """By chunk."""
     shards: Mapping[int, ShardRule] = field(default_factory=dict)
     """By chunk."""
+    tensor: Mapping[int, TensorRule] = field(default_factory=dict)
+    """By chunk."""
     remat: Mapping[int, Remat] = field(default_factory=dict)
     """By chunk, where it is not the model's own policy."""
     streams: Mapping[str, StreamRule] = field(default_factory=dict)
@@ -298,6 +321,23 @@ class Dag:
             for name, tag in node.tags.items():
                 found.setdefault(name, set()).add(tag)
         return {name: frozenset(tags) for name, tags in found.items()}
+
+    def shard(self, chunk: int, parameter: str) -> ShardRule | None:
+        """How a parameter of a chunk is sharded, as one of experts or by tensor parallelism."""
+        if (experts := self.shards.get(chunk)) is not None:
+            return experts
+        segment = self.model.chunks[chunk].segment
+        if segment is None or (found := segment.parameters.get(parameter)) is None:
+            return None
+        rule = self.tensor[chunk]
+        return ShardRule(
+            rule.ways, found.dim, rule.stream, rule.made_by, rule.stride, found.sections
+        )
+
+    def ways(self, chunk: int, parameter: str) -> int:
+        """Over how many devices a parameter of a chunk is sharded."""
+        rule = self.shard(chunk, parameter)
+        return rule.ways if rule else 1
 
     def policy(self, chunk: int) -> Remat:
         """How much chunk ``chunk`` recomputes."""

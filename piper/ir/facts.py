@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from piper.capture.chunks import Segment
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
@@ -84,6 +85,8 @@ class ChunkFacts:
     gradients: Mapping[Ref, Stored] = field(default_factory=dict)
     """How the gradients of its inputs lie that it makes; those that are not here lie as the value
     does."""
+    segment: Segment | None = None
+    """Which part of a region it is under tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,8 @@ class Model:
     """The value that the sum of losses is divided by, if the loss gives one."""
     buffers: Mapping[str, int] = field(default_factory=dict)
     """Bytes of buffers and constants, by name."""
+    declared: Mapping[str, str] = field(default_factory=dict)
+    """How the model itself says that its modules can be sharded, by pattern of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +230,7 @@ def facts_of(
                 if ref.kind is Kind.INPUT_GRAD
                 and (stored := Stored.of(spec)) != values[chunk.inputs[ref.index]].stored
             },
+            segment=chunk.segment,
         )
         for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)
     )
@@ -232,7 +238,7 @@ def facts_of(
     buffers: dict[str, int] = {}
     for chunk, program in zip(captured.chunks, captured.programs, strict=True):
         for i, name in enumerate(chunk.parameters):
-            spec = program.specs[Ref(Kind.PARAMETER, i)]
+            spec = captured.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
             trained = Ref(Kind.PARAMETER_GRAD, i) in program.specs
             trained |= name in parameters and parameters[name].trained
             kept = captured.master or spec.dtype
@@ -241,7 +247,9 @@ def facts_of(
             buffers[name] = program.specs[Ref(Kind.BUFFER, i)].nbytes
     size = captured.example.size
     cut = captured.cut
-    return Model(chunks, values, parameters, cut.loss, size, remat, cut.count, buffers)
+    return Model(
+        chunks, values, parameters, cut.loss, size, remat, cut.count, buffers, captured.declared
+    )
 
 
 def _variant(captured: Captured, program: Program) -> Variant:

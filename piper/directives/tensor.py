@@ -1,0 +1,156 @@
+"""``shard`` along an axis whose devices have the same rows: tensor parallelism.
+
+Which parameters are sharded and how is written with patterns; how activations are sharded, and all
+communication, follows from that when the regions are propagated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from piper.capture.chunks import Style
+from piper.errors import DirectiveError
+from piper.ir.dag import Dag, Node, TensorRule
+from piper.ir.text import name_of
+
+Wanted = int | str
+_STYLES = {
+    "column": Style.COLUMN,
+    "colwise": Style.COLUMN,
+    "colwise_rep": Style.COLUMN,
+    "colwise_gather_output": Style.COLUMN,
+    "packed_colwise": Style.COLUMN,
+    "row": Style.ROW,
+    "rowwise": Style.ROW,
+    "rowwise_rep": Style.ROW,
+    "rowwise_split_input": Style.ROW,
+    "packed_rowwise": Style.ROW,
+}
+"""Ours and those of ``transformers``: what else those say of activations is derived here."""
+
+
+def tensor_rules(
+    dag: Dag,
+    me: int,
+    numbers: Iterable[int],
+    axis: str,
+    parameters: Mapping[str, Wanted] | None,
+    sequence: bool,
+    stream: str,
+) -> Dag:
+    """``dag`` whose nodes ``numbers`` are sharded along ``axis``."""
+    rules = dict(dag.tensor)
+    chosen = _Chosen(dag, parameters)
+    for number in numbers:
+        node, name = dag.nodes[number], name_of(dag, number)
+        chunk = node.compute.chunk
+        ways, stride = _division(node, axis, name)
+        wanted = chosen.of(chunk)
+        rule = TensorRule(axis, ways, stride, stream, me, wanted, 1 if sequence else None)
+        earlier = rules.get(chunk, rule)
+        if earlier.made_by != me:
+            raise DirectiveError(
+                f"{name} is sharded already by {dag.history[earlier.made_by]}: tensor parallelism "
+                "of a region has one axis"
+            )
+        if earlier != rule:
+            raise DirectiveError(
+                f"other microbatches of {name} run on a mesh where {axis} has another size or place"
+            )
+        if chunk in dag.shards:
+            raise DirectiveError(
+                f"{name} is sharded already by {dag.history[dag.shards[chunk].made_by]}: leave "
+                "the experts' region out of the filter"
+            )
+        segment = dag.model.chunks[chunk].segment
+        if segment is not None and segment.ways != ways:
+            raise DirectiveError(
+                f"{name} was cut for {segment.ways} devices along {axis} and is placed on {ways}: "
+                "say the stages of partition by=[...]"
+            )
+        rules[chunk] = rule
+    chosen.refuse_unused()
+    return replace(dag, tensor=rules)
+
+
+def _division(node: Node, axis: str, name: str) -> tuple[int, int]:
+    mesh = node.mesh
+    assert mesh is not None
+    stride = mesh.stride(axis)
+    if mesh.size(axis) > 1 and stride >= node.replicas:
+        raise DirectiveError(
+            f"axis={axis!r} shards the batch in {name}: for tensor parallelism its devices must "
+            "have the same rows; leave it out of place(batch=)"
+        )
+    return mesh.size(axis), stride
+
+
+class _Chosen:
+    """The parameters that patterns name."""
+
+    def __init__(self, dag: Dag, patterns: Mapping[str, Wanted] | None) -> None:
+        self._dag = dag
+        self._given = patterns is not None
+        found = dag.model.declared if patterns is None else patterns
+        if not found:
+            raise DirectiveError(
+                "the model declares no plan for tensor parallelism (_tp_plan, as transformers "
+                "models have): say how parameters are sharded, "
+                "parameters={'*.up.weight': 0, '*.down.weight': 1}"
+            )
+        self._patterns = {pattern: _style(pattern, how) for pattern, how in found.items()}
+        self._used: set[str] = set()
+
+    def of(self, chunk: int) -> dict[str, int | Style]:
+        """How the parameters of a chunk are sharded, those that are."""
+        found: dict[str, int | Style] = {}
+        for name in self._dag.model.chunks[chunk].parameters:
+            for pattern, how in self._patterns.items():
+                if how is not None and _matches(name, pattern):
+                    self._used.add(pattern)
+                    found[name] = how
+                    break
+        return found
+
+    def refuse_unused(self) -> None:
+        unused = [p for p in self._patterns if p not in self._used] if self._given else []
+        if unused:
+            names = list(self._dag.model.parameters)
+            raise DirectiveError(
+                f"parameters: the pattern {unused[0]!r} matches no parameter of the regions; there "
+                f"are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a parameter, or the module that it is of."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+
+
+def _style(pattern: str, how: object) -> int | Style | None:
+    if isinstance(how, int) and not isinstance(how, bool) and how >= 0:
+        return how
+    if isinstance(how, str) and how in _STYLES:
+        return _STYLES[how]
+    if isinstance(how, str) and how in _OTHERS:
+        return None
+    raise DirectiveError(
+        f"parameters: {pattern!r} is to be sharded {how!r}: give the number of a dimension, "
+        "'column' or 'row'"
+    )
+
+
+_OTHERS = (
+    "sequence_parallel",
+    "replicated",
+    "replicated_with_grad_allreduce",
+    "gather",
+    "local",
+    "isolated",
+    "moe_tp_experts",
+    "grouped_gemm",
+    "ep_router",
+)
+"""What ``transformers`` says of modules whose parameters are replicated here."""
