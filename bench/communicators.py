@@ -51,19 +51,19 @@ def one_rank(ranks: int) -> None:
     limit = timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), ranks, rank == 0, limit)
     where, x = torch.device("cuda", 0), torch.ones(SIZES[-1], device="cuda")
-    meets = iter(range(1000))
+    barriers = iter(range(1000))
 
-    def meet() -> None:
-        key = f"meet {next(meets)}"
+    def barrier() -> None:
+        key = f"barrier {next(barriers)}"
         store.set(f"{key} {rank}", "")
         store.wait([f"{key} {other}" for other in range(ranks)])
 
     def used() -> float:
         """MiB of the GPU that each rank takes."""
         torch.cuda.synchronize()
-        meet()
+        barrier()
         free, total = torch.cuda.mem_get_info()
-        meet()
+        barrier()
         return (total - free) / 2**20 / ranks
 
     def made(name: str, blocks: int | None = None) -> Any:
@@ -89,7 +89,7 @@ def one_rank(ranks: int) -> None:
     for blocks in (None, 8, 2):
         before, start = used(), time.perf_counter()
         group = [made(f"{blocks} {i}", blocks) for i in range(COUNT)]
-        meet()
+        barrier()
         seconds = (time.perf_counter() - start) / COUNT
         idle = (used() - before) / COUNT
         for one in group:
@@ -102,11 +102,11 @@ def one_rank(ranks: int) -> None:
         for one in group:
             one.shutdown()
     if ranks == 2:
-        messages(first, made("messages"), x, rank, told, meet)
+        messages(first, made("messages"), x, rank, told, barrier)
     first.shutdown()
 
 
-def messages(first: Any, second: Any, x: Any, rank: int, told: Any, meet: Any) -> None:
+def messages(first: Any, second: Any, x: Any, rank: int, told: Any, barrier: Any) -> None:
     options: Any = torch._C._distributed_c10d.BroadcastOptions()  # type: ignore[attr-defined]
     options.asyncOp = False
     options.rootRank = 0
@@ -124,7 +124,7 @@ def messages(first: Any, second: Any, x: Any, rank: int, told: Any, meet: Any) -
             for _ in range(3):
                 act(data)
             torch.cuda.synchronize()
-            meet()
+            barrier()
             start = time.perf_counter()
             for _ in range(20):
                 act(data)

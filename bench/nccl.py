@@ -93,13 +93,13 @@ class Side:
         others = self._here.allocated() - self._held
         if self._here.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._here.meet()
+        self._here.barrier()
         start = time.perf_counter()
         for x, y in given:
             began = time.perf_counter()
             losses.append(self._step(x, y, report))
             host.append(time.perf_counter() - began)
-        self._here.meet()
+        self._here.barrier()
         self.found.seconds.append((time.perf_counter() - start) / len(given))
         self.found.host += host
         if report:

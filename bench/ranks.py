@@ -39,7 +39,7 @@ class Here:
     control: Any
     """The group for what is not measured: gloo, so that NCCL sees the sides alone."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when all ranks are here, and their devices have nothing left to do."""
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -121,7 +121,7 @@ def entered(device: str, limit: float) -> Iterator[Here]:
     with contextlib.ExitStack() as stack:
         stack.push(_fail)
         yield here
-    here.meet()
+    here.barrier()
     dist.destroy_process_group()
 
 

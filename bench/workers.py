@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import piper
-from piper.launch.processes import ProcessCrew
+from piper.launch.processes import ProcessWorkerGroup
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -81,9 +81,9 @@ class Launched(Workers):
     def __init__(self, program: piper.Program, stack: contextlib.ExitStack) -> None:
         """``stack`` ends its workers."""
         self._trainer = stack.enter_context(piper.launch(program, on="processes", threads=1))
-        crew = self._trainer._crew
-        assert isinstance(crew, ProcessCrew)
-        self.pids = [worker.process.pid for worker in crew._workers]
+        group = self._trainer._worker_group
+        assert isinstance(group, ProcessWorkerGroup)
+        self.pids = [worker.process.pid for worker in group._workers]
 
     def step(self, x: Tensor, y: Tensor) -> float:
         return float(self._trainer.step(x, y).loss)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from piper.codec import Format, MalformedError
 from piper.errors import PiperError, warn
-from piper.launch.crew import Restored
 from piper.launch.fetching import fetcher
 from piper.launch.state_checks import check_state
+from piper.launch.worker_group import Restored
 from piper.optimizer import make
 from piper.program import Program
 from piper.runtime.groups import Group

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from piper.capture.codegen import Runners
-from piper.launch.crew import Report, Restored, Watch
+from piper.launch.worker_group import Report, Restored, Watch
 from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm

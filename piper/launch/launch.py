@@ -6,9 +6,9 @@ from enum import Enum
 from typing import Any
 
 from piper.errors import PiperError
-from piper.launch.crew import Crew
 from piper.launch.fetching import fetcher
 from piper.launch.trainer import Trainer
+from piper.launch.worker_group import WorkerGroup
 from piper.program import Program
 
 
@@ -34,27 +34,27 @@ def launch(program: Program, on: str = Where.VIRTUAL.value, **options: Any) -> T
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
     try:
-        return Trainer(program, _crew(program, on, options))
+        return Trainer(program, _worker_group(program, on, options))
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
         raise PiperError(f"on={on!r} takes no such option: {error}") from None
 
 
-def _crew(program: Program, on: str, options: dict[str, Any]) -> Crew:
+def _worker_group(program: Program, on: str, options: dict[str, Any]) -> WorkerGroup:
     match on:
         case Where.VIRTUAL.value:
-            from piper.launch.virtual import VirtualCrew
+            from piper.launch.virtual import VirtualWorkerGroup
 
-            return VirtualCrew(program, fetcher(program), **options)
+            return VirtualWorkerGroup(program, fetcher(program), **options)
         case Where.PROCESSES.value:
-            from piper.launch.processes import ProcessCrew
+            from piper.launch.processes import ProcessWorkerGroup
 
-            return ProcessCrew(program, **options)
+            return ProcessWorkerGroup(program, **options)
         case Where.TORCHRUN.value:
-            from piper.launch.torchrun import TorchrunCrew
+            from piper.launch.torchrun import TorchrunWorkerGroup
 
-            return TorchrunCrew(program, fetcher(program), **options)
+            return TorchrunWorkerGroup(program, fetcher(program), **options)
         case _:
             names = ", ".join(where.value for where in Where)
             raise PiperError(f"on={on!r} is unknown: one of {names}")

@@ -29,8 +29,8 @@ from torch._ops import OpOverload
 
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, dumped, receive
-from piper.launch.crew import Report, Restored, Watch
 from piper.launch.rank import refuse_too_few_gpus
+from piper.launch.worker_group import Report, Restored, Watch
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
@@ -77,13 +77,13 @@ class _Worker:
         self.connection.close()
 
 
-class ProcessCrew:
+class ProcessWorkerGroup:
     """A process for each device of a program."""
 
-    leads = True
+    is_rank_zero = True
     damaged = False  # workers end with a step that fails
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         return
 
     def __init__(

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
 from piper.launch.faults import described
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.watching import watched
+from piper.launch.worker_group import Report, Restored, Watch
 from piper.lower.plan import COMMUNICATING
 from piper.program import Program
 from piper.runtime.executor import CommunicationError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from piper.errors import PiperError
 from piper.ir.dag import Compute
-from piper.launch.crew import Report
+from piper.launch.worker_group import Report
 from piper.program import Program
 
 Rows = Sequence[Sequence[Tensor]]

@@ -28,16 +28,16 @@ from piper.launch.agreeing import (
     refuse_other_programs,
 )
 from piper.launch.clock import seconds_ahead
-from piper.launch.crew import Report, Restored, Watch
 from piper.launch.guard import Guard
 from piper.launch.rank import Rank, choose_gpu
+from piper.launch.worker_group import Report, Restored, Watch
 from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.portable import Portions
 from piper.runtime.state import Fetch
 
 
-class TorchrunCrew:
+class TorchrunWorkerGroup:
     """This process's device, and what it knows of the others."""
 
     def __init__(
@@ -75,7 +75,7 @@ class TorchrunCrew:
         self._batches = Batches(check_batches, self._objects)
         self._evaluated = Batches(check_batches, self._objects)
         weights = Weights(fetch)
-        self.leads = dist.get_rank() == 0
+        self.is_rank_zero = dist.get_rank() == 0
         store = _own_store(self._objects)
         self._guard: Guard | None = None
         if where.type == "cuda":
@@ -102,7 +102,7 @@ class TorchrunCrew:
     def damaged(self) -> bool:
         return self._rank.device.state.changing
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         lost_peers(lambda: dist.barrier(group=self._objects))
 
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.errors import PiperError
 from piper.launch.checkpoint import in_turn, read, tensor_of, whole_state, write
-from piper.launch.crew import Crew, Report, Restored, Watch
 from piper.launch.interrupts import held_back
 from piper.launch.profile import Profile
+from piper.launch.worker_group import Report, Restored, Watch, WorkerGroup
 from piper.program import Program
 from piper.tracking import Alive
 
@@ -85,10 +85,10 @@ class StepResult:
 class Trainer:
     """Trains a compiled program. Use it in a ``with`` block: that ends its devices."""
 
-    def __init__(self, program: Program, crew: Crew) -> None:
+    def __init__(self, program: Program, group: WorkerGroup) -> None:
         self.program = program
         self.steps = 0
-        self._crew: Crew | None = crew
+        self._worker_group: WorkerGroup | None = group
         self._rest: dict[str, Tensor] = {}
         """Tensors of the model that no device holds, if they are not the first ones any more."""
 
@@ -108,9 +108,9 @@ class Trainer:
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._crew is not None:
-            self._crew.close(error)
-            self._crew = None
+        if self._worker_group is not None:
+            self._worker_group.close(error)
+            self._worker_group = None
 
     def step(
         self, *batch: Any, pad: Sequence[float | int] | None = None, report: bool = True
@@ -227,9 +227,9 @@ class Trainer:
         """Write the state of training to one file, whole or not at all."""
         with held_back():
             portions = self._whole.export(optimizer=True)
-        if self._devices.leads:
+        if self._devices.is_rank_zero:
             write(path, self.program, whole_state(self.program, portions, self._rest))
-        self._devices.meet()
+        self._devices.barrier()
 
     def load(self, path: Any) -> None:
         """Go on from a file that ``save`` wrote, under this or another strategy."""
@@ -248,17 +248,17 @@ class Trainer:
             self._rest = {n: x.clone() for n, x in state.tensors.items() if n not in held}
 
     def _refuse_closed(self) -> None:
-        if self._crew is None:
+        if self._worker_group is None:
             raise PiperError("the trainer is closed: launch the program again")
 
     @property
-    def _devices(self) -> Crew:
+    def _devices(self) -> WorkerGroup:
         self._refuse_closed()
-        assert self._crew is not None
-        return self._crew
+        assert self._worker_group is not None
+        return self._worker_group
 
     @property
-    def _whole(self) -> Crew:
+    def _whole(self) -> WorkerGroup:
         """The devices, whose state is that after a number of whole steps."""
         if self._devices.damaged:
             raise PiperError(

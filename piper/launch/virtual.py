@@ -13,10 +13,10 @@ from torch import Tensor
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.launch.crew import Report, Restored, Watch
 from piper.launch.device import Device
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.watching import watched
+from piper.launch.worker_group import Report, Restored, Watch
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
@@ -27,16 +27,16 @@ from piper.runtime.shaking import Shaker
 from piper.runtime.state import Fetch
 
 
-class VirtualCrew:
+class VirtualWorkerGroup:
     """Every device of a program as an object of this process."""
 
-    leads = True
+    is_rank_zero = True
 
     @property
     def damaged(self) -> bool:
         return any(device.state.changing for device in self._devices)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         return
 
     def __init__(

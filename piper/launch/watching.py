@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch.profiler import record_function
 
-from piper.launch.crew import Report, Watch
+from piper.launch.worker_group import Report, Watch
 from piper.runtime.kernels import Kernel, kernels_of
 from piper.runtime.recording import range_name
 

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.launch.calls import Call, Failure, Task, receive, send
-from piper.launch.crew import Report, Restored
 from piper.launch.faults import described
 from piper.launch.monitor import Monitor
 from piper.launch.rank import Rank, choose_gpu
+from piper.launch.worker_group import Report, Restored
 from piper.program import Program
 from piper.runtime.executor import CommunicationError, InstructionError
 from piper.runtime.state import Fetch

@@ -73,8 +73,8 @@ def saved_and_loaded(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
 
 def shake(trainer: piper.Trainer, seed: int) -> None:
     """Delay the streams of the next step by another seed."""
-    crew: Any = trainer._crew
-    devices = [crew._rank.device] if hasattr(crew, "_rank") else crew._devices
+    group: Any = trainer._worker_group
+    devices = [group._rank.device] if hasattr(group, "_rank") else group._devices
     for device in devices:
         device.executor.streams.shaker = Shaker(seed, device.number)
 

@@ -111,10 +111,10 @@ class Restored:
         )
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """All devices of a program."""
 
-    leads: bool
+    is_rank_zero: bool
     """Whether this process is the one that writes files for all."""
 
     @property
@@ -122,7 +122,7 @@ class Crew(Protocol):
         """Whether a step has ended in the middle of its changes."""
         ...
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when all processes that have a trainer are here."""
         ...
 
