@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from piper.capture.codegen import Runners
-from piper.launch.worker_group import Report, Restored, Watch
+from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
@@ -73,9 +73,9 @@ class Device:
         totals = yield from self.executor.run(self._training, given, report=report)
         return Report(totals.loss, totals.norm, memory_of(self.state.where), totals.ready)
 
-    def watch(self, given: list[Tensor], what: Watch) -> Generator[Pending, None, Report]:
+    def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
         """One step of training, and what it took."""
-        return self._weighed(given) if what is Watch.MEMORY else self._timed(given)
+        return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
 
     def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         recorder = recorder_for(self.number, self.state.where)

@@ -30,7 +30,7 @@ from torch._ops import OpOverload
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, Task, dumped, receive
 from piper.launch.rank import refuse_too_few_gpus
-from piper.launch.worker_group import Report, Restored, Watch
+from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
@@ -136,8 +136,8 @@ class ProcessWorkerGroup:
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         return self._run("step", batch, report)
 
-    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
-        return self._run("watch", batch, what)
+    def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
+        return self._run("profile", batch, what)
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         return self._run("evaluate", batch)
@@ -227,7 +227,7 @@ class ProcessWorkerGroup:
 
     # running
 
-    def _run(self, method: str, batch: Sequence[Tensor], how: Watch | bool = True) -> Report:
+    def _run(self, method: str, batch: Sequence[Tensor], how: ProfileKind | bool = True) -> Report:
         program = self._program
         plans, code = program.plans, program.code
         if method == "evaluate":

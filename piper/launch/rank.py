@@ -15,8 +15,8 @@ from piper.errors import PiperError
 from piper.launch.device import Device
 from piper.launch.faults import described
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
-from piper.launch.watching import watched
-from piper.launch.worker_group import Report, Restored, Watch
+from piper.launch.torch_profiler import profiled
+from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.lower.plan import COMMUNICATING
 from piper.program import Program
 from piper.runtime.executor import CommunicationError
@@ -80,9 +80,9 @@ class Rank:
     def evaluate(self, given: list[Tensor]) -> Report:
         return self._finished(self.device.evaluate(given))
 
-    def watch(self, given: list[Tensor], what: Watch) -> Report:
-        run = self.device.watch(given, what)
-        return watched(lambda: self._finished(run), what, self.where)
+    def profile(self, given: list[Tensor], what: ProfileKind) -> Report:
+        run = self.device.profile(given, what)
+        return profiled(lambda: self._finished(run), what, self.where)
 
     def export(self, *, optimizer: bool, only: frozenset[str] | None) -> Portions:
         return self.device.export(optimizer=optimizer, only=only)

@@ -30,7 +30,7 @@ from piper.launch.agreeing import (
 from piper.launch.clock import seconds_ahead
 from piper.launch.guard import Guard
 from piper.launch.rank import Rank, choose_gpu
-from piper.launch.worker_group import Report, Restored, Watch
+from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.portable import Portions
@@ -113,14 +113,14 @@ class TorchrunWorkerGroup:
             given = cut(plan, program.code, self._number, batch)
             return self._rank.step(given, report=report)
 
-    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
+    def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
         program = self._program
         plan = program.plan_of(self._number)
         self._batches.refuse_others(batch)
         given = cut(plan, program.code, self._number, batch)
         ahead = seconds_ahead(self._objects)
         with self._guarded():
-            report = self._rank.watch(given, what).on_host().at_clock(ahead)
+            report = self._rank.profile(given, what).on_host().at_clock(ahead)
         return Report.joined([report, *everyone(report, self._objects)])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:

@@ -17,7 +17,7 @@ from piper.errors import PiperError
 from piper.launch.checkpoint import in_turn, read, tensor_of, whole_state, write
 from piper.launch.interrupts import held_back
 from piper.launch.profile import Profile
-from piper.launch.worker_group import Report, Restored, Watch, WorkerGroup
+from piper.launch.worker_group import ProfileKind, Report, Restored, WorkerGroup
 from piper.program import Program
 from piper.tracking import Alive
 
@@ -135,7 +135,7 @@ class Trainer:
     def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
         """Train ``steps`` times on one global batch, and measure every instruction of every device:
         by clocks on CPUs, by events on GPUs. Without a batch, on the one that the program was
-        compiled with. With ``kernels`` the last step is watched by torch's profiler too, which
+        compiled with. With ``kernels`` the last step runs under torch's profiler too, which
         makes it slower.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -145,7 +145,9 @@ class Trainer:
         for step in range(steps):
             last = kernels and step == steps - 1
             with held_back():
-                report = self._whole.watch(tensors, Watch.KERNELS if last else Watch.TIME)
+                report = self._whole.profile(
+                    tensors, ProfileKind.KERNELS if last else ProfileKind.TIME
+                )
                 self.steps += 1
             found.append(report.measured)
         return Profile(self.program, tuple(found), report.kernels)
@@ -168,7 +170,7 @@ class Trainer:
         makes its state: measure a later one.
         """
         with held_back():
-            report = self._whole.watch(self._tensors(batch, None), Watch.MEMORY)
+            report = self._whole.profile(self._tensors(batch, None), ProfileKind.MEMORY)
             self.steps += 1
         return dict(sorted(report.alive.items()))
 

@@ -15,8 +15,8 @@ from piper.capture.codegen import Runners
 from piper.errors import PiperError
 from piper.launch.device import Device
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
-from piper.launch.watching import watched
-from piper.launch.worker_group import Report, Restored, Watch
+from piper.launch.torch_profiler import profiled
+from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
@@ -86,10 +86,10 @@ class VirtualWorkerGroup:
         both = zip(self._devices, parts, strict=True)
         return self._drive([device.train(part, report=report) for device, part in both])
 
-    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
+    def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
-        runs = [d.watch(p, what) for d, p in zip(self._devices, parts, strict=True)]
-        return watched(lambda: self._drive(runs), what, self._program.device)
+        runs = [d.profile(p, what) for d, p in zip(self._devices, parts, strict=True)]
+        return profiled(lambda: self._drive(runs), what, self._program.device)
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         program = self._program

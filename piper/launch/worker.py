@@ -144,8 +144,8 @@ def _serve(connection: Connection, folder: Path) -> None:
             case Call("step", (given, report)):
                 step = partial(rank.step, given, report=report)
                 _answer(connection, _settled(rank, monitor, step))
-            case Call("watch", (given, what)):
-                _answer(connection, _settled(rank, monitor, lambda: rank.watch(given, what)))
+            case Call("profile", (given, what)):
+                _answer(connection, _settled(rank, monitor, lambda: rank.profile(given, what)))
             case Call("evaluate", (given, _)):
                 _answer(connection, _settled(rank, monitor, lambda: rank.evaluate(given)))
             case Call("export", (optimizer, only)):

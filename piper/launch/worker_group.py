@@ -17,7 +17,7 @@ from piper.runtime.recording import Measured
 from piper.tracking import Alive
 
 
-class Watch(Enum):
+class ProfileKind(Enum):
     """What is to be measured of a step."""
 
     TIME = "time"
@@ -130,7 +130,7 @@ class WorkerGroup(Protocol):
         """Train on one batch."""
         ...
 
-    def watch(self, batch: Sequence[Tensor], what: Watch) -> Report:
+    def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
         """Train on one batch, and measure what happens."""
         ...
 

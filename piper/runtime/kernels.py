@@ -51,7 +51,7 @@ class Kernels:
 
 @contextmanager
 def kernels_of(where: torch.device) -> Iterator[Kernels]:
-    """Watch what runs inside; what is given is filled in at the end."""
+    """Profile what runs inside; what is given is filled in at the end."""
     activities = [ProfilerActivity.CPU]
     if where.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

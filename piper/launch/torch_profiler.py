@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch.profiler import record_function
 
-from piper.launch.worker_group import Report, Watch
+from piper.launch.worker_group import ProfileKind, Report
 from piper.runtime.kernels import Kernel, kernels_of
 from piper.runtime.recording import range_name
 
@@ -23,9 +23,9 @@ _NOBODY = 10**9
 """The number of no device."""
 
 
-def watched(run: Callable[[], Report], what: Watch, where: torch.device) -> Report:
+def profiled(run: Callable[[], Report], what: ProfileKind, where: torch.device) -> Report:
     """What ``run`` reports, with its kernels if they are asked for."""
-    if what is not Watch.KERNELS:
+    if what is not ProfileKind.KERNELS:
         return run()
     moments = []
     with kernels_of(where) as found:
