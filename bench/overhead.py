@@ -157,7 +157,7 @@ class Ours:
 
     def _once_a_step(self, op: Op) -> Op:
         """The loss, the norm and the update are tensor operations, and nothing else."""
-        instruction = self.device._training.board.plan.instructions[op.place]
+        instruction = self.device._training.context.plan.instructions[op.place]
         if instruction.verb not in (Verb.COLLECTIVE, Verb.UPDATE):
             return op
 

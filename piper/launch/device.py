@@ -89,7 +89,7 @@ class Device:
 
     def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         tracker = Tracker(lambda: self.executor.at[0])
-        tracker.count((*self.state.tensors(), *self._training.board.constants.values()))
+        tracker.count((*self.state.tensors(), *self._training.context.constants.values()))
         state = tracker.now
         with tracker:
             own = [x.clone() for x in given]
@@ -107,8 +107,8 @@ class Device:
 
     def abandon(self) -> None:
         """Forget a step that failed."""
-        self._training.board.abandon()
-        self._evaluation.board.abandon()
+        self._training.context.abandon()
+        self._evaluation.context.abandon()
 
     def export(self, *, optimizer: bool, only: frozenset[str] | None) -> Portions:
         return export(self.state, optimizer=optimizer, only=only)

@@ -83,7 +83,7 @@ class Neighbours:
         place = self.unfinished()
         here, waits_for = "in the preparation of communication", self._others()
         if place is not None and self.device is not None:
-            plan = self.device.running.board.plan
+            plan = self.device.running.context.plan
             here = f"at {described(plan, place, self._number)}"
             waits_for = peers_of(plan.instructions[place], self._number)
         elif self.device is not None:

@@ -109,7 +109,7 @@ class Rank:
         try:
             return finished(run)
         except CommunicationError as error:
-            plan = self.device.running.board.plan
+            plan = self.device.running.context.plan
             place, cause = error.place, error.__cause__
             if isinstance(error, LostError):
                 names = [x.name if x.verb in COMMUNICATING else "" for x in plan.instructions]

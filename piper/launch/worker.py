@@ -183,7 +183,7 @@ def _monitored(rank: Rank, timeout: float, connection: Connection) -> Monitor:
         rank.device.executor.at[0] = place
         if seconds < timeout:
             return None
-        what = described(rank.device.running.board.plan, place, rank.number)
+        what = described(rank.device.running.context.plan, place, rank.number)
         return f"device {rank.number} has waited {seconds:.0f} s for {what}"
 
     def fail(text: str) -> None:

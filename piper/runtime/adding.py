@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from piper.lower.plan import Instruction
-from piper.runtime.board import Board
+from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import Act
 
 
-def add(board: Board, x: Instruction) -> Act:
+def add(context: ExecutionContext, x: Instruction) -> Act:
     """What is read is added from the first on, in new memory: that of the first may be shared."""
-    slots = board.slots
+    slots = context.slots
     first, second, *others = x.reads
     (target,) = x.writes
-    stride = board.wanted.get(target)
+    stride = context.wanted.get(target)
 
     def act() -> None:
         total, term = slots[first], slots[second]

@@ -13,21 +13,23 @@ from piper.capture.tensors import TensorSpec
 from piper.ir.dag import Compute
 from piper.lower.plan import Instruction
 from piper.random import fold, seeded
-from piper.runtime.board import Board, Made
+from piper.runtime.context import ExecutionContext, Made
 from piper.runtime.pending import Act
 from piper.runtime.streams import Free
 from piper.runtime.together import Together
 
 
-def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free: Free) -> Act:
+def compute(
+    context: ExecutionContext, x: Instruction, op: Compute, last: Sequence[int], free: Free
+) -> Act:
     """It is the last reader of the slots in ``last``, whose tensors go as soon as the program has
     used them."""
     group = len(x.group)
-    program = board.code.programs[group][op.chunk]
+    program = context.code.programs[group][op.chunk]
     function = program.functions[op.which]
-    piece = board.code.pieces[op.chunk]
-    run = board.runners.get(program, op.which)
-    slots, kinds, read = board.slots, board.plan.slots, board.read(x, op)
+    piece = context.code.pieces[op.chunk]
+    run = context.runners.get(program, op.which)
+    slots, kinds, read = context.slots, context.plan.slots, context.read(x, op)
     extra = x.reads[len(read) :]
     gathered = {kinds[slot].bucket: slot for slot in extra}
     fixed: list[Any] = []
@@ -37,30 +39,30 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
         fixed.append(None)
         if ref.kind is Kind.PARAMETER:
             name = piece.parameters[ref.index]
-            if name in board.state.views:
-                fixed[position] = board.state.views[name]
+            if name in context.state.views:
+                fixed[position] = context.state.views[name]
             else:
-                nested.append((position, gathered[board.state.bucket_of[name]], name))
+                nested.append((position, gathered[context.state.bucket_of[name]], name))
         elif ref.kind is Kind.BUFFER:
-            fixed[position] = board.buffer(piece.buffers[ref.index])
+            fixed[position] = context.buffer(piece.buffers[ref.index])
         elif ref.kind in BUNDLES:
             nested.append((position, read[Ref(ref.kind, 0)], ref.index))
         else:
             direct.append((position, read[ref]))
-    written = board.written(x, op)
+    written = context.written(x, op)
     single = [(made.slot, made.places[0]) for made in written if not made.bundle]
     bundles = [(m.slot, m.places) for m in written if m.bundle and m.slot not in x.adds]
     adds = [(m.slot, m.places) for m in written if m.slot in x.adds]
     first = [m for m in written if kinds[m.slot].names and m.slot not in x.adds]
     specs = [program.specs[ref] for ref in function.results]
-    allocates = _allocates(board, x, first, specs)
+    allocates = _allocates(context, x, first, specs)
     alone = [(m.slot, m.places) for m in first if m.slot in x.allocates]
-    lying = [lies for m in first for lies in _lying(board, m)]
-    casts = _casts(board, [m for m in first if m.slot not in x.allocates], specs)
-    into = [(i, specs[i].dtype) for i in board.runners.compiler.into(function)]
-    ties = _ties(board, [slot for slot in extra if kinds[slot].names], written)
+    lying = [lies for m in first for lies in _lying(context, m)]
+    casts = _casts(context, [m for m in first if m.slot not in x.allocates], specs)
+    into = [(i, specs[i].dtype) for i in context.runners.compiler.into(function)]
+    ties = _ties(context, [slot for slot in extra if kinds[slot].names], written)
     updates = [
-        (board.buffer(piece.updates[r.index]), i)
+        (context.buffer(piece.updates[r.index]), i)
         for i, r in enumerate(function.results)
         if r.kind is Kind.UPDATE
     ]
@@ -96,14 +98,14 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
         for slot, places in adds:
             torch._foreach_add_(slots[slot], [results[i] for i in places])
         if updates:
-            board.state.changing = True
+            context.state.changing = True
         for buffer, i in updates:
             buffer.copy_(results[i])
 
     if not function.random:
         return act
-    state, where = board.state, board.where
-    part = op.microbatch * group + x.group.index(board.device)
+    state, where = context.state, context.where
+    part = op.microbatch * group + x.group.index(context.device)
 
     def drawing() -> None:
         draws = fold(state.training.seed, step=state.steps, chunk=op.chunk, microbatch=part)
@@ -114,41 +116,41 @@ def compute(board: Board, x: Instruction, op: Compute, last: Sequence[int], free
 
 
 def _allocates(
-    board: Board, x: Instruction, first: Sequence[Made], specs: Sequence[TensorSpec]
+    context: ExecutionContext, x: Instruction, first: Sequence[Made], specs: Sequence[TensorSpec]
 ) -> list[tuple[int, Callable[[], Any]]]:
     """The slots in which gradients are added up from here on, and what makes them."""
     found: list[tuple[int, Callable[[], Any]]] = []
     places = {made.slot: made.places for made in first}
     for slot in x.allocates:
         if slot not in places:
-            found.append((slot, board.buffer_maker(slot)))
+            found.append((slot, context.buffer_maker(slot)))
             continue
         mine = [specs[i] for i in places[slot]]
-        together = Together(mine, board.plan.slots[slot].dtypes, board.where)
+        together = Together(mine, context.plan.slots[slot].dtypes, context.where)
         found.append((slot, together.empty))
     return found
 
 
 def _lying(
-    board: Board, made: Made
+    context: ExecutionContext, made: Made
 ) -> Iterator[tuple[int, int, Callable[[Tensor, str], Tensor], str]]:
     """Of the gradients in a slot that are put into buckets' buffers: their places among the
     program's results, the buffers, and what finds them there."""
-    kind = board.plan.slots[made.slot]
+    kind = context.plan.slots[made.slot]
     for slot in kind.lies_in:
-        buffer = board.plan.slots[slot]
+        buffer = context.plan.slots[slot]
         assert buffer.bucket is not None
-        view = board.state.held[buffer.bucket].layout.view
+        view = context.state.held[buffer.bucket].layout.view
         for place, name in zip(made.places, kind.names, strict=True):
             if name in buffer.names:
                 yield place, slot, view, name
 
 
 def _casts(
-    board: Board, first: Sequence[Made], specs: Sequence[TensorSpec]
+    context: ExecutionContext, first: Sequence[Made], specs: Sequence[TensorSpec]
 ) -> list[tuple[int, tuple[torch.dtype, ...]]]:
     """The slots whose gradients the program makes in other dtypes than they are kept in."""
-    found = [(made, board.plan.slots[made.slot].dtypes) for made in first]
+    found = [(made, context.plan.slots[made.slot].dtypes) for made in first]
     return [
         (made.slot, dtypes)
         for made, dtypes in found
@@ -169,10 +171,12 @@ def _moved(results: Sequence[Tensor], home: dict[int, Tensor]) -> list[Tensor]:
     return [home.get(i, result) for i, result in enumerate(results)]
 
 
-def _ties(board: Board, later: list[int], written: list[Made]) -> list[tuple[int, int, int]]:
+def _ties(
+    context: ExecutionContext, later: list[int], written: list[Made]
+) -> list[tuple[int, int, int]]:
     """The gradients of tied parameters that later chunks made: slot, place there, and the place
     among the results of what is added to it."""
-    names = [slot.names for slot in board.plan.slots]
+    names = [slot.names for slot in context.plan.slots]
     mine = {name: i for m in written for name, i in zip(names[m.slot], m.places, strict=False)}
     return [
         (slot, key, mine[name])

@@ -19,9 +19,9 @@ from piper.ir.dag import Add, Collective, Compute, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
 from piper.runtime.adding import add
-from piper.runtime.board import Board, Totals
 from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
+from piper.runtime.context import ExecutionContext, Totals
 from piper.runtime.moving import exchange, receive, send
 from piper.runtime.pending import Act, Pending
 from piper.runtime.recording import Recorder
@@ -65,9 +65,9 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A plan whose instructions are functions over one board."""
+    """A plan whose instructions are functions over one execution context."""
 
-    board: Board
+    context: ExecutionContext
     ops: tuple[Op, ...]
     unreported: tuple[Op, ...]
     """The same without the communication of scalars that only the caller would read."""
@@ -89,23 +89,23 @@ class Executor:
 
     def load(self, plan: Plan, code: Code, recorder: Recorder | None = None) -> Loaded:
         """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
-        board = Board(self.state, self.comm, self.runners, plan, code)
+        context = ExecutionContext(self.state, self.comm, self.runners, plan, code)
         ops: list[Op] = []
-        bound = self.streams.bind(plan, board.slots)
+        bound = self.streams.bind(plan, context.slots)
         for place, x in enumerate(plan.instructions):
             last: list[int] = []
             if isinstance(x.op, Compute):  # which adds to gradients when its program is done
                 last = [s for s in x.frees if s in x.reads and not plan.slots[s].names]
-                act = compute(board, x, x.op, last, bound.free)
+                act = compute(context, x, x.op, last, bound.free)
             else:
-                act = _load(board, x)
+                act = _load(context, x)
             after = [slot for slot in x.frees if slot not in last]
             if recorder is not None:
                 act = recorder.wrapped(act, place)
             ops.append(Op(place, x.ends, bound.wrapped(act, place), tuple(after)))
         if self.comm.any_order:
             ops = _early(ops, plan)
-        return Loaded(board, tuple(ops), _unreported(ops, plan), bound)
+        return Loaded(context, tuple(ops), _unreported(ops, plan), bound)
 
     def run(
         self, loaded: Loaded, given: list[Tensor], *, report: bool = True
@@ -114,12 +114,12 @@ class Executor:
         list is emptied, so that the plan alone says how long they are kept. Scalars that no
         instruction needs are summed up if ``report`` is true."""
         self.running = loaded
-        board, at = loaded.board, self.at
+        context, at = loaded.context, self.at
         free, keeps = loaded.bound.free, loaded.bound.keeps
         pending: dict[int, Pending] = {}
         place = 0
         try:
-            board.begin(given)
+            context.begin(given)
             given.clear()
             self.streams.begin()
             loaded.bound.begin()
@@ -143,25 +143,25 @@ class Executor:
         except InstructionError:
             raise
         except Exception as error:
-            x = board.plan.instructions[place]
+            x = context.plan.instructions[place]
             kind = CommunicationError if x.verb in COMMUNICATING else InstructionError
-            raise self._failed(board, place, kind, error) from error
-        board.totals.ready = self.streams.finish(loaded.bound.reporting)
-        board.end()
-        return board.totals
+            raise self._failed(context, place, kind, error) from error
+        context.totals.ready = self.streams.finish(loaded.bound.reporting)
+        context.end()
+        return context.totals
 
     def _complete(self, loaded: Loaded, pending: dict[int, Pending], place: int) -> None:
         try:
             loaded.bound.complete(pending.pop(place), place)
         except Exception as error:
-            raise self._failed(loaded.board, place, CommunicationError, error) from error
+            raise self._failed(loaded.context, place, CommunicationError, error) from error
 
     def _failed(
-        self, board: Board, place: int, kind: type[InstructionError], error: Exception
+        self, context: ExecutionContext, place: int, kind: type[InstructionError], error: Exception
     ) -> InstructionError:
         failed = kind(
             f"device {self.state.device}, instruction {place} "
-            f"({board.plan.instructions[place].name}): {type(error).__name__}: {error}"
+            f"({context.plan.instructions[place].name}): {type(error).__name__}: {error}"
         )
         failed.place = place
         return failed
@@ -214,34 +214,34 @@ def _comes_from_others(x: Instruction) -> bool:
     return set(x.op.source).isdisjoint(x.op.target)
 
 
-def _load(board: Board, x: Instruction) -> Act:
+def _load(context: ExecutionContext, x: Instruction) -> Act:
     match x.op:
         case Transfer():
-            return send(board, x, x.op) if x.verb is Verb.SEND else receive(board, x, x.op)
+            return send(context, x, x.op) if x.verb is Verb.SEND else receive(context, x, x.op)
         case Collective(groups=groups):
-            group = next(group for group in groups if board.device in group)
-            return _collective(board, x, group)
+            group = next(group for group in groups if context.device in group)
+            return _collective(context, x, group)
         case Update():
-            return update(board, x, x.op)
+            return update(context, x, x.op)
         case Add():
-            return add(board, x)
+            return add(context, x)
         case _:
             raise AssertionError(f"{x.verb} has nothing to do")
 
 
-def _collective(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
+def _collective(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
     match x.role:
         case ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
-            return exchange(board, x, group)
+            return exchange(context, x, group)
         case ExtraRole.REDUCED:
-            return reduce(board, x)
+            return reduce(context, x)
         case ExtraRole.SUMMED:
-            return sum_copies(board, x)
+            return sum_copies(context, x)
         case ExtraRole.GATHERED:
-            return gather(board, x)
+            return gather(context, x)
         case ExtraRole.TOTAL:
-            return total(board, x, group)
+            return total(context, x, group)
         case ExtraRole.NORM:
-            return norm(board, x, group)
+            return norm(context, x, group)
         case _:
             raise AssertionError(f"a collective cannot make {x.role}")

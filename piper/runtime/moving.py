@@ -8,16 +8,17 @@ from piper.ir.dag import Transfer
 from piper.ir.overlaps import received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction
-from piper.runtime.board import Board
+from piper.runtime.context import ExecutionContext
 from piper.runtime.messages import exchange_back, exchange_out
 from piper.runtime.pending import Act, Pending
 
 
-def send(board: Board, x: Instruction, op: Transfer) -> Act:
-    slots, name, dim = board.slots, x.name, op.dim
+def send(context: ExecutionContext, x: Instruction, op: Transfer) -> Act:
+    slots, name, dim = context.slots, x.name, op.dim
     (slot,) = x.reads
     messages = [
-        (board.comm.send(x.node, x.stream, part.peer), part) for part in sent_by(op, board.device)
+        (context.comm.send(x.node, x.stream, part.peer), part)
+        for part in sent_by(op, context.device)
     ]
     if len(messages) == 1 and messages[0][1].whole:
         ((begin, _),) = messages
@@ -38,14 +39,14 @@ def send(board: Board, x: Instruction, op: Transfer) -> Act:
     return act
 
 
-def receive(board: Board, x: Instruction, op: Transfer) -> Act:
-    where, name, dim = board.where, x.name, op.dim
-    store = board.store(x)
+def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> Act:
+    where, name, dim = context.where, x.name, op.dim
+    store = context.store(x)
     (slot,) = x.writes
-    spec = board.code.values[op.parts[1]][x.of]
+    spec = context.code.values[op.parts[1]][x.of]
     messages = [
-        (board.comm.receive(x.node, x.stream, part.peer), part)
-        for part in received_by(op, board.device)
+        (context.comm.receive(x.node, x.stream, part.peer), part)
+        for part in received_by(op, context.device)
     ]
     size = spec.shape[dim] if spec.shape else 0
     aside = scattered(op, sends=False)
@@ -60,17 +61,17 @@ def receive(board: Board, x: Instruction, op: Transfer) -> Act:
             if aside:
                 for part, come in zip(parts, into, strict=True):
                     part.copy_(come)
-            store(board.arrange(slot, out))
+            store(context.arrange(slot, out))
 
         return Pending(name, handles, finish)
 
     return act
 
 
-def exchange(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
-    slots, ways = board.slots, len(group)
-    store = board.store(x)
-    begin = board.comm.all_to_all(x.node, x.stream, group)
+def exchange(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
+    slots, ways = context.slots, len(group)
+    store = context.store(x)
+    begin = context.comm.all_to_all(x.node, x.stream, group)
     (slot,), (target,) = x.reads, x.writes
     pack, unpack = exchange_out(ways) if x.role is ExtraRole.EXCHANGED else exchange_back(ways)
 
@@ -80,7 +81,7 @@ def exchange(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
         handle = begin(data, out)
 
         def finish() -> None:
-            store(board.arrange(target, unpack(out)))
+            store(context.arrange(target, unpack(out)))
 
         return Pending(x.name, [handle], finish, keeps=(data,))
 

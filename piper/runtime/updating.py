@@ -9,7 +9,7 @@ from torch import Tensor
 
 from piper.ir.dag import Update
 from piper.lower.plan import Instruction
-from piper.runtime.board import Board
+from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import Act, Pending
 from piper.runtime.state import Held
 
@@ -17,19 +17,19 @@ _ROW = 512
 """Elements whose squares are added up in fp32; more would lose digits."""
 
 
-def reduce(board: Board, x: Instruction) -> Act:
-    slots, where = board.slots, board.where
-    store = board.store(x)
-    held = board.state.held[x.of]
+def reduce(context: ExecutionContext, x: Instruction) -> Act:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    held = context.state.held[x.of]
     layout = held.layout
     kind = layout.bucket.gradient
     if layout.divided:
-        scatter = board.comm.reduce_scatter(x.node, x.stream, layout.block)
+        scatter = context.comm.reduce_scatter(x.node, x.stream, layout.block)
     else:
-        sum_up = board.comm.all_reduce(x.node, x.stream, layout.group)
+        sum_up = context.comm.all_reduce(x.node, x.stream, layout.group)
     (target,) = x.writes
-    buffer = next((s for s in x.reads if board.plan.slots[s].bucket == x.of), None)
-    sources = _sources(board, held, x.reads)
+    buffer = next((s for s in x.reads if context.plan.slots[s].bucket == x.of), None)
+    sources = _sources(context, held, x.reads)
     adds = target in x.adds
 
     def act() -> Pending:
@@ -59,11 +59,11 @@ def reduce(board: Board, x: Instruction) -> Act:
     return act
 
 
-def sum_copies(board: Board, x: Instruction) -> Act:
-    slots, where = board.slots, board.where
-    store = board.store(x)
-    layout = board.state.held[x.of].layout
-    sum_up = board.comm.all_reduce(x.node, x.stream, layout.across)
+def sum_copies(context: ExecutionContext, x: Instruction) -> Act:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    layout = context.state.held[x.of].layout
+    sum_up = context.comm.all_reduce(x.node, x.stream, layout.across)
 
     def act() -> Pending:
         if x.reads:
@@ -81,21 +81,21 @@ def sum_copies(board: Board, x: Instruction) -> Act:
 
 
 def _sources(
-    board: Board, held: Held, reads: tuple[int, ...]
+    context: ExecutionContext, held: Held, reads: tuple[int, ...]
 ) -> list[tuple[str, list[tuple[int, int]]]]:
     """For each parameter of a bucket, the slots with its gradients and their places there."""
-    bundles = [(slot, board.plan.slots[slot].names) for slot in reads]
+    bundles = [(slot, context.plan.slots[slot].names) for slot in reads]
     return [
         (name, [(slot, names.index(name)) for slot, names in bundles if name in names])
         for name in held.layout.bucket.parameters
     ]
 
 
-def gather(board: Board, x: Instruction) -> Act:
-    where, store = board.where, board.store(x)
-    held = board.state.held[x.of]
+def gather(context: ExecutionContext, x: Instruction) -> Act:
+    where, store = context.where, context.store(x)
+    held = context.state.held[x.of]
     layout = held.layout
-    begin = board.comm.all_gather(x.node, x.stream, layout.block)
+    begin = context.comm.all_gather(x.node, x.stream, layout.block)
 
     def whole() -> Pending:
         low, high = layout.mine
@@ -119,10 +119,10 @@ def gather(board: Board, x: Instruction) -> Act:
     return parts if layout.scattered else whole
 
 
-def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
-    slots, where = board.slots, board.where
-    store = board.store(x)
-    sum_up = board.comm.all_reduce(x.node, x.stream, group)
+def total(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    sum_up = context.comm.all_reduce(x.node, x.stream, group)
     losses = len(x.weights)
     uneven = any(weight != 1 for weight in x.weights)
     weights = torch.tensor(x.weights, dtype=torch.float64, device=where) if uneven else None
@@ -139,7 +139,7 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
         handle = sum_up(data)
 
         def finish() -> None:
-            board.totals.loss = data
+            context.totals.loss = data
             store(data)
 
         return Pending(x.name, [handle], finish)
@@ -147,11 +147,11 @@ def total(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
     return act
 
 
-def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
-    slots, where = board.slots, board.where
-    store = board.store(x)
-    sum_up = board.comm.all_reduce(x.node, x.stream, group)
-    collect = [(board.state.held[b], _gradients(board, b, x.reads)) for b in x.buckets]
+def norm(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    sum_up = context.comm.all_reduce(x.node, x.stream, group)
+    collect = [(context.state.held[b], _gradients(context, b, x.reads)) for b in x.buckets]
     scalars = () if collect else x.reads
 
     def act() -> Pending:
@@ -163,7 +163,7 @@ def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
         handle = sum_up(data)
 
         def finish() -> None:
-            board.totals.norm = data
+            context.totals.norm = data
             store(data)
 
         return Pending(x.name, [handle], finish)
@@ -171,17 +171,19 @@ def norm(board: Board, x: Instruction, group: tuple[int, ...]) -> Act:
     return act
 
 
-def _gradients(board: Board, bucket: int, reads: tuple[int, ...]) -> Callable[[], list[Tensor]]:
+def _gradients(
+    context: ExecutionContext, bucket: int, reads: tuple[int, ...]
+) -> Callable[[], list[Tensor]]:
     """Gives the summed gradient of each fragment of a bucket, from the slots that are read."""
-    held = board.state.held[bucket]
-    layout, slots = held.layout, board.slots
-    reduced = [slot for slot in reads if board.plan.slots[slot].bucket == bucket]
+    held = context.state.held[bucket]
+    layout, slots = held.layout, context.slots
+    reduced = [slot for slot in reads if context.plan.slots[slot].bucket == bucket]
     if reduced:
         (slot,) = reduced
         if layout.divided:
             return lambda: [slots[slot][f.start : f.stop] for f in layout.fragments]
         return lambda: [layout.view(slots[slot], f.name) for f in layout.fragments]
-    sources = _sources(board, held, reads)
+    sources = _sources(context, held, reads)
 
     def summed() -> list[Tensor]:
         found = []
@@ -195,22 +197,22 @@ def _gradients(board: Board, bucket: int, reads: tuple[int, ...]) -> Callable[[]
     return summed
 
 
-def update(board: Board, x: Instruction, op: Update) -> Act:
+def update(context: ExecutionContext, x: Instruction, op: Update) -> Act:
     """The optimizer on the buckets that the plan says: one, all of the device, or, if a later
     instruction does that, nothing yet."""
-    slots, state = board.slots, board.state
-    own, collect_own = state.held[op.bucket], _gradients(board, op.bucket, x.reads)
-    collect = [(state.held[b], _gradients(board, b, x.reads)) for b in x.buckets]
-    counted, clip = board.code.count is not None, state.training.clip_norm
+    slots, state = context.slots, context.state
+    own, collect_own = state.held[op.bucket], _gradients(context, op.bucket, x.reads)
+    collect = [(state.held[b], _gradients(context, b, x.reads)) for b in x.buckets]
+    counted, clip = context.code.count is not None, state.training.clip_norm
     (target,) = x.writes
 
     def scale(gradients: list[Tensor]) -> None:
         if counted:
-            assert board.totals.loss is not None
+            assert context.totals.loss is not None
             for gradient in gradients:
-                gradient.div_(board.totals.loss[1].to(gradient.dtype))
+                gradient.div_(context.totals.loss[1].to(gradient.dtype))
         if clip is not None:
-            coefficient = _clip(board, clip, counted)
+            coefficient = _clip(context, clip, counted)
             for gradient in gradients:
                 gradient.mul_(coefficient.to(gradient.dtype))
 
@@ -220,7 +222,7 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
             found = next((g for held, g in rows if held is own), None)
             slots[target] = squares(_counted(own, collect_own() if found is None else found))
         else:
-            slots[target] = torch.zeros((), dtype=torch.float64, device=board.where)
+            slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
         for _, gradients in rows:
             scale(gradients)
         if rows:
@@ -229,13 +231,13 @@ def update(board: Board, x: Instruction, op: Update) -> Act:
     return act
 
 
-def _clip(board: Board, limit: float, counted: bool) -> Tensor:
+def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
     """What all gradients are multiplied with so that their norm stays within ``limit``."""
-    assert board.totals.norm is not None
-    norm = board.totals.norm.sqrt()
+    assert context.totals.norm is not None
+    norm = context.totals.norm.sqrt()
     if counted:
-        assert board.totals.loss is not None
-        norm = norm / board.totals.loss[1]
+        assert context.totals.loss is not None
+        norm = norm / context.totals.loss[1]
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 

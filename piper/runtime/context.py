@@ -1,4 +1,4 @@
-"""One device's slots while a plan runs, and what is known of each before anything runs."""
+"""The execution context of a plan: one device's slots, and what is known of each in advance."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Made:
     """Whether the slot holds a list of them, and not one tensor."""
 
 
-class Board:
-    """What the instructions of one plan work on."""
+class ExecutionContext:
+    """What the instructions of one plan work on: state, communication, and slots."""
 
     def __init__(
         self, state: DeviceState, comm: Comm, runners: Runners, plan: Plan, code: Code
