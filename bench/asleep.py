@@ -95,7 +95,7 @@ class Asleep:
         x, scale = torch.zeros(1, DIM), torch.ones(DIM)
         forward, inputs, weights = self.seconds
         found = []
-        for act in (
+        for call in (
             lambda: sleep(x, forward, inputs) * slowly(scale, weights),
             lambda: pause(x * scale, inputs),
             lambda: pause((x * x).sum(0), weights),
@@ -103,7 +103,7 @@ class Asleep:
             taken = []
             for _ in range(9):
                 start = time.perf_counter()
-                act()
+                call()
                 taken.append(time.perf_counter() - start)
             found.append(statistics.median(taken))
         return found[0], found[1], found[2]

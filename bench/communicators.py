@@ -119,15 +119,15 @@ def messages(first: Any, second: Any, x: Any, rank: int, told: Any, barrier: Any
 
     for size in SIZES:
         found = {}
-        for name, act in (("broadcast", broadcast), ("send", send), ("broadcast ", broadcast)):
+        for name, call in (("broadcast", broadcast), ("send", send), ("broadcast ", broadcast)):
             data = x[:size]
             for _ in range(3):
-                act(data)
+                call(data)
             torch.cuda.synchronize()
             barrier()
             start = time.perf_counter()
             for _ in range(20):
-                act(data)
+                call(data)
             host = (time.perf_counter() - start) / 20
             torch.cuda.synchronize()
             found[name] = host, (time.perf_counter() - start) / 20

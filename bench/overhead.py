@@ -29,7 +29,7 @@ import piper
 from piper.capture.codegen import Runner, Runners
 from piper.capture.program import Pass, Program
 from piper.lower.plan import Verb
-from piper.runtime.executor import Op
+from piper.runtime.executor import LoadedInstruction
 from piper.runtime.pending import Pending
 
 WIDTH, ROWS = 8, 2
@@ -155,7 +155,7 @@ class Ours:
         self.given = cut(plan, program.code, 0, [x, y])
         self.count = len(plan.instructions)
 
-    def _once_a_step(self, op: Op) -> Op:
+    def _once_a_step(self, op: LoadedInstruction) -> LoadedInstruction:
         """The loss, the norm and the update are tensor operations, and nothing else."""
         instruction = self.device._training.context.plan.instructions[op.place]
         if instruction.verb not in (Verb.COLLECTIVE, Verb.UPDATE):
@@ -163,11 +163,11 @@ class Ours:
 
         def timed() -> Pending | None:
             start = time.perf_counter()
-            begun = op.act()
+            begun = op.execute()
             self.runners.seconds += time.perf_counter() - start
             return begun
 
-        return op._replace(act=timed)
+        return op._replace(execute=timed)
 
     def step(self) -> None:
         for _ in self.device.step(list(self.given)):

@@ -35,7 +35,7 @@ from piper.models import (
     lm_loss,
     lm_loss_sum,
 )
-from piper.runtime.executor import Executor, Loaded
+from piper.runtime.executor import Executor, LoadedPlan
 from piper.runtime.loopback import Loopback
 from piper.runtime.updating import squares
 from tests.reference import Net, slices
@@ -208,13 +208,13 @@ def test_messages_that_are_asked_for_early(name: str, monkeypatch: pytest.Monkey
     begun: list[list[int]] = []
     load = Executor.load
 
-    def watched(self: Executor, *given: Any) -> Loaded:
+    def recorded(self: Executor, *given: Any) -> LoadedPlan:
         loaded = load(self, *given)
         begun.append([op.place for op in loaded.ops])
         return loaded
 
     monkeypatch.setattr(Loopback, "any_order", True)
-    monkeypatch.setattr(Executor, "load", watched)
+    monkeypatch.setattr(Executor, "load", recorded)
     check(built(Tower), PIPELINES[name], 8, optimizer=adamw)
     assert any(places != sorted(places) for places in begun)
 

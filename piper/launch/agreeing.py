@@ -147,10 +147,10 @@ def _bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(whole.get(x.element_size(), torch.uint8))
 
 
-def lost_peers(act: Callable[[], Any]) -> Any:
-    """What ``act`` gives, unless a process that takes part in it is gone."""
+def lost_peers(call: Callable[[], Any]) -> Any:
+    """What ``call`` gives, unless a process that takes part in it is gone."""
     try:
-        return act()
+        return call()
     except RuntimeError as error:
         raise PiperError(
             f"the processes cannot be brought together ({str(error).splitlines()[0]}): one of them "

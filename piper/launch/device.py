@@ -15,7 +15,7 @@ from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
-from piper.runtime.executor import Executor, Loaded, Place
+from piper.runtime.executor import Executor, LoadedPlan, Place
 from piper.runtime.groups import restore_groups
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
@@ -56,7 +56,7 @@ class Device:
         self.executor.at = at
 
     @property
-    def running(self) -> Loaded:
+    def running(self) -> LoadedPlan:
         """The plan that was run last."""
         return self.executor.running or self._training
 

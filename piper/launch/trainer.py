@@ -270,10 +270,10 @@ class Trainer:
             )
         return self._devices
 
-    def _run(self, act: Any, batch: Sequence[Any], pad: Sequence[float | int] | None) -> StepResult:
+    def _run(self, run: Any, batch: Sequence[Any], pad: Sequence[float | int] | None) -> StepResult:
         start = time.perf_counter()
         tensors = self._tensors(batch, pad)
-        report: Report = act(tensors)
+        report: Report = run(tensors)
         seconds = time.perf_counter() - start
         given = batch[0] if isinstance(batch[0], Tensor) and pad is not None else tensors[0]
         return StepResult(report, self.program, seconds, given.numel())

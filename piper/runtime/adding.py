@@ -6,17 +6,17 @@ import torch
 
 from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
-from piper.runtime.pending import Act
+from piper.runtime.pending import BoundInstruction
 
 
-def add(context: ExecutionContext, x: Instruction) -> Act:
+def add(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     """What is read is added from the first on, in new memory: that of the first may be shared."""
     slots = context.slots
     first, second, *others = x.reads
     (target,) = x.writes
     stride = context.wanted.get(target)
 
-    def act() -> None:
+    def execute() -> None:
         total, term = slots[first], slots[second]
         into = None if stride is None else total.new_empty_strided(total.shape, stride)
         into = torch.add(total, term, out=into)
@@ -24,4 +24,4 @@ def add(context: ExecutionContext, x: Instruction) -> Act:
             into.add_(slots[slot])
         slots[target] = into
 
-    return act
+    return execute

@@ -14,14 +14,14 @@ from piper.ir.dag import Compute
 from piper.lower.plan import Instruction
 from piper.random import fold, seeded
 from piper.runtime.context import ExecutionContext, Made
-from piper.runtime.pending import Act
+from piper.runtime.pending import BoundInstruction
 from piper.runtime.streams import Free
 from piper.runtime.together import Together
 
 
 def compute(
     context: ExecutionContext, x: Instruction, op: Compute, last: Sequence[int], free: Free
-) -> Act:
+) -> BoundInstruction:
     """It is the last reader of the slots in ``last``, whose tensors go as soon as the program has
     used them."""
     group = len(x.group)
@@ -67,7 +67,7 @@ def compute(
         if r.kind is Kind.UPDATE
     ]
 
-    def act() -> None:
+    def execute() -> None:
         arguments = fixed.copy()
         for position, slot in direct:
             arguments[position] = slots[slot]
@@ -103,14 +103,14 @@ def compute(
             buffer.copy_(results[i])
 
     if not function.random:
-        return act
+        return execute
     state, where = context.state, context.where
     part = op.microbatch * group + x.group.index(context.device)
 
     def drawing() -> None:
         draws = fold(state.training.seed, step=state.steps, chunk=op.chunk, microbatch=part)
         with seeded(where, draws):
-            act()
+            execute()
 
     return drawing
 

@@ -23,10 +23,10 @@ from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
 from piper.runtime.context import ExecutionContext, Totals
 from piper.runtime.moving import exchange, receive, send
-from piper.runtime.pending import Act, Pending
+from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
-from piper.runtime.streams import REPORTED, Bound, Streams
+from piper.runtime.streams import REPORTED, BoundStreams, Streams
 from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
 
 _SMALL = 2**16
@@ -53,25 +53,25 @@ class CommunicationError(InstructionError):
     """A communication failed: most likely because another device did before."""
 
 
-class Op(NamedTuple):
+class LoadedInstruction(NamedTuple):
     """One loaded instruction, and the slots that are freed after it."""
 
     place: int
     ends: tuple[int, ...]
     """Communications that are taken to their end before."""
-    act: Act
+    execute: BoundInstruction
     frees: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedPlan:
     """A plan whose instructions are functions over one execution context."""
 
     context: ExecutionContext
-    ops: tuple[Op, ...]
-    unreported: tuple[Op, ...]
+    ops: tuple[LoadedInstruction, ...]
+    unreported: tuple[LoadedInstruction, ...]
     """The same without the communication of scalars that only the caller would read."""
-    bound: Bound
+    bound: BoundStreams
 
 
 class Executor:
@@ -82,33 +82,35 @@ class Executor:
         self.comm = comm
         self.runners = runners
         self.streams = streams
-        self.running: Loaded | None = None
+        self.running: LoadedPlan | None = None
         """What was run last."""
         self.at: Place = [0]
         """The place in the plan, for those who ask from outside; may be shared memory."""
 
-    def load(self, plan: Plan, code: Code, recorder: Recorder | None = None) -> Loaded:
+    def load(self, plan: Plan, code: Code, recorder: Recorder | None = None) -> LoadedPlan:
         """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
         context = ExecutionContext(self.state, self.comm, self.runners, plan, code)
-        ops: list[Op] = []
+        ops: list[LoadedInstruction] = []
         bound = self.streams.bind(plan, context.slots)
         for place, x in enumerate(plan.instructions):
             last: list[int] = []
             if isinstance(x.op, Compute):  # which adds to gradients when its program is done
                 last = [s for s in x.frees if s in x.reads and not plan.slots[s].names]
-                act = compute(context, x, x.op, last, bound.free)
+                execute = compute(context, x, x.op, last, bound.free)
             else:
-                act = _load(context, x)
+                execute = _load(context, x)
             after = [slot for slot in x.frees if slot not in last]
             if recorder is not None:
-                act = recorder.wrapped(act, place)
-            ops.append(Op(place, x.ends, bound.wrapped(act, place), tuple(after)))
+                execute = recorder.wrapped(execute, place)
+            ops.append(
+                LoadedInstruction(place, x.ends, bound.wrapped(execute, place), tuple(after))
+            )
         if self.comm.any_order:
             ops = _early(ops, plan)
-        return Loaded(context, tuple(ops), _unreported(ops, plan), bound)
+        return LoadedPlan(context, tuple(ops), _unreported(ops, plan), bound)
 
     def run(
-        self, loaded: Loaded, given: list[Tensor], *, report: bool = True
+        self, loaded: LoadedPlan, given: list[Tensor], *, report: bool = True
     ) -> Generator[Pending, None, Totals]:
         """One step on this device's part of the batch, in the order of the plan's ``given``; the
         list is emptied, so that the plan alone says how long they are kept. Scalars that no
@@ -123,13 +125,13 @@ class Executor:
             given.clear()
             self.streams.begin()
             loaded.bound.begin()
-            for place, ends, act, frees in loaded.ops if report else loaded.unreported:
+            for place, ends, execute, frees in loaded.ops if report else loaded.unreported:
                 at[0] = place
                 for other in ends:
                     while not pending[other].done():
                         yield pending[other]
                     self._complete(loaded, pending, other)
-                begun = act()
+                begun = execute()
                 if begun is not None:
                     pending[place] = begun
                     if not keeps:
@@ -150,7 +152,7 @@ class Executor:
         context.end()
         return context.totals
 
-    def _complete(self, loaded: Loaded, pending: dict[int, Pending], place: int) -> None:
+    def _complete(self, loaded: LoadedPlan, pending: dict[int, Pending], place: int) -> None:
         try:
             loaded.bound.complete(pending.pop(place), place)
         except Exception as error:
@@ -167,13 +169,13 @@ class Executor:
         return failed
 
 
-def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
+def _early(ops: Sequence[LoadedInstruction], plan: Plan) -> list[LoadedInstruction]:
     """Small messages are asked for one computation earlier: what arrives while it runs is taken at
     once. Otherwise the sender is asked for it when it is needed, and it waits for the answer.
 
     This is not in the plan, whose order all transports follow: only one that tells messages apart
     by more than their order can ask for them in another."""
-    found: list[Op] = []
+    found: list[LoadedInstruction] = []
     computation, received = 0, 0  # the place of the last one, and that after the last receive
     for op in ops:
         x = plan.instructions[op.place]
@@ -189,7 +191,7 @@ def _early(ops: Sequence[Op], plan: Plan) -> list[Op]:
     return found
 
 
-def _unreported(ops: Sequence[Op], plan: Plan) -> tuple[Op, ...]:
+def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedInstruction, ...]:
     """``ops`` without what sums up scalars that no instruction reads."""
     left_out = {
         place
@@ -197,9 +199,11 @@ def _unreported(ops: Sequence[Op], plan: Plan) -> tuple[Op, ...]:
         if x.role in REPORTED and set(x.writes).issubset(x.frees)
     }
     found = []
-    for place, ends, act, frees in ops:
+    for place, ends, execute, frees in ops:
         ends = tuple(other for other in ends if other not in left_out)
-        found.append(Op(place, ends, _nothing if place in left_out else act, frees))
+        found.append(
+            LoadedInstruction(place, ends, _nothing if place in left_out else execute, frees)
+        )
     return tuple(found)
 
 
@@ -214,7 +218,7 @@ def _comes_from_others(x: Instruction) -> bool:
     return set(x.op.source).isdisjoint(x.op.target)
 
 
-def _load(context: ExecutionContext, x: Instruction) -> Act:
+def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     match x.op:
         case Transfer():
             return send(context, x, x.op) if x.verb is Verb.SEND else receive(context, x, x.op)
@@ -229,7 +233,9 @@ def _load(context: ExecutionContext, x: Instruction) -> Act:
             raise AssertionError(f"{x.verb} has nothing to do")
 
 
-def _collective(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
+def _collective(
+    context: ExecutionContext, x: Instruction, group: tuple[int, ...]
+) -> BoundInstruction:
     match x.role:
         case ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
             return exchange(context, x, group)

@@ -63,16 +63,16 @@ class _Sent:
 class _Begun:
     """Something that a stream's thread does."""
 
-    __slots__ = ("_act", "_future", "span")
+    __slots__ = ("_call", "_future", "span")
 
-    def __init__(self, thread: ThreadPoolExecutor, act: Callable[[], Any]) -> None:
-        self._act = act
+    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], Any]) -> None:
+        self._call = call
         self.span: tuple[float, float] | None = None
         self._future: Future[None] = thread.submit(self._run)
 
     def _run(self) -> None:
         start = time.monotonic()
-        self._act()
+        self._call()
         self.span = start, time.monotonic()
 
     def done(self) -> bool:
@@ -122,14 +122,14 @@ class Gloo:
         begin = self._backends[channel(stream, self._device, to)].send
         sent = self._sent.setdefault(stream, deque())
 
-        def act(data: Tensor) -> Handle:
+        def post(data: Tensor) -> Handle:
             work = _Sent(begin([data], 1, node))
             sent.append(work)
             if len(sent) > _IN_FLIGHT:
                 sent.popleft().wait()
             return work
 
-        return act
+        return post
 
     def receive(self, node: int, stream: str, source: int) -> One:
         if source == self._device:

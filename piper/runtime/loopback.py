@@ -64,9 +64,9 @@ class Hub:
         parties: Sequence[Party],
         me: Party,
         tensors: Tensors,
-        act: Callable[[list[Tensors]], None],
+        move: Callable[[list[Tensors]], None],
     ) -> Meeting:
-        """Take part in the communication ``key``; the last party lets ``act`` do it."""
+        """Take part in the communication ``key``; the last party lets ``move`` do it."""
         meeting = self._open.get(key)
         if meeting is None:
             meeting = self._open[key] = Meeting(name, parties)
@@ -77,7 +77,7 @@ class Hub:
             everything = [meeting.arrived[party] for party in parties]
             for event in meeting.ready:
                 event.wait()
-            act(everything)
+            move(everything)
             meeting.over = _event() if self._accelerator else True
             del self._open[key]
             meeting.arrived.clear()  # the parties keep what is theirs
@@ -117,54 +117,54 @@ class Loopback:
         name = f"transfer from device {source} to device {to} (node {node})"
         meet, key = self._hub.meet, (node, (source, to))
 
-        def act(tensors: list[Tensors]) -> None:
+        def move(tensors: list[Tensors]) -> None:
             (sent,), (out,) = tensors
             out.copy_(sent)
 
-        return lambda data: meet(key, name, ("sender", "receiver"), me, (data,), act)
+        return lambda data: meet(key, name, ("sender", "receiver"), me, (data,), move)
 
     def close(self) -> None:
         return
 
     def all_reduce(self, node: int, stream: str, group: Group) -> One:
-        def act(tensors: list[Tensors]) -> None:
+        def move(tensors: list[Tensors]) -> None:
             (total,), *others = tensors
             for (x,) in others:
                 total += x
             for (x,) in others:
                 x.copy_(total)
 
-        return self._together("all_reduce", node, group, act)
+        return self._together("all_reduce", node, group, move)
 
     def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
-        def act(tensors: list[Tensors]) -> None:
+        def move(tensors: list[Tensors]) -> None:
             parts = [x.chunk(len(group)) for x, _ in tensors]
             for rank, (_, result) in enumerate(tensors):
                 result.copy_(parts[0][rank])
                 for part in parts[1:]:
                     result += part[rank]
 
-        return self._together("reduce_scatter", node, group, act)
+        return self._together("reduce_scatter", node, group, move)
 
     def all_gather(self, node: int, stream: str, group: Group) -> Two:
-        def act(tensors: list[Tensors]) -> None:
+        def move(tensors: list[Tensors]) -> None:
             for _, result in tensors:
                 torch.cat([x for x, _ in tensors], out=result)
 
-        return self._together("all_gather", node, group, act)
+        return self._together("all_gather", node, group, move)
 
     def all_to_all(self, node: int, stream: str, group: Group) -> Two:
-        def act(tensors: list[Tensors]) -> None:
+        def move(tensors: list[Tensors]) -> None:
             parts = [x.chunk(len(group)) for x, _ in tensors]
             for rank, (_, result) in enumerate(tensors):
                 torch.cat([part[rank] for part in parts], out=result)
 
-        return self._together("all_to_all", node, group, act)
+        return self._together("all_to_all", node, group, move)
 
     def _together(
-        self, kind: str, node: int, group: Group, act: Callable[[list[Tensors]], None]
+        self, kind: str, node: int, group: Group, move: Callable[[list[Tensors]], None]
     ) -> Callable[..., Meeting]:
         parties = [f"device {device}" for device in group]
         name, me = f"{kind} (node {node})", f"device {self._device}"
         meet, key = self._hub.meet, (node, group)
-        return lambda *tensors: meet(key, name, parties, me, tensors, act)
+        return lambda *tensors: meet(key, name, parties, me, tensors, move)

@@ -10,10 +10,10 @@ from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
 from piper.runtime.messages import exchange_back, exchange_out
-from piper.runtime.pending import Act, Pending
+from piper.runtime.pending import BoundInstruction, Pending
 
 
-def send(context: ExecutionContext, x: Instruction, op: Transfer) -> Act:
+def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
     slots, name, dim = context.slots, x.name, op.dim
     (slot,) = x.reads
     messages = [
@@ -29,17 +29,17 @@ def send(context: ExecutionContext, x: Instruction, op: Transfer) -> Act:
 
         return whole
 
-    def act() -> Pending:
+    def execute() -> Pending:
         data = slots[slot] if dim else slots[slot].contiguous()
         size = data.shape[dim]
         parts = [data.narrow(dim, *part.within(size)).contiguous() for _, part in messages]
         handles = [begin(part) for (begin, _), part in zip(messages, parts, strict=True)]
         return Pending(name, handles, keeps=parts)
 
-    return act
+    return execute
 
 
-def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> Act:
+def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
     where, name, dim = context.where, x.name, op.dim
     store = context.store(x)
     (slot,) = x.writes
@@ -51,7 +51,7 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> Act:
     size = spec.shape[dim] if spec.shape else 0
     aside = scattered(op, sends=False)
 
-    def act() -> Pending:
+    def execute() -> Pending:
         out = torch.empty(spec.shape, dtype=spec.dtype, device=where)
         parts = [out if part.whole else out.narrow(dim, *part.within(size)) for _, part in messages]
         into = [part.new_empty(part.shape) for part in parts] if aside else parts
@@ -65,17 +65,17 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> Act:
 
         return Pending(name, handles, finish)
 
-    return act
+    return execute
 
 
-def exchange(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
+def exchange(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
     slots, ways = context.slots, len(group)
     store = context.store(x)
     begin = context.comm.all_to_all(x.node, x.stream, group)
     (slot,), (target,) = x.reads, x.writes
     pack, unpack = exchange_out(ways) if x.role is ExtraRole.EXCHANGED else exchange_back(ways)
 
-    def act() -> Pending:
+    def execute() -> Pending:
         data = pack(slots[slot])
         out = torch.empty_like(data)
         handle = begin(data, out)
@@ -85,4 +85,4 @@ def exchange(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) 
 
         return Pending(x.name, [handle], finish, keeps=(data,))
 
-    return act
+    return execute

@@ -105,10 +105,10 @@ class Nccl:
         options = _in_order(_c10d.BroadcastOptions())
         options.rootRank = 0
 
-        def act(data: Tensor) -> None:
+        def begin(data: Tensor) -> None:
             broadcast([data], options)
 
-        return act
+        return begin
 
     def _keep(self, node: int, data: Tensor) -> None:
         event = torch.cuda.Event()
@@ -127,37 +127,37 @@ class Nccl:
         reduce = self._backends[collective(stream, group)].allreduce
         options = _in_order(_c10d.AllreduceOptions())
 
-        def act(data: Tensor) -> None:
+        def begin(data: Tensor) -> None:
             reduce([data], options)
 
-        return act
+        return begin
 
     def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
         scatter = self._backends[collective(stream, group)]._reduce_scatter_base
         options = _in_order(_c10d.ReduceScatterOptions())
 
-        def act(data: Tensor, out: Tensor) -> None:
+        def begin(data: Tensor, out: Tensor) -> None:
             scatter(out, data, options)
 
-        return act
+        return begin
 
     def all_gather(self, node: int, stream: str, group: Group) -> Two:
         gather = self._backends[collective(stream, group)]._allgather_base
         options = _in_order(_c10d.AllgatherOptions())
 
-        def act(part: Tensor, out: Tensor) -> None:
+        def begin(part: Tensor, out: Tensor) -> None:
             gather(out, part, options)
 
-        return act
+        return begin
 
     def all_to_all(self, node: int, stream: str, group: Group) -> Two:
         exchange = self._backends[collective(stream, group)].alltoall_base
         options = _in_order(_c10d.AllToAllOptions())
 
-        def act(data: Tensor, out: Tensor) -> None:
+        def begin(data: Tensor, out: Tensor) -> None:
             exchange(out, data, [], [], options)
 
-        return act
+        return begin
 
 
 def _in_order(options: Any) -> Any:

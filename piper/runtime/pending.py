@@ -66,17 +66,17 @@ class Pending:
             return None
         return min(start for start, _ in known), max(end for _, end in known)
 
-    def then(self, act: Callable[[], None]) -> Pending:
+    def then(self, more: Callable[[], None]) -> Pending:
         """The same, with something more to do when it is over."""
         finish = self._finish
 
         def both() -> None:
-            act()
+            more()
             if finish is not None:
                 finish()
 
         return Pending(self.name, self._handles, both, self._kept)
 
 
-Act = Callable[[], Pending | None]
+BoundInstruction = Callable[[], Pending | None]
 """A bound instruction: does its work, or begins a communication."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from piper.runtime.pending import Act, Pending
+from piper.runtime.pending import BoundInstruction, Pending
 
 
 class Measured(NamedTuple):
@@ -38,15 +38,15 @@ class Recorder:
         self._now = now
         self._found: list[Measured] = []
 
-    def wrapped(self, act: Act, place: int) -> Act:
-        """``act``, timed."""
+    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
+        """``execute``, timed."""
         now, found = self._now, self._found
         label = range_name(self._device, place)
 
         def timed() -> Pending | None:
             start = now()
             with record_function(label):
-                begun = act()
+                begun = execute()
             if begun is None:
                 found.append(Measured(place, start, now()))
                 return None
@@ -78,15 +78,15 @@ class CudaRecorder(Recorder):
         torch.cuda.synchronize(where)
         self._base_time = time.monotonic()
 
-    def wrapped(self, act: Act, place: int) -> Act:
-        """``act``, timed."""
+    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
+        """``execute``, timed."""
         events = self._events
         label = range_name(self._device, place)
 
         def timed() -> Pending | None:
             start = _event()
             with record_function(label):
-                begun = act()
+                begun = execute()
             if begun is None:
                 events.append((place, start, _event()))
                 return None

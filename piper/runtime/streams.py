@@ -26,7 +26,7 @@ from piper.errors import PiperError
 from piper.ir.dag import StreamRule
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Plan, Verb, plain_stream
-from piper.runtime.pending import Act, Pending
+from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.progress import Progress
 from piper.runtime.shaking import Shaker
 from piper.runtime.shares import Shares
@@ -36,7 +36,7 @@ Free = Callable[[int], None]
 """Frees a slot."""
 
 
-class Bound:
+class BoundStreams:
     """Runs one plan's instructions in order. This is the CPU's: they are just called."""
 
     keeps = False
@@ -57,9 +57,9 @@ class Bound:
         and there is one."""
         return None
 
-    def wrapped(self, act: Act, place: int) -> Act:
-        """``act``, which is what the instruction at ``place`` does, after what it waits for."""
-        return act
+    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
+        """``execute``, which is what the instruction at ``place`` does, after what it waits for."""
+        return execute
 
     def complete(self, pending: Pending, place: int) -> None:
         """Take in what the communication at ``place`` brought; what it kept may go."""
@@ -82,9 +82,9 @@ class Streams:
         these are done, if the caller has to wait for it."""
         return None
 
-    def bind(self, plan: Plan, slots: list[Any]) -> Bound:
+    def bind(self, plan: Plan, slots: list[Any]) -> BoundStreams:
         """What runs ``plan`` over ``slots``."""
-        return Bound(plan, slots)
+        return BoundStreams(plan, slots)
 
 
 class CudaStreams(Streams):
@@ -125,8 +125,8 @@ class CudaStreams(Streams):
             first.wait_stream(stream)
         return first.record_event()
 
-    def bind(self, plan: Plan, slots: list[Any]) -> Bound:
-        return CudaBound(self, plan, slots)
+    def bind(self, plan: Plan, slots: list[Any]) -> BoundStreams:
+        return CudaBoundStreams(self, plan, slots)
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """The CUDA stream of a plan's stream."""
@@ -140,7 +140,7 @@ class CudaStreams(Streams):
         return self._streams[name]
 
 
-class CudaBound(Bound):
+class CudaBoundStreams(BoundStreams):
     """Runs one plan's instructions on CUDA streams."""
 
     keeps = True
@@ -174,7 +174,7 @@ class CudaBound(Bound):
     def unfinished(self) -> int | None:
         return None if self._progress is None else self._progress.unfinished()
 
-    def wrapped(self, act: Act, place: int) -> Act:
+    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
         x = self._plan.instructions[place]
         streams, slots = self._streams, self._slots
         on = streams.stream(x.stream)
@@ -191,7 +191,7 @@ class CudaBound(Bound):
                 if streams.shaker is not None:
                     streams.shaker.delay()
                 kept = [slots[slot] for slot in reads]
-                begun = act()
+                begun = execute()
                 if begun is not None:
                     begun.keep(kept)
                     if not begun.in_order:

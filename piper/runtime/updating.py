@@ -10,14 +10,14 @@ from torch import Tensor
 from piper.ir.dag import Update
 from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
-from piper.runtime.pending import Act, Pending
+from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.state import Held
 
 _ROW = 512
 """Elements whose squares are added up in fp32; more would lose digits."""
 
 
-def reduce(context: ExecutionContext, x: Instruction) -> Act:
+def reduce(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     held = context.state.held[x.of]
@@ -32,7 +32,7 @@ def reduce(context: ExecutionContext, x: Instruction) -> Act:
     sources = _sources(context, held, x.reads)
     adds = target in x.adds
 
-    def act() -> Pending:
+    def execute() -> Pending:
         if buffer is not None:
             flat = slots[buffer]
         else:
@@ -56,16 +56,16 @@ def reduce(context: ExecutionContext, x: Instruction) -> Act:
 
         return Pending(x.name, [handle], finish, keeps=(flat,))
 
-    return act
+    return execute
 
 
-def sum_copies(context: ExecutionContext, x: Instruction) -> Act:
+def sum_copies(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     layout = context.state.held[x.of].layout
     sum_up = context.comm.all_reduce(x.node, x.stream, layout.across)
 
-    def act() -> Pending:
+    def execute() -> Pending:
         if x.reads:
             data = slots[x.reads[0]]
         else:  # this copy saw no microbatch
@@ -77,7 +77,7 @@ def sum_copies(context: ExecutionContext, x: Instruction) -> Act:
 
         return Pending(x.name, [handle], finish)
 
-    return act
+    return execute
 
 
 def _sources(
@@ -91,7 +91,7 @@ def _sources(
     ]
 
 
-def gather(context: ExecutionContext, x: Instruction) -> Act:
+def gather(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     where, store = context.where, context.store(x)
     held = context.state.held[x.of]
     layout = held.layout
@@ -119,7 +119,7 @@ def gather(context: ExecutionContext, x: Instruction) -> Act:
     return parts if layout.scattered else whole
 
 
-def total(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
+def total(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     sum_up = context.comm.all_reduce(x.node, x.stream, group)
@@ -127,7 +127,7 @@ def total(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> 
     uneven = any(weight != 1 for weight in x.weights)
     weights = torch.tensor(x.weights, dtype=torch.float64, device=where) if uneven else None
 
-    def act() -> Pending:
+    def execute() -> Pending:
         data = torch.zeros(2, dtype=torch.float64, device=where)
         for i, part in enumerate((x.reads[:losses], x.reads[losses:])):
             if part:
@@ -144,17 +144,17 @@ def total(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> 
 
         return Pending(x.name, [handle], finish)
 
-    return act
+    return execute
 
 
-def norm(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> Act:
+def norm(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     sum_up = context.comm.all_reduce(x.node, x.stream, group)
     collect = [(context.state.held[b], _gradients(context, b, x.reads)) for b in x.buckets]
     scalars = () if collect else x.reads
 
-    def act() -> Pending:
+    def execute() -> Pending:
         data = torch.zeros((), dtype=torch.float64, device=where)
         for held, gradients in collect:
             data += squares(_counted(held, gradients()))
@@ -168,7 +168,7 @@ def norm(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> A
 
         return Pending(x.name, [handle], finish)
 
-    return act
+    return execute
 
 
 def _gradients(
@@ -197,7 +197,7 @@ def _gradients(
     return summed
 
 
-def update(context: ExecutionContext, x: Instruction, op: Update) -> Act:
+def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstruction:
     """The optimizer on the buckets that the plan says: one, all of the device, or, if a later
     instruction does that, nothing yet."""
     slots, state = context.slots, context.state
@@ -216,7 +216,7 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> Act:
             for gradient in gradients:
                 gradient.mul_(coefficient.to(gradient.dtype))
 
-    def act() -> None:
+    def execute() -> None:
         rows = [(held, gradients()) for held, gradients in collect]
         if clip is None:  # of sums: the count is divided off at the end
             found = next((g for held, g in rows if held is own), None)
@@ -228,7 +228,7 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> Act:
         if rows:
             state.update(rows)
 
-    return act
+    return execute
 
 
 def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
