@@ -157,7 +157,7 @@ class Ours:
 
     def _once_a_step(self, op: LoadedInstruction) -> LoadedInstruction:
         """The loss, the norm and the update are tensor operations, and nothing else."""
-        instruction = self.device._training.context.plan.instructions[op.place]
+        instruction = self.device._training.context.plan.instructions[op.pc]
         if instruction.verb not in (Verb.COLLECTIVE, Verb.UPDATE):
             return op
 

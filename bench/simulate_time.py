@@ -83,7 +83,7 @@ def main(
             simulation = found.simulate(cluster)
             seconds = simulation.seconds
             taken = time.perf_counter() - start
-            count = sum(len(row.places) for row in simulation.spans)
+            count = sum(len(row.pcs) for row in simulation.spans)
             row = {
                 "schedule": name,
                 "cluster": cluster.name,

@@ -32,17 +32,17 @@ class Alive(NamedTuple):
 
 
 class Tracker(TorchDispatchMode):
-    """Counts what is made while it is active. ``place`` says where its device is in a plan."""
+    """Counts what is made while it is active. ``pc`` says where its device is in a plan."""
 
-    def __init__(self, place: Callable[[], int] = lambda: -1) -> None:
+    def __init__(self, pc: Callable[[], int] = lambda: -1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._place = place
+        self._pc = pc
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.now = 0
         """Bytes alive."""
         self.peak = 0
         self.peak_at = -1
-        """The place at which the peak was reached."""
+        """The program counter at which the peak was reached."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,4 +85,4 @@ class Tracker(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self.now += nbytes
         if self.now > self.peak:
-            self.peak, self.peak_at = self.now, self._place()
+            self.peak, self.peak_at = self.now, self._pc()

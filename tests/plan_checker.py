@@ -34,9 +34,9 @@ from piper.lower.memory import Memory
 from piper.lower.plan import Holder, Instruction, Plan, Slot, Verb
 
 Clock = dict[str, int]
-"""For each stream, the last place that is surely done, and with it all before on that stream."""
+"""For each stream, the last pc that is surely done, and with it all before on that stream."""
 At = tuple[int, int]
-"""A class and a place in its plan."""
+"""A class and a program counter."""
 
 MEETING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 MOVED = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)
@@ -83,15 +83,15 @@ def check(
 
 
 def implied_waits(plan: Plan) -> set[tuple[int, int]]:
-    """The waits (place, waited for) of a good plan that follow from the rest of it."""
+    """The waits (pc, waited for) of a good plan that follow from the rest of it."""
     clocks = _Clocks(plan)
     found = set()
-    for place, x in enumerate(plan.instructions):
+    for pc, x in enumerate(plan.instructions):
         for w in x.waits:
             others = tuple(o for o in x.waits if o != w)
-            if clocks.before(place, others).get(plan.instructions[w].stream, -1) >= w:
-                found.add((place, w))
-        clocks.finish(place)
+            if clocks.before(pc, others).get(plan.instructions[w].stream, -1) >= w:
+                found.add((pc, w))
+        clocks.finish(pc)
     return found
 
 
@@ -104,31 +104,31 @@ class _Clocks:
         self.starts: dict[int, Clock] = {}
         self.previous: dict[int, int] = {}
         last: dict[str, int] = {}
-        for place, x in enumerate(plan.instructions):
+        for pc, x in enumerate(plan.instructions):
             if x.stream in last:
-                self.previous[place] = last[x.stream]
-            last[x.stream] = place
+                self.previous[pc] = last[x.stream]
+            last[x.stream] = pc
 
-    def before(self, place: int, waits: Iterable[int]) -> Clock:
+    def before(self, pc: int, waits: Iterable[int]) -> Clock:
         clock: Clock = {}
         sources = [*waits]
-        if place in self.previous:
-            sources.append(self.previous[place])
+        if pc in self.previous:
+            sources.append(self.previous[pc])
         for source in sources:
             for stream, done in self.ends[source].items():
                 if clock.get(stream, -1) < done:
                     clock[stream] = done
         return clock
 
-    def finish(self, place: int) -> None:
-        x = self.plan.instructions[place]
-        self.starts[place] = self.before(place, x.waits)
-        self.ends[place] = {**self.starts[place], x.stream: place}
+    def finish(self, pc: int) -> None:
+        x = self.plan.instructions[pc]
+        self.starts[pc] = self.before(pc, x.waits)
+        self.ends[pc] = {**self.starts[pc], x.stream: pc}
 
-    def sure(self, before: int, place: int) -> bool:
-        """Whether ``before`` is surely done when ``place`` starts."""
+    def sure(self, before: int, pc: int) -> bool:
+        """Whether ``before`` is surely done when ``pc`` starts."""
         x = self.plan.instructions[before]
-        return self.starts[place].get(x.stream, -1) >= before
+        return self.starts[pc].get(x.stream, -1) >= before
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class _Checker:
                     wanted[c, number, verb] += 1
         found: Counter[tuple[int, int, Verb]] = Counter()
         for c, plan in enumerate(self.plans):
-            for place, x in enumerate(plan.instructions):
+            for pc, x in enumerate(plan.instructions):
                 found[c, x.node, x.verb] += 1
                 node = self.dag.nodes[x.node]
                 group: Group = ()
@@ -270,14 +270,14 @@ class _Checker:
                     first = node.devices.index(plan.devices[0]) % node.replicas
                     group = node.devices[first :: node.replicas]
                 if (x.op, x.group) != (node.op, group):
-                    raise PlanError(f"{self.say((c, place))} is not {x.op} among {x.group}")
+                    raise PlanError(f"{self.say((c, pc))} is not {x.op} among {x.group}")
                 for w in x.waits:
-                    if not 0 <= w < len(plan.instructions) or w == place:
-                        raise PlanError(f"{self.say((c, place))} waits for {w}, which is nothing")
+                    if not 0 <= w < len(plan.instructions) or w == pc:
+                        raise PlanError(f"{self.say((c, pc))} waits for {w}, which is nothing")
                 if set(x.adds) - set(x.writes):
-                    raise PlanError(f"{self.say((c, place))} adds to what it does not write")
+                    raise PlanError(f"{self.say((c, pc))} adds to what it does not write")
                 if len({*x.reads}) < len(x.reads) or len({*x.writes}) < len(x.writes):
-                    raise PlanError(f"{self.say((c, place))} names a slot twice")
+                    raise PlanError(f"{self.say((c, pc))} names a slot twice")
             if len({(g.value, g.microbatch) for g in plan.given}) < len(plan.given):
                 raise PlanError(f"plan of {plan.devices} is given a tensor twice")
         for difference, what in ((wanted - found, "lacks"), (found - wanted, "has too much")):
@@ -380,8 +380,8 @@ class _Checker:
         """What is done together, in one order in which everything can be done."""
         queues: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
         for c, plan in enumerate(self.plans):
-            for place, x in enumerate(plan.instructions):
-                queues[c, x.stream].append(place)
+            for pc, x in enumerate(plan.instructions):
+                queues[c, x.stream].append(pc)
         heads = dict.fromkeys(queues, 0)
         done: list[set[int]] = [set() for _ in self.plans]
         there: defaultdict[int, list[At]] = defaultdict(list)
@@ -392,10 +392,10 @@ class _Checker:
         order: list[list[At]] = []
 
         def finish(together: list[At]) -> None:
-            for c, place in together:
-                done[c].add(place)
-                self.clocks[c].finish(place)
-                heads[c, self.get((c, place)).stream] += 1
+            for c, pc in together:
+                done[c].add(pc)
+                self.clocks[c].finish(pc)
+                heads[c, self.get((c, pc)).stream] += 1
             order.append(together)
 
         moved = True
@@ -422,8 +422,8 @@ class _Checker:
             raise PlanError("deadlock:\n" + "\n".join(stuck))
         return order
 
-    def _why(self, key: tuple[int, str], place: int, done: list[set[int]]) -> str:
-        at = (key[0], place)
+    def _why(self, key: tuple[int, str], pc: int, done: list[set[int]]) -> str:
+        at = (key[0], pc)
         waits = [w for w in self.get(at).waits if w not in done[key[0]]]
         if waits:
             return f"  {self.say(at)} waits for {', '.join(self.say((key[0], w)) for w in waits)}"
@@ -440,11 +440,11 @@ class _Checker:
         """What the strategy orders is ordered on every device that does both."""
         for c, plan in enumerate(self.plans):
             at = {x.node: i for i, x in enumerate(plan.instructions)}
-            for number, place in at.items():
+            for number, pc in at.items():
                 for before in self.dag.nodes[number].after:
-                    if before in at and not self.clocks[c].sure(at[before], place):
+                    if before in at and not self.clocks[c].sure(at[before], pc):
                         raise PlanError(
-                            f"{self.say((c, place))} does not wait for {self.say((c, at[before]))}"
+                            f"{self.say((c, pc))} does not wait for {self.say((c, at[before]))}"
                         )
 
     # slots
@@ -454,47 +454,47 @@ class _Checker:
         for c, plan in enumerate(self.plans):
             writer: dict[int, int | None] = dict.fromkeys(plan.first_slots)
             readers: defaultdict[int, list[int]] = defaultdict(list)
-            for place in [p for together in order for k, p in together if k == c]:
-                x = plan.instructions[place]
-                name = self.say((c, place))
+            for pc in [p for together in order for k, p in together if k == c]:
+                x = plan.instructions[pc]
+                name = self.say((c, pc))
                 for slot in x.allocates:
                     if slot in writer:
                         raise PlanError(f"{name} allocates s{slot}, which is there")
-                    writer[slot] = place
+                    writer[slot] = pc
                 lies_in = {b for slot in x.writes for b in plan.slots[slot].lies_in}
                 for slot in (*x.reads, *x.adds, *lies_in):
                     if slot not in writer:
                         raise PlanError(f"{name} reads s{slot}, which nothing wrote")
                 for slot in lies_in.difference(x.allocates):
-                    self._must_follow(c, place, [writer[slot]], slot)
+                    self._must_follow(c, pc, [writer[slot]], slot)
                 for slot in x.reads:
-                    self._must_follow(c, place, [writer[slot]], slot)
-                    readers[slot].append(place)
+                    self._must_follow(c, pc, [writer[slot]], slot)
+                    readers[slot].append(pc)
                 for slot in x.writes:
                     if slot in writer and slot not in (*x.adds, *x.reads, *x.allocates):
                         raise PlanError(f"{name} writes s{slot}, which is live")
-                    before = [p for p in (writer.get(slot), *readers.pop(slot, [])) if p != place]
-                    self._must_follow(c, place, before, slot)
-                    writer[slot] = place
+                    before = [p for p in (writer.get(slot), *readers.pop(slot, [])) if p != pc]
+                    self._must_follow(c, pc, before, slot)
+                    writer[slot] = pc
 
     def check_frees(self, c: int) -> None:
         """Every slot is freed once, by the last instruction that uses it."""
         last: dict[int, int] = dict.fromkeys(self.plans[c].first_slots, -1)
         freed: dict[int, int] = {}
-        for place, x in enumerate(self.plans[c].instructions):
-            last |= dict.fromkeys((*x.reads, *x.allocates, *x.writes), place)
+        for pc, x in enumerate(self.plans[c].instructions):
+            last |= dict.fromkeys((*x.reads, *x.allocates, *x.writes), pc)
             again = [slot for slot in x.frees if slot in freed]
-            self._must(not again, (c, place), f"frees s{again}, which are freed")
-            freed |= dict.fromkeys(x.frees, place)
+            self._must(not again, (c, pc), f"frees s{again}, which are freed")
+            freed |= dict.fromkeys(x.frees, pc)
         if freed != last:
             wrong = sorted(s for s in last if freed.get(s) != last[s])
             raise PlanError(f"plan of {self.plans[c].devices} does not free s{wrong} in time")
 
-    def _must_follow(self, c: int, place: int, before: Iterable[int | None], slot: int) -> None:
+    def _must_follow(self, c: int, pc: int, before: Iterable[int | None], slot: int) -> None:
         for b in before:
-            if b is not None and not self.clocks[c].sure(b, place):
+            if b is not None and not self.clocks[c].sure(b, pc):
                 raise PlanError(
-                    f"{self.say((c, place))} does not wait for {self.say((c, b))}, "
+                    f"{self.say((c, pc))} does not wait for {self.say((c, b))}, "
                     f"which uses s{slot} too"
                 )
 
@@ -755,7 +755,7 @@ class _Checker:
                 dtypes = tuple(model.parameters[p].gradient for p in names)
                 return Slot(Holder.GRADIENTS, nbytes, own, None, names, dtypes, found.lies_in)
             case _Gradients(bucket=bucket):
-                if slot in x.reads:  # in place: it was judged when it was made
+                if slot in x.reads:  # in pc: it was judged when it was made
                     self._must(found.nbytes == nbytes, at, f"has {found} for {content}")
                     return found
                 return Slot(Holder.GRADIENTS, nbytes, nbytes, bucket)
@@ -1041,9 +1041,7 @@ class _Checker:
         all that others do, as it was: it is held until then."""
         c = at[0]
         updates = [
-            (place, y)
-            for place, y in enumerate(self.plans[c].instructions)
-            if y.verb is Verb.UPDATE
+            (pc, y) for pc, y in enumerate(self.plans[c].instructions) if y.verb is Verb.UPDATE
         ]
         own = [g for g in read.values() if g.bucket == bucket]
         own = own or [g for g in read.values() if g.bucket is None]
@@ -1087,14 +1085,12 @@ class _Checker:
             for d in held.parts:
                 if self.updates[p, d] != 1:
                     raise PlanError(f"{p} is updated {self.updates[p, d]} times on device {d}")
-        for (c, bucket), places in self.uses.items():
+        for (c, bucket), pcs in self.uses.items():
             update = self.update_at.get((c, bucket))
-            for place in places if update is not None else ():
-                if not self.clocks[c].sure(place, update) and place not in self._causes(
-                    (c, update)
-                ):
+            for pc in pcs if update is not None else ():
+                if not self.clocks[c].sure(pc, update) and pc not in self._causes((c, update)):
                     raise PlanError(
-                        f"{self.say((c, update))} does not wait for {self.say((c, place))}, "
+                        f"{self.say((c, update))} does not wait for {self.say((c, pc))}, "
                         "which uses its parameters"
                     )
         trains = any(held.gradients for held in self.holding.values())
@@ -1117,23 +1113,23 @@ class _Checker:
             (c, row), *others = [(c, row) for c, row in enumerate(rows) if row]
             if others or len(self.plans[c].devices) > 1:
                 raise PlanError(f"{self.say((c, row[0][2]))} shares the changing buffer {name}")
-            for i, (_, later, place) in enumerate(row):
+            for i, (_, later, pc) in enumerate(row):
                 for _, earlier, before in row[:i]:
                     changes = name in (*chunks[earlier].changes, *chunks[later].changes)
-                    if changes and not self.clocks[c].sure(before, place):
+                    if changes and not self.clocks[c].sure(before, pc):
                         raise PlanError(
-                            f"{self.say((c, place))} does not wait for {self.say((c, before))}, "
+                            f"{self.say((c, pc))} does not wait for {self.say((c, before))}, "
                             f"which uses the changing buffer {name} before it"
                         )
 
     def _forwards(self, c: int, chunks: set[int]) -> list[tuple[int, int, int]]:
-        """The microbatches, chunks and places of these chunks' forwards, as one device would run
-        them."""
+        """The microbatches, chunks and program counters of these chunks' forwards, as one device
+        would run them."""
         found = []
-        for place, x in enumerate(self.plans[c].instructions):
+        for pc, x in enumerate(self.plans[c].instructions):
             op = x.op
             if isinstance(op, Compute) and op.which is Pass.F and op.chunk in chunks:
-                found.append((op.microbatch, op.chunk, place))
+                found.append((op.microbatch, op.chunk, pc))
         return sorted(found)
 
     def _causes(self, at: At) -> set[int]:
@@ -1141,22 +1137,22 @@ class _Checker:
         others may come back as what it needs."""
         sends: defaultdict[int, list[At]] = defaultdict(list)
         for c, plan in enumerate(self.plans):
-            for place, x in enumerate(plan.instructions):
+            for pc, x in enumerate(plan.instructions):
                 if x.verb in (Verb.SEND, Verb.COLLECTIVE):
-                    sends[x.node].append((c, place))
+                    sends[x.node].append((c, pc))
         seen = {at}
         left = [at]
         while left:
-            c, place = left.pop()
-            x = self.get((c, place))
+            c, pc = left.pop()
+            x = self.get((c, pc))
             before = [(c, w) for w in x.waits]
-            if place in self.clocks[c].previous:
-                before.append((c, self.clocks[c].previous[place]))
-            if x.verb in (Verb.RECV, Verb.COLLECTIVE) and (c, place) != at:
+            if pc in self.clocks[c].previous:
+                before.append((c, self.clocks[c].previous[pc]))
+            if x.verb in (Verb.RECV, Verb.COLLECTIVE) and (c, pc) != at:
                 before += sends[x.node]
             left += [b for b in before if b not in seen]
             seen.update(before)
-        return {place for c, place in seen if c == at[0]}
+        return {pc for c, pc in seen if c == at[0]}
 
     # memory
 
@@ -1186,29 +1182,29 @@ class _Checker:
         over = self._over(plan)
         later: defaultdict[int, Counter[Holder]] = defaultdict(Counter)
         """For each communication, what is let go when it is over."""
-        for place, x in enumerate(plan.instructions):
-            for done in [p for p, end in over.items() if end == place]:
+        for pc, x in enumerate(plan.instructions):
+            for done in [p for p, end in over.items() if end == pc]:
                 if plan.instructions[done].role is ExtraRole.EXCHANGED:
                     extra = plan.slots[plan.instructions[done].writes[0]].nbytes
                     busy = held + Counter({Holder.WORKSPACE: extra})
-                    moments.append((busy.total(), place, dict(busy)))
+                    moments.append((busy.total(), pc, dict(busy)))
                 held.subtract(later.pop(done, Counter()))
             for slot in {*x.allocates, *x.writes} - live:
                 live.add(slot)
                 held[plan.slots[slot].holder] += plan.slots[slot].own
             if beside := self._beside(c, x):
                 held[Holder.COMMUNICATION] += beside
-                later[place][Holder.COMMUNICATION] += beside
+                later[pc][Holder.COMMUNICATION] += beside
             busy = held + Counter({Holder.WORKSPACE: self._busy(c, x)})
-            moments.append((busy.total(), place, dict(busy)))
+            moments.append((busy.total(), pc, dict(busy)))
             during = held.total()
             for slot in x.frees:
                 live.remove(slot)
                 gone = Counter({plan.slots[slot].holder: plan.slots[slot].own})
                 sends = [
                     p
-                    for p, y in enumerate(plan.instructions[: place + 1])
-                    if slot in y.reads and self._sends(c, y, slot) and over[p] > place
+                    for p, y in enumerate(plan.instructions[: pc + 1])
+                    if slot in y.reads and self._sends(c, y, slot) and over[p] > pc
                 ]
                 if sends:
                     later[max(sends, key=lambda p: over[p])].update(gone)
@@ -1241,13 +1237,13 @@ class _Checker:
             p: len(plan.instructions) for p, x in enumerate(plan.instructions) if x.verb in MEETING
         }
         brings: dict[int, int] = {}
-        for place, x in enumerate(plan.instructions):
+        for pc, x in enumerate(plan.instructions):
             needed = {*x.waits, *(brings[s] for s in (*x.reads, *x.adds) if s in brings)}
             for p in needed:
                 if p in over:
-                    over[p] = min(over[p], place)
+                    over[p] = min(over[p], pc)
             if x.verb in MEETING:
-                brings |= dict.fromkeys(x.writes, place)
+                brings |= dict.fromkeys(x.writes, pc)
         return over
 
     def check_under_way(self) -> None:
@@ -1255,19 +1251,19 @@ class _Checker:
         gradients of one microbatch. All are taken to their ends by who needs them first."""
         for c, plan in enumerate(self.plans):
             over = self._over(plan)
-            ends = {p: place for place, x in enumerate(plan.instructions) for p in x.ends}
-            wanted = {p: place for p, place in over.items() if place < len(plan.instructions)}
+            ends = {p: pc for pc, x in enumerate(plan.instructions) for p in x.ends}
+            wanted = {p: pc for p, pc in over.items() if pc < len(plan.instructions)}
             self._agree(c, "where communications end", wanted, ends)
             rows: defaultdict[str, list[int]] = defaultdict(list)
-            for place, x in enumerate(plan.instructions):
+            for pc, x in enumerate(plan.instructions):
                 scatters = (
                     isinstance(x.op, Collective) and x.op.kind is CollectiveKind.REDUCE_SCATTER
                 )
                 if x.verb is Verb.SEND or scatters:
-                    rows[x.stream].append(place)
+                    rows[x.stream].append(pc)
                     early = scatters and self.dag.buckets[x.of].rule.zero > 1
-                    if sum(over[p] > place for p in rows[x.stream]) > (1 if early else 2):
-                        raise PlanError(f"{self.say((c, place))} is one too many under way")
+                    if sum(over[p] > pc for p in rows[x.stream]) > (1 if early else 2):
+                        raise PlanError(f"{self.say((c, pc))} is one too many under way")
 
     def _beside(self, c: int, x: Instruction) -> int:
         """Bytes that a communication keeps until it is over, beside its slots."""

@@ -118,7 +118,7 @@ def test_an_instruction_takes_its_overhead() -> None:
 
 def test_a_host_that_issues_slowly_is_the_limit() -> None:
     program = emulated(pp=1, microbatches=4)
-    count = sum(len(row.places) for row in program.simulate(ideal(1)).spans)
+    count = sum(len(row.pcs) for row in program.simulate(ideal(1)).spans)
     assert program.simulate(ideal(1, issue=100.0)).seconds >= 100.0 * (count - 1)
 
 
@@ -166,9 +166,9 @@ def test_every_instruction_is_there_and_streams_run_in_order() -> None:
             assert a.end <= b.start + 1e-12
     for lane, spans in zip(found.lanes, found.spans, strict=True):
         plan = program.plans[lane.plan]
-        ends = dict(zip(spans.places, spans.end, strict=True))
-        for place, start in zip(spans.places, spans.start, strict=True):
-            for other in plan.instructions[place].waits:
+        ends = dict(zip(spans.pcs, spans.end, strict=True))
+        for pc, start in zip(spans.pcs, spans.start, strict=True):
+            for other in plan.instructions[pc].waits:
                 assert ends[other] <= start + 1e-12
 
 
@@ -641,8 +641,8 @@ def test_a_model_of_ones_own_orders_and_simulates(tmp_path: Path) -> None:
     taken = {
         (lane.devices[0], task.kind, spans.end[i] - spans.start[i])
         for lane, spans in zip(found.lanes, found.spans, strict=True)
-        for i, place in enumerate(spans.places)
-        for x in [program.plans[lane.plan].instructions[place]]
+        for i, pc in enumerate(spans.pcs)
+        for x in [program.plans[lane.plan].instructions[pc]]
         for task in [tasks.of(program.dag.nodes[x.node])]
         if task.members == 1
     }

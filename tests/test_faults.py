@@ -122,8 +122,8 @@ def test_the_monitor_counts_from_the_end_of_what_was_watched_before() -> None:
 def test_instructions_are_described_with_their_participants() -> None:
     plan = program().plan_of(0)
     found = {
-        x.verb: described(plan, place, 0)
-        for place, x in enumerate(plan.instructions)
+        x.verb: described(plan, pc, 0)
+        for pc, x in enumerate(plan.instructions)
         if x.verb in COMMUNICATING and peers_of(x, 0)
     }
     assert set(found) == {Verb.SEND, Verb.RECV, Verb.COLLECTIVE}

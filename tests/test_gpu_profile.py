@@ -52,14 +52,14 @@ def test_every_instruction_is_timed_by_events(profiled: tuple[piper.Program, Any
     for step in profile.steps:
         for device, row in step.items():
             plan = found.plan_of(device)
-            assert [one.place for one in row] == list(range(len(plan.instructions)))
+            assert [one.pc for one in row] == list(range(len(plan.instructions)))
             assert all(one.end >= one.start for one in row)
     # waits are kept: a computation starts after what it reads was computed
     for device, row in profile.measured.items():
         plan = found.plan_of(device)
-        ends = {one.place: one.end for one in row}
+        ends = {one.pc: one.end for one in row}
         for one in row:
-            for other in plan.instructions[one.place].waits:
+            for other in plan.instructions[one.pc].waits:
                 assert ends[other] <= one.start + 2e-6
     print(profile)
 
@@ -71,11 +71,11 @@ def test_kernels_carry_their_node(profiled: tuple[piper.Program, Any], tmp_path:
     assert len(matrix) > 100
     for device, row in profile.kernels.items():
         plan = found.plan_of(device)
-        spans = {one.place: one for one in profile.measured[device]}
+        spans = {one.pc: one for one in profile.measured[device]}
         inside = [
-            spans[k.place].start - 2e-3 <= k.start and k.end <= spans[k.place].end + 2e-3
+            spans[k.pc].start - 2e-3 <= k.start and k.end <= spans[k.pc].end + 2e-3
             for k in row
-            if plan.instructions[k.place].verb is Verb.COMPUTE
+            if plan.instructions[k.pc].verb is Verb.COMPUTE
         ]
         assert sum(inside) >= 0.95 * len(inside)
     profile.trace(tmp_path / "trace.json")
@@ -93,7 +93,7 @@ def test_streams_overlap(profiled: tuple[piper.Program, Any]) -> None:
         plan = found.plan_of(device)
         for a in row:
             for b in row:
-                one, other = plan.instructions[a.place], plan.instructions[b.place]
+                one, other = plan.instructions[a.pc], plan.instructions[b.pc]
                 if one.verb is Verb.COMPUTE and other.verb is Verb.COLLECTIVE:
                     together += max(0.0, min(a.end, b.end) - max(a.start, b.start))
     print(

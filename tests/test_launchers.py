@@ -89,15 +89,15 @@ def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
     assert set(profile.kernels) == set(program.devices)
     for device, kernels in profile.kernels.items():
         instructions = program.plan_of(device).instructions
-        spans = {one.place: one for one in profile.measured[device]}
+        spans = {one.pc: one for one in profile.measured[device]}
         for one in kernels:  # by two clocks that are brought together
-            if instructions[one.place].verb is Verb.COMPUTE:
-                assert spans[one.place].start - 0.05 < one.start <= one.end
-                assert one.end < spans[one.place].end + 0.05
+            if instructions[one.pc].verb is Verb.COMPUTE:
+                assert spans[one.pc].start - 0.05 < one.start <= one.end
+                assert one.end < spans[one.pc].end + 0.05
     for plan in program.plans:
         for device in plan.devices:
-            places = [one.place for one in profile.measured[device]]
-            assert places == list(range(len(plan.instructions)))
+            pcs = [one.pc for one in profile.measured[device]]
+            assert pcs == list(range(len(plan.instructions)))
             assert all(
                 0 <= one.end - one.start <= profile.seconds for one in profile.measured[device]
             )

@@ -116,7 +116,7 @@ def opening(context: Any, tmp_path: Path) -> Open:
 
 def event(row: int, start: float, length: float, kind: str = "F", **more: Any) -> Event:
     """An event of microbatch 0 of stage ``PP 0`` unless told otherwise."""
-    known: dict[str, Any] = {"microbatch": 0, "stage": "PP 0", "node": 0, "place": 0, **more}
+    known: dict[str, Any] = {"microbatch": 0, "stage": "PP 0", "node": 0, "pc": 0, **more}
     label = f"{kind} {known['stage']} MB[{known['microbatch']}]"
     known = {"name": label, "directive": "build", "tags": "layer 0, PP 0", **known}
     return Event(row=row, start=start, end=start + length, kind=kind, **known)

@@ -210,13 +210,13 @@ def test_messages_that_are_asked_for_early(name: str, monkeypatch: pytest.Monkey
 
     def recorded(self: Executor, *given: Any) -> LoadedPlan:
         loaded = load(self, *given)
-        begun.append([op.place for op in loaded.ops])
+        begun.append([op.pc for op in loaded.ops])
         return loaded
 
     monkeypatch.setattr(Loopback, "any_order", True)
     monkeypatch.setattr(Executor, "load", recorded)
     check(built(Tower), PIPELINES[name], 8, optimizer=adamw)
-    assert any(places != sorted(places) for places in begun)
+    assert any(pcs != sorted(pcs) for pcs in begun)
 
 
 def test_the_model_itself_is_left_alone() -> None:

@@ -30,7 +30,7 @@ def met(program: Program, step: Step) -> Step:
     for device, row in step.items():
         instructions = program.plan_of(device).instructions
         for i, one in enumerate(row):
-            x = instructions[one.place]
+            x = instructions[one.pc]
             if isinstance(x.op, Transfer | Collective):
                 at[x.node, device, x.verb] = i
                 nodes[x.node] = x.op
@@ -51,7 +51,7 @@ def _in_order(program: Program, device: int, row: list[Measured]) -> tuple[Measu
     until: dict[str, float] = {}
     found = []
     for one in row:
-        x = instructions[one.place]
+        x = instructions[one.pc]
         if isinstance(x.op, Transfer | Collective):
             start = max(one.start, until.get(x.stream, one.start))
             one = one._replace(start=start, end=max(start, one.end))

@@ -15,7 +15,7 @@ from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
-from piper.runtime.executor import Executor, LoadedPlan, Place
+from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
 from piper.runtime.groups import restore_groups
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
@@ -41,7 +41,7 @@ class Device:
         *,
         tracked: bool = False,
     ) -> None:
-        """``tracked`` says that others ask for the place in the plan, on a GPU."""
+        """``tracked`` says that others ask for the program counter, on a GPU."""
         self.number = number
         given = _assignment(program, number)
         self.state = DeviceState(given, where, fetch)
@@ -51,8 +51,8 @@ class Device:
         self._training = self.executor.load(given.plan, given.code)
         self._evaluation = self.executor.load(given.evaluation_plan, given.evaluation_code)
 
-    def show_progress_in(self, at: Place) -> None:
-        """Keep the place in the plan in ``at``, which others may read."""
+    def show_progress_in(self, at: ProgramCounter) -> None:
+        """Keep the program counter in ``at``, which others may read."""
         self.executor.at = at
 
     @property

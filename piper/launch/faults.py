@@ -21,11 +21,11 @@ def peers_of(x: Instruction, device: int) -> tuple[int, ...]:
     return tuple(sorted({*found} - {device}))
 
 
-def described(plan: Plan, place: int, device: int) -> str:
+def described(plan: Plan, pc: int, device: int) -> str:
     """An instruction of a device, with whom it takes part."""
-    x = plan.instructions[place]
+    x = plan.instructions[pc]
     peers = peers_of(x, device)
-    text = f"instruction {place} ({x.name})"
+    text = f"instruction {pc} ({x.name})"
     return f"{text} with {devices(peers)}" if peers else text
 
 

@@ -80,12 +80,12 @@ class Neighbours:
         if seconds < _LONG:
             self._heard.clear()
             return None
-        place = self.unfinished()
+        pc = self.unfinished()
         here, waits_for = "in the preparation of communication", self._others()
-        if place is not None and self.device is not None:
+        if pc is not None and self.device is not None:
             plan = self.device.running.context.plan
-            here = f"at {described(plan, place, self._number)}"
-            waits_for = peers_of(plan.instructions[place], self._number)
+            here = f"at {described(plan, pc, self._number)}"
+            waits_for = peers_of(plan.instructions[pc], self._number)
         elif self.device is not None:
             here = "within a step"
         store.set(f"at {self._number}", here)
@@ -97,7 +97,7 @@ class Neighbours:
             )
         if seconds > self._timeout:
             return (
-                f"device {self._number} has waited {seconds:.0f} s {here}{self._places(waits_for)}"
+                f"device {self._number} has waited {seconds:.0f} s {here}{self._where(waits_for)}"
             )
         return None
 
@@ -119,7 +119,7 @@ class Neighbours:
         self._heard[peer] = beat, since
         return now - since > SILENT
 
-    def _places(self, peers: tuple[int, ...]) -> str:
+    def _where(self, peers: tuple[int, ...]) -> str:
         """Where others are, as they say."""
         found = []
         for peer in peers[:8]:

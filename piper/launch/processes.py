@@ -50,7 +50,7 @@ _LOOK = 1.0
 """Seconds after which it is looked whether workers live whose connection may be held by others; the
 end of most connections says so by itself."""
 _NOWHERE = (-1).to_bytes(8, sys.byteorder, signed=True)
-"""The place of a worker that runs no instruction."""
+"""The program counter of a worker that runs no instruction."""
 
 
 class WorkerError(PiperError):
@@ -236,8 +236,8 @@ class ProcessWorkerGroup:
         of = {device: plan for plan in plans for device in plan.devices}
 
         def message(worker: _Worker) -> bytes:
-            with self._place(worker).open("r+b") as place:
-                place.write(_NOWHERE)
+            with self._pc_file(worker).open("r+b") as file:
+                file.write(_NOWHERE)
             given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
             return dumped(Call(method, (given, how)))
 
@@ -326,13 +326,13 @@ class ProcessWorkerGroup:
         """Where a worker is, or was last."""
         if self._running is None:
             return " before it was ready"
-        place = int.from_bytes(self._place(worker).read_bytes(), sys.byteorder, signed=True)
+        pc = int.from_bytes(self._pc_file(worker).read_bytes(), sys.byteorder, signed=True)
         plans = [plan for plan in self._running if worker.device in plan.devices]
-        if not plans or place < 0:
+        if not plans or pc < 0:
             return ""
-        return f" at instruction {place} ({plans[0].instructions[place].name})"
+        return f" at instruction {pc} ({plans[0].instructions[pc].name})"
 
-    def _place(self, worker: _Worker) -> Path:
+    def _pc_file(self, worker: _Worker) -> Path:
         """The file in which a worker keeps the number of its instruction."""
         return Path(self._folder.name) / f"at.{worker.device}"
 

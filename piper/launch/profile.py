@@ -49,7 +49,7 @@ class Profile(Shown):
     def spans(self) -> Mapping[int, list[Span]]:
         """By device, the same as nodes of the DAG."""
         return {
-            device: [Span(nodes[one.place], one.start, one.end) for one in self.measured[device]]
+            device: [Span(nodes[one.pc], one.start, one.end) for one in self.measured[device]]
             for device in sorted(self.measured)
             for nodes in [[x.node for x in self.program.plan_of(device).instructions]]
         }
@@ -141,7 +141,7 @@ class Profile(Shown):
         first = self._begin
         return [
             Spans(
-                tuple(one.place for one in row),
+                tuple(one.pc for one in row),
                 tuple(one.start - first for one in row),
                 tuple(one.end - first for one in row),
             )
@@ -153,7 +153,7 @@ class Profile(Shown):
         for device, row in self.kernels.items():
             instructions = self.program.plan_of(device).instructions
             for one in row:
-                node = name_of(self.program.dag, instructions[one.place].node)
+                node = name_of(self.program.dag, instructions[one.pc].node)
                 times = one.start - self._begin, one.end - self._begin
                 yield Inner(devices.index(device), one.row, one.name, node, *times)
 
@@ -165,7 +165,7 @@ class Profile(Shown):
             for device, row in met(self.program, step).items():
                 instructions = self.program.plan_of(device).instructions
                 for one in row:
-                    x = instructions[one.place]
+                    x = instructions[one.pc]
                     yield tasks.of(dag.nodes[x.node]), x.verb, one.end - one.start
 
 

@@ -110,13 +110,13 @@ class Rank:
             return finished(run)
         except CommunicationError as error:
             plan = self.device.running.context.plan
-            place, cause = error.place, error.__cause__
+            pc, cause = error.pc, error.__cause__
             if isinstance(error, LostError):
                 names = [x.name if x.verb in COMMUNICATING else "" for x in plan.instructions]
-                place = names.index(error.name)
-            assert place is not None
+                pc = names.index(error.name)
+            assert pc is not None
             raise CommunicationError(
-                f"device {self.number}, {described(plan, place, self.number)}: "
+                f"device {self.number}, {described(plan, pc, self.number)}: "
                 f"{type(cause).__name__}: {cause}; most likely one of those has ended or hangs: "
                 "look at what it wrote first"
             ) from cause

@@ -34,7 +34,7 @@ def profiled(run: Callable[[], Report], what: ProfileKind, where: torch.device) 
             with record_function(range_name(_NOBODY, i)):
                 pass
         report = run()
-    marks = {one.place: one.start for one in found.ranges if one.device == _NOBODY}
+    marks = {one.pc: one.start for one in found.ranges if one.device == _NOBODY}
     ahead = statistics.median(marks[i] - moment for i, moment in enumerate(moments))
     rows: dict[int, list[Kernel]] = {}
     for one in found.kernels:

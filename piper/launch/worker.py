@@ -177,13 +177,13 @@ def _monitored(rank: Rank, timeout: float, connection: Connection) -> Monitor:
     """Tells the parent which communication hangs, and lets its file know where the GPU is."""
 
     def stuck(seconds: float) -> str | None:
-        place = rank.device.running.bound.unfinished()
-        if place is None or not seconds:
+        pc = rank.device.running.bound.unfinished()
+        if pc is None or not seconds:
             return None
-        rank.device.executor.at[0] = place
+        rank.device.executor.at[0] = pc
         if seconds < timeout:
             return None
-        what = described(rank.device.running.context.plan, place, rank.number)
+        what = described(rank.device.running.context.plan, pc, rank.number)
         return f"device {rank.number} has waited {seconds:.0f} s for {what}"
 
     def fail(text: str) -> None:

@@ -80,9 +80,9 @@ def memory_of(
     book.look(-1)
     over_time = []
     way = _UnderWay(plan, apart=apart)
-    for place, x in enumerate(plan.instructions):
+    for pc, x in enumerate(plan.instructions):
         for other in x.ends:
-            book.look(place, _unpacked(plan, plan.instructions[other]))
+            book.look(pc, _unpacked(plan, plan.instructions[other]))
             for holder, nbytes in way.end(other):
                 book.add(holder, -nbytes)
         for slot in (*x.allocates, *x.writes):
@@ -92,8 +92,8 @@ def memory_of(
         if x.verb in COMMUNICATING:
             beside = _beside(dag, plan, sizes, x)
             book.add(Holder.COMMUNICATION, beside)
-            way.begin(place, x, beside, copies=_copied(dag, sizes, x) > 0)
-        book.look(place, _workspace(dag, plan, sizes, x, optimizer))
+            way.begin(pc, x, beside, copies=_copied(dag, sizes, x) > 0)
+        book.look(pc, _workspace(dag, plan, sizes, x, optimizer))
         beside_it = book.total
         for slot in x.frees:
             live.remove(slot)
@@ -130,10 +130,10 @@ class _Book:
         self.held[holder] += nbytes
         self.total += nbytes
 
-    def look(self, place: int, workspace: int = 0) -> None:
+    def look(self, pc: int, workspace: int = 0) -> None:
         """Note what is held now, with ``workspace`` bytes more."""
         if self.total + workspace > self.peak:
-            self.peak, self.at = self.total + workspace, place
+            self.peak, self.at = self.total + workspace, pc
             self.at_peak = {**self.held, Holder.WORKSPACE: workspace}
 
 
@@ -143,29 +143,29 @@ class _UnderWay:
     def __init__(self, plan: Plan, *, apart: bool) -> None:
         self._slots = plan.slots
         self._apart = apart
-        self._over = {c: place for place, x in enumerate(plan.instructions) for c in x.ends}
+        self._over = {c: pc for pc, x in enumerate(plan.instructions) for c in x.ends}
         self._held: dict[int, list[tuple[Holder, int]]] = {}
         self._sends: dict[int, list[int]] = {}
 
-    def begin(self, place: int, x: Instruction, beside: int, *, copies: bool) -> None:
+    def begin(self, pc: int, x: Instruction, beside: int, *, copies: bool) -> None:
         """``copies`` says that not what is read goes out, but a contiguous copy of it."""
-        self._held[place] = [(Holder.COMMUNICATION, beside)]
+        self._held[pc] = [(Holder.COMMUNICATION, beside)]
         sends = (x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED) and not copies
         for slot in x.reads:
             reduced = x.role is ExtraRole.REDUCED and self._slots[slot].bucket is not None
             if sends or reduced or self._apart:
-                self._sends.setdefault(slot, []).append(place)
+                self._sends.setdefault(slot, []).append(pc)
 
     def keeps(self, slot: int) -> bool:
         """Whether what is freed lives on until it is sent."""
-        senders = [place for place in self._sends.pop(slot, ()) if place in self._held]
+        senders = [pc for pc in self._sends.pop(slot, ()) if pc in self._held]
         if senders:
-            last = max(senders, key=lambda place: self._over.get(place, math.inf))
+            last = max(senders, key=lambda pc: self._over.get(pc, math.inf))
             self._held[last].append((self._slots[slot].holder, self._slots[slot].own))
         return bool(senders)
 
-    def end(self, place: int) -> list[tuple[Holder, int]]:
-        return self._held.pop(place)
+    def end(self, pc: int) -> list[tuple[Holder, int]]:
+        return self._held.pop(pc)
 
 
 def _beside(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:

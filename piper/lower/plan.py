@@ -133,9 +133,9 @@ class Instruction:
     """Slots that nobody uses after it: they go when it, and all before it that use them, are
     done."""
     waits: tuple[int, ...] = ()
-    """Places of instructions that must be done before: of other streams, since order within a
-    stream is implied; of its own, communications that bring what it uses or hold what must be let
-    go first."""
+    """Program counters of instructions that must be done before: of other streams, since order
+    within a stream is implied; of its own, communications that bring what it uses or hold what must
+    be let go first."""
     ends: tuple[int, ...] = ()
     """Those of ``waits`` that are communications which nobody before has waited for: they are taken
     to their end. What nobody waits for at all is, at the end of the step."""

@@ -40,7 +40,7 @@ def text(plan: Plan) -> str:
     lines += [f"slots {_numbers(row)}: {_slot(slot)}" for slot, row in same.items()]
     lines += [f"given s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.given]
     lines += [f"seed s{s}: {v} on one of {n}, 1/{parts}" for s, v, n, parts in plan.seeds]
-    lines += [f"{place:>4} {_line(x)}" for place, x in enumerate(plan.instructions)]
+    lines += [f"{pc:>4} {_line(x)}" for pc, x in enumerate(plan.instructions)]
     return "\n".join(lines)
 
 

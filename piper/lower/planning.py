@@ -335,10 +335,10 @@ class _Planner:
     ) -> tuple[int, ...]:
         """Of each other stream the last instruction to wait for, and what brings what is used."""
         last: dict[str, int] = {}
-        for place in before:
-            name = self.out[place].stream
-            if name != stream and last.get(name, -1) < place:
-                last[name] = place
+        for pc in before:
+            name = self.out[pc].stream
+            if name != stream and last.get(name, -1) < pc:
+                last[name] = pc
         waits = {*last.values(), *brought}
         limit = _UNDER_WAY if verb is Verb.SEND else self._scatters(node)
         if limit:

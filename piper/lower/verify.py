@@ -39,16 +39,16 @@ def _slots(plan: Plan) -> None:
 def _slots_fault(plan: Plan) -> str | None:
     """What is wrong with the slots of a plan and with what it waits for, if anything is."""
     live = set(plan.first_slots)
-    for place, x in enumerate(plan.instructions):
+    for pc, x in enumerate(plan.instructions):
         if not live.issuperset((*x.reads, *x.adds)):
-            return f"read at {place} what nothing has written"
+            return f"read at {pc} what nothing has written"
         live.update((*x.allocates, *x.writes))
         for other in x.waits:
-            if other >= place:
-                return f"wait at {place} for what comes later"
+            if other >= pc:
+                return f"wait at {pc} for what comes later"
         for slot in x.frees:
             if slot not in live:
-                return f"free slot {slot} twice at {place}"
+                return f"free slot {slot} twice at {pc}"
             live.discard(slot)
     return f"never free slots {sorted(live)[:4]}" if live else None
 

@@ -34,8 +34,8 @@ _SMALL = 2**16
 knows nothing, and what the asking takes is little of its time."""
 
 
-class Place(Protocol):
-    """One number that others may read: the place in a plan."""
+class ProgramCounter(Protocol):
+    """One number that others may read: the index of the instruction in its plan."""
 
     def __getitem__(self, index: int, /) -> int: ...
 
@@ -45,7 +45,7 @@ class Place(Protocol):
 class InstructionError(PiperError):
     """An instruction failed; the cause is the error that it raised."""
 
-    place: int | None = None
+    pc: int | None = None
     """Where it is in its plan, if that is known."""
 
 
@@ -56,7 +56,7 @@ class CommunicationError(InstructionError):
 class LoadedInstruction(NamedTuple):
     """One loaded instruction, and the slots that are freed after it."""
 
-    place: int
+    pc: int
     ends: tuple[int, ...]
     """Communications that are taken to their end before."""
     execute: BoundInstruction
@@ -84,15 +84,15 @@ class Executor:
         self.streams = streams
         self.running: LoadedPlan | None = None
         """What was run last."""
-        self.at: Place = [0]
-        """The place in the plan, for those who ask from outside; may be shared memory."""
+        self.at: ProgramCounter = [0]
+        """The program counter, for those who ask from outside; may be shared memory."""
 
     def load(self, plan: Plan, code: Code, recorder: Recorder | None = None) -> LoadedPlan:
         """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
         context = ExecutionContext(self.state, self.comm, self.runners, plan, code)
         ops: list[LoadedInstruction] = []
         bound = self.streams.bind(plan, context.slots)
-        for place, x in enumerate(plan.instructions):
+        for pc, x in enumerate(plan.instructions):
             last: list[int] = []
             if isinstance(x.op, Compute):  # which adds to gradients when its program is done
                 last = [s for s in x.frees if s in x.reads and not plan.slots[s].names]
@@ -101,10 +101,8 @@ class Executor:
                 execute = _load(context, x)
             after = [slot for slot in x.frees if slot not in last]
             if recorder is not None:
-                execute = recorder.wrapped(execute, place)
-            ops.append(
-                LoadedInstruction(place, x.ends, bound.wrapped(execute, place), tuple(after))
-            )
+                execute = recorder.wrapped(execute, pc)
+            ops.append(LoadedInstruction(pc, x.ends, bound.wrapped(execute, pc), tuple(after)))
         if self.comm.any_order:
             ops = _early(ops, plan)
         return LoadedPlan(context, tuple(ops), _unreported(ops, plan), bound)
@@ -119,21 +117,21 @@ class Executor:
         context, at = loaded.context, self.at
         free, keeps = loaded.bound.free, loaded.bound.keeps
         pending: dict[int, Pending] = {}
-        place = 0
+        pc = 0
         try:
             context.begin(given)
             given.clear()
             self.streams.begin()
             loaded.bound.begin()
-            for place, ends, execute, frees in loaded.ops if report else loaded.unreported:
-                at[0] = place
+            for pc, ends, execute, frees in loaded.ops if report else loaded.unreported:
+                at[0] = pc
                 for other in ends:
                     while not pending[other].done():
                         yield pending[other]
                     self._complete(loaded, pending, other)
                 begun = execute()
                 if begun is not None:
-                    pending[place] = begun
+                    pending[pc] = begun
                     if not keeps:
                         begun.release()
                 for slot in frees:
@@ -145,27 +143,27 @@ class Executor:
         except InstructionError:
             raise
         except Exception as error:
-            x = context.plan.instructions[place]
+            x = context.plan.instructions[pc]
             kind = CommunicationError if x.verb in COMMUNICATING else InstructionError
-            raise self._failed(context, place, kind, error) from error
+            raise self._failed(context, pc, kind, error) from error
         context.totals.ready = self.streams.finish(loaded.bound.reporting)
         context.end()
         return context.totals
 
-    def _complete(self, loaded: LoadedPlan, pending: dict[int, Pending], place: int) -> None:
+    def _complete(self, loaded: LoadedPlan, pending: dict[int, Pending], pc: int) -> None:
         try:
-            loaded.bound.complete(pending.pop(place), place)
+            loaded.bound.complete(pending.pop(pc), pc)
         except Exception as error:
-            raise self._failed(loaded.context, place, CommunicationError, error) from error
+            raise self._failed(loaded.context, pc, CommunicationError, error) from error
 
     def _failed(
-        self, context: ExecutionContext, place: int, kind: type[InstructionError], error: Exception
+        self, context: ExecutionContext, pc: int, kind: type[InstructionError], error: Exception
     ) -> InstructionError:
         failed = kind(
-            f"device {self.state.device}, instruction {place} "
-            f"({context.plan.instructions[place].name}): {type(error).__name__}: {error}"
+            f"device {self.state.device}, instruction {pc} "
+            f"({context.plan.instructions[pc].name}): {type(error).__name__}: {error}"
         )
-        failed.place = place
+        failed.pc = pc
         return failed
 
 
@@ -176,14 +174,14 @@ def _early(ops: Sequence[LoadedInstruction], plan: Plan) -> list[LoadedInstructi
     This is not in the plan, whose order all transports follow: only one that tells messages apart
     by more than their order can ask for them in another."""
     found: list[LoadedInstruction] = []
-    computation, received = 0, 0  # the place of the last one, and that after the last receive
+    computation, received = 0, 0  # the index of the last one, and that after the last receive
     for op in ops:
-        x = plan.instructions[op.place]
+        x = plan.instructions[op.pc]
         small = sum(plan.slots[slot].nbytes for slot in x.writes) <= _SMALL
         if small and _comes_from_others(x) and not x.waits:
-            place = max(computation, received)
-            found.insert(place, op)
-            received = place + 1
+            index = max(computation, received)
+            found.insert(index, op)
+            received = index + 1
         else:
             if x.verb is Verb.COMPUTE:
                 computation = len(found)
@@ -194,16 +192,14 @@ def _early(ops: Sequence[LoadedInstruction], plan: Plan) -> list[LoadedInstructi
 def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedInstruction, ...]:
     """``ops`` without what sums up scalars that no instruction reads."""
     left_out = {
-        place
-        for place, x in enumerate(plan.instructions)
+        pc
+        for pc, x in enumerate(plan.instructions)
         if x.role in REPORTED and set(x.writes).issubset(x.frees)
     }
     found = []
-    for place, ends, execute, frees in ops:
+    for pc, ends, execute, frees in ops:
         ends = tuple(other for other in ends if other not in left_out)
-        found.append(
-            LoadedInstruction(place, ends, _nothing if place in left_out else execute, frees)
-        )
+        found.append(LoadedInstruction(pc, ends, _nothing if pc in left_out else execute, frees))
     return tuple(found)
 
 

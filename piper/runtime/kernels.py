@@ -24,7 +24,7 @@ class Kernel(NamedTuple):
     """One kernel of an instruction; ``start`` and ``end`` on the profiler's own clock."""
 
     device: int
-    place: int
+    pc: int
     name: str
     row: str
     """Where it ran: a stream of the GPU, or "host"."""
@@ -38,7 +38,7 @@ class Range(NamedTuple):
     start: float
     end: float
     device: int
-    place: int
+    pc: int
 
 
 class Kernels:
@@ -81,7 +81,7 @@ def _kernels(events: list[Any], ranges: tuple[Range, ...], *, gpu: bool) -> Iter
             inside = _inside(ranges, starts, start)
             if inside is not None and start >= covered:  # what an operation calls is part of it
                 covered = end
-                yield Kernel(inside.device, inside.place, event.name(), "host", start, end)
+                yield Kernel(inside.device, inside.pc, event.name(), "host", start, end)
         return
     launched = {e.correlation_id(): e.start_ns() * _NANO for e in host}
     for event in events:
@@ -91,13 +91,13 @@ def _kernels(events: list[Any], ranges: tuple[Range, ...], *, gpu: bool) -> Iter
         inside = _inside(ranges, starts, launched.get(event.linked_correlation_id(), -1.0))
         if inside is not None:
             row = f"CUDA stream {event.device_resource_id()}"
-            yield Kernel(inside.device, inside.place, event.name(), row, start, end)
+            yield Kernel(inside.device, inside.pc, event.name(), row, start, end)
 
 
 def _inside(ranges: tuple[Range, ...], starts: list[float], moment: float) -> Range | None:
     """The instruction that the host was in."""
-    place = bisect_right(starts, moment) - 1
-    return ranges[place] if place >= 0 and moment <= ranges[place].end else None
+    index = bisect_right(starts, moment) - 1
+    return ranges[index] if index >= 0 and moment <= ranges[index].end else None
 
 
 def _times(event: Any) -> tuple[float, float]:

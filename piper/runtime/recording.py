@@ -5,8 +5,8 @@ its stream takes it up until it is over; messages between two tell nobody when t
 when the device has waited for them, which for those it sends is at the end of the step. On a GPU
 events on the instruction's stream mark both ends.
 
-Every instruction also opens a range of torch's profiler that carries its place, by which kernels
-are told to belong to it.
+Every instruction also opens a range of torch's profiler that carries its program counter, by which
+kernels are told to belong to it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from piper.runtime.pending import BoundInstruction, Pending
 
 
 class Measured(NamedTuple):
-    """One instruction: its place in the plan, and seconds on a clock that the processes of one
+    """One instruction: its index in the plan, and seconds on a clock that the processes of one
     machine share."""
 
-    place: int
+    pc: int
     start: float
     end: float
 
@@ -38,22 +38,22 @@ class Recorder:
         self._now = now
         self._found: list[Measured] = []
 
-    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
+    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
         """``execute``, timed."""
         now, found = self._now, self._found
-        label = range_name(self._device, place)
+        label = range_name(self._device, pc)
 
         def timed() -> Pending | None:
             start = now()
             with record_function(label):
                 begun = execute()
             if begun is None:
-                found.append(Measured(place, start, now()))
+                found.append(Measured(pc, start, now()))
                 return None
 
             def over() -> None:
                 first, last = begun.span or (start, now())
-                found.append(Measured(place, first, last))
+                found.append(Measured(pc, first, last))
 
             return begun.then(over)
 
@@ -78,19 +78,19 @@ class CudaRecorder(Recorder):
         torch.cuda.synchronize(where)
         self._base_time = time.monotonic()
 
-    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
+    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
         """``execute``, timed."""
         events = self._events
-        label = range_name(self._device, place)
+        label = range_name(self._device, pc)
 
         def timed() -> Pending | None:
             start = _event()
             with record_function(label):
                 begun = execute()
             if begun is None:
-                events.append((place, start, _event()))
+                events.append((pc, start, _event()))
                 return None
-            return begun.then(lambda: events.append((place, start, _event())))
+            return begun.then(lambda: events.append((pc, start, _event())))
 
         return timed
 
@@ -100,11 +100,11 @@ class CudaRecorder(Recorder):
         base, first = self._base, self._base_time
         found = [
             Measured(
-                place,
+                pc,
                 first + base.elapsed_time(start) / 1e3,
                 first + base.elapsed_time(end) / 1e3,
             )
-            for place, start, end in self._events
+            for pc, start, end in self._events
         ]
         self._events.clear()
         return tuple(sorted(found))
@@ -118,13 +118,13 @@ def recorder_for(device: int, where: torch.device) -> Recorder:
 _PREFIX = "piper "
 
 
-def range_name(device: int, place: int) -> str:
+def range_name(device: int, pc: int) -> str:
     """What torch's profiler calls an instruction."""
-    return f"{_PREFIX}{device} {place}"
+    return f"{_PREFIX}{device} {pc}"
 
 
 def range_of(name: str) -> tuple[int, int] | None:
-    """The device and the place that ``range_name`` wrote; None if it is another range."""
+    """The device and the program counter that ``range_name`` wrote; None if it is another range."""
     parts = name.removeprefix(_PREFIX).split(" ")
     if not name.startswith(_PREFIX) or len(parts) != 2 or not all(map(str.isdigit, parts)):
         return None

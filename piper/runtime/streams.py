@@ -57,12 +57,12 @@ class BoundStreams:
         and there is one."""
         return None
 
-    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
-        """``execute``, which is what the instruction at ``place`` does, after what it waits for."""
+    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
+        """``execute``, which is what the instruction at ``pc`` does, after what it waits for."""
         return execute
 
-    def complete(self, pending: Pending, place: int) -> None:
-        """Take in what the communication at ``place`` brought; what it kept may go."""
+    def complete(self, pending: Pending, pc: int) -> None:
+        """Take in what the communication at ``pc`` brought; what it kept may go."""
         pending.complete()
         pending.release()
 
@@ -152,12 +152,11 @@ class CudaBoundStreams(BoundStreams):
         self._before = _before(plan)
         self._owners = _owners(plan)
         self._behind = _behind(plan)
-        places = {place for waits in self._before for place in waits}
+        pcs = {pc for waits in self._before for pc in waits}
         self._marks = {
-            place: torch.cuda.Event()
-            for place in sorted(places | self._owners.keys() | self._behind.keys())
+            pc: torch.cuda.Event() for pc in sorted(pcs | self._owners.keys() | self._behind.keys())
         }
-        """For places that another stream waits for, what says that they are done."""
+        """For instructions that another stream waits for, what says that they are done."""
         self._foreign = {
             slot: [streams.stream(name) for name in sorted(names)]
             for slot, names in _foreign(plan).items()
@@ -174,13 +173,13 @@ class CudaBoundStreams(BoundStreams):
     def unfinished(self) -> int | None:
         return None if self._progress is None else self._progress.unfinished()
 
-    def wrapped(self, execute: BoundInstruction, place: int) -> BoundInstruction:
-        x = self._plan.instructions[place]
+    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
+        x = self._plan.instructions[pc]
         streams, slots = self._streams, self._slots
         on = streams.stream(x.stream)
-        before = [self._marks[other] for other in self._before[place]]
-        mark = self._marks.get(place)
-        behind = [streams.stream(name) for name in self._behind.get(place, ())]
+        before = [self._marks[other] for other in self._before[pc]]
+        mark = self._marks.get(pc)
+        behind = [streams.stream(name) for name in self._behind.get(pc, ())]
         reads = x.reads if x.verb in COMMUNICATING else ()
 
         def on_stream() -> Pending | None:
@@ -198,7 +197,7 @@ class CudaBoundStreams(BoundStreams):
                         return begun
                     begun.complete()
                     if self._noting is not None:
-                        self._noting.note(place, on)
+                        self._noting.note(pc, on)
                 if mark is not None:
                     mark.record(on)
                     for stream in behind:
@@ -209,10 +208,10 @@ class CudaBoundStreams(BoundStreams):
 
         return on_stream
 
-    def complete(self, pending: Pending, place: int) -> None:
-        mark = self._marks.get(place)
+    def complete(self, pending: Pending, pc: int) -> None:
+        mark = self._marks.get(pc)
         if not pending.in_order:  # else it has been, where it was begun
-            on = self._streams.stream(self._plan.instructions[place].stream)
+            on = self._streams.stream(self._plan.instructions[pc].stream)
             torch.cuda.set_stream(on)
             try:
                 pending.complete()
@@ -220,8 +219,8 @@ class CudaBoundStreams(BoundStreams):
                     mark.record(on)
             finally:
                 torch.cuda.set_stream(self._streams.caller)
-        for name in self._owners.get(place, ()):
-            self._streams.stream(name).wait_event(self._marks[place])
+        for name in self._owners.get(pc, ()):
+            self._streams.stream(name).wait_event(self._marks[pc])
         pending.release()
 
     def free(self, slot: int) -> None:
@@ -251,10 +250,10 @@ def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
     """For each communication that reads what other streams made: those streams. The one that waits
     for it anyway, where the plan takes it to its end, is left out."""
     makers, reporting = _makers(plan), _reporting(plan)
-    ends = {c: place for place, x in enumerate(plan.instructions) for c in x.ends}
+    ends = {c: pc for pc, x in enumerate(plan.instructions) for c in x.ends}
     waits = _before(plan)
     found = {}
-    for place, x in enumerate(plan.instructions):
+    for pc, x in enumerate(plan.instructions):
         if x.verb not in COMMUNICATING or x.stream in reporting:
             continue
         streams = {
@@ -263,11 +262,11 @@ def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
             for verb, name in makers.get(slot, ())
             if verb not in COMMUNICATING
         } - {x.stream}
-        end = ends.get(place)
-        if end is not None and place in waits[end]:
+        end = ends.get(pc)
+        if end is not None and pc in waits[end]:
             streams.discard(plan.instructions[end].stream)
         if streams:
-            found[place] = tuple(sorted(streams))
+            found[pc] = tuple(sorted(streams))
     return found
 
 
@@ -276,13 +275,13 @@ def _behind(plan: Plan) -> dict[int, tuple[str, ...]]:
     that gathered them, if they are others."""
     gathered = _gathered(plan)
     last: dict[tuple[int, str], int] = {}
-    for place, x in enumerate(plan.instructions):
-        last |= {(slot, x.stream): place for slot in x.reads if slot in gathered}
+    for pc, x in enumerate(plan.instructions):
+        last |= {(slot, x.stream): pc for slot in x.reads if slot in gathered}
     found: defaultdict[int, set[str]] = defaultdict(set)
-    for (slot, stream), place in last.items():
+    for (slot, stream), pc in last.items():
         if gathered[slot] != stream:
-            found[place].add(gathered[slot])
-    return {place: tuple(sorted(names)) for place, names in found.items()}
+            found[pc].add(gathered[slot])
+    return {pc: tuple(sorted(names)) for pc, names in found.items()}
 
 
 def _gathered(plan: Plan) -> dict[int, str]:

@@ -43,8 +43,8 @@ def busy_of(plan: Plan, spans: Timed, seconds: float) -> Busy:
     """How the device of ``plan`` spends a step of so many seconds."""
     computing: list[tuple[float, float]] = []
     talking: list[tuple[float, float]] = []
-    for i, place in enumerate(spans.places):
-        row = talking if plan.instructions[place].verb in COMMUNICATING else computing
+    for i, pc in enumerate(spans.pcs):
+        row = talking if plan.instructions[pc].verb in COMMUNICATING else computing
         row.append((spans.start[i], spans.end[i]))
     computed, talked = union(computing), union(talking)
     busy = length(computed)

@@ -12,14 +12,14 @@ from typing import Protocol
 from piper.lower.plan import COMMUNICATING, Plan
 
 Step = tuple[int, int]
-"""A device, and the place of an instruction among its spans."""
+"""A device, and the index of an instruction among its spans."""
 
 
 class Timed(Protocol):
     """When the instructions of a device ran."""
 
     @property
-    def places(self) -> Sequence[int]: ...
+    def pcs(self) -> Sequence[int]: ...
     @property
     def start(self) -> Sequence[float]: ...
     @property
@@ -31,11 +31,11 @@ def critical(plans: Sequence[Plan], spans: Sequence[Timed]) -> set[Step]:
     before = [_before(plan, one) for plan, one in zip(plans, spans, strict=True)]
     parties: dict[int, list[Step]] = {}
     for device, (plan, one) in enumerate(zip(plans, spans, strict=True)):
-        for i, place in enumerate(one.places):
-            x = plan.instructions[place]
+        for i, pc in enumerate(one.pcs):
+            x = plan.instructions[pc]
             if x.verb in COMMUNICATING:
                 parties.setdefault(x.node, []).append((device, i))
-    every = [(one.end[i], d, i) for d, one in enumerate(spans) for i in range(len(one.places))]
+    every = [(one.end[i], d, i) for d, one in enumerate(spans) for i in range(len(one.pcs))]
     if not every:
         return set()
     _, device, i = max(every)
@@ -44,7 +44,7 @@ def critical(plans: Sequence[Plan], spans: Sequence[Timed]) -> set[Step]:
     while step is not None and step not in found:
         found.add(step)
         device, i = step
-        x = plans[device].instructions[spans[device].places[i]]
+        x = plans[device].instructions[spans[device].pcs[i]]
         sides = parties[x.node] if x.verb in COMMUNICATING else [step]
         together = [s for s in sides if _overlap(spans, s, step)]
         found.update(s for s in together if s[0] == device)
@@ -63,11 +63,11 @@ def _overlap(spans: Sequence[Timed], a: Step, b: Step) -> bool:
 def _before(plan: Plan, spans: Timed) -> list[list[int]]:
     """For each instruction those that it could not start before: the last on its stream, those it
     waits for, and the last that was issued before it and ended before it started."""
-    at = {place: i for i, place in enumerate(spans.places)}
+    at = {pc: i for i, pc in enumerate(spans.pcs)}
     last: dict[str, int] = {}
     found: list[list[int]] = []
-    for i, place in enumerate(spans.places):
-        x = plan.instructions[place]
+    for i, pc in enumerate(spans.pcs):
+        x = plan.instructions[pc]
         row = [at[w] for w in x.waits if w in at]
         if x.stream in last:
             row.append(last[x.stream])

@@ -50,7 +50,7 @@ def _run(run: Run, strings: Numbered) -> dict[str, Any]:
         "end": _times(e.end for e in events),
         "name": [text(e.name) for e in events],
         "node": [e.node for e in events],
-        "place": [e.place for e in events],
+        "pc": [e.pc for e in events],
         "kind": [text(e.kind) for e in events],
         "microbatch": [-1 if e.microbatch is None else e.microbatch for e in events],
         "stage": [text(e.stage) for e in events],

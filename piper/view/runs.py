@@ -15,14 +15,14 @@ class Event:
     """One instruction on one device, and when it ran."""
 
     row: int
-    """The place of its stream in ``Run.rows``."""
+    """The index of its stream in ``Run.rows``."""
     start: float
     """Seconds from the begin of the step."""
     end: float
     name: str
     """The node of the DAG, as texts and errors call it."""
     node: int
-    place: int
+    pc: int
     """In the device's plan."""
     kind: str
     """"F", "B", "BI", "BW", "send", "recv", "all_reduce", ..., or "update"."""
@@ -45,7 +45,7 @@ class Row:
     """One stream of one device."""
 
     device: int
-    """The place of the device in ``Run.devices``."""
+    """The index of the device in ``Run.devices``."""
     stream: str
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """One device's instructions: their places in its plan, and when each began and
+    """One device's instructions: their program counters, and when each began and
     ended, in seconds from the begin of the step."""
 
-    places: tuple[int, ...]
+    pcs: tuple[int, ...]
     start: tuple[float, ...]
     end: tuple[float, ...]
 
@@ -37,8 +37,8 @@ class Spans:
         what it frees goes when it ends."""
         found: list[tuple[float, int]] = []
         now = 0.0
-        for i, place in enumerate(self.places):
-            beside, after = over_time[place]
+        for i, pc in enumerate(self.pcs):
+            beside, after = over_time[pc]
             now = max(now, self.start[i])
             found.append((now, beside))
             if after != beside:
@@ -56,7 +56,7 @@ def run_of(
     facts: Mapping[str, str],
     limits: Sequence[int | None],
 ) -> Run:
-    """A step on ``devices``, each with a name and the place of its plan."""
+    """A step on ``devices``, each with a name and the index of its plan."""
     describe = _Describe(program)
     plans = [program.plans[plan] for _, plan in devices]
     on_path = critical(plans, spans)
@@ -69,23 +69,23 @@ def run_of(
         first = len(rows)
         instructions = program.plans[plan].instructions
         streams: dict[str, int] = {}
-        for place in one.places:
-            streams.setdefault(instructions[place].stream, len(streams))
+        for pc in one.pcs:
+            streams.setdefault(instructions[pc].stream, len(streams))
         order = sorted(streams, key=lambda stream: (stream != "compute", streams[stream]))
         at = {stream: first + i for i, stream in enumerate(order)}
         rows += [Row(number, stream) for stream in order]
         mine = [
             describe.event(
-                instructions[place],
-                place,
-                at[instructions[place].stream],
+                instructions[pc],
+                pc,
+                at[instructions[pc].stream],
                 one.start[i],
                 one.end[i],
                 (number, i) in on_path,
             )
-            for i, place in enumerate(one.places)
+            for i, pc in enumerate(one.pcs)
         ]
-        events += sorted(mine, key=lambda event: (event.row, event.start, event.place))
+        events += sorted(mine, key=lambda event: (event.row, event.start, event.pc))
     seconds = max((max(one.end) for one in spans if one.end), default=0.0)
     return Run(title, seconds, tuple(shown), tuple(rows), tuple(events), facts)
 
@@ -102,7 +102,7 @@ class _Describe:
         self._split = self._dag.microbatches[0] if self._dag.microbatches else None
 
     def event(
-        self, x: Instruction, place: int, row: int, start: float, end: float, critical: bool
+        self, x: Instruction, pc: int, row: int, start: float, end: float, critical: bool
     ) -> Event:
         node = self._dag.nodes[x.node]
         return Event(
@@ -111,7 +111,7 @@ class _Describe:
             end=end,
             name=name_of(self._dag, x.node),
             node=x.node,
-            place=place,
+            pc=pc,
             kind=_kind(node, x.verb),
             microbatch=self._microbatch(node),
             stage=" ".join(f"{t} {node.tags[t]}" for t in self._stages if t in node.tags),

@@ -21,7 +21,7 @@ class Inner(NamedTuple):
     """Something that ran inside an instruction: a kernel."""
 
     device: int
-    """The place of the device in the first run."""
+    """The index of the device in the first run."""
     row: str
     name: str
     node: str
@@ -93,7 +93,7 @@ _FIRST_INNER = 10**6
 def _slice(run: Run, event: Event, first: int) -> dict[str, Any]:
     known = {
         "node": event.node,
-        "instruction": event.place,
+        "instruction": event.pc,
         "stage": event.stage or None,
         "microbatch": event.microbatch,
         "tags": event.tags or None,

@@ -21,7 +21,7 @@ function readRun(raw, number, strings) {
     number, strings, title: raw.title, seconds: raw.seconds, facts: raw.facts,
     size: raw.start.length,
     start: Float64Array.from(raw.start), end: Float64Array.from(raw.end),
-    name: Int32Array.from(raw.name), node: Int32Array.from(raw.node), place: Int32Array.from(raw.place),
+    name: Int32Array.from(raw.name), node: Int32Array.from(raw.node), pc: Int32Array.from(raw.pc),
     kind: Int32Array.from(raw.kind), microbatch: Int32Array.from(raw.microbatch),
     stage: Int32Array.from(raw.stage), directive: Int32Array.from(raw.directive),
     tags: Int32Array.from(raw.tags), critical: Uint8Array.from(raw.critical),
@@ -81,7 +81,7 @@ function eventOf(run, i) {
   const text = (column) => run.strings[run[column][i]];
   const row = rowOf(run, i);
   return {
-    run: run.number, index: i, name: text('name'), node: run.node[i], place: run.place[i], kind: text('kind'),
+    run: run.number, index: i, name: text('name'), node: run.node[i], pc: run.pc[i], kind: text('kind'),
     stage: text('stage'), directive: text('directive'), tags: text('tags'),
     microbatch: run.microbatch[i] < 0 ? null : run.microbatch[i],
     start: run.start[i], end: run.end[i], nbytes: run.nbytes[i], flops: run.flops[i], critical: run.critical[i] === 1,

@@ -19,7 +19,7 @@ function detailsOf(runs, which, jump) {
       ['Node', `#${event.node}`],
       ['Device', event.device],
       ['Stream', event.stream],
-      ['Place in plan', String(event.place)],
+      ['Program counter', String(event.pc)],
       ['Kind', event.kind],
       ['Stage', event.stage],
       ['Microbatch', event.microbatch === null ? null : String(event.microbatch)],
