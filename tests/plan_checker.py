@@ -2,9 +2,9 @@
 
 Enter a lowered DAG and its plans; nothing leaves but a ``PlanError`` that names the place. Shares
 no code with ``piper.lower``: it reads plans, the model's facts, and of the lowered DAG what a
-worker must know too (what each node is, its parties, buckets and rules). It assumes no more than a
-worker promises: a stream runs in order, an instruction starts when its ``waits`` are done, a
-communication ends when all its parties have reached it.
+worker must know too (what each node is, its participants, buckets and rules). It assumes no more
+than a worker promises: a stream runs in order, an instruction starts when its ``waits`` are done, a
+communication ends when all its participants have reached it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Clock = dict[str, int]
 At = tuple[int, int]
 """A class and a program counter."""
 
-MEETING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 MOVED = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)
 HALVES = (Pass.BI, Pass.BW)
 OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
@@ -363,7 +363,7 @@ class _Checker:
         rows = []
         for c in (ours, theirs):
             plan = self.plans[c]
-            row = [x.node for x in plan.instructions if x.verb in MEETING]
+            row = [x.node for x in plan.instructions if x.verb in COMMUNICATING]
             rows.append(list(dict.fromkeys(row)))
         common = set(rows[0]).intersection(rows[1])
         a, b = ([node for node in row if node in common] for row in rows)
@@ -385,8 +385,8 @@ class _Checker:
         heads = dict.fromkeys(queues, 0)
         done: list[set[int]] = [set() for _ in self.plans]
         there: defaultdict[int, list[At]] = defaultdict(list)
-        parties = Counter(
-            x.node for plan in self.plans for x in plan.instructions if x.verb in MEETING
+        participants = Counter(
+            x.node for plan in self.plans for x in plan.instructions if x.verb in COMMUNICATING
         )
         reached: set[At] = set()
         order: list[list[At]] = []
@@ -408,12 +408,12 @@ class _Checker:
                     if at in reached or not done[key[0]].issuperset(x.waits):
                         break
                     moved = True
-                    if x.verb not in MEETING:
+                    if x.verb not in COMMUNICATING:
                         finish([at])
                         continue
                     reached.add(at)
                     there[x.node].append(at)
-                    if len(there[x.node]) == parties[x.node]:
+                    if len(there[x.node]) == participants[x.node]:
                         finish(there[x.node])
         stuck = [
             self._why(k, queues[k][heads[k]], done) for k in queues if heads[k] < len(queues[k])
@@ -432,9 +432,9 @@ class _Checker:
             self.say((c, p))
             for c, plan in enumerate(self.plans)
             for p, x in enumerate(plan.instructions)
-            if x.node == node and x.verb in MEETING and (c, p) != at
+            if x.node == node and x.verb in COMMUNICATING and (c, p) != at
         ]
-        return f"  {self.say(at)} meets {', '.join(others)}"
+        return f"  {self.say(at)} waits for {', '.join(others)}"
 
     def check_order(self) -> None:
         """What the strategy orders is ordered on every device that does both."""
@@ -755,7 +755,7 @@ class _Checker:
                 dtypes = tuple(model.parameters[p].gradient for p in names)
                 return Slot(Holder.GRADIENTS, nbytes, own, None, names, dtypes, found.lies_in)
             case _Gradients(bucket=bucket):
-                if slot in x.reads:  # in pc: it was judged when it was made
+                if slot in x.reads:  # in place: it was judged when it was made
                     self._must(found.nbytes == nbytes, at, f"has {found} for {content}")
                     return found
                 return Slot(Holder.GRADIENTS, nbytes, nbytes, bucket)
@@ -1234,7 +1234,9 @@ class _Checker:
     def _over(self, plan: Plan) -> dict[int, int]:
         """For each communication, the first instruction that does not start before it is over."""
         over = {
-            p: len(plan.instructions) for p, x in enumerate(plan.instructions) if x.verb in MEETING
+            p: len(plan.instructions)
+            for p, x in enumerate(plan.instructions)
+            if x.verb in COMMUNICATING
         }
         brings: dict[int, int] = {}
         for pc, x in enumerate(plan.instructions):
@@ -1242,7 +1244,7 @@ class _Checker:
             for p in needed:
                 if p in over:
                     over[p] = min(over[p], pc)
-            if x.verb in MEETING:
+            if x.verb in COMMUNICATING:
                 brings |= dict.fromkeys(x.writes, pc)
         return over
 
@@ -1282,7 +1284,7 @@ class _Checker:
 
     def _copy(self, x: Instruction) -> int:
         """Bytes of what is sent, or of what comes, where the tensor itself is not contiguous."""
-        if x.verb not in MEETING or x.role not in MOVED:
+        if x.verb not in COMMUNICATING or x.role not in MOVED:
             return 0
         node = self.dag.nodes[x.node]
         aside = 0

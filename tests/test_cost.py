@@ -21,7 +21,7 @@ from piper.capture.saving import Remat
 from piper.cost import toml
 from piper.cost.communicating import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
-from piper.cost.replay import Meet, Track, replay
+from piper.cost.replay import Communication, Track, replay
 from piper.ir.dag import Collective, CollectiveKind, Compute, Rest, Transfer
 from piper.lower.plan import Verb
 from piper.lower.sizes import Sizes
@@ -232,7 +232,7 @@ def test_a_simulation_prints_and_serializes() -> None:
 
 
 def track(*items: tuple[str, float | int, tuple[int, ...]], synchronous: bool = False) -> Track:
-    """Items are a stream, seconds or, as an int, a meeting, and what is waited for."""
+    """Items are a stream, seconds or, as an int, a communication, and what is waited for."""
     streams: dict[str, int] = {}
     return Track(
         [streams.setdefault(stream, len(streams)) for stream, _, _ in items],
@@ -246,27 +246,33 @@ def track(*items: tuple[str, float | int, tuple[int, ...]], synchronous: bool = 
 
 def test_an_exchange_beside_a_reduction_takes_longer() -> None:
     one = track(("dp", 0, ()), ("ep", 1, ()))
-    meets = [Meet(10.0, 1, links=1), Meet(1.0, 1, links=1)]
-    replay([one], meets, piper.Sharing(links=0.46))
+    comms = [Communication(10.0, 1, links=1), Communication(1.0, 1, links=1)]
+    replay([one], comms, piper.Sharing(links=0.46))
     assert one.end == pytest.approx([10.0 + 0.46, 1.46])
 
 
 def test_communications_on_different_links_do_not_meet() -> None:
     one = track(("dp", 0, ()), ("ep", 1, ()))
-    replay([one], [Meet(10.0, 1, links=2), Meet(1.0, 1, links=1)], piper.Sharing(links=0.46))
+    replay(
+        [one],
+        [Communication(10.0, 1, links=2), Communication(1.0, 1, links=1)],
+        piper.Sharing(links=0.46),
+    )
     assert one.end == pytest.approx([10.0, 1.0])
 
 
 def test_computing_and_communicating_slow_each_other() -> None:
     one = track(("compute", 2.0, ()), ("ep", 0, ()))
-    replay([one], [Meet(1.0, 1, links=1)], piper.Sharing(compute=0.1, communication=0.5))
+    replay([one], [Communication(1.0, 1, links=1)], piper.Sharing(compute=0.1, communication=0.5))
     assert one.end[1] == pytest.approx(1.5)
     assert one.end[0] == pytest.approx(2.0 + 0.1 * 1.5 / 1.1)
 
 
 def test_a_stream_with_a_share_of_the_gpu_takes_that_share() -> None:
     one = track(("compute", 2.0, ()), ("ep", 0, ()))
-    replay([one], [Meet(1.0, 1, 1, slows=0.25)], piper.Sharing(compute=0.1, communication=0.5))
+    replay(
+        [one], [Communication(1.0, 1, 1, slows=0.25)], piper.Sharing(compute=0.1, communication=0.5)
+    )
     assert one.end[1] == pytest.approx(1.0)
     assert one.end[0] == pytest.approx(2.0 + 0.25 * 1.0 / 1.25)
 
@@ -274,7 +280,7 @@ def test_a_stream_with_a_share_of_the_gpu_takes_that_share() -> None:
 def test_parties_wait_for_the_last() -> None:
     one = track(("compute", 3.0, ()), ("p2p", 0, (0,)))
     other = track(("p2p", 0, ()), ("compute", 1.0, (0,)))
-    replay([one, other], [Meet(0.5, 2, links=1)], ALONE)
+    replay([one, other], [Communication(0.5, 2, links=1)], ALONE)
     assert other.start == pytest.approx([3.0, 3.5])
     assert other.end[1] == pytest.approx(4.5)
 
@@ -284,7 +290,7 @@ def test_a_synchronous_host_waits_before_it_issues_more() -> None:
     for synchronous, expected in ((False, 2.0), (True, 6.0)):
         one = track(("p2p", 0, ()), ("a", 1.0, (0,)), ("b", 1.0, ()), synchronous=synchronous)
         other = track(("compute", 4.0, ()), ("p2p", 0, (0,)))
-        replay([one, other], [Meet(0.0, 2, links=1)], ALONE)
+        replay([one, other], [Communication(0.0, 2, links=1)], ALONE)
         assert one.end[2] == pytest.approx(expected - (not synchronous))
 
 

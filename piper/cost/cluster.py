@@ -124,7 +124,7 @@ class Sharing:
     compute: float = 0.0
     """A computation, while its device communicates."""
     communication: float = 0.0
-    """A communication, while a device of its parties computes."""
+    """A communication, while a device of its participants computes."""
 
     def __post_init__(self) -> None:
         if min(self.links, self.compute, self.communication) < 0:

@@ -15,31 +15,31 @@ from typing import NamedTuple
 from piper.cost.cluster import Cluster
 from piper.cost.communicating import Way
 from piper.ir.dag import Collective, Group, Transfer
-from piper.lower.meetings import Sides, meetings, members
+from piper.lower.instances import Participants, instances, members
 from piper.lower.plan import Instruction, Plan, Verb
 
 
-class Party(NamedTuple):
-    """A lane's side of a communication."""
+class Participant(NamedTuple):
+    """A lane that takes part in a communication, and what it does there."""
 
     lane: int
     verb: Verb
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class CollectiveInstance:
     """Devices that communicate with one another, of several sets that do the same."""
 
-    sides: Sides
+    participants: Participants
     devices: Group
     way: Way
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Who talks to whom in one communication: for each device and side, the meeting it is in."""
+    """Who talks to whom in one communication: for each device and verb, its instance."""
 
-    meetings: tuple[Meeting, ...]
+    instances: tuple[CollectiveInstance, ...]
     of: dict[tuple[int, Verb], int]
 
 
@@ -63,11 +63,13 @@ class Lanes:
     def _of(self) -> dict[int, int]:
         return {device: i for i, lane in enumerate(self.lanes) for device in lane.devices}
 
-    def meeting(self, lane: int, x: Instruction) -> tuple[frozenset[Party], Meeting]:
-        """Those that a lane meets in a communication, itself included, and one such meeting."""
+    def instance(
+        self, lane: int, x: Instruction
+    ) -> tuple[frozenset[Participant], CollectiveInstance]:
+        """The lanes that take part in a communication of one, itself included, and its instance."""
         pattern = self.patterns.of(x)
-        found = pattern.meetings[pattern.of[self.lanes[lane].devices[0], x.verb]]
-        return frozenset(Party(self._of[d], verb) for d, verb in found.sides), found
+        found = pattern.instances[pattern.of[self.lanes[lane].devices[0], x.verb]]
+        return frozenset(Participant(self._of[d], verb) for d, verb in found.participants), found
 
 
 class Patterns:
@@ -87,14 +89,14 @@ class Patterns:
         key = (*map(id, groups), *(op.replicas if isinstance(op, Transfer) else ()))
         if key not in self._known:
             self._kept += groups  # their identities are keys
-            met = [self._meeting(sides) for sides in meetings(op)]
-            of = {side: i for i, one in enumerate(met) for side in one.sides}
-            self._known[key] = Pattern(tuple(met), of)
+            found = [self._instance(participants) for participants in instances(op)]
+            of = {end: i for i, one in enumerate(found) for end in one.participants}
+            self._known[key] = Pattern(tuple(found), of)
         return self._known[key]
 
-    def _meeting(self, sides: Sides) -> Meeting:
-        devices = members(sides)
-        return Meeting(sides, devices, self._cluster.way(devices))
+    def _instance(self, participants: Participants) -> CollectiveInstance:
+        devices = members(participants)
+        return CollectiveInstance(participants, devices, self._cluster.way(devices))
 
 
 def lanes_of(plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False) -> Lanes:
@@ -102,7 +104,7 @@ def lanes_of(plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False) ->
     one lane have the same plan, the same kind, the same ways, and talk to the same lanes; or every
     device ``apart``."""
     patterns = Patterns(cluster)
-    mine = [_sides(plan, patterns) for plan in plans]
+    mine = [_patterns(plan, patterns) for plan in plans]
     plan_of = {d: i for i, plan in enumerate(plans) for d in plan.devices}
     kinds = {d: d if apart else id(cluster.device(d)) for d in plan_of}
     colour = _numbered({d: (p, kinds[d]) for d, p in plan_of.items()})
@@ -116,9 +118,9 @@ def lanes_of(plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False) ->
                 number = pattern.of[device, verb]
                 key = id(pattern), number
                 if key not in marks:
-                    one = pattern.meetings[number]
-                    sides = sorted((colour[d], v.value) for d, v in one.sides)
-                    marks[key] = distinct.setdefault((one.way, *sides), len(distinct))
+                    one = pattern.instances[number]
+                    participants = sorted((colour[d], v.value) for d, v in one.participants)
+                    marks[key] = distinct.setdefault((one.way, *participants), len(distinct))
                 found.append(marks[key])
             seen[device] = tuple(found)
         finer = _numbered(seen)
@@ -132,8 +134,8 @@ def lanes_of(plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False) ->
     return Lanes(lanes, patterns)
 
 
-def _sides(plan: Plan, patterns: Patterns) -> list[tuple[Pattern, Verb]]:
-    """Every pattern that a plan takes part in, and on which side."""
+def _patterns(plan: Plan, patterns: Patterns) -> list[tuple[Pattern, Verb]]:
+    """Every pattern that a plan takes part in, and with which verb."""
     found: dict[tuple[int, Verb], tuple[Pattern, Verb]] = {}
     for x in plan.instructions:
         if isinstance(x.op, Transfer | Collective):

@@ -1,9 +1,9 @@
-"""Plans run in simulated time: streams in order, waits, meetings, and what is slowed by others.
+"""Plans run in simulated time: streams in order, waits, communication, and what slows what down.
 
 On a GPU the host runs ahead: an instruction starts when it is issued, its stream is free and what
 it waits for is done. On a CPU the host itself computes: nothing is issued while it computes or
-waits. A communication starts when all its parties have come to it. While several share a link, or
-a device computes and communicates, each goes on more slowly.
+waits. A communication starts when all its participants have come to it. While several share a link,
+or a device computes and communicates, each goes on more slowly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Track:
     streams: list[int]
     """The number of the stream it runs on."""
     waits: list[tuple[int, ...]]
-    """The instructions, by place in this track, that must be done before."""
+    """The instructions, by index in this track, that must be done before."""
     seconds: list[float]
     """What it takes if it computes."""
-    meetings: list[int]
-    """The number of the meeting if it communicates, otherwise -1."""
+    comms: list[int]
+    """The number of the communication if it communicates, otherwise -1."""
     synchronous: bool
     issue: float
     start: list[float] = field(default_factory=list)
@@ -36,28 +36,30 @@ class Track:
 
 
 @dataclass(slots=True)
-class Meet:
+class Communication:
     """A communication of several lanes."""
 
     seconds: float
-    parties: int
+    participants: int
     links: int
     """Which links it uses, as bits."""
     slows: float | None = None
     """By how much it slows a computation beside it, if its stream has a share of the GPU."""
 
 
-def replay(tracks: Sequence[Track], meets: Sequence[Meet], sharing: Sharing) -> None:
+def replay(tracks: Sequence[Track], comms: Sequence[Communication], sharing: Sharing) -> None:
     """Fill in when every instruction starts and ends."""
-    _Replay(tracks, meets, sharing).run()
+    _Replay(tracks, comms, sharing).run()
 
 
 _END, _RETRY, _HOST = range(3)
 
 
 class _Replay:
-    def __init__(self, tracks: Sequence[Track], meets: Sequence[Meet], sharing: Sharing) -> None:
-        self.tracks, self.meets, self.sharing = tracks, meets, sharing
+    def __init__(
+        self, tracks: Sequence[Track], comms: Sequence[Communication], sharing: Sharing
+    ) -> None:
+        self.tracks, self.comms, self.sharing = tracks, comms, sharing
         self.now = 0.0
         self.events: list[tuple[float, int, int, int, int]] = []
         self.numbers = count()
@@ -70,7 +72,7 @@ class _Replay:
         for lane, track in enumerate(tracks):
             queues: dict[int, list[int]] = {}
             for i, (stream, waits) in enumerate(zip(track.streams, track.waits, strict=True)):
-                if not track.synchronous or track.meetings[i] >= 0:  # the host runs the others
+                if not track.synchronous or track.comms[i] >= 0:  # the host runs the others
                     queues.setdefault(stream, []).append(i)
                 for other in waits:
                     self.followers[lane][other].append(i)
@@ -79,9 +81,9 @@ class _Replay:
         self.held = [False] * len(tracks)
         """Whether a synchronous host waits for something to be done."""
         self.waiting = [[False] * size for size in sizes]
-        """Whether an instruction has come to its meeting."""
-        self.arrived: list[list[tuple[int, int]]] = [[] for _ in meets]
-        # What runs: meetings by their number, computations by numbers that follow those.
+        """Whether an instruction has come to its communication."""
+        self.arrived: list[list[tuple[int, int]]] = [[] for _ in comms]
+        # What runs: communications by their number, computations by numbers that follow those.
         self.rest: dict[int, float] = {}
         self.rate: dict[int, float] = {}
         self.since: dict[int, float] = {}
@@ -124,7 +126,7 @@ class _Replay:
                 self.held[lane] = True
                 return
             self.host[lane] += 1
-            if track.meetings[i] < 0:
+            if track.comms[i] < 0:
                 self.compute(lane, i)
                 return
             self.try_head(lane, track.streams[i])
@@ -147,25 +149,25 @@ class _Replay:
         elif self.now < i * track.issue:
             self.push(i * track.issue, _RETRY, lane, stream)
             return
-        meeting = track.meetings[i]
+        comm = track.comms[i]
         self.waiting[lane][i] = True
-        if meeting < 0:
+        if comm < 0:
             self.compute(lane, i)
             return
-        arrived = self.arrived[meeting]
+        arrived = self.arrived[comm]
         arrived.append((lane, i))
-        if len(arrived) == self.meets[meeting].parties:
-            self.begin(meeting, self.meets[meeting].seconds, arrived)
+        if len(arrived) == self.comms[comm].participants:
+            self.begin(comm, self.comms[comm].seconds, arrived)
 
     def compute(self, lane: int, i: int) -> None:
-        task = len(self.meets) + next(self.numbers)
+        task = len(self.comms) + next(self.numbers)
         self.begin(task, self.tracks[lane].seconds[i], [(lane, i)])
 
     def begin(self, task: int, seconds: float, who: list[tuple[int, int]]) -> None:
         self.who[task] = who
         for lane, i in who:
             self.tracks[lane].start[i] = self.now
-            (self.talking if task < len(self.meets) else self.computing)[lane].add(task)
+            (self.talking if task < len(self.comms) else self.computing)[lane].add(task)
         self.rest[task], self.since[task], self.version[task] = seconds, self.now, 0
         self.rate[task] = 0.0
         if self.shares:
@@ -192,16 +194,16 @@ class _Replay:
     def slowness(self, task: int) -> float:
         """How many times as long something takes now, beside what else runs."""
         sharing = self.sharing
-        if task >= len(self.meets):
+        if task >= len(self.comms):
             ((lane, _),) = self.who[task]
-            beside = [self.meets[m].slows for m in self.talking[lane]]
+            beside = [self.comms[m].slows for m in self.talking[lane]]
             each = [sharing.compute if slows is None else slows for slows in beside]
             return 1 + max(each, default=0.0)
-        mine = self.meets[task]
+        mine = self.comms[task]
         worst = 0.0
         for lane, _ in self.who[task]:
             others = sum(
-                1 for m in self.talking[lane] if m != task and self.meets[m].links & mine.links
+                1 for m in self.talking[lane] if m != task and self.comms[m].links & mine.links
             )
             slower = sharing.links * others
             if self.computing[lane] and mine.slows is None:
@@ -211,23 +213,23 @@ class _Replay:
 
     def finish(self, task: int) -> None:
         who = self.who.pop(task)
-        meeting = task < len(self.meets)
+        communicates = task < len(self.comms)
         for table in (self.rest, self.rate, self.since, self.version):
             del table[task]
         for lane, _ in who:
-            (self.talking if meeting else self.computing)[lane].discard(task)
+            (self.talking if communicates else self.computing)[lane].discard(task)
         if self.shares:
             self.settle(who)
         for lane, i in who:
             track = self.tracks[lane]
             track.end[i] = self.now
             self.done += 1
-            if meeting or not track.synchronous:
+            if communicates or not track.synchronous:
                 self.queues[lane][track.streams[i]].pop()
         for lane, i in who:
-            self.release(lane, i, meeting)
+            self.release(lane, i, communicates)
 
-    def release(self, lane: int, i: int, meeting: bool) -> None:
+    def release(self, lane: int, i: int, communicates: bool) -> None:
         """What an instruction that is over lets go on."""
         track = self.tracks[lane]
         left = self.left[lane]
@@ -235,11 +237,11 @@ class _Replay:
             left[following] -= 1
             if not track.synchronous and left[following] == 0:
                 self.try_head(lane, track.streams[following])
-        if meeting or not track.synchronous:
+        if communicates or not track.synchronous:
             self.try_head(lane, track.streams[i])
         if not track.synchronous:
             return
-        if not meeting:
+        if not communicates:
             self.advance(lane)
         elif self.held[lane] and left[self.host[lane]] == 0:
             self.held[lane] = False

@@ -17,7 +17,7 @@ from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.cost.cluster import Cluster, Device
 from piper.cost.lanes import Lane, Lanes, lanes_of
-from piper.cost.replay import Meet, Track, replay
+from piper.cost.replay import Communication, Track, replay
 from piper.errors import PiperError
 from piper.ir.dag import Compute, Node, Rest, StreamRule
 from piper.ir.text import group_text
@@ -180,8 +180,8 @@ def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None)
     lanes = lanes_of(
         program.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
     )
-    tracks, meets = _tracks(program, lanes, cluster, durations)
-    replay(tracks, meets, cluster.sharing)
+    tracks, comms = _tracks(program, lanes, cluster, durations)
+    replay(tracks, comms, cluster.sharing)
     spans = tuple(
         Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
         for track in tracks
@@ -201,9 +201,9 @@ def _useful(program: Program, node: Node) -> int:
 
 def _tracks(
     program: Program, lanes: Lanes, cluster: Cluster, durations: Durations
-) -> tuple[list[Track], list[Meet]]:
-    """The tracks of all lanes, and their meetings."""
-    meets: list[Meet] = []
+) -> tuple[list[Track], list[Communication]]:
+    """The tracks of all lanes, and their communications."""
+    comms: list[Communication] = []
     numbers: dict[tuple[int, frozenset[object]], int] = {}
     tracks = []
     for number, lane in enumerate(lanes.lanes):
@@ -217,20 +217,20 @@ def _tracks(
             track.waits.append(x.waits)
             if x.verb not in COMMUNICATING:
                 track.seconds.append(durations.on(node, lane.devices[:1]))
-                track.meetings.append(-1)
+                track.comms.append(-1)
                 continue
-            parties, met = lanes.meeting(number, x)
-            key = x.node, frozenset[object](parties)
+            participants, instance = lanes.instance(number, x)
+            key = x.node, frozenset[object](participants)
             if key not in numbers:
-                numbers[key] = len(meets)
+                numbers[key] = len(comms)
                 slows = _share(program.streams, node.stream, device)
-                links = 2 if met.way.outside else 1
-                seconds = durations.on(node, met.devices)
-                meets.append(Meet(seconds, len(parties), links, slows))
+                links = 2 if instance.way.outside else 1
+                seconds = durations.on(node, instance.devices)
+                comms.append(Communication(seconds, len(participants), links, slows))
             track.seconds.append(0.0)
-            track.meetings.append(numbers[key])
+            track.comms.append(numbers[key])
         tracks.append(track)
-    return tracks, meets
+    return tracks, comms
 
 
 def _share(rules: Mapping[str, StreamRule], stream: str, device: Device) -> float | None:

@@ -1,8 +1,8 @@
-"""Measured communications as they were for all parties together.
+"""Measured communications as they were for all participants together.
 
 A device notes when it came to a communication and when it knew that it was over. What lies between
 is partly waiting for others. Taken together, the devices know better: a communication runs from the
-moment at which its last party came. Who sends a message is not told when it has arrived; who
+moment at which its last participant came. Who sends a message is not told when it has arrived; who
 receives it is.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from piper.ir.dag import Collective, Transfer
-from piper.lower.meetings import meetings
+from piper.lower.instances import instances
 from piper.lower.plan import Verb
 from piper.program import Program
 from piper.runtime.recording import Measured
@@ -21,9 +21,10 @@ Step = Mapping[int, tuple[Measured, ...]]
 on a clock that all devices share."""
 
 
-def met(program: Program, step: Step) -> Step:
-    """``step`` with every communication from when its last party came, and messages until they
-    were received. On each stream the order stays: none begins before the one before it ended."""
+def aligned(program: Program, step: Step) -> Step:
+    """``step`` with every communication from when its last participant came, and messages until
+    they were received. On each stream the order stays: none begins before the one before it
+    ended."""
     rows = {device: list(row) for device, row in step.items()}
     at: dict[tuple[int, int, Verb], int] = {}
     nodes: dict[int, Transfer | Collective] = {}
@@ -35,8 +36,8 @@ def met(program: Program, step: Step) -> Step:
                 at[x.node, device, x.verb] = i
                 nodes[x.node] = x.op
     for node, op in nodes.items():
-        for sides in meetings(op):
-            found = [(d, at[node, d, verb], verb) for d, verb in sides if d in rows]
+        for participants in instances(op):
+            found = [(d, at[node, d, verb], verb) for d, verb in participants if d in rows]
             start = max(rows[d][i].start for d, i, _ in found)
             arrived = [rows[d][i].end for d, i, verb in found if verb is Verb.RECV]
             for d, i, verb in found:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from piper.ir.text import name_of
-from piper.launch.aligning import Step, met
+from piper.launch.aligning import Step, aligned
 from piper.lower.plan import Verb
 from piper.lower.recorded import Recorded
 from piper.lower.sizes import Sizes
@@ -137,7 +137,7 @@ class Profile(Shown):
     @cached_property
     def _relative(self) -> list[Spans]:
         """By device, the times from the begin of the step; a communication from when all its
-        parties were there."""
+        participants were there."""
         first = self._begin
         return [
             Spans(
@@ -145,7 +145,7 @@ class Profile(Shown):
                 tuple(one.start - first for one in row),
                 tuple(one.end - first for one in row),
             )
-            for _, row in sorted(met(self.program, self.measured).items())
+            for _, row in sorted(aligned(self.program, self.measured).items())
         ]
 
     def _inner(self) -> Iterator[Inner]:
@@ -162,7 +162,7 @@ class Profile(Shown):
         dag = self.program.dag
         tasks = Tasks(dag, Sizes(dag, self.program.models))
         for step in self.steps:
-            for device, row in met(self.program, step).items():
+            for device, row in aligned(self.program, step).items():
                 instructions = self.program.plan_of(device).instructions
                 for one in row:
                     x = instructions[one.pc]

@@ -1,8 +1,9 @@
 """The order in which everything runs, found by running the DAG in simulated time.
 
 Every class of devices has streams, each of which runs one node after another; a communication
-occupies a stream of each of its parties at once. The order in which nodes are issued is the plan's
-order: all devices' orders come from one execution, so they cannot disagree and cannot deadlock.
+occupies a stream of each of its participants at once. The order in which nodes are issued is the
+plan's order: all devices' orders come from one execution, so they cannot disagree and cannot
+deadlock.
 
 A computation is issued when it starts. A communication is issued as soon as what it reads is there
 and those before it on its stream are issued, even if the stream is busy still: it keeps nobody, and

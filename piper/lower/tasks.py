@@ -30,7 +30,7 @@ from piper.ir.dag import (
 )
 from piper.ir.facts import Model
 from piper.ir.text import region_of
-from piper.lower.meetings import meeting_size, meetings, members
+from piper.lower.instances import instance_size, instances, members
 from piper.lower.sizes import Sizes
 
 
@@ -129,7 +129,7 @@ class Tasks:
                     self._known[key] = Task(TaskKind.ADD, traffic=nbytes, nbytes=nbytes)
             case Transfer() | Collective() as op:
                 kind = op.kind if isinstance(op, Collective) else TaskKind.SEND
-                members, nbytes = meeting_size(op), self._sizes.moved(node)
+                members, nbytes = instance_size(op), self._sizes.moved(node)
                 key = kind, members, nbytes
                 if key not in self._known:
                     self._known[key] = Task(kind, nbytes=nbytes, members=members)
@@ -183,7 +183,7 @@ class Durations:
                 found = self._ask(task, node.devices)
             else:
                 if where not in self._members:
-                    self._members[where] = tuple(members(sides) for sides in meetings(op))
+                    self._members[where] = tuple(map(members, instances(op)))
                 found = max(self._ask(task, group) for group in self._members[where])
             self._nodes[key] = found
         return found

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from piper.runtime.comm import Group, One, Two
 
-Party = str
+Name = str
 """A device's end of a communication, as errors call it."""
 Tensors = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
-class Meeting:
-    """A communication some of whose parties may not be there yet."""
+class Rendezvous:
+    """A communication some of whose participants may not be there yet."""
 
     name: str
-    parties: Sequence[Party]
-    arrived: dict[Party, Tensors] = field(default_factory=dict)
+    participants: Sequence[Name]
+    arrived: dict[Name, Tensors] = field(default_factory=dict)
     ready: list[torch.Event] = field(default_factory=list)
-    """On an accelerator: when what the parties brought was there."""
+    """On an accelerator: when what the participants brought was there."""
     over: torch.Event | bool = False
     """Whether it is over; on an accelerator, when."""
 
@@ -46,46 +46,46 @@ class Meeting:
         return None
 
     def __str__(self) -> str:
-        missing = [party for party in self.parties if party not in self.arrived]
+        missing = [one for one in self.participants if one not in self.arrived]
         return f"{self.name}: {', '.join(self.arrived)} waits for {', '.join(missing)}"
 
 
 class Hub:
-    """Where the devices of one process meet."""
+    """Where the devices of one process communicate."""
 
     def __init__(self, accelerator: bool) -> None:
         self._accelerator = accelerator
-        self._open: dict[tuple[int, Group], Meeting] = {}
+        self._open: dict[tuple[int, Group], Rendezvous] = {}
 
-    def meet(
+    def arrive(
         self,
         key: tuple[int, Group],
         name: str,
-        parties: Sequence[Party],
-        me: Party,
+        participants: Sequence[Name],
+        me: Name,
         tensors: Tensors,
         move: Callable[[list[Tensors]], None],
-    ) -> Meeting:
-        """Take part in the communication ``key``; the last party lets ``move`` do it."""
-        meeting = self._open.get(key)
-        if meeting is None:
-            meeting = self._open[key] = Meeting(name, parties)
-        meeting.arrived[me] = tensors
+    ) -> Rendezvous:
+        """Take part in the communication ``key``; the last participant lets ``move`` do it."""
+        rendezvous = self._open.get(key)
+        if rendezvous is None:
+            rendezvous = self._open[key] = Rendezvous(name, participants)
+        rendezvous.arrived[me] = tensors
         if self._accelerator:
-            meeting.ready.append(_event())
-        if len(meeting.arrived) == len(parties):
-            everything = [meeting.arrived[party] for party in parties]
-            for event in meeting.ready:
+            rendezvous.ready.append(_event())
+        if len(rendezvous.arrived) == len(participants):
+            everything = [rendezvous.arrived[one] for one in participants]
+            for event in rendezvous.ready:
                 event.wait()
             move(everything)
-            meeting.over = _event() if self._accelerator else True
+            rendezvous.over = _event() if self._accelerator else True
             del self._open[key]
-            meeting.arrived.clear()  # the parties keep what is theirs
-        return meeting
+            rendezvous.arrived.clear()  # the participants keep what is theirs
+        return rendezvous
 
     def waiting(self) -> list[str]:
         """Who waits for whom."""
-        return [str(meeting) for meeting in self._open.values()]
+        return [str(rendezvous) for rendezvous in self._open.values()]
 
     def clear(self) -> None:
         """Forget communications that will never be completed."""
@@ -113,15 +113,15 @@ class Loopback:
     def receive(self, node: int, stream: str, source: int) -> One:
         return self._message(node, source, self._device, "receiver")
 
-    def _message(self, node: int, source: int, to: int, me: Party) -> One:
+    def _message(self, node: int, source: int, to: int, me: Name) -> One:
         name = f"transfer from device {source} to device {to} (node {node})"
-        meet, key = self._hub.meet, (node, (source, to))
+        arrive, key = self._hub.arrive, (node, (source, to))
 
         def move(tensors: list[Tensors]) -> None:
             (sent,), (out,) = tensors
             out.copy_(sent)
 
-        return lambda data: meet(key, name, ("sender", "receiver"), me, (data,), move)
+        return lambda data: arrive(key, name, ("sender", "receiver"), me, (data,), move)
 
     def close(self) -> None:
         return
@@ -163,8 +163,8 @@ class Loopback:
 
     def _together(
         self, kind: str, node: int, group: Group, move: Callable[[list[Tensors]], None]
-    ) -> Callable[..., Meeting]:
-        parties = [f"device {device}" for device in group]
+    ) -> Callable[..., Rendezvous]:
+        participants = [f"device {device}" for device in group]
         name, me = f"{kind} (node {node})", f"device {self._device}"
-        meet, key = self._hub.meet, (node, group)
-        return lambda *tensors: meet(key, name, parties, me, tensors, move)
+        arrive, key = self._hub.arrive, (node, group)
+        return lambda *tensors: arrive(key, name, participants, me, tensors, move)

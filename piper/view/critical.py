@@ -1,7 +1,8 @@
 """The critical path: the instructions that the end of a step waited for, one after another.
 
 From the instruction that ends last, always back to the one whose end let it start: one that it
-waited for, the one before it on its stream, or, for a communication, the same of another party.
+waited for, the one before it on its stream, or, for a communication, the same of another
+participant.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Timed(Protocol):
 def critical(plans: Sequence[Plan], spans: Sequence[Timed]) -> set[Step]:
     """The steps on the path; ``plans`` and ``spans`` are those of each device."""
     before = [_before(plan, one) for plan, one in zip(plans, spans, strict=True)]
-    parties: dict[int, list[Step]] = {}
+    participants: dict[int, list[Step]] = {}
     for device, (plan, one) in enumerate(zip(plans, spans, strict=True)):
         for i, pc in enumerate(one.pcs):
             x = plan.instructions[pc]
             if x.verb in COMMUNICATING:
-                parties.setdefault(x.node, []).append((device, i))
+                participants.setdefault(x.node, []).append((device, i))
     every = [(one.end[i], d, i) for d, one in enumerate(spans) for i in range(len(one.pcs))]
     if not every:
         return set()
@@ -45,8 +46,8 @@ def critical(plans: Sequence[Plan], spans: Sequence[Timed]) -> set[Step]:
         found.add(step)
         device, i = step
         x = plans[device].instructions[spans[device].pcs[i]]
-        sides = parties[x.node] if x.verb in COMMUNICATING else [step]
-        together = [s for s in sides if _overlap(spans, s, step)]
+        ends = participants[x.node] if x.verb in COMMUNICATING else [step]
+        together = [s for s in ends if _overlap(spans, s, step)]
         found.update(s for s in together if s[0] == device)
         earlier = [(d, b) for d, j in together for b in before[d][j]]
         earlier = [s for s in earlier if s not in found]
@@ -55,7 +56,7 @@ def critical(plans: Sequence[Plan], spans: Sequence[Timed]) -> set[Step]:
 
 
 def _overlap(spans: Sequence[Timed], a: Step, b: Step) -> bool:
-    """Whether two sides of a communication may be of one meeting."""
+    """Whether two ends of a communication may be of one instance."""
     one, other = spans[a[0]], spans[b[0]]
     return one.start[a[1]] <= other.end[b[1]] and other.start[b[1]] <= one.end[a[1]]
 
