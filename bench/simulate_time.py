@@ -69,7 +69,15 @@ def main(
     """Print the time of compilations and simulations."""
     torch.set_num_threads(1)
     console = Console(width=110)
-    columns = ("schedule", "cluster", "devices", "instructions", "lanes", "compile s", "simulate s")
+    columns = (
+        "schedule",
+        "cluster",
+        "devices",
+        "instructions",
+        "classes",
+        "compile s",
+        "simulate s",
+    )
     table = Table(*columns, "step s", "bubble")
     rows = []
     for name in schedule or ["1f1b", "dualpipev"]:
@@ -89,7 +97,7 @@ def main(
                 "cluster": cluster.name,
                 "devices": len(found.devices),
                 "instructions": count,
-                "lanes": len(simulation.lanes),
+                "classes": len(simulation.classes),
                 "compile_seconds": compiling,
                 "simulate_seconds": taken,
                 "step_seconds": seconds,

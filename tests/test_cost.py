@@ -130,20 +130,20 @@ def test_a_slow_device_holds_up_its_pipeline_alone() -> None:
     half = sleeper(name="half", flops={torch.float32: FLOPS / 2})
     one = replace(machine, devices=(half, *machine.devices[1:]))
     found = program.simulate(replace(plain, machines=(one,)))
-    assert [lane.devices for lane in found.lanes] == [(0,), (1,), (2,), (3,)]
-    assert len(program.simulate(plain).lanes) == 2
+    assert [one.devices for one in found.classes] == [(0,), (1,), (2,), (3,)]
+    assert len(program.simulate(plain).classes) == 2
     other = replace(machine, devices=(half, machine.devices[1], half, machine.devices[3]))
     both = program.simulate(replace(plain, machines=(other,)))
     assert both.seconds == pytest.approx(2 * program.simulate(plain).seconds)
     assert program.simulate(plain).seconds < found.seconds <= both.seconds
 
 
-def test_equal_devices_are_one_lane_however_many() -> None:
+def test_equal_devices_are_one_class_however_many() -> None:
     found = experts().simulate(piper.Cluster.of("H100", 8))
-    assert [len(lane.devices) for lane in found.lanes] == [4, 4]
+    assert [len(one.devices) for one in found.classes] == [4, 4]
     split = experts().simulate(piper.Cluster.of("H100", 3, 3))  # groups that span machines
-    assert len(split.lanes) > 2
-    assert sorted(d for lane in split.lanes for d in lane.devices) == list(range(8))
+    assert len(split.classes) > 2
+    assert sorted(d for one in split.classes for d in one.devices) == list(range(8))
 
 
 def test_exchanges_over_a_slow_link_take_longer() -> None:
@@ -164,8 +164,8 @@ def test_every_instruction_is_there_and_streams_run_in_order() -> None:
         assert (a.row, a.start) <= (b.row, b.start)
         if a.row == b.row:
             assert a.end <= b.start + 1e-12
-    for lane, spans in zip(found.lanes, found.spans, strict=True):
-        plan = program.plans[lane.plan]
+    for one, spans in zip(found.classes, found.spans, strict=True):
+        plan = program.plans[one.plan]
         ends = dict(zip(spans.pcs, spans.end, strict=True))
         for pc, start in zip(spans.pcs, spans.start, strict=True):
             for other in plan.instructions[pc].waits:
@@ -225,7 +225,7 @@ def test_a_simulation_prints_and_serializes() -> None:
     assert "bubble" in str(found)
     again = json.loads(json.dumps(found.to_json()))
     assert again["seconds"] == found.seconds
-    assert sum(len(lane["devices"]) for lane in again["lanes"]) == 8
+    assert sum(len(one["devices"]) for one in again["classes"]) == 8
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -643,12 +643,12 @@ def test_a_model_of_ones_own_orders_and_simulates(tmp_path: Path) -> None:
         expected = figures.duration(task, node.devices) if known is None else known
         assert end - start == pytest.approx(expected)
     found = program.simulate(ideal(4, overhead=0.5), own)
-    assert len(found.lanes) == 4  # alike in the cluster, and not to the model
+    assert len(found.classes) == 4  # alike in the cluster, and not to the model
     taken = {
-        (lane.devices[0], task.kind, spans.end[i] - spans.start[i])
-        for lane, spans in zip(found.lanes, found.spans, strict=True)
+        (one.devices[0], task.kind, spans.end[i] - spans.start[i])
+        for one, spans in zip(found.classes, found.spans, strict=True)
         for i, pc in enumerate(spans.pcs)
-        for x in [program.plans[lane.plan].instructions[pc]]
+        for x in [program.plans[one.plan].instructions[pc]]
         for task in [tasks.of(program.dag.nodes[x.node])]
         if task.members == 1
     }

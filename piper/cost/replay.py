@@ -19,7 +19,7 @@ from piper.errors import PiperError
 
 @dataclass(slots=True)
 class Track:
-    """What one lane does: for each of its instructions, in the order of its plan."""
+    """What one simulated rank does: for each of its instructions, in the order of its plan."""
 
     streams: list[int]
     """The number of the stream it runs on."""
@@ -37,7 +37,7 @@ class Track:
 
 @dataclass(slots=True)
 class Communication:
-    """A communication of several lanes."""
+    """A communication of several ranks."""
 
     seconds: float
     participants: int
@@ -69,13 +69,13 @@ class _Replay:
         self.left = [[len(waits) for waits in track.waits] for track in tracks]
         self.followers: list[list[list[int]]] = [[[] for _ in range(size)] for size in sizes]
         self.queues: list[dict[int, list[int]]] = []
-        for lane, track in enumerate(tracks):
+        for rank, track in enumerate(tracks):
             queues: dict[int, list[int]] = {}
             for i, (stream, waits) in enumerate(zip(track.streams, track.waits, strict=True)):
                 if not track.synchronous or track.comms[i] >= 0:  # the host runs the others
                     queues.setdefault(stream, []).append(i)
                 for other in waits:
-                    self.followers[lane][other].append(i)
+                    self.followers[rank][other].append(i)
             self.queues.append({s: items[::-1] for s, items in queues.items()})
         self.host = [0] * len(tracks)
         self.held = [False] * len(tracks)
@@ -95,12 +95,12 @@ class _Replay:
         self.done = 0
 
     def run(self) -> None:
-        for lane, track in enumerate(self.tracks):
+        for rank, track in enumerate(self.tracks):
             if track.synchronous:
-                self.advance(lane)
+                self.advance(rank)
             else:
-                for stream in self.queues[lane]:
-                    self.try_head(lane, stream)
+                for stream in self.queues[rank]:
+                    self.try_head(rank, stream)
         while self.events:
             self.now, _, kind, a, b = heapq.heappop(self.events)
             if kind == _END:
@@ -117,57 +117,57 @@ class _Replay:
     def push(self, at: float, kind: int, a: int, b: int) -> None:
         heapq.heappush(self.events, (at, next(self.numbers), kind, a, b))
 
-    def advance(self, lane: int) -> None:
+    def advance(self, rank: int) -> None:
         """A synchronous host issues what comes next."""
-        track = self.tracks[lane]
-        while self.host[lane] < len(track.streams):
-            i = self.host[lane]
-            if self.left[lane][i]:
-                self.held[lane] = True
+        track = self.tracks[rank]
+        while self.host[rank] < len(track.streams):
+            i = self.host[rank]
+            if self.left[rank][i]:
+                self.held[rank] = True
                 return
-            self.host[lane] += 1
+            self.host[rank] += 1
             if track.comms[i] < 0:
-                self.compute(lane, i)
+                self.compute(rank, i)
                 return
-            self.try_head(lane, track.streams[i])
+            self.try_head(rank, track.streams[i])
             if track.issue:
-                self.push(self.now + track.issue, _HOST, lane, 0)
+                self.push(self.now + track.issue, _HOST, rank, 0)
                 return
 
-    def try_head(self, lane: int, stream: int) -> None:
+    def try_head(self, rank: int, stream: int) -> None:
         """Start the first instruction of a stream, if it can."""
-        queue = self.queues[lane][stream]
+        queue = self.queues[rank][stream]
         if not queue:
             return
         i = queue[-1]
-        track = self.tracks[lane]
-        if self.left[lane][i] or self.waiting[lane][i]:
+        track = self.tracks[rank]
+        if self.left[rank][i] or self.waiting[rank][i]:
             return
         if track.synchronous:
-            if i >= self.host[lane]:
+            if i >= self.host[rank]:
                 return
         elif self.now < i * track.issue:
-            self.push(i * track.issue, _RETRY, lane, stream)
+            self.push(i * track.issue, _RETRY, rank, stream)
             return
         comm = track.comms[i]
-        self.waiting[lane][i] = True
+        self.waiting[rank][i] = True
         if comm < 0:
-            self.compute(lane, i)
+            self.compute(rank, i)
             return
         arrived = self.arrived[comm]
-        arrived.append((lane, i))
+        arrived.append((rank, i))
         if len(arrived) == self.comms[comm].participants:
             self.begin(comm, self.comms[comm].seconds, arrived)
 
-    def compute(self, lane: int, i: int) -> None:
+    def compute(self, rank: int, i: int) -> None:
         task = len(self.comms) + next(self.numbers)
-        self.begin(task, self.tracks[lane].seconds[i], [(lane, i)])
+        self.begin(task, self.tracks[rank].seconds[i], [(rank, i)])
 
     def begin(self, task: int, seconds: float, who: list[tuple[int, int]]) -> None:
         self.who[task] = who
-        for lane, i in who:
-            self.tracks[lane].start[i] = self.now
-            (self.talking if task < len(self.comms) else self.computing)[lane].add(task)
+        for rank, i in who:
+            self.tracks[rank].start[i] = self.now
+            (self.talking if task < len(self.comms) else self.computing)[rank].add(task)
         self.rest[task], self.since[task], self.version[task] = seconds, self.now, 0
         self.rate[task] = 0.0
         if self.shares:
@@ -177,11 +177,11 @@ class _Replay:
             self.push(self.now + seconds, _END, task, 0)
 
     def settle(self, who: list[tuple[int, int]]) -> None:
-        """Find the new pace of all that run on these lanes."""
+        """Find the new pace of all that run on these ranks."""
         affected: set[int] = set()
-        for lane, _ in who:
-            affected |= self.talking[lane]
-            affected |= self.computing[lane]
+        for rank, _ in who:
+            affected |= self.talking[rank]
+            affected |= self.computing[rank]
         for task in sorted(affected):
             pace = 1 / self.slowness(task)
             if pace == self.rate[task]:
@@ -195,18 +195,18 @@ class _Replay:
         """How many times as long something takes now, beside what else runs."""
         sharing = self.sharing
         if task >= len(self.comms):
-            ((lane, _),) = self.who[task]
-            beside = [self.comms[m].slows for m in self.talking[lane]]
+            ((rank, _),) = self.who[task]
+            beside = [self.comms[m].slows for m in self.talking[rank]]
             each = [sharing.compute if slows is None else slows for slows in beside]
             return 1 + max(each, default=0.0)
         mine = self.comms[task]
         worst = 0.0
-        for lane, _ in self.who[task]:
+        for rank, _ in self.who[task]:
             others = sum(
-                1 for m in self.talking[lane] if m != task and self.comms[m].links & mine.links
+                1 for m in self.talking[rank] if m != task and self.comms[m].links & mine.links
             )
             slower = sharing.links * others
-            if self.computing[lane] and mine.slows is None:
+            if self.computing[rank] and mine.slows is None:
                 slower += sharing.communication
             worst = max(worst, slower)
         return 1 + worst
@@ -216,33 +216,33 @@ class _Replay:
         communicates = task < len(self.comms)
         for table in (self.rest, self.rate, self.since, self.version):
             del table[task]
-        for lane, _ in who:
-            (self.talking if communicates else self.computing)[lane].discard(task)
+        for rank, _ in who:
+            (self.talking if communicates else self.computing)[rank].discard(task)
         if self.shares:
             self.settle(who)
-        for lane, i in who:
-            track = self.tracks[lane]
+        for rank, i in who:
+            track = self.tracks[rank]
             track.end[i] = self.now
             self.done += 1
             if communicates or not track.synchronous:
-                self.queues[lane][track.streams[i]].pop()
-        for lane, i in who:
-            self.release(lane, i, communicates)
+                self.queues[rank][track.streams[i]].pop()
+        for rank, i in who:
+            self.release(rank, i, communicates)
 
-    def release(self, lane: int, i: int, communicates: bool) -> None:
+    def release(self, rank: int, i: int, communicates: bool) -> None:
         """What an instruction that is over lets go on."""
-        track = self.tracks[lane]
-        left = self.left[lane]
-        for following in self.followers[lane][i]:
+        track = self.tracks[rank]
+        left = self.left[rank]
+        for following in self.followers[rank][i]:
             left[following] -= 1
             if not track.synchronous and left[following] == 0:
-                self.try_head(lane, track.streams[following])
+                self.try_head(rank, track.streams[following])
         if communicates or not track.synchronous:
-            self.try_head(lane, track.streams[i])
+            self.try_head(rank, track.streams[i])
         if not track.synchronous:
             return
         if not communicates:
-            self.advance(lane)
-        elif self.held[lane] and left[self.host[lane]] == 0:
-            self.held[lane] = False
-            self.advance(lane)
+            self.advance(rank)
+        elif self.held[rank] and left[self.host[rank]] == 0:
+            self.held[rank] = False
+            self.advance(rank)

@@ -1,6 +1,6 @@
 """``simulate``: a program's plans run on a cluster that need not exist.
 
-What comes out is a ``Simulation``: the time of a step, and of everything in it, for each lane of
+What comes out is a ``Simulation``: the time of a step, and of everything in it, for each class of
 devices that take the same time for everything.
 """
 
@@ -16,8 +16,8 @@ import torch
 from piper.capture.program import Pass
 from piper.capture.saving import Remat
 from piper.cost.cluster import Cluster, Device
-from piper.cost.lanes import Lane, Lanes, lanes_of
 from piper.cost.replay import Communication, Track, replay
+from piper.cost.timing_classes import TimingClass, TimingClasses, timing_classes
 from piper.errors import PiperError
 from piper.ir.dag import Compute, Node, Rest, StreamRule
 from piper.ir.text import group_text
@@ -42,9 +42,9 @@ class Simulation(Shown):
 
     program: Program = field(repr=False)
     cluster: Cluster = field(repr=False)
-    lanes: tuple[Lane, ...] = field(repr=False)
+    classes: tuple[TimingClass, ...] = field(repr=False)
     spans: tuple[Spans, ...] = field(repr=False)
-    """When each instruction starts and ends, by lane."""
+    """When each instruction starts and ends, by class."""
     flops: int
     """Operations of a step, on all devices, without what is computed again."""
 
@@ -68,10 +68,10 @@ class Simulation(Shown):
 
     @cached_property
     def busy(self) -> tuple[Busy, ...]:
-        """How each lane spends the step."""
+        """How each class spends the step."""
         plans = self.program.plans
-        rows = zip(self.lanes, self.spans, strict=True)
-        return tuple(busy_of(plans[lane.plan], spans, self.seconds) for lane, spans in rows)
+        rows = zip(self.classes, self.spans, strict=True)
+        return tuple(busy_of(plans[one.plan], spans, self.seconds) for one, spans in rows)
 
     @property
     def bubble(self) -> float:
@@ -96,9 +96,9 @@ class Simulation(Shown):
 
     def memory(self, device: int) -> tuple[tuple[float, int], ...]:
         """Bytes that a device holds, from a moment on."""
-        for lane, spans in zip(self.lanes, self.spans, strict=True):
-            if device in lane.devices:
-                return spans.memory(self.program.memory[lane.plan].over_time)
+        for one, spans in zip(self.classes, self.spans, strict=True):
+            if device in one.devices:
+                return spans.memory(self.program.memory[one.plan].over_time)
         raise PiperError(f"the program has no device {device}")
 
     @property
@@ -126,14 +126,14 @@ class Simulation(Shown):
             "peak_bytes": self.peak,
             "fits": self.fits,
             "devices": len(self.program.devices),
-            "lanes": [
+            "classes": [
                 {
-                    "devices": list(lane.devices),
+                    "devices": list(one.devices),
                     **busy.to_json(),
-                    "peak_bytes": self.program.memory[lane.plan].peak,
-                    "memory_bytes": self.cluster.device(lane.devices[0]).memory,
+                    "peak_bytes": self.program.memory[one.plan].peak,
+                    "memory_bytes": self.cluster.device(one.devices[0]).memory,
                 }
-                for lane, busy in zip(self.lanes, self.busy, strict=True)
+                for one, busy in zip(self.classes, self.busy, strict=True)
             ],
         }
 
@@ -141,25 +141,25 @@ class Simulation(Shown):
         """The step as pictures need it."""
         return run_of(
             self.program,
-            [(f"device {group_text(lane.devices)}", lane.plan) for lane in self.lanes],
+            [(f"device {group_text(one.devices)}", one.plan) for one in self.classes],
             self.spans,
             title=title or f"simulated on {self.cluster.name}",
             facts=self.facts,
-            limits=[self.cluster.device(lane.devices[0]).memory for lane in self.lanes],
+            limits=[self.cluster.device(one.devices[0]).memory for one in self.classes],
         )
 
     def __str__(self) -> str:
         head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
         rows = (
-            f"  device {group_text(lane.devices)}: {busy.text(self.seconds)}"
-            for lane, busy in zip(self.lanes, self.busy, strict=True)
+            f"  device {group_text(one.devices)}: {busy.text(self.seconds)}"
+            for one, busy in zip(self.classes, self.busy, strict=True)
         )
         return "\n".join([head, *rows])
 
     def _mean(self, figures: Sequence[float]) -> float:
         """Over all devices."""
-        weighed = sum(x * len(lane.devices) for x, lane in zip(figures, self.lanes, strict=True))
-        return weighed / sum(len(lane.devices) for lane in self.lanes)
+        weighed = sum(x * len(one.devices) for x, one in zip(figures, self.classes, strict=True))
+        return weighed / sum(len(one.devices) for one in self.classes)
 
 
 def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
@@ -177,17 +177,17 @@ def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None)
     tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
     durations = Durations(tasks, cluster if costs is None else Over(costs, cluster))
     # a model of the user's own may tell devices apart that are alike in the cluster
-    lanes = lanes_of(
+    classes = timing_classes(
         program.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
     )
-    tracks, comms = _tracks(program, lanes, cluster, durations)
+    tracks, comms = _tracks(program, classes, cluster, durations)
     replay(tracks, comms, cluster.sharing)
     spans = tuple(
         Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
         for track in tracks
     )
     flops = sum(_useful(program, node) for node in dag.nodes if isinstance(node.op, Compute))
-    return Simulation(program, cluster, lanes.lanes, spans, flops)
+    return Simulation(program, cluster, classes.classes, spans, flops)
 
 
 def _useful(program: Program, node: Node) -> int:
@@ -200,15 +200,15 @@ def _useful(program: Program, node: Node) -> int:
 
 
 def _tracks(
-    program: Program, lanes: Lanes, cluster: Cluster, durations: Durations
+    program: Program, classes: TimingClasses, cluster: Cluster, durations: Durations
 ) -> tuple[list[Track], list[Communication]]:
-    """The tracks of all lanes, and their communications."""
+    """The tracks of all classes, and their communications."""
     comms: list[Communication] = []
     numbers: dict[tuple[int, frozenset[object]], int] = {}
     tracks = []
-    for number, lane in enumerate(lanes.lanes):
-        plan = program.plans[lane.plan]
-        device = cluster.device(lane.devices[0])
+    for number, one in enumerate(classes.classes):
+        plan = program.plans[one.plan]
+        device = cluster.device(one.devices[0])
         streams: dict[str, int] = {}
         track = Track([], [], [], [], device.synchronous, device.issue)
         for x in plan.instructions:
@@ -216,10 +216,10 @@ def _tracks(
             track.streams.append(streams.setdefault(x.stream, len(streams)))
             track.waits.append(x.waits)
             if x.verb not in COMMUNICATING:
-                track.seconds.append(durations.on(node, lane.devices[:1]))
+                track.seconds.append(durations.on(node, one.devices[:1]))
                 track.comms.append(-1)
                 continue
-            participants, instance = lanes.instance(number, x)
+            participants, instance = classes.instance(number, x)
             key = x.node, frozenset[object](participants)
             if key not in numbers:
                 numbers[key] = len(comms)

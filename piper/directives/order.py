@@ -25,7 +25,7 @@ from piper.ir.dag import PASS, Dag, Group, Node
 from piper.ir.filters import Filter, FilterLike, select
 from piper.ir.text import name_of
 
-Lane = Group | int
+Resource = Group | int
 _HALVES = (Pass.BI, Pass.BW)
 
 
@@ -42,12 +42,12 @@ class Order(Directive):
         dag = _divide(dag, [f for group in filters for f in group], me)
         finder = _Finder(dag, [f for group in filters for f in group])
         after: defaultdict[int, set[int]] = defaultdict(set)
-        last: dict[Lane, list[int]] = {}
+        last: dict[Resource, list[int]] = {}
         seen: dict[int, Filter] = {}
         ordered: list[list[int]] = []
         for group in filters:
             ordered.append([])
-            ends: defaultdict[Lane, list[int]] = defaultdict(list)
+            ends: defaultdict[Resource, list[int]] = defaultdict(list)
             for where in group:
                 for devices, row in finder.rows(where).items():
                     for number in row:
@@ -61,9 +61,9 @@ class Order(Directive):
                     for before, number in itertools.pairwise(row):
                         if not finder.feeds(before, number):
                             after[number].add(before)
-                    for lane in finder.lanes(devices):
-                        after[row[0]].update(last.get(lane, ()))
-                        ends[lane].append(row[-1])
+                    for resource in finder.resources(devices):
+                        after[row[0]].update(last.get(resource, ()))
+                        ends[resource].append(row[-1])
             last.update(ends)
         refuse_crossing(dag, ordered)
         changed = {}
@@ -95,7 +95,7 @@ class _Finder:
         count = Counter(device for group in groups for device in group)
         self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
 
-    def lanes(self, devices: Group) -> tuple[Lane, ...]:
+    def resources(self, devices: Group) -> tuple[Resource, ...]:
         """What a row on ``devices`` shares with other rows: the group as a whole, or, if other
         groups have some of its devices, each device."""
         return (devices,) if devices in self._apart else devices

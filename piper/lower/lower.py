@@ -14,13 +14,13 @@ from piper.lower.activations import add_activations
 from piper.lower.adding import add_up
 from piper.lower.answers import Answers
 from piper.lower.buffers import keep_buffers
-from piper.lower.classes import Classes, classes_of
 from piper.lower.costs import Costs
 from piper.lower.gathers import AHEAD, add_gathers
 from piper.lower.limit import check_limit
 from piper.lower.memory import Memory, OptimizerCost, memory_of
 from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
+from piper.lower.rank_classes import RankClasses, rank_classes
 from piper.lower.schedule import Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
@@ -39,7 +39,7 @@ class Lowered:
     """Everything that lowering found out."""
 
     dag: Dag
-    classes: Classes
+    classes: RankClasses
     schedule: Schedule
     plans: tuple[Plan, ...]
     memory: tuple[Memory, ...]
@@ -63,7 +63,7 @@ class Settings:
 
 
 class _Run(NamedTuple):
-    classes: Classes
+    classes: RankClasses
     order: Schedule
     sizes: Sizes
 
@@ -138,7 +138,7 @@ def _shared_groups(dag: Dag) -> Dag:
 def _run(dag: Dag, models: Mapping[int, Model], settings: Settings) -> _Run:
     """``dag`` run in simulated time; what ``costs`` do not know takes as long as usual."""
     sizes = Sizes(dag, models)
-    classes = classes_of(dag)
+    classes = rank_classes(dag)
     tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
     order = schedule(dag, classes, Durations(tasks, Over(settings.costs, Costs())).of)
     return _Run(classes, order, sizes)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from piper.ir.dag import Collective, CollectiveKind, Dag, Group, Node, Transfer, Update
-from piper.lower.classes import Classes
+from piper.lower.rank_classes import RankClasses
 
 Resource = tuple[int, str]
 
@@ -33,7 +33,7 @@ class Schedule:
     end: tuple[float, ...]
 
 
-def resources(classes: Classes, node: Node) -> tuple[Resource, ...]:
+def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:
     """The streams that a node occupies; sending and receiving are streams of their own."""
     if isinstance(node.op, Transfer):
         sends = dict.fromkeys((classes.of[d], f"{node.stream}/send") for d in node.op.source)
@@ -42,7 +42,7 @@ def resources(classes: Classes, node: Node) -> tuple[Resource, ...]:
     return tuple((c, node.stream) for c in classes.touched(node.devices))
 
 
-def schedule(dag: Dag, classes: Classes, duration: Callable[[Node], float]) -> Schedule:
+def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) -> Schedule:
     """Run ``dag``: always the node that can start first, and of several the most urgent one."""
     lengths = [duration(node) for node in dag.nodes]
     followers, waiting = _edges(dag)
@@ -145,7 +145,7 @@ def _reduces(node: Node) -> bool:
     return isinstance(node.op, Collective) and node.op.kind in _REDUCING
 
 
-def _needs(dag: Dag, classes: Classes) -> list[tuple[Resource, ...]]:
+def _needs(dag: Dag, classes: RankClasses) -> list[tuple[Resource, ...]]:
     """``resources`` of every node; nodes of one place and kind share the answer."""
     known: dict[tuple[object, ...], tuple[Resource, ...]] = {}
     needs = []

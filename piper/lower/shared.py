@@ -10,8 +10,8 @@ from piper.ir.dag import Add, Compute, Dag, Group, Node, Transfer, Update
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import GRADIENTS
-from piper.lower.classes import Classes
 from piper.lower.plan import Holder, Slot, Verb
+from piper.lower.rank_classes import RankClasses
 from piper.lower.sizes import Sizes
 
 _HOLDERS = {
@@ -35,7 +35,7 @@ class Touched:
     """The classes of a group, looked up by the group's identity: groups are shared objects, and
     comparing a thousand devices each time would be most of the work."""
 
-    def __init__(self, classes: Classes) -> None:
+    def __init__(self, classes: RankClasses) -> None:
         self.classes = classes
         self._known: dict[int, tuple[int, ...]] = {}
         self._kept: list[Group] = []

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Compute, Dag, Group, Node, Transfer, Update
 from piper.ir.values import ExtraRole, Role, parameters_of
-from piper.lower.classes import Classes
 from piper.lower.plan import COMMUNICATING, Plan, Verb
+from piper.lower.rank_classes import RankClasses
 
 
-def verify_plans(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
+def verify_plans(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> None:
     """Raise a ``PiperError`` if the plans together do not do one step of ``dag``."""
     for plan in plans:
         _slots(plan)
@@ -53,7 +53,7 @@ def _slots_fault(plan: Plan) -> str | None:
     return f"never free slots {sorted(live)[:4]}" if live else None
 
 
-def _communications(dag: Dag, classes: Classes, plans: Sequence[Plan]) -> None:
+def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> None:
     """All participants are there, and those who share a communicator use it in one order.
 
     A communicator is a stream's group, or a stream's way from one device to another. What is sent

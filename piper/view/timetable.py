@@ -12,7 +12,7 @@ from functools import cached_property
 from piper.capture.program import Pass
 from piper.ir.dag import Compute, Dag
 from piper.ir.text import group_text
-from piper.lower.classes import Classes
+from piper.lower.rank_classes import RankClasses
 from piper.lower.schedule import Schedule
 from piper.view.exposed import Exposure, Span, exchanges
 from piper.view.grid import LETTERS, Cell, Grid, Line
@@ -27,7 +27,7 @@ class Timetable:
     and ends."""
 
     dag: Dag
-    classes: Classes
+    classes: RankClasses
     order: tuple[int, ...]
     start: tuple[float, ...]
     end: tuple[float, ...]
@@ -35,7 +35,7 @@ class Timetable:
     """The tags that name a stage."""
 
     @staticmethod
-    def of(dag: Dag, classes: Classes, schedule: Schedule, stages: Sequence[str]) -> Timetable:
+    def of(dag: Dag, classes: RankClasses, schedule: Schedule, stages: Sequence[str]) -> Timetable:
         times = schedule.order, schedule.start, schedule.end
         return Timetable(dag, classes, *times, tuple(stages))
 

@@ -1,4 +1,4 @@
-"""Devices that always act together: they run one plan, each with its own rank.
+"""Rank equivalence classes: devices that always act together run one plan, each as its own rank.
 
 The size of a group of n equal devices does not matter to anything that works on classes.
 """
@@ -12,7 +12,7 @@ from piper.ir.dag import Dag, Group, Transfer
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
+class RankClasses:
     """``of`` gives a device's class; ``members`` the devices of each class, in order."""
 
     of: dict[int, int]
@@ -23,7 +23,7 @@ class Classes:
         return tuple(dict.fromkeys(self.of[device] for device in devices))
 
 
-def classes_of(dag: Dag) -> Classes:
+def rank_classes(dag: Dag) -> RankClasses:
     """The coarsest division such that every node takes in a class wholly or not at all, and of
     replicas each is in one of its own."""
     groups: dict[tuple[tuple[Group, int], ...], int] = {}
@@ -46,4 +46,4 @@ def classes_of(dag: Dag) -> Classes:
     for device in sorted(marks):
         found.setdefault(tuple(marks[device]), []).append(device)
     members = tuple(tuple(devices) for devices in found.values())
-    return Classes({d: i for i, devices in enumerate(members) for d in devices}, members)
+    return RankClasses({d: i for i, devices in enumerate(members) for d in devices}, members)

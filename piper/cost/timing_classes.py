@@ -1,8 +1,8 @@
-"""Devices that take the same time for everything: a simulation runs one of them for all.
+"""Rank equivalence classes by time: a simulation runs one device of a class for all of it.
 
 Devices with one plan may still differ: in their kind, or in the links that their communications go
-over, or because one they talk to does. ``lanes_of`` divides them as far as that makes a difference
-and no further, so that a thousand equal replicas are one lane.
+over, or because one they talk to does. ``timing_classes`` tells them apart as far as
+that makes a difference and no further, so that a thousand equal replicas are one class.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from piper.lower.plan import Instruction, Plan, Verb
 
 
 class Participant(NamedTuple):
-    """A lane that takes part in a communication, and what it does there."""
+    """A class that takes part in a communication, and what it does there."""
 
-    lane: int
+    number: int
     verb: Verb
 
 
@@ -44,7 +44,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class TimingClass:
     """Devices that take the same time for everything."""
 
     devices: Group
@@ -53,22 +53,23 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """All lanes of a program on a cluster."""
+class TimingClasses:
+    """All timing classes of a program on a cluster."""
 
-    lanes: tuple[Lane, ...]
+    classes: tuple[TimingClass, ...]
     patterns: Patterns
 
     @cached_property
     def _of(self) -> dict[int, int]:
-        return {device: i for i, lane in enumerate(self.lanes) for device in lane.devices}
+        return {device: i for i, one in enumerate(self.classes) for device in one.devices}
 
     def instance(
-        self, lane: int, x: Instruction
+        self, number: int, x: Instruction
     ) -> tuple[frozenset[Participant], CollectiveInstance]:
-        """The lanes that take part in a communication of one, itself included, and its instance."""
+        """The classes that take part in a communication of class ``number``, itself included, and
+        its instance."""
         pattern = self.patterns.of(x)
-        found = pattern.instances[pattern.of[self.lanes[lane].devices[0], x.verb]]
+        found = pattern.instances[pattern.of[self.classes[number].devices[0], x.verb]]
         return frozenset(Participant(self._of[d], verb) for d, verb in found.participants), found
 
 
@@ -99,10 +100,12 @@ class Patterns:
         return CollectiveInstance(participants, devices, self._cluster.way(devices))
 
 
-def lanes_of(plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False) -> Lanes:
-    """The lanes of ``plans`` on ``cluster``: the coarsest division of devices such that those of
-    one lane have the same plan, the same kind, the same ways, and talk to the same lanes; or every
-    device ``apart``."""
+def timing_classes(
+    plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False
+) -> TimingClasses:
+    """The classes of ``plans`` on ``cluster``: the coarsest division of devices such that those of
+    one class have the same plan, the same kind, the same ways, and talk to the same classes; or
+    every device ``apart``."""
     patterns = Patterns(cluster)
     mine = [_patterns(plan, patterns) for plan in plans]
     plan_of = {d: i for i, plan in enumerate(plans) for d in plan.devices}
@@ -130,8 +133,8 @@ def lanes_of(plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False) ->
     members: dict[int, list[int]] = {}
     for device in sorted(plan_of):
         members.setdefault(colour[device], []).append(device)
-    lanes = tuple(Lane(tuple(ds), plan_of[ds[0]]) for ds in members.values())
-    return Lanes(lanes, patterns)
+    classes = tuple(TimingClass(tuple(ds), plan_of[ds[0]]) for ds in members.values())
+    return TimingClasses(classes, patterns)
 
 
 def _patterns(plan: Plan, patterns: Patterns) -> list[tuple[Pattern, Verb]]:
