@@ -173,9 +173,9 @@ class Ours:
         for _ in self.device.step(list(self.given)):
             pass
 
-    def _timed_add(self, totals: list[Tensor], new: list[Tensor]) -> None:
+    def _timed_add(self, sums: list[Tensor], new: list[Tensor]) -> None:
         start = time.perf_counter()
-        self.add(totals, new)
+        self.add(sums, new)
         self.runners.seconds += time.perf_counter() - start
 
     def overhead(self) -> float:

@@ -66,7 +66,7 @@ from piper.strategy import Strategy
 from piper.training import Training
 from piper.weights import Source, StateNames
 
-_FORMAT = Format("program", 8)
+_FORMAT = Format("program", 9)
 
 
 def save(program: Program, folder: Path) -> None:

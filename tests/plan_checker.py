@@ -203,7 +203,7 @@ class _OfBucket:
 
 @dataclass(frozen=True)
 class _OfAll:
-    """A sum over all devices: TOTAL or NORM. What it must be made of is checked when it is."""
+    """A sum over all devices: LOSS or NORM. What it must be made of is checked when it is."""
 
     role: ExtraRole
 
@@ -807,7 +807,7 @@ class _Checker:
         elif op.kind is CollectiveKind.ALL_GATHER:
             for at in together:
                 self._gather(at, op)
-        elif self.get(together[0]).role in (ExtraRole.TOTAL, ExtraRole.NORM):
+        elif self.get(together[0]).role in (ExtraRole.LOSS, ExtraRole.NORM):
             self._sum_up(together, op)
         else:
             self._reduce(together, op)
@@ -940,7 +940,7 @@ class _Checker:
             wanted_buckets = self._updated(c) if self.clip and role is ExtraRole.NORM else ()
             found = self.get(at).buckets
             self._must(found == wanted_buckets, at, f"is of {found}, not {wanted_buckets}")
-            if role is ExtraRole.TOTAL:
+            if role is ExtraRole.LOSS:
                 for content in contents.values():
                     good = isinstance(content, _Tensor) and content.form == "plain"
                     self._must(good, at, f"sums {content}")
@@ -951,7 +951,7 @@ class _Checker:
             else:
                 self._squares(at, list(contents.values()))
             self._write(at, self._one(at, self.get(at).writes), _OfAll(role))
-        if role is ExtraRole.TOTAL:
+        if role is ExtraRole.LOSS:
             wanted = self._losses()
             self._must(losses == wanted, together[0], f"sums {losses}, should sum {wanted}")
 
@@ -1010,7 +1010,7 @@ class _Checker:
         self._must(x.buckets == steps, at, f"steps on {x.buckets}, should on {steps}")
         read = {slot: self.slots[c][slot] for slot in x.reads}
         scalars = [g.role for g in read.values() if isinstance(g, _OfAll)]
-        wanted = [ExtraRole.TOTAL] * (self.dag.model.count is not None)
+        wanted = [ExtraRole.LOSS] * (self.dag.model.count is not None)
         wanted += [ExtraRole.NORM] * self.clip
         self._must(scalars == wanted, at, f"reads {scalars}, must read {wanted}")
         read = {slot: g for slot, g in read.items() if not isinstance(g, _OfAll)}
@@ -1094,7 +1094,7 @@ class _Checker:
                         "which uses its parameters"
                     )
         trains = any(held.gradients for held in self.holding.values())
-        if self.sums != {ExtraRole.TOTAL: 1} | ({ExtraRole.NORM: 1} if trains else {}):
+        if self.sums != {ExtraRole.LOSS: 1} | ({ExtraRole.NORM: 1} if trains else {}):
             raise PlanError(f"the scalars are summed {self.sums}")
         for c, seen in enumerate(self.normed):
             if seen.keys() != self.applied[c]:
@@ -1368,7 +1368,7 @@ class _Checker:
                 found = self.dag.buckets[bucket]
                 whole = self._whole(bucket, c) * found.dtype.itemsize
                 return whole if self._divided(bucket) else 0
-            case _OfAll(role=ExtraRole.TOTAL):
+            case _OfAll(role=ExtraRole.LOSS):
                 return 2 * SCALAR
         return SCALAR
 

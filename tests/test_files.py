@@ -432,7 +432,7 @@ def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path:
 def test_files_of_another_version_or_kind_are_told_so(folder: Path, head: Any) -> None:
     sums = json.loads((folder / "checksums.json").read_text())
     (folder / "checksums.json").write_text(json.dumps(sums | {"format": head}))
-    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 8': write it again"
+    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 9': write it again"
     with pytest.raises(PiperError, match=words):
         piper.Program.load(folder)
 
@@ -449,7 +449,7 @@ def test_a_plan_is_read_as_it_was_written(program: piper.Program) -> None:
     [
         (
             lambda d: d.update(format="piper plan 0"),
-            "this holds 'piper plan 0', not 'piper plan 2'",
+            "this holds 'piper plan 0', not 'piper plan 3'",
         ),
         (lambda d: d.pop("given"), "it lacks given"),
         (lambda d: d["instructions"]["node"].pop(), "its columns have different lengths"),

@@ -138,7 +138,7 @@ def test_what_lowering_adds_says_which_directive_asked_for_it() -> None:
         "all_reduce 1,3": {"5:replicate"},
         "update bucket2": {"5:replicate"},
         "update bucket3": {"5:replicate"},
-        "all_reduce 0,1,2,3 total": {"0:build"},
+        "all_reduce 0,1,2,3 loss": {"0:build"},
         "all_reduce 0,1,2,3 norm": {"0:build"},
     }
 
@@ -159,48 +159,48 @@ def two_stages(*, clip: bool, counted: bool) -> Lowered:
 SCALARS: dict[tuple[bool, bool], list[str]] = {
     (False, False): [
         """
-           4 [scalars] collective all_reduce 0,1 total:  -> s4
+           4 [scalars] collective all_reduce 0,1 loss:  -> s4
            9 [compute] update bucket0: s7 -> s8
           10 [scalars] collective all_reduce 0,1 norm: s8 -> s9 waits 9
         """,
         """
-           8 [scalars] collective all_reduce 0,1 total: s11 s13 -> s15 waits 7
+           8 [scalars] collective all_reduce 0,1 loss: s11 s13 -> s15 waits 7
           17 [compute] update bucket1: s22 s19 -> s24
           18 [scalars] collective all_reduce 0,1 norm: s24 -> s25 waits 17
         """,
     ],
     (False, True): [
         """
-           4 [scalars] collective all_reduce 0,1 total:  -> s4
+           4 [scalars] collective all_reduce 0,1 loss:  -> s4
            9 [compute] update bucket0: s7 s4 -> s8 waits 4!
           10 [scalars] collective all_reduce 0,1 norm: s8 -> s9 waits 9
         """,
         """
-           8 [scalars] collective all_reduce 0,1 total: s11 s14 s12 s15 -> s17 waits 7
+           8 [scalars] collective all_reduce 0,1 loss: s11 s14 s12 s15 -> s17 waits 7
           17 [compute] update bucket1: s24 s21 s17 -> s26 waits 8!
           18 [scalars] collective all_reduce 0,1 norm: s26 -> s27 waits 17
         """,
     ],
     (True, False): [
         """
-           4 [scalars] collective all_reduce 0,1 total:  -> s4
+           4 [scalars] collective all_reduce 0,1 loss:  -> s4
            9 [scalars] collective all_reduce 0,1 norm: s7 -> s8 waits 8
           10 [compute] update bucket0: s7 s8 -> s9 waits 9!
         """,
         """
-           8 [scalars] collective all_reduce 0,1 total: s11 s13 -> s15 waits 7
+           8 [scalars] collective all_reduce 0,1 loss: s11 s13 -> s15 waits 7
           17 [scalars] collective all_reduce 0,1 norm: s22 s19 -> s24 waits 15
           18 [compute] update bucket1: s22 s19 s24 -> s25 waits 17!
         """,
     ],
     (True, True): [
         """
-           4 [scalars] collective all_reduce 0,1 total:  -> s4
+           4 [scalars] collective all_reduce 0,1 loss:  -> s4
            9 [scalars] collective all_reduce 0,1 norm: s7 -> s8 waits 8
           10 [compute] update bucket0: s7 s4 s8 -> s9 waits 4! 9!
         """,
         """
-           8 [scalars] collective all_reduce 0,1 total: s11 s14 s12 s15 -> s17 waits 7
+           8 [scalars] collective all_reduce 0,1 loss: s11 s14 s12 s15 -> s17 waits 7
           17 [scalars] collective all_reduce 0,1 norm: s24 s21 -> s26 waits 15
           18 [compute] update bucket1: s24 s21 s17 s26 -> s27 waits 8! 17!
         """,
@@ -231,7 +231,7 @@ def test_the_scalars_are_two_whatever_the_buckets(zero: int, clip: bool) -> None
     )
     assert len(found.dag.buckets) == 4
     roles = [x.role for x in found.plans[0].instructions if x.stream == "scalars"]
-    assert roles == [ExtraRole.TOTAL, ExtraRole.NORM]
+    assert roles == [ExtraRole.LOSS, ExtraRole.NORM]
 
 
 def test_a_step_without_updates_has_no_norm() -> None:
@@ -241,7 +241,7 @@ def test_a_step_without_updates_has_no_norm() -> None:
     found = lower(replace(dag, nodes=nodes), {}, Settings(clip=True))
     check(found.dag, found.plans, found.memory, clip=True)
     roles = {x.role for x in found.plans[0].instructions}
-    assert roles == {None, ExtraRole.TOTAL}
+    assert roles == {None, ExtraRole.LOSS}
 
 
 # against the textbook
@@ -250,7 +250,7 @@ def test_a_step_without_updates_has_no_norm() -> None:
 def communication(found: Lowered) -> Counter[str]:
     """The collectives of a step but its two scalars."""
     roles = Counter(x.role for x in found.plans[0].instructions)
-    assert roles[ExtraRole.TOTAL] == roles[ExtraRole.NORM] == 1
+    assert roles[ExtraRole.LOSS] == roles[ExtraRole.NORM] == 1
     every = Counter(n.op.kind.value for n in found.dag.nodes if isinstance(n.op, Collective))
     return every - Counter(all_reduce=2)
 
@@ -977,7 +977,7 @@ def test_the_checker_sees_two_orders_of_communication() -> None:
     found = published()
     plan, other = found.plans
     rows = list(plan.instructions)
-    last = next(i for i, x in enumerate(rows) if x.role is ExtraRole.TOTAL)
+    last = next(i for i, x in enumerate(rows) if x.role is ExtraRole.LOSS)
     assert rows[last - 1].verb is Verb.RECV
     moved = {last: last - 1, last - 1: last}
     rows[last - 1], rows[last] = rows[last], rows[last - 1]

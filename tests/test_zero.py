@@ -230,11 +230,11 @@ def test_bytes_are_those_of_the_textbook(devices: int, microbatches: int) -> Non
     each microbatch's gradients and P for parameters with ZeRO-2, all times (n - 1) / n."""
     whole = 4 * LAYER * (devices - 1) // devices
     found = [traffic(zero, devices, microbatches) for zero in range(4)]
-    totals = [t.nbytes - sum(f.nbytes for f in t.flows if f.stream == "scalars") for t in found]
+    nbytes = [t.nbytes - sum(f.nbytes for f in t.flows if f.stream == "scalars") for t in found]
     # ZeRO-3: forwards gather four layers; of the backwards the last layer's finds it there still,
     # and the first layer's needs no parameters
     gathers = microbatches * (4 + 2)
-    assert totals == [
+    assert nbytes == [
         2 * whole,
         2 * whole,
         microbatches * whole + whole,

@@ -79,7 +79,7 @@ def _scalar(dag: Dag, node: Node) -> list[str]:
     if not isinstance(node.op, Collective) or node.writes[0] < dag.first_extra:
         return []
     role = dag.extra[node.writes[0] - dag.first_extra].role
-    return [role.value] if role in (ExtraRole.TOTAL, ExtraRole.NORM) else []
+    return [role.value] if role in (ExtraRole.LOSS, ExtraRole.NORM) else []
 
 
 def _verb(op: Op) -> str:
@@ -100,7 +100,7 @@ def _verb(op: Op) -> str:
 def _value(dag: Dag, number: int) -> str:
     if number >= dag.first_extra:
         extra = dag.extra[number - dag.first_extra]
-        if extra.role in (ExtraRole.TOTAL, ExtraRole.NORM):
+        if extra.role in (ExtraRole.LOSS, ExtraRole.NORM):
             return extra.role.value
         bucket = extra.role in _OF_BUCKETS
         of = f"bucket{extra.of}" if bucket else _value(dag, extra.of)

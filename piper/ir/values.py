@@ -57,8 +57,8 @@ class ExtraRole(Enum):
     """The squared norm of a bucket's gradients, when the bucket has been updated."""
     GATHERED = "gathered"
     """The whole parameters of a bucket that is kept divided."""
-    TOTAL = "total"
-    """The loss of the whole batch, and what its sum is divided by."""
+    LOSS = "loss"
+    """The sum of the losses of the whole batch, and what it is divided by."""
     NORM = "norm"
     """The squared norm of all gradients."""
 

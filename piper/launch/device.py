@@ -70,8 +70,8 @@ class Device:
         self, given: list[Tensor], *, report: bool = True
     ) -> Generator[Pending, None, Report]:
         """All instructions of a step of training; the state still has to advance."""
-        totals = yield from self.executor.run(self._training, given, report=report)
-        return Report(totals.loss, totals.norm, memory_of(self.state.where), totals.ready)
+        scalars = yield from self.executor.run(self._training, given, report=report)
+        return Report(scalars.loss, scalars.norm, memory_of(self.state.where), scalars.ready)
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
         """One step of training, and what it took."""
@@ -101,9 +101,9 @@ class Device:
 
     def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         """The forwards alone."""
-        totals = yield from self.executor.run(self._evaluation, given)
+        scalars = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
-        return Report(totals.loss, None, memory_of(self.state.where), totals.ready)
+        return Report(scalars.loss, None, memory_of(self.state.where), scalars.ready)
 
     def abandon(self) -> None:
         """Forget a step that failed."""

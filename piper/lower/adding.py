@@ -21,23 +21,23 @@ from piper.lower.rewriter import Rewriter
 def add_up(dag: Dag) -> Dag:
     """``dag`` where a pass reads every gradient as one value."""
     out = Rewriter(dag)
-    totals: dict[tuple[int, int], int] = {}
+    sums: dict[tuple[int, int], int] = {}
     for number, node in enumerate(dag.nodes):
         reads: dict[int, None] = {}
         for value in node.reads:
             found, microbatch = dag.table.value(value)
             if found.role is Role.GRADIENT and len(dag.table.terms[found.of]) > 1:
                 key = found.of, microbatch
-                if key not in totals:
-                    totals[key] = _total(dag, out, *key)
-                value = totals[key]
+                if key not in sums:
+                    sums[key] = _sum(dag, out, *key)
+                value = sums[key]
             reads[value] = None
         if len(reads) < len(node.reads):
             out.nodes[number] = replace(node, reads=tuple(reads))
     return out.dag()
 
 
-def _total(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
+def _sum(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
     """The gradient of ``value`` as a whole."""
     readers: dict[int, list[int]] = {}
     for term in dag.table.terms[value]:

@@ -21,13 +21,13 @@ from piper.lower.memory import Memory, OptimizerCost, memory_of
 from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
 from piper.lower.rank_classes import RankClasses, rank_classes
+from piper.lower.scalar_reductions import add_scalar_reductions
 from piper.lower.schedule import Schedule, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
 from piper.lower.stepping import step_at_once
 from piper.lower.tasks import CostModel, Durations, Over, Tasks
 from piper.lower.ties import tie_gradients
-from piper.lower.totals import add_totals
 from piper.lower.verify import verify_plans
 
 _AHEAD_WITHIN_LIMIT = (8, 4, AHEAD, 1)
@@ -83,7 +83,7 @@ def lower(
     dag = add_state(dag, training.buckets if training else ())
     if settings.optimizer.whole:
         dag = step_at_once(dag)
-    dag = add_totals(dag, clip=settings.clip)
+    dag = add_scalar_reductions(dag, clip=settings.clip)
     verify(dag)
     if all(bucket.level < 3 for bucket in dag.buckets):
         found = _planned(dag, models, settings)

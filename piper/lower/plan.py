@@ -29,7 +29,7 @@ class Verb(Enum):
     ADD = "add"
 
 
-_FORMAT = Format("plan", 2)
+_FORMAT = Format("plan", 3)
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 
 

@@ -247,7 +247,7 @@ class _Planner:
                 waits=waits,
                 ends=tuple([w for w in waits if w in self.under_way]),
                 buckets=self._buckets(verb, role, of, reads),
-                weights=self._weights(reads) if role is ExtraRole.TOTAL else (),
+                weights=self._weights(reads) if role is ExtraRole.LOSS else (),
             )
         )
         self.under_way.difference_update(waits)

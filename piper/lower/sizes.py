@@ -90,7 +90,7 @@ class Sizes:
                     return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
                 case ExtraRole.UPDATED | ExtraRole.NORM:
                     return _SCALAR
-                case ExtraRole.TOTAL:
+                case ExtraRole.LOSS:
                     return 2 * _SCALAR
                 case ExtraRole.GATHERED:
                     bucket = dag.buckets[extra.of]

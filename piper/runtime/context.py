@@ -22,7 +22,7 @@ from piper.runtime.state import DeviceState
 
 
 @dataclass(slots=True)
-class Totals:
+class Scalars:
     """The scalars of a step."""
 
     loss: Tensor | None = None
@@ -57,7 +57,7 @@ class ExecutionContext:
         self.plan = plan
         self.code = code
         self.slots: list[Any] = [None] * len(plan.slots)
-        self.totals = Totals()
+        self.scalars = Scalars()
         self.wanted = self._strides()
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
         self.runners = runners
@@ -65,7 +65,7 @@ class ExecutionContext:
 
     def begin(self, given: Sequence[Tensor]) -> None:
         """Put this device's part of the batch, and the seeds, where the plan expects them."""
-        self.totals = Totals()
+        self.scalars = Scalars()
         for (slot, value, _, group), rows in zip(self.plan.given, given, strict=True):
             spec = self.code.values[len(group)][value]
             self.slots[slot] = strided_like(rows.to(spec.dtype), spec.stride, self.where)

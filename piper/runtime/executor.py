@@ -21,13 +21,13 @@ from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
 from piper.runtime.adding import add
 from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
-from piper.runtime.context import ExecutionContext, Totals
+from piper.runtime.context import ExecutionContext, Scalars
 from piper.runtime.moving import exchange, receive, send
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
 from piper.runtime.streams import REPORTED, BoundStreams, Streams
-from piper.runtime.updating import gather, norm, reduce, sum_copies, total, update
+from piper.runtime.updating import gather, loss, norm, reduce, sum_copies, update
 
 _SMALL = 2**16
 """Bytes of a message that may be asked for early: a larger one would hold memory of which the plan
@@ -109,7 +109,7 @@ class Executor:
 
     def run(
         self, loaded: LoadedPlan, given: list[Tensor], *, report: bool = True
-    ) -> Generator[Pending, None, Totals]:
+    ) -> Generator[Pending, None, Scalars]:
         """One step on this device's part of the batch, in the order of the plan's ``given``; the
         list is emptied, so that the plan alone says how long they are kept. Scalars that no
         instruction needs are summed up if ``report`` is true."""
@@ -146,9 +146,9 @@ class Executor:
             x = context.plan.instructions[pc]
             kind = CommunicationError if x.verb in COMMUNICATING else InstructionError
             raise self._failed(context, pc, kind, error) from error
-        context.totals.ready = self.streams.finish(loaded.bound.reporting)
+        context.scalars.ready = self.streams.finish(loaded.bound.reporting)
         context.end()
-        return context.totals
+        return context.scalars
 
     def _complete(self, loaded: LoadedPlan, pending: dict[int, Pending], pc: int) -> None:
         try:
@@ -241,8 +241,8 @@ def _collective(
             return sum_copies(context, x)
         case ExtraRole.GATHERED:
             return gather(context, x)
-        case ExtraRole.TOTAL:
-            return total(context, x, group)
+        case ExtraRole.LOSS:
+            return loss(context, x, group)
         case ExtraRole.NORM:
             return norm(context, x, group)
         case _:

@@ -31,7 +31,7 @@ from piper.runtime.progress import Progress
 from piper.runtime.shaking import Shaker
 from piper.runtime.shares import Shares
 
-REPORTED = (ExtraRole.TOTAL, ExtraRole.NORM)
+REPORTED = (ExtraRole.LOSS, ExtraRole.NORM)
 Free = Callable[[int], None]
 """Frees a slot."""
 

@@ -119,7 +119,7 @@ def gather(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     return parts if layout.scattered else whole
 
 
-def total(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
+def loss(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     sum_up = context.comm.all_reduce(x.node, x.stream, group)
@@ -139,7 +139,7 @@ def total(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> 
         handle = sum_up(data)
 
         def finish() -> None:
-            context.totals.loss = data
+            context.scalars.loss = data
             store(data)
 
         return Pending(x.name, [handle], finish)
@@ -163,7 +163,7 @@ def norm(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> B
         handle = sum_up(data)
 
         def finish() -> None:
-            context.totals.norm = data
+            context.scalars.norm = data
             store(data)
 
         return Pending(x.name, [handle], finish)
@@ -208,9 +208,9 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
 
     def scale(gradients: list[Tensor]) -> None:
         if counted:
-            assert context.totals.loss is not None
+            assert context.scalars.loss is not None
             for gradient in gradients:
-                gradient.div_(context.totals.loss[1].to(gradient.dtype))
+                gradient.div_(context.scalars.loss[1].to(gradient.dtype))
         if clip is not None:
             coefficient = _clip(context, clip, counted)
             for gradient in gradients:
@@ -233,11 +233,11 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
 
 def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
     """What all gradients are multiplied with so that their norm stays within ``limit``."""
-    assert context.totals.norm is not None
-    norm = context.totals.norm.sqrt()
+    assert context.scalars.norm is not None
+    norm = context.scalars.norm.sqrt()
     if counted:
-        assert context.totals.loss is not None
-        norm = norm / context.totals.loss[1]
+        assert context.scalars.loss is not None
+        norm = norm / context.scalars.loss[1]
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -218,7 +218,7 @@ def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:
         "extra": [
             [
                 extra.role.value,
-                -1 if extra.role in (ExtraRole.TOTAL, ExtraRole.NORM) else extra.of,
+                -1 if extra.role in (ExtraRole.LOSS, ExtraRole.NORM) else extra.of,
                 int(extra.role in _OF_BUCKETS),
                 sizes.nbytes(first + i),
             ]

@@ -1,9 +1,9 @@
 """The scalars of a step reach every device: the loss, what it is divided by, the gradients' norm.
 
-F loss MB[0] ─▶ ┌ all_reduce ┐ ─total─▶ ...         update ─▶ ┌ all_reduce ┐ ─norm─▶
+F loss MB[0] ─▶ ┌ all_reduce ┐ ─loss─▶ ...          update ─▶ ┌ all_reduce ┐ ─norm─▶
 F loss MB[1] ─▶ └            ┘                      update ─▶ └            ┘
 
-An update waits for the total if it must divide by it, and for the norm if gradients are clipped;
+An update waits for the loss if it must divide by it, and for the norm if gradients are clipped;
 then the norm is taken before the updates and not after them.
 """
 
@@ -18,14 +18,14 @@ from piper.lower.rewriter import Rewriter
 STREAM = "scalars"
 
 
-def add_totals(dag: Dag, *, clip: bool) -> Dag:
+def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
     """``dag`` with the sums of its scalars over all devices."""
     out = Rewriter(dag)
     groups = {id(node.devices): node.devices for node in dag.nodes}
     everyone = tuple(sorted({device for group in groups.values() for device in group}))
-    total = _all_reduce(out, ExtraRole.TOTAL, everyone, _losses(dag))
+    loss = _all_reduce(out, ExtraRole.LOSS, everyone, _losses(dag))
     updates = [i for i, node in enumerate(dag.nodes) if isinstance(node.op, Update)]
-    needed = [total] if dag.model.count is not None else []
+    needed = [loss] if dag.model.count is not None else []
     if clip and updates:
         gradients = [value for i in updates for value in dag.nodes[i].reads]
         norm = _all_reduce(out, ExtraRole.NORM, everyone, list(dict.fromkeys(gradients)))
