@@ -23,8 +23,8 @@ from piper.ir.dag import Dag
 from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
 from piper.program import Program
 
-_READ = (*SAVED, Kind.HANDOFF, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
-_WRITTEN = (*SAVED, Kind.HANDOFF, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
+_READ = (*SAVED, Kind.BI_SAVED, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
+_WRITTEN = (*SAVED, Kind.BI_SAVED, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 _GRADIENTS = (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 
 
@@ -193,7 +193,7 @@ def _variant(variant: Variant, piece: Piece, made: ChunkProgram) -> None:
                     raise MalformedError("its gradients are not those of the code")
             sizes = (facts.flops, facts.workspace, facts.moved, facts.moved_fused)
             _sizes((*sizes, facts.eased, facts.housed))
-    _sizes((variant.saved_bytes, variant.kept_bytes, variant.handoff_bytes))
+    _sizes((variant.saved_bytes, variant.saved_for_bw_bytes, variant.bi_saved_bytes))
 
 
 def _of(refs: Iterable[Ref], kinds: Collection[Kind]) -> set[Ref]:
@@ -290,8 +290,8 @@ def _refs(chunk: ChunkProgram, piece: Piece) -> None:
             raise MalformedError(f"{ref} is a term of nothing, or not the next one")
     made = {
         Kind.SAVED: chunk.functions[Pass.F].results,
-        Kind.KEPT: chunk.functions[Pass.F].results,
-        Kind.HANDOFF: chunk.functions[Pass.BI].results if Pass.BI in chunk.functions else (),
+        Kind.SAVED_FOR_BW: chunk.functions[Pass.F].results,
+        Kind.BI_SAVED: chunk.functions[Pass.BI].results if Pass.BI in chunk.functions else (),
     }
     for which, function in chunk.functions.items():
         for ref in function.arguments:
@@ -319,7 +319,7 @@ def _consumed(chunk: ChunkProgram) -> None:
                 raise MalformedError(f"the pass {which.value} must not overwrite {ref}")
 
 
-_OWN = (*SAVED, Kind.HANDOFF, Kind.INPUT)
+_OWN = (*SAVED, Kind.BI_SAVED, Kind.INPUT)
 
 
 # what the strategy says

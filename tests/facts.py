@@ -85,9 +85,9 @@ def _refs(written: str) -> tuple[Ref, ...]:
     return tuple(Ref(Kind(kind), int(index), int(term or 0)) for kind, index, term in found)
 
 
-def _same(passes: Mapping[Pass, PassFacts], handoff: int = 0) -> dict[Remat, Variant]:
+def _same(passes: Mapping[Pass, PassFacts], bi_saved: int = 0) -> dict[Remat, Variant]:
     """A chunk that keeps nothing, whatever the policy."""
-    return dict.fromkeys(Remat, Variant(passes, 0, 0, handoff))
+    return dict.fromkeys(Remat, Variant(passes, 0, 0, bi_saved))
 
 
 def _embed(trained: bool) -> dict[Remat, Variant]:
@@ -116,7 +116,7 @@ def _layer(
     grads = "output_grad0 output_grad1" if outputs == 2 else "output_grad0"
     gives = "input_grad0 input_grad1" if extra_input else "input_grad0"
     gives += " input_grad0+1" if read_later else ""
-    weight = _pass("handoff0 input0 -> parameter_grad0", MATMUL)
+    weight = _pass("bi_saved0 input0 -> parameter_grad0", MATMUL)
     behind = ROWS * (2 if outputs == 2 else 1)
 
     def variant(saved: str, again: int, ahead: int, at_once: int = 0) -> Variant:
@@ -132,7 +132,7 @@ def _layer(
                     workspace=at_once or behind,
                 ),
                 Pass.BI: _pass(
-                    f"{first} {grads} -> {gives} handoff0",
+                    f"{first} {grads} -> {gives} bi_saved0",
                     MATMUL + again,
                     weights=True,
                     workspace=0 if read_later else behind,
@@ -140,8 +140,8 @@ def _layer(
                 Pass.BW: weight,
             },
             saved_bytes=ROWS if saved else 0,
-            kept_bytes=0,
-            handoff_bytes=ROWS,
+            saved_for_bw_bytes=0,
+            bi_saved_bytes=ROWS,
         )
 
     # MIN_CUT keeps what the relu takes; then a mask is multiplied before the weight's gradient is
@@ -165,10 +165,10 @@ def _experts() -> dict[Remat, Variant]:
                 weights=True,
                 workspace=ROWS,
             ),
-            Pass.BI: _pass("output0 output_grad0 -> input_grad0 handoff0", MATMUL, weights=True),
-            Pass.BW: _pass("handoff0 input0 -> parameter_grad0", MATMUL),
+            Pass.BI: _pass("output0 output_grad0 -> input_grad0 bi_saved0", MATMUL, weights=True),
+            Pass.BW: _pass("bi_saved0 input0 -> parameter_grad0", MATMUL),
         },
-        handoff=ROWS,
+        bi_saved=ROWS,
     )
 
 
@@ -362,8 +362,8 @@ def at(model: Model, group: int, whole: int = 1) -> Model:
                         for which, p in variant.passes.items()
                     },
                     saved_bytes=part(variant.saved_bytes),
-                    kept_bytes=part(variant.kept_bytes),
-                    handoff_bytes=part(variant.handoff_bytes),
+                    saved_for_bw_bytes=part(variant.saved_for_bw_bytes),
+                    bi_saved_bytes=part(variant.bi_saved_bytes),
                 )
                 for policy, variant in chunk.variants.items()
             }

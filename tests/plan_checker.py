@@ -42,7 +42,7 @@ COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 MOVED = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)
 HALVES = (Pass.BI, Pass.BW)
 OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
-OF_BACKWARD = (Role.SAVED, Role.KEPT, Role.HANDOFF)
+OF_BACKWARD = (Role.SAVED, Role.SAVED_FOR_BW, Role.BI_SAVED)
 SCALAR = 8
 """Bytes of a sum over all devices, or of one bucket's squared norm."""
 
@@ -1380,8 +1380,8 @@ class _Checker:
             variant = model.chunks[value.of].variants[self.dag.policy(value.of)]
             return {
                 Role.SAVED: variant.saved_bytes,
-                Role.KEPT: variant.kept_bytes,
-                Role.HANDOFF: variant.handoff_bytes,
+                Role.SAVED_FOR_BW: variant.saved_for_bw_bytes,
+                Role.BI_SAVED: variant.bi_saved_bytes,
             }[value.role]
         if value.role in OF_PARAMETERS:
             names = [p for p in model.chunks[value.of].parameters if self._is_of(number, p)]

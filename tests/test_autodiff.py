@@ -235,12 +235,12 @@ def test_bw_takes_what_bi_hands_off(case: Case) -> None:
     for program in case.captured.unique_programs:
         functions = program.functions
         made = (
-            [r for r in functions[Pass.BI].results if r.kind is Kind.HANDOFF]
+            [r for r in functions[Pass.BI].results if r.kind is Kind.BI_SAVED]
             if (Pass.BI in functions)
             else []
         )
         taken = (
-            [r for r in functions[Pass.BW].arguments if r.kind is Kind.HANDOFF]
+            [r for r in functions[Pass.BW].arguments if r.kind is Kind.BI_SAVED]
             if (Pass.BW in functions)
             else []
         )

@@ -399,8 +399,8 @@ def test_order_divides_the_backwards_it_wants_in_halves() -> None:
           5 B loss[0] PP[1] MB[0] @1: saved4.0 x1.0 seed.0 -> g5/4.0  # 4:place
           6 B head[0] PP[1] MB[0] @1: v4.0 g5/4.0 -> g4/3.0 dw3.0  # 4:place
           7 B layer[1] PP[1] MB[0] @1: saved2.0 v3.0 g4/3.0 -> g3/2.0 dw2.0  # 4:place
-          8 BI layer[0] PP[0] MB[0] @0: saved1.0 g3/2.0 -> g2/1.0 handoff1.0 after 12  # 5:order
-          9 BW layer[0] PP[0] MB[0] @0: handoff1.0 v2.0 -> dw1.0 after 20  # 5:order
+          8 BI layer[0] PP[0] MB[0] @0: saved1.0 g3/2.0 -> g2/1.0 bi_saved1.0 after 12  # 5:order
+          9 BW layer[0] PP[0] MB[0] @0: bi_saved1.0 v2.0 -> dw1.0 after 20  # 5:order
          10 BW embed[0] PP[0] MB[0] @0: x0.0 g2/1.0 -> dw0.0 after 9  # 5:order
          11 F embed[0] PP[0] MB[1] @0: x0.1 -> v2.1 after 1  # 5:order
          12 F layer[0] PP[0] MB[1] @0: v2.1 -> v3.1 saved1.1  # 3:place

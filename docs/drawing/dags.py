@@ -179,7 +179,7 @@ def half(node: Node) -> Spot:
 
 
 def _edge(picture: Picture, one: Drawn, spots: dict[int, Spot], edge: Edge) -> None:
-    held = edge.value.startswith(("saved", "handoff"))
+    held = edge.value.startswith(("saved", "bi_saved"))
     _arrow(picture, one, spots, edge, "soft" if held else "edge")
 
 

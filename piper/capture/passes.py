@@ -51,11 +51,11 @@ def split(joint: Joint, policy: Remat) -> Program:
     inputs = [end for end in joint.gradients if end[0].kind is Kind.INPUT_GRAD]
     parameters = [end for end in joint.gradients if end[0].kind is Kind.PARAMETER_GRAD]
     there = {*kept, *(node for _, node in outputs), *joint.arguments}
-    handoff = _handoff(joint, there, inputs, parameters) if inputs else []
-    late = _read([node for _, node in parameters], {*there, *(node for _, node in handoff)})
+    bi_saved = _bi_saved(joint, there, inputs, parameters) if inputs else []
+    late = _read([node for _, node in parameters], {*there, *(node for _, node in bi_saved)})
     saved: Ends = [
         *_numbered(Kind.SAVED, [node for node in kept if node not in late]),
-        *_numbered(Kind.KEPT, [node for node in kept if node in late]),
+        *_numbered(Kind.SAVED_FOR_BW, [node for node in kept if node in late]),
     ]
     start = {node: ref for node, ref in joint.arguments.items() if ref.kind in _FORWARD_ARGUMENTS}
     functions = {Pass.F: _function(joint, start, [*joint.results, *saved])}
@@ -64,20 +64,20 @@ def split(joint: Joint, policy: Remat) -> Program:
     if joint.gradients:
         functions[Pass.B] = _function(joint, known, list(joint.gradients))
     if inputs:
-        functions[Pass.BI] = _function(joint, known, [*inputs, *handoff])
+        functions[Pass.BI] = _function(joint, known, [*inputs, *bi_saved])
     if parameters:
-        later = {node: ref for ref, node in handoff} | known
-        functions[Pass.BW] = _function(joint, later, parameters, _private(handoff, inputs))
+        later = {node: ref for ref, node in bi_saved} | known
+        functions[Pass.BW] = _function(joint, later, parameters, _private(bi_saved, inputs))
     ends: Iterable[tuple[Ref, fx.Node]] = (
         *((ref, node) for node, ref in joint.arguments.items()),
         *joint.results,
         *saved,
-        *handoff,
+        *bi_saved,
         *joint.gradients,
     )
     program = Program(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
     shared = {base_of(node) for _, node in (*joint.results, *inputs)}
-    own = {ref for ref, node in (*saved, *handoff) if node not in shared}
+    own = {ref for ref, node in (*saved, *bi_saved) if node not in shared}
     return program.consuming(own)
 
 
@@ -94,7 +94,7 @@ def _read(targets: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.No
     return {arg for node in needed for arg in node.all_input_nodes}.union(targets)
 
 
-def _handoff(joint: Joint, known: Collection[fx.Node], inputs: Ends, parameters: Ends) -> Ends:
+def _bi_saved(joint: Joint, known: Collection[fx.Node], inputs: Ends, parameters: Ends) -> Ends:
     """The tensors that BI computes and BW reads."""
     first = ancestors((node for _, node in inputs), known)
     # an op with several results is one computation: all that it makes counts as computed
@@ -104,13 +104,13 @@ def _handoff(joint: Joint, known: Collection[fx.Node], inputs: Ends, parameters:
     read = {arg for node in second for arg in node.all_input_nodes if arg in first}
     read |= {node for node in targets if node in first}
     bases = {base_of(node) for node in read}.difference(known)
-    return _numbered(Kind.HANDOFF, (node for node in joint.graph.nodes if node in bases))
+    return _numbered(Kind.BI_SAVED, (node for node in joint.graph.nodes if node in bases))
 
 
-def _private(handoff: Ends, inputs: Ends) -> set[Ref]:
-    """The handed-off tensors that are not, or do not share storage with, an input's gradient."""
+def _private(bi_saved: Ends, inputs: Ends) -> set[Ref]:
+    """The tensors saved by BI that are not, or do not share storage with, an input's gradient."""
     shared = {base_of(node) for _, node in inputs}
-    return {ref for ref, node in handoff if node not in shared}
+    return {ref for ref, node in bi_saved if node not in shared}
 
 
 def _function(

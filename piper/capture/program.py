@@ -41,10 +41,10 @@ class Kind(Enum):
     """The new content of a buffer."""
     SAVED = "saved"
     """Kept from the forward for B or BI; neither an input nor an output."""
-    KEPT = "kept"
-    """The same for B or BW, which may come much later."""
-    HANDOFF = "handoff"
-    """Computed by BI on the way, and used by BW."""
+    SAVED_FOR_BW = "saved_bw"
+    """Saved by the forward for the weight backward (B or BW), which may come much later."""
+    BI_SAVED = "bi_saved"
+    """Computed by BI on the way, and saved for the weight backward, BW."""
     OUTPUT_GRAD = "output_grad"
     INPUT_GRAD = "input_grad"
     PARAMETER_GRAD = "parameter_grad"
@@ -52,9 +52,9 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-SAVED = (Kind.SAVED, Kind.KEPT)
+SAVED = (Kind.SAVED, Kind.SAVED_FOR_BW)
 """What the forward makes for the backward alone."""
-BUNDLES = (*SAVED, Kind.HANDOFF, Kind.PARAMETER_GRAD)
+BUNDLES = (*SAVED, Kind.BI_SAVED, Kind.PARAMETER_GRAD)
 """What plans know as one value, however many tensors it is."""
 
 
@@ -109,18 +109,18 @@ class Program:
         return tuple(spec for ref, spec in self.specs.items() if ref.kind in SAVED)
 
     @property
-    def handoff(self) -> tuple[TensorSpec, ...]:
+    def bi_saved(self) -> tuple[TensorSpec, ...]:
         """The tensors that BI keeps for BW."""
-        return tuple(spec for ref, spec in self.specs.items() if ref.kind is Kind.HANDOFF)
+        return tuple(spec for ref, spec in self.specs.items() if ref.kind is Kind.BI_SAVED)
 
     @property
     def saved_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.saved)
 
     @property
-    def kept_bytes(self) -> int:
+    def saved_for_bw_bytes(self) -> int:
         """Of the saved ones, those that BW reads."""
-        return sum(spec.nbytes for ref, spec in self.specs.items() if ref.kind is Kind.KEPT)
+        return sum(spec.nbytes for ref, spec in self.specs.items() if ref.kind is Kind.SAVED_FOR_BW)
 
     def consuming(self, refs: set[Ref]) -> Program:
         """This program, free to overwrite ``refs`` in the last backward pass that reads them."""

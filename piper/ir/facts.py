@@ -59,9 +59,9 @@ class Variant:
     passes: Mapping[Pass, PassFacts]
     saved_bytes: int
     """For B or BI."""
-    kept_bytes: int
+    saved_for_bw_bytes: int
     """For B or BW."""
-    handoff_bytes: int
+    bi_saved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +255,9 @@ def facts_of(
 def _variant(captured: Captured, program: Program) -> Variant:
     return Variant(
         passes={which: _pass(captured, program, which) for which in program.functions},
-        saved_bytes=program.saved_bytes - program.kept_bytes,
-        kept_bytes=program.kept_bytes,
-        handoff_bytes=sum(spec.nbytes for spec in program.handoff),
+        saved_bytes=program.saved_bytes - program.saved_for_bw_bytes,
+        saved_for_bw_bytes=program.saved_for_bw_bytes,
+        bi_saved_bytes=sum(spec.nbytes for spec in program.bi_saved),
     )
 
 

@@ -25,9 +25,9 @@ class Role(Enum):
     """The gradient of the loss, a constant."""
     ACTIVATION = "activation"
     SAVED = "saved"
-    KEPT = "kept"
+    SAVED_FOR_BW = "saved_bw"
     """What BW reads of what was saved."""
-    HANDOFF = "handoff"
+    BI_SAVED = "bi_saved"
     GRADIENT = "gradient"
     """What one chunk that reads an activation gives to its gradient, or one term of it."""
     PARAMETER_GRADIENT = "parameter gradient"
@@ -78,8 +78,8 @@ class Extra:
 GIVEN = (Role.BATCH, Role.SEED)
 _BUNDLES = {
     Kind.SAVED: Role.SAVED,
-    Kind.KEPT: Role.KEPT,
-    Kind.HANDOFF: Role.HANDOFF,
+    Kind.SAVED_FOR_BW: Role.SAVED_FOR_BW,
+    Kind.BI_SAVED: Role.BI_SAVED,
     Kind.PARAMETER_GRAD: Role.PARAMETER_GRADIENT,
 }
 

@@ -20,8 +20,8 @@ _HOLDERS = {
     Role.ACTIVATION: Holder.ACTIVATIONS,
     Role.GRADIENT: Holder.ACTIVATIONS,
     Role.SAVED: Holder.SAVED,
-    Role.KEPT: Holder.SAVED,
-    Role.HANDOFF: Holder.SAVED,
+    Role.SAVED_FOR_BW: Holder.SAVED,
+    Role.BI_SAVED: Holder.SAVED,
 }
 _EXTRA_HOLDERS = {
     ExtraRole.REDUCED: Holder.GRADIENTS,

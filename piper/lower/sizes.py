@@ -172,10 +172,10 @@ class Sizes:
         match value.role:
             case Role.SAVED:
                 return model.chunks[value.of].variants[policy].saved_bytes
-            case Role.KEPT:
-                return model.chunks[value.of].variants[policy].kept_bytes
-            case Role.HANDOFF:
-                return model.chunks[value.of].variants[policy].handoff_bytes
+            case Role.SAVED_FOR_BW:
+                return model.chunks[value.of].variants[policy].saved_for_bw_bytes
+            case Role.BI_SAVED:
+                return model.chunks[value.of].variants[policy].bi_saved_bytes
             case Role.PARAMETER_GRADIENT | Role.TIED_GRADIENT:
                 chunk = model.chunks[value.of]
                 shard = self.dag.shards.get(value.of)
