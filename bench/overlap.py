@@ -101,8 +101,8 @@ def main(
     rate = f"{8e-6 * costs.bytes_per_second:,.0f} Mbit/s"
     workers = f"{len(programs['1F1B'].devices)} workers, loopback at {rate}"
     notes = [
-        f"{name}: of its exchanges nothing covers {programs[name].schedule.exchanges.share:.0%} as "
-        f"predicted by the plan, {profile.exchanges.share:.0%} as measured"
+        f"{name}: of its dispatch and combine {programs[name].schedule.all_to_all.share:.0%} is "
+        f"exposed as predicted by the plan, {profile.all_to_all.share:.0%} as measured"
         for name, profile in profiles.items()
     ]
     kind = "emulated" if emulate else "real kernels"

@@ -39,7 +39,7 @@ At = tuple[int, int]
 """A class and a program counter."""
 
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
-MOVED = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL)
+MOVED = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED)
 HALVES = (Pass.BI, Pass.BW)
 OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
 OF_BACKWARD = (Role.SAVED, Role.SAVED_FOR_BW, Role.BI_SAVED)
@@ -600,7 +600,7 @@ class _Checker:
                     self._must(carried.like(new), at, f"adds {new} to {carried}")
                     new = carried.plus(new)
             else:
-                form = "partial" if self._exchanged(op.chunk, value) else "plain"
+                form = "uncombined" if self._dispatched(op.chunk, value) else "plain"
                 new = _Tensor(value, node.devices, form, node.replicas)
             self._write(at, slot, new)
 
@@ -762,7 +762,7 @@ class _Checker:
             case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
                 return Slot(Holder.COMMUNICATION, nbytes, nbytes, bucket)
         holder = Holder.COMMUNICATION
-        if x.verb in (Verb.COMPUTE, Verb.ADD) and content.form != "partial":
+        if x.verb in (Verb.COMPUTE, Verb.ADD) and content.form != "uncombined":
             kept = self._role(content.value) in OF_BACKWARD
             holder = Holder.SAVED if kept else Holder.ACTIVATIONS
         return Slot(holder, nbytes, nbytes)
@@ -803,7 +803,7 @@ class _Checker:
         self._must(sorted(members) == sorted(present), together[0], "is not done by its groups")
         if op.kind is CollectiveKind.ALL_TO_ALL:
             for at in together:
-                self._exchange(at, op)
+                self._all_to_all(at, op)
         elif op.kind is CollectiveKind.ALL_GATHER:
             for at in together:
                 self._gather(at, op)
@@ -812,20 +812,20 @@ class _Checker:
         else:
             self._reduce(together, op)
 
-    def _exchange(self, at: At, op: Collective) -> None:
+    def _all_to_all(self, at: At, op: Collective) -> None:
         target = self._one(at, self.get(at).writes)
         content = self.slots[at[0]][self._one(at, self.get(at).reads)]
-        self._must(isinstance(content, _Tensor), at, f"exchanges {content}")
+        self._must(isinstance(content, _Tensor), at, f"dispatches or combines {content}")
         flat = sorted(d for group in op.groups for d in group)
-        good = flat == sorted(content.group) and content.form in ("plain", "partial")
+        good = flat == sorted(content.group) and content.form in ("plain", "uncombined")
         ranks = [[content.group.index(d) for d in group] for group in op.groups if good]
         steps = {b - a for row in ranks for a, b in itertools.pairwise(row)}
         good = good and len(steps) <= 1 and all(step > 0 for step in steps)
-        self._must(good, at, f"exchanges {content}")
+        self._must(good, at, f"dispatches or combines {content}")
         there = content.form == "plain"
-        role = ExtraRole.EXCHANGED if there else ExtraRole.PARTIAL
+        role = ExtraRole.DISPATCHED if there else ExtraRole.UNCOMBINED
         self._is(at, role, self.dag.table.value(content.value)[0].of)
-        form = "exchanged" if there else "plain"
+        form = "dispatched" if there else "plain"
         self._write(at, target, replace(content, form=form))
 
     def _gather(self, at: At, op: Collective) -> None:
@@ -1184,7 +1184,7 @@ class _Checker:
         """For each communication, what is let go when it is over."""
         for pc, x in enumerate(plan.instructions):
             for done in [p for p, end in over.items() if end == pc]:
-                if plan.instructions[done].role is ExtraRole.EXCHANGED:
+                if plan.instructions[done].role is ExtraRole.DISPATCHED:
                     extra = plan.slots[plan.instructions[done].writes[0]].nbytes
                     busy = held + Counter({Holder.WORKSPACE: extra})
                     moments.append((busy.total(), pc, dict(busy)))
@@ -1229,7 +1229,7 @@ class _Checker:
         """Whether a communication takes what it sends from a slot itself."""
         if x.role is ExtraRole.REDUCED:
             return self.plans[c].slots[slot].bucket is not None
-        return (x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED) and not self._copy(x)
+        return (x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED) and not self._copy(x)
 
     def _over(self, plan: Plan) -> dict[int, int]:
         """For each communication, the first instruction that does not start before it is over."""
@@ -1270,7 +1270,7 @@ class _Checker:
     def _beside(self, c: int, x: Instruction) -> int:
         """Bytes that a communication keeps until it is over, beside its slots."""
         kinds = self.plans[c].slots
-        if x.role is ExtraRole.PARTIAL and x.verb is Verb.COLLECTIVE:
+        if x.role is ExtraRole.UNCOMBINED and x.verb is Verb.COLLECTIVE:
             return kinds[x.reads[0]].nbytes + self._copy(x)
         if x.role is ExtraRole.REDUCED:  # the bucket in one piece, and what is to be added
             assert isinstance(x.op, Collective)
@@ -1297,7 +1297,7 @@ class _Checker:
                 aside = copy or nbytes
                 if sends:
                     return aside
-        comes = x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL
+        comes = x.verb is Verb.RECV or x.role is ExtraRole.UNCOMBINED
         value = (node.writes if comes else node.reads)[0]
         parts = 0
         summed = False
@@ -1436,14 +1436,14 @@ class _Checker:
         return rule.ways if rule else 1
 
     def _form(self, chunk: int, value: int) -> str:
-        """How a chunk takes a value: its own output as it was made, all else exchanged."""
-        if not self._exchanged(chunk, value):
+        """How a chunk takes a value: its own output as it was made, all else dispatched."""
+        if not self._dispatched(chunk, value):
             return "plain"
         of = self.dag.table.value(value)[0].of
         own = self._role(value) is Role.ACTIVATION and of in self.dag.model.chunks[chunk].outputs
-        return "partial" if own else "exchanged"
+        return "uncombined" if own else "dispatched"
 
-    def _exchanged(self, chunk: int, value: int) -> bool:
+    def _dispatched(self, chunk: int, value: int) -> bool:
         moves = self._role(value) in (Role.ACTIVATION, Role.GRADIENT)
         return moves and self._ways(chunk) > 1
 

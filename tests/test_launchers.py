@@ -101,8 +101,8 @@ def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
             assert all(
                 0 <= one.end - one.start <= profile.seconds for one in profile.measured[device]
             )
-    assert 0 <= profile.exchanges.share <= 1
-    assert profile.exchanges.seconds > 0
+    assert 0 <= profile.all_to_all.share <= 1
+    assert profile.all_to_all.seconds > 0
 
 
 def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: Path) -> None:

@@ -1153,7 +1153,7 @@ def test_the_checker_knows_what_experts_made_from_what_came_back() -> None:
     found = published()
     plan = found.plans[0]
     rows = plan.instructions
-    back = next(i for i, x in enumerate(rows) if x.role is ExtraRole.PARTIAL)
+    back = next(i for i, x in enumerate(rows) if x.role is ExtraRole.UNCOMBINED)
     (made,), (came,) = rows[back].reads, rows[back].writes
     after = next(i for i, x in enumerate(rows) if came in x.reads and x.verb is Verb.COMPUTE)
     backward = next(i for i, x in enumerate(rows) if made in x.reads and i > after)
@@ -1165,7 +1165,7 @@ def test_the_checker_knows_what_experts_made_from_what_came_back() -> None:
 
     early = (*rows[:after], renamed(rows[after]), *rows[after + 1 :])
     late = (*rows[: after + 1], *(renamed(x) for x in rows[after + 1 :]))
-    for changed, wants in ((early, "plain"), (late, "partial")):
+    for changed, wants in ((early, "plain"), (late, "uncombined")):
         mutant = replace(plan, instructions=changed)
         with pytest.raises(PlanError, match=rf"wants .*form='{wants}'"):
             check(found.dag, (mutant, *found.plans[1:]), models=sizes(moe(2, 4)))

@@ -53,7 +53,7 @@ from piper.strategies import (
     zb_h1,
     zb_v,
 )
-from piper.view.exposed import Exposure, Span, exchanges
+from piper.view.exposed import Exposure, Span, all_to_all
 from tests.facts import chain
 from tests.test_runtime import Experts, Tower, mean_loss
 from tests.training import ULPS, Run, assert_same, compiled, plain, shared_captures, train
@@ -356,7 +356,7 @@ def test_pairs_cover_exchanges_of_experts(make: Make) -> None:
         strategy = mesh(pp=2, dp=2, ep=2, schedule=schedule)
         costs = piper.Costs(flops_per_second=1e9, bytes_per_second=4e8, overhead=1e-6)
         program = compiled(Experts(4), strategy.directives, mean_loss, given, costs=costs)
-        shares.append(program.schedule.exchanges.share)
+        shares.append(program.schedule.all_to_all.share)
     assert shares[0] < 0.8 * shares[1]
 
 
@@ -371,7 +371,7 @@ def test_computations_that_overlap_cover_once() -> None:
         if isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_TO_ALL
     )
     spans = [Span(exchange, 0, 10), Span(computations[0], 1, 3), Span(computations[1], 2, 4)]
-    assert exchanges(dag, spans) == Exposure(10, 7)
+    assert all_to_all(dag, spans) == Exposure(10, 7)
 
 
 @pytest.mark.parametrize("make", [dualpipev, dualpipe])

@@ -1,6 +1,6 @@
 """A region of experts, traced for a device that holds only some of them.
 
-Captured, a region takes ``[experts, rows, ...]`` and all parameters; after the exchange a device
+Captured, a region takes ``[experts, rows, ...]`` and all parameters; after the dispatch a device
 has ``[experts / ways, ways * rows, ...]`` and its part of the parameters. The region's own ops are
 traced again at these shapes, once it is proved that they treat each expert and each row by itself.
 """
@@ -30,8 +30,8 @@ from piper.errors import CaptureError
 Shape = tuple[int, ...]
 
 
-def exchanged_shape(shape: Sequence[int], ways: int) -> Shape:
-    """The shape of an expert-major tensor after the exchange between ``ways`` devices."""
+def dispatched_shape(shape: Sequence[int], ways: int) -> Shape:
+    """The shape of an expert-major tensor after the dispatch between ``ways`` devices."""
     experts, rows, *rest = shape
     return (experts // ways, rows * ways, *rest)
 
@@ -98,7 +98,7 @@ def _share(chunk: Chunk, ways: int, dim: int) -> Body:
         if layouts[before] != _expert_major(shape) or found != _expert_major(shape).shape(ways):
             raise CaptureError(
                 f"region {chunk.name} mixes experts: on one of {ways} shares it makes "
-                f"{list(found)}, not {list(exchanged_shape(shape, ways))} with the experts first "
+                f"{list(found)}, not {list(dispatched_shape(shape, ways))} with the experts first "
                 "and their rows second; do the dispatch and the combination outside"
             )
     key = f"{body.key} share {ways} along {dim}"

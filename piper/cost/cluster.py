@@ -119,8 +119,9 @@ class Sharing:
     """How much longer things take beside others, as a share of their own time."""
 
     links: float = 0.46
-    """A communication, for each other one on the same link of a device. 0.46 is what an exchange
-    between experts was measured to lose beside a reduction; 1 would be half of the link each."""
+    """A communication, for each other one on the same link of a device. 0.46 is what the
+    all-to-all of experts was measured to lose beside a reduction; 1 would be half of the link
+    each."""
     compute: float = 0.0
     """A computation, while its device communicates."""
     communication: float = 0.0

@@ -4,7 +4,8 @@
           E experts each                                        E/2 experts each
 
 The region's parameters are divided along ``dim`` over its group; its inputs and outputs, which are
-expert-major, are exchanged so that each device computes its own experts for all.
+expert-major, are dispatched and combined by all_to_all so that each device computes its own experts
+for all.
 """
 
 from __future__ import annotations

@@ -59,6 +59,6 @@ def stream(
     all streams leave. Shares of different streams do not overlap, but all "rest" are one share.
 
     With None for a filter no node is moved: it says what is asked of a stream that another
-    directive sends, reduces or exchanges on.
+    directive sends, reduces, dispatches or combines on.
     """
     return Stream(None if where is None else plain_filter(where), name, priority, sms)

@@ -17,7 +17,7 @@ from piper.program import Program
 from piper.runtime.kernels import Kernel
 from piper.units import bytes_text, seconds_text
 from piper.view.busy import Busy, busy_of
-from piper.view.exposed import Exposure, Span, exchanges
+from piper.view.exposed import Exposure, Span, all_to_all
 from piper.view.runs import Run
 from piper.view.shown import Shown
 from piper.view.spans import Spans, run_of
@@ -55,9 +55,9 @@ class Profile(Shown):
         }
 
     @property
-    def exchanges(self) -> Exposure:
-        """How much of the exchanges between experts shows, over all devices."""
-        parts = (exchanges(self.program.dag, spans) for spans in self.spans.values())
+    def all_to_all(self) -> Exposure:
+        """How much of the all-to-all dispatch and combine is exposed, over all devices."""
+        parts = (all_to_all(self.program.dag, spans) for spans in self.spans.values())
         return sum(parts, start=Exposure(0.0, 0.0))
 
     @cached_property

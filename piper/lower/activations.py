@@ -54,7 +54,7 @@ class _Forms:
         self._dispatched: dict[int, int] = {}
         self._undivided: dict[tuple[int, int], int] = {}
         """By value and chunk, what experts make before it is combined."""
-        self._exchanges: dict[tuple[int, int, int], Collective] = {}
+        self._all_to_alls: dict[tuple[int, int, int], Collective] = {}
 
     def connect(self, number: int) -> None:
         """Let a node read and write what has the layout that it needs."""
@@ -84,16 +84,16 @@ class _Forms:
         if rule is None or not self._moves(value):
             return value
         if value not in self._dispatched:
-            self._dispatched[value] = self.out.value(ExtraRole.EXCHANGED, value, node.parts)
-            self._exchange(node, rule, value, self._dispatched[value])
+            self._dispatched[value] = self.out.value(ExtraRole.DISPATCHED, value, node.parts)
+            self._all_to_all(node, rule, value, self._dispatched[value])
         return self._dispatched[value]
 
     def _made(self, value: int, node: Node, rule: ShardRule) -> int:
         if not self._moves(value):
             return value
-        before = self.out.value(ExtraRole.PARTIAL, value, node.parts)
+        before = self.out.value(ExtraRole.UNCOMBINED, value, node.parts)
         self._undivided[value, node.compute.chunk] = before
-        self._exchange(node, rule, before, value)
+        self._all_to_all(node, rule, before, value)
         return before
 
     def _moves(self, value: int) -> bool:
@@ -102,13 +102,13 @@ class _Forms:
             value = self.out.extra[value - first].of  # received or added up: a form of a value
         return self._dag.table.value(value)[0].role in _MOVED
 
-    def _exchange(self, node: Node, rule: ShardRule, value: int, made: int) -> None:
+    def _all_to_all(self, node: Node, rule: ShardRule, value: int, made: int) -> None:
         key = (id(node.devices), rule.ways, rule.stride)
-        if key not in self._exchanges:
+        if key not in self._all_to_alls:
             rows = everywhere(rule.mesh(node.devices), Shard(1))
-            (self._exchanges[key],) = redistribute(rows, rows.along(ep=Shard(0)))
+            (self._all_to_alls[key],) = redistribute(rows, rows.along(ep=Shard(0)))
         self.out.add(
-            self._exchanges[key],
+            self._all_to_alls[key],
             tags=node.tags,
             devices=node.devices,
             replicas=node.replicas,

@@ -150,7 +150,7 @@ class _UnderWay:
     def begin(self, pc: int, x: Instruction, beside: int, *, copies: bool) -> None:
         """``copies`` says that not what is read goes out, but a contiguous copy of it."""
         self._held[pc] = [(Holder.COMMUNICATION, beside)]
-        sends = (x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED) and not copies
+        sends = (x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED) and not copies
         for slot in x.reads:
             reduced = x.role is ExtraRole.REDUCED and self._slots[slot].bucket is not None
             if sends or reduced or self._apart:
@@ -178,7 +178,7 @@ def _beside(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
             return 0
         whole = sizes.whole(x.of) * dag.buckets[x.of].gradient.itemsize
         return whole + (added if sizes.divided(x.of) else 0)
-    if x.role is ExtraRole.PARTIAL:  # its rows in another order
+    if x.role is ExtraRole.UNCOMBINED:  # its rows in another order
         return plan.slots[x.reads[0]].nbytes + _copied(dag, sizes, x)
     return _copied(dag, sizes, x)
 
@@ -191,16 +191,16 @@ def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
         if x.verb is Verb.SEND:
             return sizes.sent(node.reads[0])
         return sizes.sent(node.writes[0]) + sizes.copied(node.writes[0])
-    if x.verb is Verb.RECV or x.role is ExtraRole.PARTIAL:
+    if x.verb is Verb.RECV or x.role is ExtraRole.UNCOMBINED:
         return sizes.copied(node.writes[0])
-    if x.verb is Verb.SEND or x.role is ExtraRole.EXCHANGED:
+    if x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED:
         return sizes.copied(node.reads[0])
     return 0
 
 
 def _unpacked(plan: Plan, x: Instruction) -> int:
     """Bytes that a communication needs beside when it is over, to put what came in order."""
-    return plan.slots[x.writes[0]].nbytes if x.role is ExtraRole.EXCHANGED else 0
+    return plan.slots[x.writes[0]].nbytes if x.role is ExtraRole.DISPATCHED else 0
 
 
 def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: OptimizerCost) -> int:

@@ -48,7 +48,7 @@ class Holder(Enum):
     """What flows between chunks, their gradients included."""
     BATCH = "batch"
     COMMUNICATION = "communication"
-    """What was received, exchanged or gathered."""
+    """What was received, dispatched, combined or gathered."""
     WORKSPACE = "workspace"
     """What one instruction needs while it runs."""
 
@@ -116,7 +116,7 @@ class Instruction:
     op: Op
     """What is done, with whom."""
     role: ExtraRole | None = None
-    """What a communication makes, or, for PARTIAL, takes."""
+    """What a communication makes, or, for UNCOMBINED, takes."""
     of: int = 0
     """The model's value, or the bucket, that a communication is about."""
     group: Group = ()

@@ -109,10 +109,10 @@ class Shared:
         (written,) = node.writes
         if written >= self._first_extra:
             extra = self.dag.extra[written - self._first_extra]
-            if extra.role in (ExtraRole.RECEIVED, ExtraRole.EXCHANGED):
+            if extra.role in (ExtraRole.RECEIVED, ExtraRole.DISPATCHED):
                 return extra.role, self._plain(extra.of)
             return extra.role, extra.of
-        return ExtraRole.PARTIAL, self._plain(written)
+        return ExtraRole.UNCOMBINED, self._plain(written)
 
     def _plain(self, value: int) -> int:
         return self.dag.table.value(self.dag.plain(value))[0].of

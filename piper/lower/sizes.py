@@ -216,4 +216,4 @@ class Sizes:
 
 _TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.GATHERED)
-_FORMS = (ExtraRole.RECEIVED, ExtraRole.EXCHANGED, ExtraRole.PARTIAL, ExtraRole.ADDED)
+_FORMS = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED, ExtraRole.ADDED)

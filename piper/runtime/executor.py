@@ -22,7 +22,7 @@ from piper.runtime.adding import add
 from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
 from piper.runtime.context import ExecutionContext, Scalars
-from piper.runtime.moving import exchange, receive, send
+from piper.runtime.moving import all_to_all, receive, send
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.state import DeviceState
@@ -233,8 +233,8 @@ def _collective(
     context: ExecutionContext, x: Instruction, group: tuple[int, ...]
 ) -> BoundInstruction:
     match x.role:
-        case ExtraRole.EXCHANGED | ExtraRole.PARTIAL:
-            return exchange(context, x, group)
+        case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED:
+            return all_to_all(context, x, group)
         case ExtraRole.REDUCED:
             return reduce(context, x)
         case ExtraRole.SUMMED:

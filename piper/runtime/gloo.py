@@ -1,8 +1,8 @@
 """Communication on CPUs over gloo.
 
 Messages carry the number of their node as tag. Sums are added in the order of the group, as on
-virtual devices: parts are exchanged and added here, on one thread for each stream; gloo's own sums
-depend on its algorithm.
+virtual devices: parts are sent around and added here, on one thread for each stream; gloo's own
+sums depend on its algorithm.
 
 All communicators of a process share one thread for their sockets. One of torch's own has a thread
 that wakes a hundred times a second whether or not anything arrives; on more workers than cores

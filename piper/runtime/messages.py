@@ -1,4 +1,4 @@
-"""How expert-major rows are laid out for an exchange."""
+"""How expert-major rows are laid out for all-to-all dispatch and combine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 Arrange = Callable[[Tensor], Tensor]
 
 
-def exchange_out(ways: int) -> tuple[Arrange, Arrange]:
+def dispatch(ways: int) -> tuple[Arrange, Arrange]:
     """From all experts with one's own rows to one's own experts with all rows: what is sent, and
     how what arrives is put together."""
 
@@ -24,7 +24,7 @@ def exchange_out(ways: int) -> tuple[Arrange, Arrange]:
     return pack, unpack
 
 
-def exchange_back(ways: int) -> tuple[Arrange, Arrange]:
+def combine(ways: int) -> tuple[Arrange, Arrange]:
     """The way back."""
 
     def pack(x: Tensor) -> Tensor:

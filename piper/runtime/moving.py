@@ -1,4 +1,4 @@
-"""Messages between groups, and exchanges among experts, as functions of no arguments."""
+"""Messages between groups, and all-to-all dispatch and combine, as functions of no arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from piper.ir.overlaps import received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
-from piper.runtime.messages import exchange_back, exchange_out
+from piper.runtime.messages import combine, dispatch
 from piper.runtime.pending import BoundInstruction, Pending
 
 
@@ -68,12 +68,14 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundIns
     return execute
 
 
-def exchange(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
+def all_to_all(
+    context: ExecutionContext, x: Instruction, group: tuple[int, ...]
+) -> BoundInstruction:
     slots, ways = context.slots, len(group)
     store = context.store(x)
     begin = context.comm.all_to_all(x.node, x.stream, group)
     (slot,), (target,) = x.reads, x.writes
-    pack, unpack = exchange_out(ways) if x.role is ExtraRole.EXCHANGED else exchange_back(ways)
+    pack, unpack = dispatch(ways) if x.role is ExtraRole.DISPATCHED else combine(ways)
 
     def execute() -> Pending:
         data = pack(slots[slot])

@@ -151,11 +151,11 @@ class Nccl:
         return begin
 
     def all_to_all(self, node: int, stream: str, group: Group) -> Two:
-        exchange = self._backends[collective(stream, group)].alltoall_base
+        all_to_all = self._backends[collective(stream, group)].alltoall_base
         options = _in_order(_c10d.AllToAllOptions())
 
         def begin(data: Tensor, out: Tensor) -> None:
-            exchange(out, data, [], [], options)
+            all_to_all(out, data, [], [], options)
 
         return begin
 

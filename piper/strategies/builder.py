@@ -211,7 +211,7 @@ class Schedule:
 
     def with_weights_apart(self) -> Schedule:
         """The same, with the backwards of pairs in halves: nothing waits for the one for weights,
-        so it fills what an exchange would leave empty."""
+        so it fills what a dispatch or combine would leave empty."""
         rows = []
         for row in self.rows:
             rows.append(Row(row.stages))

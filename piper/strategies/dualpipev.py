@@ -4,7 +4,7 @@ a cut of DualPipe by Sea AI Lab).
     2 ranks, 4 stages: rank r has stage r (down) and stage 3 - r (up)
     rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3 3B1)(3F2 0B0) 3B2 (3F3 0B1) 3B3 0I2 W 0I3 W
     rank 1       1F0 2F0 1F1 2F1 1F2 2B0 (2F2 1B0)(1F3 2B1) ...
-    ( ) overlap: the exchange between experts of one hides behind the compute of the other
+    ( ) overlap: the dispatch and combine of one hides behind the compute of the other
 
 bubble       (PP/2 - 1)(F&B + B - 3W) over PP = 2 * ranks stages, where F = B - W = W
 activations  2 * ranks + 1 microbatches of half a rank's layers

@@ -46,7 +46,8 @@ class Layout(Enum):
     PIPELINE_INNER = "pipeline-inner"
     """Ranks of one pipeline have neighbouring numbers."""
     PIPELINE_OUTER = "pipeline-outer"
-    """Replicas of one stage have neighbouring numbers: experts exchange within a machine."""
+    """Replicas of one stage have neighbouring numbers: experts dispatch and combine within a
+    machine."""
 
 
 def schedule_named(name: str, ranks: int, microbatches: int, virtual: int | None) -> Schedule:

@@ -38,13 +38,14 @@ class Exposure:
         return self.exposed / self.seconds if self.seconds else 0.0
 
 
-def exchanges(dag: Dag, spans: Sequence[Span]) -> Exposure:
-    """How much of the exchanges between experts shows, on a device that was at these nodes."""
+def all_to_all(dag: Dag, spans: Sequence[Span]) -> Exposure:
+    """How much of the all-to-all dispatch and combine is exposed, on a device that was at these
+    nodes."""
     total = exposed = 0.0
     computing = _together(s for s in spans if isinstance(dag.nodes[s.node].op, Compute))
     starts = [start for start, _ in computing]
     for one in spans:
-        if not _exchanges(dag, one.node):
+        if not _is_all_to_all(dag, one.node):
             continue
         total += one.end - one.start
         exposed += one.end - one.start
@@ -66,6 +67,6 @@ def _together(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return found
 
 
-def _exchanges(dag: Dag, node: int) -> bool:
+def _is_all_to_all(dag: Dag, node: int) -> bool:
     op = dag.nodes[node].op
     return isinstance(op, Collective) and op.kind is CollectiveKind.ALL_TO_ALL

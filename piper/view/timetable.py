@@ -14,7 +14,7 @@ from piper.ir.dag import Compute, Dag
 from piper.ir.text import group_text
 from piper.lower.rank_classes import RankClasses
 from piper.lower.schedule import Schedule
-from piper.view.exposed import Exposure, Span, exchanges
+from piper.view.exposed import Exposure, Span, all_to_all
 from piper.view.grid import LETTERS, Cell, Grid, Line
 
 _Key = tuple[tuple[object, ...], Pass, int]
@@ -58,10 +58,10 @@ class Timetable:
         return found
 
     @property
-    def exchanges(self) -> Exposure:
-        """How much of the exchanges between experts shows, over all devices."""
+    def all_to_all(self) -> Exposure:
+        """How much of the all-to-all dispatch and combine is exposed, over all devices."""
         rows = zip(self.classes.members, self.spans, strict=True)
-        parts = (exchanges(self.dag, spans).times(len(members)) for members, spans in rows)
+        parts = (all_to_all(self.dag, spans).times(len(members)) for members, spans in rows)
         return sum(parts, start=Exposure(0.0, 0.0))
 
     def __str__(self) -> str:
