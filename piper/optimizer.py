@@ -199,9 +199,9 @@ def _check_divisible(factory: OptimizerFactory, dag: Dag, device: torch.device) 
 def _apart(buckets: Sequence[Bucket]) -> tuple[int, ...]:
     """The devices, if not every one of them has all of the trained parameters."""
     trained = [b for b in buckets if b.trained]
-    holders = [{d for group in b.groups for d in group} for b in trained]
-    everyone = set().union(*holders)
-    whole = all(h == everyone for h in holders) and not any(b.level or b.ways > 1 for b in trained)
+    owners = [{d for group in b.groups for d in group} for b in trained]
+    everyone = set().union(*owners)
+    whole = all(h == everyone for h in owners) and not any(b.level or b.ways > 1 for b in trained)
     return () if whole else tuple(sorted(everyone))
 
 

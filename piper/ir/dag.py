@@ -234,14 +234,14 @@ class Bucket:
         return len(self.groups[0]) // self.within
 
     @property
-    def blocks(self) -> tuple[Group, ...]:
-        """The devices that divide one copy among them."""
+    def shard_groups(self) -> tuple[Group, ...]:
+        """The devices that shard one copy among them."""
         n = self.within
         return tuple(g[i : i + n] for g in self.groups for i in range(0, len(g), n))
 
     @property
-    def across(self) -> tuple[Group, ...]:
-        """The devices that have the same part of different copies."""
+    def replica_groups(self) -> tuple[Group, ...]:
+        """The devices that have the same shard of different copies."""
         return tuple(g[i :: self.within] for g in self.groups for i in range(self.within))
 
 

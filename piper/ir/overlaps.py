@@ -80,7 +80,7 @@ def _replicas(group: Group, replicas: int, part: int) -> Group:
 
 def _sender(op: Transfer, part: int, target: int) -> int:
     """Who sends its part to ``target``: itself, if it has it; otherwise replicas take turns."""
-    holders = _replicas(op.source, op.replicas[0], part)
-    if target in holders:
+    owners = _replicas(op.source, op.replicas[0], part)
+    if target in owners:
         return target
-    return holders[op.target.index(target) % op.replicas[1] % len(holders)]
+    return owners[op.target.index(target) % op.replicas[1] % len(owners)]

@@ -180,7 +180,7 @@ class _Planner:
         return list(dict.fromkeys(self.sums.get(v, v) for v in values))
 
     def _mine(self, values: tuple[int, ...]) -> list[int]:
-        """Those of ``values`` that this class makes, of replicas the first: a holder that computes
+        """Those of ``values`` that this class makes, of replicas the first: a replica that computes
         none of a sum's parts takes part in the sum with nothing."""
         nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
         made = ((value, nodes[producers[value]]) for value in values if value in producers)

@@ -100,11 +100,11 @@ class Sizes:
 
     def whole(self, bucket: int) -> int:
         """Elements of a bucket that a device has whole; a divided one is padded to even parts."""
-        return self.part(bucket, 1) * self.holders(bucket, 1)
+        return self.part(bucket, 1) * self.shards(bucket, 1)
 
     def part(self, bucket: int, level: int) -> int:
         """Elements of a device's part of what ZeRO divides from ``level`` on."""
-        return -(-self.dag.buckets[bucket].elements // self.holders(bucket, level))
+        return -(-self.dag.buckets[bucket].elements // self.shards(bucket, level))
 
     def state(self, bucket: int) -> int:
         """Bytes of a bucket's parameters that stay on a device between uses."""
@@ -130,10 +130,10 @@ class Sizes:
         return int(updated * found.gradient.itemsize * per_byte)
 
     def divided(self, bucket: int) -> bool:
-        """Whether each holder of a bucket updates a part of its own."""
-        return self.holders(bucket, 1) > 1
+        """Whether each replica of a bucket updates a part of its own."""
+        return self.shards(bucket, 1) > 1
 
-    def holders(self, bucket: int, level: int) -> int:
+    def shards(self, bucket: int, level: int) -> int:
         """Over how many devices that is divided which ZeRO divides from ``level`` on."""
         found = self.dag.buckets[bucket]
         return found.within if found.level >= level else 1

@@ -1,4 +1,4 @@
-"""Parameters in buckets: gathered, their gradients summed over all holders, updated.
+"""Parameters in buckets: gathered, their gradients summed over all replicas, updated.
 
     zero=0   F … B ─▶ all_reduce ─▶ update
     zero=1   all_gather ─▶ F … B ─▶ reduce_scatter ─▶ update
@@ -35,8 +35,8 @@ from piper.ir.dag import (
 )
 from piper.ir.layouts import BucketLayouts
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
-from piper.lower.holders import Held, holders_of, refuse_elsewhere
 from piper.lower.redistribute import redistribute
+from piper.lower.replica_groups import BucketKey, refuse_elsewhere, replica_groups_of
 from piper.lower.rewriter import Rewriter
 
 
@@ -62,30 +62,30 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
 
 
 def _buckets(dag: Dag, known: tuple[Bucket, ...]) -> Iterable[Bucket]:
-    """Consecutive parameters with the same holders and rule, up to the bucket's size; those of one
-    chunk, if they are divided between its passes.
+    """Consecutive parameters with the same replica groups and rule, up to the bucket's size; those
+    of one chunk, if they are divided between its passes.
 
     They are filled from the last parameter: what is left over is the bucket of the first, whose sum
     comes last and hides behind nothing."""
     done = {name for bucket in known for name in bucket.parameters}
-    holders = {
-        name: held.fixed() if known else held  # the step that is known trains none of the others
-        for name, held in holders_of(dag).items()
+    keys = {
+        name: key.fixed() if known else key  # the step that is known trains none of the others
+        for name, key in replica_groups_of(dag).items()
         if name not in done
     }
-    filled: list[tuple[Held, deque[str]]] = []
-    open_: dict[Held, deque[str]] = {}
-    sizes: dict[Held, int] = {}
-    for name, held in reversed(holders.items()):
-        nbytes = dag.model.parameters[name].nbytes // held.ways
-        if held not in open_ or sizes[held] + nbytes > held.limit:
-            open_[held], sizes[held] = deque(), 0
-            filled.append((held, open_[held]))
-        open_[held].appendleft(name)
-        sizes[held] += nbytes
-    place = {name: i for i, name in enumerate(holders)}
-    for held, names in sorted(filled, key=lambda bucket: place[bucket[1][0]]):
-        yield held.bucket(list(names), dag.model)
+    filled: list[tuple[BucketKey, deque[str]]] = []
+    open_: dict[BucketKey, deque[str]] = {}
+    sizes: dict[BucketKey, int] = {}
+    for name, key in reversed(keys.items()):
+        nbytes = dag.model.parameters[name].nbytes // key.ways
+        if key not in open_ or sizes[key] + nbytes > key.limit:
+            open_[key], sizes[key] = deque(), 0
+            filled.append((key, open_[key]))
+        open_[key].appendleft(name)
+        sizes[key] += nbytes
+    first = {name: i for i, name in enumerate(keys)}
+    for key, names in sorted(filled, key=lambda bucket: first[bucket[1][0]]):
+        yield key.bucket(list(names), dag.model)
 
 
 def _contributions(dag: Dag) -> dict[Value, list[int]]:
@@ -158,7 +158,7 @@ def _update(
         if op.kind is CollectiveKind.REDUCE_SCATTER and bucket.level > 1:
             reduced = [
                 add(
-                    Collective(op.kind, part.blocks),
+                    Collective(op.kind, part.shard_groups),
                     part.gradients,
                     role,
                     devices=part.devices,
@@ -205,30 +205,30 @@ def _everyone(bucket: Bucket) -> Group:
 class _Part:
     """Gradients of one microbatch that are made by the same devices."""
 
-    blocks: tuple[Group, ...]
+    shard_groups: tuple[Group, ...]
     devices: Group
     tags: Tags
     gradients: list[int]
 
 
 def _parts(
-    dag: Dag, blocks: tuple[Group, ...], everyone: Group, gradients: Iterable[int]
+    dag: Dag, shard_groups: tuple[Group, ...], everyone: Group, gradients: Iterable[int]
 ) -> Iterable[_Part]:
     """What is reduced at once: by whom, and what."""
-    block_of = {device: i for i, block in enumerate(blocks) for device in block}
+    group_of = {device: i for i, group in enumerate(shard_groups) for device in group}
     touched: dict[int, tuple[int, ...]] = {}
     sides: dict[tuple[int, ...], tuple[tuple[Group, ...], Group]] = {
-        tuple(range(len(blocks))): (blocks, everyone)
+        tuple(range(len(shard_groups))): (shard_groups, everyone)
     }
     found: dict[tuple[int, tuple[int, ...]], _Part] = {}
     for value in gradients:
         node = dag.nodes[dag.producers[value]]
         if id(node.devices) not in touched:
-            touched[id(node.devices)] = tuple(sorted({block_of[d] for d in node.devices}))
+            touched[id(node.devices)] = tuple(sorted({group_of[d] for d in node.devices}))
         side = touched[id(node.devices)]
         if side not in sides:
-            chosen = tuple(blocks[i] for i in side)
-            sides[side] = (chosen, tuple(d for block in chosen for d in block))
+            chosen = tuple(shard_groups[i] for i in side)
+            sides[side] = (chosen, tuple(d for group in chosen for d in group))
         key = (dag.table.value(value)[1], side)
         if key not in found:
             found[key] = _Part(*sides[side], node.tags, [])

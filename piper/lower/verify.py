@@ -98,8 +98,8 @@ def _sides(node: Node) -> tuple[Group, ...]:
 
 
 def _gradients(dag: Dag) -> None:
-    """Every gradient of a trained parameter is in one sum over all holders of the parameter."""
-    holders: defaultdict[str, set[Group]] = defaultdict(set)
+    """Every gradient of a trained parameter is in one sum over all owners of the parameter."""
+    owners: defaultdict[str, set[Group]] = defaultdict(set)
     made: defaultdict[str, set[int]] = defaultdict(set)
     carried: set[int] = set()
     seen: set[tuple[int, int]] = set()
@@ -110,7 +110,7 @@ def _gradients(dag: Dag) -> None:
         if (chunk.index, id(node.devices)) not in seen:
             seen.add((chunk.index, id(node.devices)))
             for name in chunk.parameters:
-                holders[name].add(node.devices)
+                owners[name].add(node.devices)
         own, tied = parameters_of(dag.model, chunk, dag.table.ties)
         for value in node.writes:
             role = _role(dag, value)
@@ -127,8 +127,8 @@ def _gradients(dag: Dag) -> None:
         everyone = {device for group in bucket.groups for device in group}
         found = Counter(summed.get(index, ()))
         for name in bucket.parameters if index in summed else ():
-            if everyone != {device for group in holders[name] for device in group}:
-                raise _fault(f"the gradient of {name} is not summed over all its holders")
+            if everyone != {device for group in owners[name] for device in group}:
+                raise _fault(f"the gradient of {name} is not summed over all its owners")
             if any(found[value] != (value not in carried) for value in made[name]):
                 raise _fault(f"a gradient of {name} is not summed once")
 

@@ -34,8 +34,8 @@ class Layout:
     """The whole parameters."""
     group: tuple[int, ...]
     """The devices that hold the same values as this one, in this or in other copies."""
-    place: int
-    """This device's place among them."""
+    index: int
+    """This device's index among them."""
     part: int
     """Which share of the experts it has."""
 
@@ -51,22 +51,22 @@ class Layout:
     @property
     def copy(self) -> int:
         """Which of the equal copies of the bucket this device has, or has a part of."""
-        return self.place // self.bucket.within
+        return self.index // self.bucket.within
 
     @property
     def rank(self) -> int:
         """Which part of its copy it has."""
-        return self.place % self.bucket.within
+        return self.index % self.bucket.within
 
     @property
-    def block(self) -> tuple[int, ...]:
-        """The devices that divide this copy among them."""
+    def shard_group(self) -> tuple[int, ...]:
+        """The devices that shard this copy among them."""
         first = self.copy * self.bucket.within
         return self.group[first : first + self.bucket.within]
 
     @property
-    def across(self) -> tuple[int, ...]:
-        """The devices that have the same part of other copies."""
+    def replica_group(self) -> tuple[int, ...]:
+        """The devices that have the same shard of other copies."""
         return self.group[self.rank :: self.bucket.within]
 
     @property

@@ -16,7 +16,7 @@ from piper.capture.tensors import TensorSpec
 from piper.ir.dag import Bucket
 from piper.runtime.groups import Group, export_groups
 from piper.runtime.layout import Fragment, Layout
-from piper.runtime.state import DeviceState, Held
+from piper.runtime.state import DeviceState, HeldBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def export(state: DeviceState, *, optimizer: bool, only: frozenset[str] | None =
     return Portions(parameters, buffers, kinds, numbers, state.steps, scheduler, groups, kind)
 
 
-def _own_range(held: Held) -> Tensor:
+def _own_range(held: HeldBucket) -> Tensor:
     low, high = held.layout.mine
     return held.flat if held.layout.scattered else held.flat[low:high]
 
@@ -166,7 +166,7 @@ def restore(
             buffer.copy_(tensors[name])
 
 
-def _restore_bucket(held: Held, tensors: Mapping[str, Tensor], where: torch.device) -> None:
+def _restore_bucket(held: HeldBucket, tensors: Mapping[str, Tensor], where: torch.device) -> None:
     layout = held.layout
     whole = torch.zeros(layout.padded, dtype=layout.bucket.gradient, device=where)
     low, high = layout.mine

@@ -20,7 +20,7 @@ Fetch = Callable[[str], Tensor]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldBucket:
     """One bucket on one device."""
 
     layout: Layout
@@ -55,7 +55,7 @@ class DeviceState:
         self.steps = 0
         self.changing = False
         """Whether a step has begun to change what is kept, and is not over."""
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldBucket] = {}
         for index, bucket in enumerate(given.buckets):
             layout = Layout.of(bucket, given.parameters, given.device)
             if layout is not None:
@@ -81,7 +81,7 @@ class DeviceState:
         if factory is not None and self.optimizer is not None:
             self.scheduler = make_scheduler(factory, self.optimizer)
 
-    def update(self, rows: Sequence[tuple[Held, list[Tensor]]]) -> None:
+    def update(self, rows: Sequence[tuple[HeldBucket, list[Tensor]]]) -> None:
         """One step of the optimizer, on some buckets with their gradients."""
         if self.optimizer is None:
             return
@@ -118,7 +118,7 @@ class DeviceState:
         return [{k: v for k, v in group.items() if k not in free} for group in self._groups()]
 
     @contextmanager
-    def _only(self, rows: Sequence[Held]) -> Iterator[None]:
+    def _only(self, rows: Sequence[HeldBucket]) -> Iterator[None]:
         """The optimizer knows of these buckets' parameters only: it looks at every one that it
         knows."""
         groups = self._groups()
@@ -158,7 +158,7 @@ class DeviceState:
                 rate.fill_(group["lr"])
         self.changing = False
 
-    def _hold(self, layout: Layout, bucket: Bucket, fetch: Fetch) -> Held:
+    def _hold(self, layout: Layout, bucket: Bucket, fetch: Fetch) -> HeldBucket:
         flat = torch.zeros(layout.padded, dtype=bucket.gradient, device=self.where)
         for name in bucket.parameters:
             layout.view(flat, name).copy_(layout.expert_part(fetch(name)))
@@ -177,7 +177,7 @@ class DeviceState:
                 )
                 for f in layout.fragments
             )
-        return Held(layout, flat, updated, trained)
+        return HeldBucket(layout, flat, updated, trained)
 
     def _optimizer(self, order: Sequence[str]) -> torch.optim.Optimizer | None:
         """For the parameters in the model's own order: a factory may group them by their place."""

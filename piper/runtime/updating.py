@@ -11,7 +11,7 @@ from piper.ir.dag import Update
 from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending
-from piper.runtime.state import Held
+from piper.runtime.state import HeldBucket
 
 _ROW = 512
 """Elements whose squares are added up in fp32; more would lose digits."""
@@ -24,7 +24,7 @@ def reduce(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     layout = held.layout
     kind = layout.bucket.gradient
     if layout.divided:
-        scatter = context.comm.reduce_scatter(x.node, x.stream, layout.block)
+        scatter = context.comm.reduce_scatter(x.node, x.stream, layout.shard_group)
     else:
         sum_up = context.comm.all_reduce(x.node, x.stream, layout.group)
     (target,) = x.writes
@@ -63,7 +63,7 @@ def sum_copies(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     layout = context.state.held[x.of].layout
-    sum_up = context.comm.all_reduce(x.node, x.stream, layout.across)
+    sum_up = context.comm.all_reduce(x.node, x.stream, layout.replica_group)
 
     def execute() -> Pending:
         if x.reads:
@@ -81,7 +81,7 @@ def sum_copies(context: ExecutionContext, x: Instruction) -> BoundInstruction:
 
 
 def _sources(
-    context: ExecutionContext, held: Held, reads: tuple[int, ...]
+    context: ExecutionContext, held: HeldBucket, reads: tuple[int, ...]
 ) -> list[tuple[str, list[tuple[int, int]]]]:
     """For each parameter of a bucket, the slots with its gradients and their places there."""
     bundles = [(slot, context.plan.slots[slot].names) for slot in reads]
@@ -95,7 +95,7 @@ def gather(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     where, store = context.where, context.store(x)
     held = context.state.held[x.of]
     layout = held.layout
-    begin = context.comm.all_gather(x.node, x.stream, layout.block)
+    begin = context.comm.all_gather(x.node, x.stream, layout.shard_group)
 
     def whole() -> Pending:
         low, high = layout.mine
@@ -241,9 +241,9 @@ def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _counted(held: Held, gradients: list[Tensor]) -> list[Tensor]:
-    """Those that this device adds to the norm: holders of equal ones share them out."""
-    return gradients[held.layout.copy :: len(held.layout.across)]
+def _counted(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
+    """Those that this device adds to the norm: replicas share equal ones out."""
+    return gradients[held.layout.copy :: len(held.layout.replica_group)]
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Who holds a parameter: the devices with equal copies, and over which of them a copy is divided.
+"""Replica groups of a parameter: devices with equal copies, and over which of them each is sharded.
 
-zero=1, 2   [0 1 2 3]          one copy, divided over all holders
-within=2    [0 1 | 2 3]        two copies, each divided over neighbours
+zero=1, 2   [0 1 2 3]          one copy, sharded over all its devices
+within=2    [0 1 | 2 3]        two copies, each sharded over neighbours
 zero=3      [0 1 | 2 3]        the same by itself where 0,1 and 2,3 run regions of their own: a
                                copy is gathered by those who compute together
 """
@@ -28,7 +28,7 @@ and what an optimizer takes for a while still has a limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BucketKey:
     """What parameters must have in common to share a bucket."""
 
     groups: tuple[Group, ...]
@@ -64,14 +64,14 @@ class Held:
             gradient=self.gradient,
         )
 
-    def fixed(self) -> Held:
+    def fixed(self) -> BucketKey:
         """The same for parameters that are not trained: they are divided as a whole or not."""
         if self.rule.zero == 3:
             return replace(self, trained=False)
         return replace(self, trained=False, within=1, chunk=None)
 
 
-def holders_of(dag: Dag) -> dict[str, Held]:
+def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
     """For each parameter, the groups of devices with equal copies, and the rule for its state."""
     devices: dict[str, None] = {}
     places: defaultdict[str, dict[tuple[Group, ShardRule], None]] = defaultdict(dict)
@@ -104,11 +104,11 @@ def holders_of(dag: Dag) -> dict[str, Held]:
         if key not in known:
             where = sorted(places[name], key=lambda place: min(place[0]))
             copies = _equal_copies(name, where, parts)
-            known[key] = _blocks(dag, name, [group for group, _ in where], copies, rule)
+            known[key] = _shard_groups(dag, name, [group for group, _ in where], copies, rule)
         groups, within = known[key]
         facts = dag.model.parameters[name]
         user = users[name] if rule.zero >= 2 else None
-        held = Held(groups, within, rule, parts, dim, True, facts.dtype, facts.gradient, user)
+        held = BucketKey(groups, within, rule, parts, dim, True, facts.dtype, facts.gradient, user)
         found[name] = held if facts.trained else held.fixed()
     return found
 
@@ -123,11 +123,11 @@ def refuse_elsewhere(dag: Dag, known: tuple[Bucket, ...]) -> None:
         seen.add((node.op.chunk, id(node.devices)))
         for name in dag.model.chunks[node.op.chunk].parameters:
             if name in buckets and not _held_by(buckets[name], node.devices):
-                holders = sorted(d for group in buckets[name].groups for d in group)
+                replicas = sorted(d for group in buckets[name].groups for d in group)
                 raise DirectiveError(
                     f"{name_of(dag, number)} uses the parameter {name!r} in evaluation on devices "
-                    f"{list(node.devices)}, but training keeps it on {holders}: use it in the same "
-                    "regions in both modes, or place these regions on the same devices"
+                    f"{list(node.devices)}, but training keeps it on {replicas}: use it in the "
+                    "same regions in both modes, or place these regions on the same devices"
                 )
 
 
@@ -136,7 +136,9 @@ def _held_by(bucket: Bucket, devices: Group) -> bool:
     whole = set(devices)
     if bucket.level < 3:
         return whole.issubset(d for group in bucket.groups for d in group)
-    return whole.issubset(d for block in bucket.blocks if whole.issuperset(block) for d in block)
+    return whole.issubset(
+        d for group in bucket.shard_groups if whole.issuperset(group) for d in group
+    )
 
 
 def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
@@ -170,19 +172,19 @@ def _equal_copies(name: str, places: list[tuple[Group, ShardRule]], ways: int) -
                     f"({', '.join(str(list(g)) for g, _ in places)}) must agree on who holds which "
                     "experts; list the devices in the same order in every place"
                 )
-    holders: list[list[int]] = [[] for _ in range(ways)]
+    replicas: list[list[int]] = [[] for _ in range(ways)]
     for device, part in parts.items():
-        holders[part].append(device)
-    if len({len(group) for group in holders}) > 1:
+        replicas[part].append(device)
+    if len({len(group) for group in replicas}) > 1:
         raise DirectiveError(
             f"the parts of {name!r} would be held by different numbers of devices "
-            f"({', '.join(str(group) for group in holders)}): place its regions so that every part "
-            "has as many holders (place, shard)"
+            f"({', '.join(str(group) for group in replicas)}): place its regions so that every "
+            "part has as many replicas (place, shard)"
         )
-    return tuple(map(tuple, holders))
+    return tuple(map(tuple, replicas))
 
 
-def _blocks(
+def _shard_groups(
     dag: Dag, name: str, places: Sequence[Group], groups: tuple[Group, ...], rule: StateRule
 ) -> tuple[tuple[Group, ...], int]:
     """``groups`` with the devices that divide one copy side by side, and how many these are."""
