@@ -27,7 +27,7 @@ from turns import Found
 
 import piper
 from piper.capture.codegen import Runner, Runners
-from piper.capture.program import Pass, Program
+from piper.capture.program import ChunkProgram, Pass
 from piper.lower.plan import Verb
 from piper.runtime.executor import LoadedInstruction
 from piper.runtime.pending import Pending
@@ -69,7 +69,7 @@ class Timed(Runners):
 
     seconds = 0.0
 
-    def get(self, program: Program, which: Pass) -> Runner:
+    def get(self, program: ChunkProgram, which: Pass) -> Runner:
         run = super().get(program, which)
 
         def timed(arguments: list[Tensor]) -> Sequence[Tensor]:
@@ -138,7 +138,7 @@ class Ours:
     """A step of Piper's executor."""
 
     def __init__(self, model: Model, microbatches: int, x: Tensor, y: Tensor) -> None:
-        from piper.launch.device import Device
+        from piper.launch.device import LoadedDevice
         from piper.launch.fetching import fetcher
         from piper.runtime.feeding import cut
         from piper.runtime.loopback import Hub, Loopback
@@ -147,7 +147,7 @@ class Ours:
         self.add = torch._foreach_add_
         self.runners = Timed(program.compiler)
         comm = Loopback(Hub(accelerator=False), 0)
-        self.device = Device(program, 0, program.device, comm, fetcher(program), self.runners)
+        self.device = LoadedDevice(program, 0, program.device, comm, fetcher(program), self.runners)
         plan = program.plan_of(0)
         loaded = self.device._training
         loaded = replace(loaded, ops=tuple(map(self._once_a_step, loaded.ops)))

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from piper.capture import Remat, capture
+from piper.capture import RematPolicy, capture
 from piper.directives import Directive, order, partition, place, replicate, shard, split
 from piper.ir import Model, build, facts_of
 from piper.lower.lower import lower
@@ -31,7 +31,7 @@ def model_facts(layers: int, batch: int) -> Model:
         model = MoETransformer(MoEConfig(**shape, layers=layers, experts=1024, top_k=1))
         tokens = torch.zeros(batch, 4, dtype=torch.int64)
     captured = capture(model, inputs=(tokens,), targets=(tokens,), loss=lm_loss, microbatches=batch)
-    return facts_of(captured, Remat.NONE)
+    return facts_of(captured, RematPolicy.NONE)
 
 
 def steady(stage: int, stages: int, microbatches: int) -> Directive:

@@ -14,9 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from piper.capture.code import Code, Piece
 from piper.capture.codegen import Eager
 from piper.capture.model import Precision
-from piper.capture.program import SAVED, Kind, Pass, Ref
-from piper.capture.program import Program as ChunkProgram
-from piper.capture.saving import Remat
+from piper.capture.program import SAVED, ChunkProgram, Kind, Pass, Ref
+from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
 from piper.codec import MalformedError, shown, within
 from piper.ir.dag import Dag
@@ -161,7 +160,7 @@ def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
     if not chunk.gradients.keys() <= _of(made.specs, (Kind.INPUT_GRAD,)):
         raise MalformedError("gradients: they are not those of the code")
     _sizes(n for g in chunk.gradients.values() for n in (g.nbytes, g.copied or 0))
-    if set(chunk.variants) != set(Remat):
+    if set(chunk.variants) != set(RematPolicy):
         raise MalformedError("a variant for each policy of recomputing is wanted")
     for policy, variant in chunk.variants.items():
         with within(policy.value):

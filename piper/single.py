@@ -20,7 +20,7 @@ from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunks import Chunk
 from piper.capture.codegen import Runner
 from piper.capture.model import Captured
-from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.tensors import TensorSpec
 from piper.errors import PiperError
 from piper.optimizer import OptimizerFactory
@@ -29,7 +29,7 @@ from piper.weights import Init, materialised
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class SingleStepResult:
     """What one step reports."""
 
     loss: Tensor
@@ -86,7 +86,7 @@ class SingleDevice:
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = None if optimizer is None else optimizer(trained)
 
-    def step(self, *batch: Any) -> StepResult:
+    def step(self, *batch: Any) -> SingleStepResult:
         """Train on one batch: the inputs, then the targets, like the example captured."""
         start = time.perf_counter()
         loss, gradients, outputs = self.differentiate(*batch)
@@ -96,7 +96,7 @@ class SingleDevice:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        return StepResult(loss, time.perf_counter() - start, outputs)
+        return SingleStepResult(loss, time.perf_counter() - start, outputs)
 
     def differentiate(
         self, *batch: Any, order: Iterable[int] | None = None
@@ -153,7 +153,7 @@ class SingleDevice:
     def _forward(
         self,
         chunk: Chunk,
-        program: Program,
+        program: ChunkProgram,
         run: Runner,
         values: dict[int, Tensor],
         microbatch: int,
@@ -175,7 +175,7 @@ class SingleDevice:
     def _back(
         self,
         chunk: Chunk,
-        program: Program,
+        program: ChunkProgram,
         runners: Mapping[Pass, Runner],
         tensors: dict[Ref, Tensor],
         gradients: dict[int, Tensor],
@@ -268,7 +268,7 @@ class SingleDevice:
 _GRADIENTS = (Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 
 
-def _held(program: Program, backward: tuple[Pass, ...]) -> frozenset[Ref]:
+def _held(program: ChunkProgram, backward: tuple[Pass, ...]) -> frozenset[Ref]:
     return frozenset(ref for which in backward for ref in program.held(which))
 
 

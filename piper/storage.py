@@ -27,7 +27,7 @@ from piper import folder as folders
 from piper.capture.batch import Batch
 from piper.capture.code import Code, Piece
 from piper.capture.codegen import compiler_named
-from piper.capture.program import Program as ChunkProgram
+from piper.capture.program import ChunkProgram
 from piper.capture.serial import (
     device_named,
     program_from_json,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from piper.capture.program import Kind, Pass, Ref
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.ir import ChunkFacts, Model, ParameterFacts, PassFacts, ValueFacts, Variant
 
 BATCH, SEQ, DIM, VOCAB = 8, 4, 8, 16
@@ -55,7 +55,7 @@ class _Writer:
         parameters: tuple[str, ...],
         inputs: Sequence[int],
         outputs: Sequence[int],
-        variants: Mapping[Remat, Variant],
+        variants: Mapping[RematPolicy, Variant],
     ) -> None:
         self.chunks.append(
             ChunkFacts(
@@ -71,7 +71,7 @@ class _Writer:
 
     def model(self, loss: int, count: int | None = None) -> Model:
         chunks, values, parameters = tuple(self.chunks), tuple(self.values), dict(self.parameters)
-        return Model(chunks, values, parameters, loss, BATCH, Remat.NONE, count)
+        return Model(chunks, values, parameters, loss, BATCH, RematPolicy.NONE, count)
 
 
 def _pass(written: str, flops: int = 0, *, weights: bool = False, workspace: int = 0) -> PassFacts:
@@ -85,12 +85,12 @@ def _refs(written: str) -> tuple[Ref, ...]:
     return tuple(Ref(Kind(kind), int(index), int(term or 0)) for kind, index, term in found)
 
 
-def _same(passes: Mapping[Pass, PassFacts], bi_saved: int = 0) -> dict[Remat, Variant]:
+def _same(passes: Mapping[Pass, PassFacts], bi_saved: int = 0) -> dict[RematPolicy, Variant]:
     """A chunk that keeps nothing, whatever the policy."""
-    return dict.fromkeys(Remat, Variant(passes, 0, 0, bi_saved))
+    return dict.fromkeys(RematPolicy, Variant(passes, 0, 0, bi_saved))
 
 
-def _embed(trained: bool) -> dict[Remat, Variant]:
+def _embed(trained: bool) -> dict[RematPolicy, Variant]:
     passes = {Pass.F: _pass("input0 -> output0", weights=True)}
     if trained:  # no BI: tokens have no gradient
         backward = _pass("input0 output_grad0 -> parameter_grad0")
@@ -105,7 +105,7 @@ def _layer(
     outputs: int = 1,
     read_later: bool = False,
     masked: bool = False,
-) -> dict[Remat, Variant]:
+) -> dict[RematPolicy, Variant]:
     """``x + relu(w x)``: the relu is kept. Of an ``x`` that is ``read_later``, what both uses
     give to the gradient is left apart."""
     reads = "input0 input1" if extra_input or masked else "input0"
@@ -148,13 +148,13 @@ def _layer(
     # made, which takes its place
     at_once = 2 * ROWS - 4 * DIM * DIM if masked else 0
     return {
-        Remat.NONE: variant("saved0", 0, ROWS if extra_input or masked else 0),
-        Remat.MIN_CUT: variant("saved0", 0, ROWS, at_once),
-        Remat.ALL: variant("", MATMUL, ROWS, at_once),
+        RematPolicy.NONE: variant("saved0", 0, ROWS if extra_input or masked else 0),
+        RematPolicy.MIN_CUT: variant("saved0", 0, ROWS, at_once),
+        RematPolicy.ALL: variant("", MATMUL, ROWS, at_once),
     }
 
 
-def _experts() -> dict[Remat, Variant]:
+def _experts() -> dict[RematPolicy, Variant]:
     """``relu(bmm(rows, w))``: the output is all that the backward needs."""
     return _same(
         {
@@ -172,13 +172,13 @@ def _experts() -> dict[Remat, Variant]:
     )
 
 
-def _combine() -> dict[Remat, Variant]:
+def _combine() -> dict[RematPolicy, Variant]:
     """``x + rows``: nothing to keep, no weight, no BW."""
     backward = _pass("output_grad0 -> input_grad0 input_grad1")
     return _same({Pass.F: _pass("input0 input1 -> output0"), Pass.B: backward, Pass.BI: backward})
 
 
-def _head(trained_below: bool) -> dict[Remat, Variant]:
+def _head(trained_below: bool) -> dict[RematPolicy, Variant]:
     cost = MATMUL * VOCAB // DIM
     weight = _pass("input0 output_grad0 -> parameter_grad0", cost)
     forward = _pass("input0 -> output0", cost, weights=True)
@@ -189,7 +189,7 @@ def _head(trained_below: bool) -> dict[Remat, Variant]:
     return _same({Pass.F: forward, Pass.B: whole, Pass.BI: inner, Pass.BW: weight})
 
 
-def _loss(counted: bool) -> dict[Remat, Variant]:
+def _loss(counted: bool) -> dict[RematPolicy, Variant]:
     """Cross entropy: the mean, or, ``counted``, the sum and the number of targets."""
     scores = 4 * TOKENS * VOCAB
     makes, counting = ("output0 output1", TOKENS) if counted else ("output0", 0)
@@ -200,7 +200,11 @@ def _loss(counted: bool) -> dict[Remat, Variant]:
     # beside the scores are made the loss and a weight that nobody takes; the count comes later
     lean = _pass(f"input0 input1 -> {makes}", workspace=scores + 4 - (8 if counted else 0))
     passes = {Pass.F: lean, Pass.B: again, Pass.BI: again}
-    return {Remat.NONE: keeping, Remat.MIN_CUT: keeping, Remat.ALL: Variant(passes, 0, 0, 0)}
+    return {
+        RematPolicy.NONE: keeping,
+        RematPolicy.MIN_CUT: keeping,
+        RematPolicy.ALL: Variant(passes, 0, 0, 0),
+    }
 
 
 def _start(trained: bool, *, masked: bool = False) -> tuple[_Writer, int, int]:
@@ -351,7 +355,7 @@ def at(model: Model, group: int, whole: int = 1) -> Model:
             shape[rows] = part(shape[rows])
             value = replace(value, shape=tuple(shape), nbytes=part(value.nbytes))
         values.append(value)
-    known: dict[int, Mapping[Remat, Variant]] = {}
+    known: dict[int, Mapping[RematPolicy, Variant]] = {}
     chunks = []
     for chunk in model.chunks:
         if id(chunk.variants) not in known:

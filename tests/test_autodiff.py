@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper import annotate
-from piper.capture import Captured, Chunk, Kind, Pass, Program, Ref, TensorSpec, capture
+from piper.capture import Captured, Chunk, ChunkProgram, Kind, Pass, Ref, TensorSpec, capture
 from piper.capture.program import SAVED
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from tests.reference import Net, piper_step
@@ -99,7 +99,7 @@ class Trace:
     """One chunk's tensors through all its passes."""
 
     chunk: Chunk
-    program: Program
+    program: ChunkProgram
     tensors: dict[Ref, Tensor]
     split: dict[Ref, Tensor]
     """What BI and BW made."""

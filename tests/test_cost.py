@@ -17,7 +17,7 @@ from torch import nn
 import piper
 from bench.emulated import FLOPS, Sleepers, loss
 from piper.capture.program import Pass
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.cost import toml
 from piper.cost.communicating import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
@@ -359,7 +359,7 @@ def test_bytes_are_those_that_operations_touch() -> None:
     """tanh(x @ w + b) of 4 rows and width 8: a product with its bias, then tanh."""
     program, _ = net(mesh(microbatches=4))
     rows, square, vector = 4 * 8 * 4, 8 * 8 * 4, 8 * 4
-    facts = program.models[1].chunks[0].variants[Remat.NONE].passes[Pass.F]
+    facts = program.models[1].chunks[0].variants[RematPolicy.NONE].passes[Pass.F]
     product = rows + square + vector + rows
     assert facts.moved == product + 2 * rows
     # fused: the product, and what goes in and out of the whole

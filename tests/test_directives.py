@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from piper.capture import annotate, capture
 from piper.capture.graphs import workspace
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.directives import (
     Directive,
     order,
@@ -588,8 +588,8 @@ def test_a_stream_may_ask_for_the_rest_of_a_gpu() -> None:
 
 def test_remat_all_saves_nothing_and_reads_the_inputs_again() -> None:
     after = rewritten(remat({"layer": 0}, "all"), build(chain(2)))
-    assert after.policy(1) is Remat.ALL
-    assert after.policy(2) is Remat.NONE
+    assert after.policy(1) is RematPolicy.ALL
+    assert after.policy(2) is RematPolicy.NONE
     assert nodes(after) == golden(
         """
           0 F embed[0]: x0 -> v2  # 0:build
@@ -786,7 +786,7 @@ def test_the_facts_by_hand_are_those_of_capture(
     batch = torch.zeros(BATCH, SEQ, dtype=torch.long)
     inputs = (batch, torch.zeros(BATCH, SEQ, 1)) if isinstance(model, Masked) else (batch,)
     captured = capture(model, inputs=inputs, targets=(batch,), loss=loss)
-    real = facts_of(captured, Remat.NONE)
+    real = facts_of(captured, RematPolicy.NONE)
     assert written.chunks == tuple(map(plain_facts, real.chunks))
     assert [(v.shape, v.nbytes) for v in written.values] == [
         (v.shape, v.nbytes) for v in real.values
@@ -827,7 +827,7 @@ class Counting(Chain):
 def test_a_buffer_that_changes_is_a_fact_of_its_chunk() -> None:
     batch = torch.zeros(BATCH, SEQ, dtype=torch.long)
     captured = capture(Counting(2), inputs=(batch,), targets=(batch,), loss=mean_loss)
-    found = facts_of(captured, Remat.NONE)
+    found = facts_of(captured, RematPolicy.NONE)
     assert uses(found) == uses(changing(chain(2), layer=0))
 
 
@@ -855,7 +855,7 @@ class Following(Chain):
 def following() -> Model:
     batch = torch.zeros(BATCH, SEQ, dtype=torch.long)
     captured = capture(Following(2), inputs=(batch,), targets=(batch,), loss=mean_loss)
-    return facts_of(captured, Remat.NONE)
+    return facts_of(captured, RematPolicy.NONE)
 
 
 def test_a_buffer_that_is_read_is_a_fact_of_its_chunk(following: Model) -> None:

@@ -24,7 +24,7 @@ from piper.strategies import mesh
 from piper.view.dag_page import dag_page
 from piper.view.inline import embedded
 from piper.view.page import timeline_page
-from piper.view.runs import Device, Event, Row, Run
+from piper.view.runs import Event, Run, ShownDevice, StreamRow
 from tests.facts import chain
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make env")
@@ -149,8 +149,13 @@ def small(title: str = "a step", slow: float = 1.0) -> Run:
     return Run(
         title=title,
         seconds=4 * MS + 2 * b,
-        devices=(Device("device 0", memory, LIMIT), Device("device 1", memory)),
-        rows=(Row(0, "compute"), Row(0, "p2p/send"), Row(1, "compute"), Row(1, "p2p/recv")),
+        devices=(ShownDevice("device 0", memory, LIMIT), ShownDevice("device 1", memory)),
+        rows=(
+            StreamRow(0, "compute"),
+            StreamRow(0, "p2p/send"),
+            StreamRow(1, "compute"),
+            StreamRow(1, "p2p/recv"),
+        ),
         events=events,
         facts={"tokens/s": f"{1000 / slow:,.0f}", "strategy": title},
     )
@@ -450,8 +455,8 @@ def large(devices: int, streams: int, each: int) -> Run:
     return Run(
         title="large",
         seconds=each * 1e-6,
-        devices=tuple(Device(f"device {i}", memory) for i in range(devices)),
-        rows=tuple(Row(d, f"stream {s}") for d in range(devices) for s in range(streams)),
+        devices=tuple(ShownDevice(f"device {i}", memory) for i in range(devices)),
+        rows=tuple(StreamRow(d, f"stream {s}") for d in range(devices) for s in range(streams)),
         events=events,
     )
 

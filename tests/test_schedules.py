@@ -34,7 +34,7 @@ from piper.lower.sizes import Sizes
 from piper.lower.tasks import Tasks
 from piper.strategies import (
     Action,
-    Layout,
+    MeshLayout,
     Row,
     Schedule,
     breadth_first,
@@ -305,13 +305,13 @@ def test_names_may_be_spelled_as_people_do(name: str) -> None:
 
 
 def test_layouts() -> None:
-    def groups(layout: Layout) -> list[object]:
+    def groups(layout: MeshLayout) -> list[object]:
         strategy = mesh(pp=2, dp=3, microbatches=2, layout=layout.value)
         return [list(d.devices) for d in strategy.directives if d.name == "place"]  # type: ignore[attr-defined]
 
-    assert groups(Layout.PIPELINE_OUTER) == [[0, 1, 2], [3, 4, 5]]
-    assert groups(Layout.PIPELINE_INNER) == [[0, 2, 4], [1, 3, 5]]
-    inner = mesh(pp=2, dp=3, microbatches=2, layout=Layout.PIPELINE_INNER)
+    assert groups(MeshLayout.PIPELINE_OUTER) == [[0, 1, 2], [3, 4, 5]]
+    assert groups(MeshLayout.PIPELINE_INNER) == [[0, 2, 4], [1, 3, 5]]
+    inner = mesh(pp=2, dp=3, microbatches=2, layout=MeshLayout.PIPELINE_INNER)
     assert inner.directives == mesh(pp=2, dp=3, microbatches=2, layout="pipeline-inner").directives
 
 

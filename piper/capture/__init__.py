@@ -1,24 +1,24 @@
 """From a model with named regions to chunks whose passes are pure functions."""
 
-from piper.capture.chunks import Chunk, Value
+from piper.capture.chunks import Chunk, ChunkValue
 from piper.capture.model import Captured, capture
-from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.regions import Region, annotate
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
 
 __all__ = [
     "Captured",
     "Chunk",
+    "ChunkProgram",
+    "ChunkValue",
     "Function",
     "Kind",
     "Pass",
-    "Program",
     "Ref",
     "Region",
-    "Remat",
+    "RematPolicy",
     "TensorSpec",
-    "Value",
     "annotate",
     "capture",
 ]

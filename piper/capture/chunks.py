@@ -15,7 +15,7 @@ from piper.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ChunkValue:
     """A tensor of one microbatch that a chunk takes: a batch input, or what a chunk made."""
 
     index: int
@@ -129,7 +129,7 @@ class Cut:
     """The chunks in an order that respects every edge, and the values between them."""
 
     chunks: tuple[Chunk, ...]
-    values: tuple[Value, ...]
+    values: tuple[ChunkValue, ...]
     loss: int
     count: int | None
     outputs: tuple[int, ...]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from piper.capture.model import Captured
-from piper.capture.program import Kind, Program, Ref
+from piper.capture.program import ChunkProgram, Kind, Ref
 from piper.capture.tensors import TensorSpec
 
 
@@ -30,7 +30,7 @@ class Code:
     """What chunks do, at the shapes of each size of group."""
 
     pieces: tuple[Piece, ...]
-    programs: Mapping[int, tuple[Program, ...]]
+    programs: Mapping[int, tuple[ChunkProgram, ...]]
     """By size of group, one for each chunk; equal chunks share one object."""
     values: Mapping[int, tuple[TensorSpec, ...]]
     """By size of group, the values between chunks; the batch's tensors come first."""
@@ -41,7 +41,9 @@ class Code:
     """The whole parameters, by name, as the programs take them."""
 
     @staticmethod
-    def of(captured: Mapping[int, Captured], programs: Mapping[int, tuple[Program, ...]]) -> Code:
+    def of(
+        captured: Mapping[int, Captured], programs: Mapping[int, tuple[ChunkProgram, ...]]
+    ) -> Code:
         first = next(iter(captured.values()))
         return Code(
             pieces=tuple(

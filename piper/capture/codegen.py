@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from piper.capture.program import Function, Kind, Pass, Program
-from piper.capture.saving import Remat
+from piper.capture.program import ChunkProgram, Function, Kind, Pass
+from piper.capture.saving import RematPolicy
 from piper.capture.shorten import leave_out, products_of, write_into
 from piper.errors import CaptureError
 
@@ -32,7 +32,7 @@ Decompositions = Mapping[OpOverload, Callable[..., Any]]
 class Compiler(Protocol):
     """A way to trace and to run graphs."""
 
-    remat: Remat
+    remat: RematPolicy
     """What the backward computes again unless the user says otherwise."""
 
     def decompositions(self) -> Decompositions: ...
@@ -50,7 +50,7 @@ class Compiler(Protocol):
 class Eager:
     """Runs the ops one by one, as PyTorch itself would: bit for bit the same results."""
 
-    remat = Remat.NONE
+    remat = RematPolicy.NONE
 
     def decompositions(self) -> Decompositions:
         return {}
@@ -93,7 +93,7 @@ _DIRECT: Mapping[object, Callable[..., Any]] = {
 class Inductor:
     """Compiles each graph with TorchInductor, with the passes ``torch.compile`` would run."""
 
-    remat = Remat.MIN_CUT
+    remat = RematPolicy.MIN_CUT
 
     def decompositions(self) -> Decompositions:
         from torch._inductor.decomposition import select_decomp_table
@@ -167,7 +167,7 @@ def compiler_named(name: str) -> Compiler:
     return known[name]()
 
 
-def compile_program(program: Program, compiler: Compiler) -> dict[Pass, Runner]:
+def compile_program(program: ChunkProgram, compiler: Compiler) -> dict[Pass, Runner]:
     """A callable for each pass of ``program``."""
     return {which: compiler.compile(f, which) for which, f in program.functions.items()}
 
@@ -178,9 +178,9 @@ class Runners:
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
         self._made: dict[tuple[int, Pass], Runner] = {}
-        self._kept: list[Program] = []
+        self._kept: list[ChunkProgram] = []
 
-    def get(self, program: Program, which: Pass) -> Runner:
+    def get(self, program: ChunkProgram, which: Pass) -> Runner:
         key = (id(program), which)
         if key not in self._made:
             self._made[key] = self.compiler.compile(program.functions[which], which)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from piper.capture.chunks import Body, Chunk, Cut, Value
+from piper.capture.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.export import Exported
 from piper.capture.homes import assign, constants_of, update_after_last_read
 from piper.capture.regions import Region
@@ -41,7 +41,7 @@ class _Builder:
         self.tags = tags
         self.returned = {exported.loss, exported.count, *exported.outputs}
         self.order = {node: i for i, node in enumerate(exported.graph.nodes)}
-        self.values: list[Value] = []
+        self.values: list[ChunkValue] = []
         self.numbers: dict[fx.Node, int] = {}
 
     def build(self) -> Cut:
@@ -65,7 +65,7 @@ class _Builder:
         index = len(self.values)
         spec = TensorSpec.of(node.meta["val"])
         name = self.exported.inputs.get(node, node.name)
-        self.values.append(Value(index, name, spec, producer))
+        self.values.append(ChunkValue(index, name, spec, producer))
         self.numbers[node] = index
         return index
 

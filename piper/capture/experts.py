@@ -20,7 +20,7 @@ from piper.capture.chunks import Body, Chunk
 from piper.capture.codegen import Compiler
 from piper.capture.graphs import returned
 from piper.capture.joint import Joint
-from piper.capture.layouts import Axis, Layout
+from piper.capture.layouts import Axis, DimLayout
 from piper.capture.mixing import Layouts, prove_separate
 from piper.capture.program import Kind, Ref
 from piper.capture.quiet import quiet_tracing
@@ -85,8 +85,8 @@ def _share(chunk: Chunk, ways: int, dim: int) -> Body:
         ) from error
     for node, copied in copies.items():
         layout = layouts[node]
-        found = tuple(copied.meta["val"].shape) if isinstance(layout, Layout) else ()
-        if isinstance(layout, Layout) and found != layout.shape(ways):
+        found = tuple(copied.meta["val"].shape) if isinstance(layout, DimLayout) else ()
+        if isinstance(layout, DimLayout) and found != layout.shape(ways):
             raise CaptureError(
                 f"region {chunk.name} cannot run on a share of its experts: {node.target} makes "
                 f"{list(found)} there, not {list(layout.shape(ways))}; leave its sizes to its "
@@ -105,27 +105,27 @@ def _share(chunk: Chunk, ways: int, dim: int) -> Body:
     return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, body.updates, key)
 
 
-def _given(body: Body, dim: int) -> dict[fx.Node, Layout]:
+def _given(body: Body, dim: int) -> dict[fx.Node, DimLayout]:
     """The layout of each argument: experts along ``dim`` of parameters, expert-major inputs."""
     first = body.parameters + body.buffers
     found = {}
     for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
         shape = node.meta["val"].shape
         found[node] = (
-            Layout.of(shape, {dim: Axis.EXPERTS}) if i < body.parameters
+            DimLayout.of(shape, {dim: Axis.EXPERTS}) if i < body.parameters
             else _expert_major(shape) if i >= first
-            else Layout.of(shape)
+            else DimLayout.of(shape)
         )  # fmt: skip
     return found
 
 
-def _expert_major(shape: Sequence[int]) -> Layout:
-    return Layout.of(shape, {0: Axis.EXPERTS, 1: Axis.ROWS})
+def _expert_major(shape: Sequence[int]) -> DimLayout:
+    return DimLayout.of(shape, {0: Axis.EXPERTS, 1: Axis.ROWS})
 
 
 def _resize(node: fx.Node, made: Layouts, ways: int) -> None:
     """Write the sizes on a share into an operation that names those of the whole."""
-    if isinstance(node.target, OpOverload) and isinstance(made, Layout) and made.axes:
+    if isinstance(node.target, OpOverload) and isinstance(made, DimLayout) and made.axes:
         node.target, node.args, node.kwargs = resized(
             node.target, node.args, node.kwargs, made.shape(ways)
         )

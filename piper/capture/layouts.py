@@ -43,16 +43,16 @@ Dim = tuple[Factor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DimLayout:
     """The factors of each dimension of a tensor."""
 
     dims: tuple[Dim, ...]
 
     @staticmethod
-    def of(shape: Sequence[int], axes: dict[int, Axis] | None = None) -> Layout:
+    def of(shape: Sequence[int], axes: dict[int, Axis] | None = None) -> DimLayout:
         """A tensor whose dimensions ``axes`` are the experts or the rows."""
         named = axes or {}
-        return Layout(tuple(_dim(size, named.get(i)) for i, size in enumerate(shape)))
+        return DimLayout(tuple(_dim(size, named.get(i)) for i, size in enumerate(shape)))
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -70,14 +70,14 @@ class Layout:
             if axis is not None:
                 raise Mixed(axis)
 
-    def at(self, dim: int, new: Sequence[Dim]) -> Layout:
+    def at(self, dim: int, new: Sequence[Dim]) -> DimLayout:
         """With the dimensions ``new`` where ``dim`` was."""
         where = dim % len(self.dims)
-        return Layout((*self.dims[:where], *new, *self.dims[where + 1 :]))
+        return DimLayout((*self.dims[:where], *new, *self.dims[where + 1 :]))
 
-    def with_rows(self, times: Fraction) -> Layout:
+    def with_rows(self, times: Fraction) -> DimLayout:
         """The same with another number of rows."""
-        return Layout(
+        return DimLayout(
             tuple(
                 tuple(
                     replace(f, size=int(f.size * times)) if f.axis is Axis.ROWS else f for f in dim
@@ -90,7 +90,7 @@ class Layout:
         """The shape on one of ``ways`` shares: fewer experts, the rows of all devices."""
         return tuple(math.prod(_shared(f, ways) for f in dim) for dim in self.dims)
 
-    def viewed(self, shape: Sequence[int]) -> Layout:
+    def viewed(self, shape: Sequence[int]) -> DimLayout:
         """The same elements in the same order, in dimensions of another ``shape``."""
         left = _merged(f for dim in self.dims for f in dim)
         dims = []
@@ -100,10 +100,10 @@ class Layout:
         for factor in left:
             if factor.axis is not None:  # one row, and no dimension left for it
                 raise Mixed(factor.axis)
-        return Layout(tuple(dims))
+        return DimLayout(tuple(dims))
 
 
-def broadcast(layouts: Sequence[Layout]) -> Layout:
+def broadcast(layouts: Sequence[DimLayout]) -> DimLayout:
     """The layout of what an elementwise operation makes of ``layouts``."""
     rank = max(len(layout.dims) for layout in layouts)
     dims = []
@@ -113,10 +113,10 @@ def broadcast(layouts: Sequence[Layout]) -> Layout:
             if i <= len(layout.dims):
                 dim = matched(dim, layout.dims[-i])
         dims.append(dim)
-    return once(Layout(tuple(dims)))
+    return once(DimLayout(tuple(dims)))
 
 
-def once(layout: Layout) -> Layout:
+def once(layout: DimLayout) -> DimLayout:
     """``layout``, if no pair of experts or of rows meets in it."""
     axes = layout.axes
     for axis in axes:

@@ -25,11 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from piper.capture.blame import user_frames
-from piper.capture.layouts import Axis, Factor, Layout, Mixed, broadcast, matched, once
+from piper.capture.layouts import Axis, DimLayout, Factor, Mixed, broadcast, matched, once
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
-Layouts = Layout | tuple[Layout | None, ...]
+Layouts = DimLayout | tuple[DimLayout | None, ...]
 """What an operation makes: one tensor, or several."""
 
 _WHOLE = 1 << 62  # an end of a slice beyond this means the last element, however many there are
@@ -43,7 +43,7 @@ _CURES = {
 
 
 def prove_separate(
-    graph: fx.Graph, given: Mapping[fx.Node, Layout], region: str
+    graph: fx.Graph, given: Mapping[fx.Node, DimLayout], region: str
 ) -> dict[fx.Node, Layouts]:
     """The layout of every value of ``graph``, whose placeholders have those ``given``."""
     found: dict[fx.Node, Layouts] = dict(given)
@@ -85,8 +85,8 @@ class _Call:
         return self.arguments[name]
 
     @property
-    def first(self) -> Layout:
-        return next(x for x in self.arguments.values() if isinstance(x, Layout))
+    def first(self) -> DimLayout:
+        return next(x for x in self.arguments.values() if isinstance(x, DimLayout))
 
     def dims(self, name: str = "dim") -> list[int]:
         """The dimensions that an argument names; all of them if it names none."""
@@ -131,10 +131,10 @@ def _axes(layouts: Layouts) -> bool:
 def plain_layouts(value: Any) -> Layouts:
     """The layout of what has neither experts nor rows."""
     if isinstance(value, Tensor):
-        return Layout.of(value.shape)
+        return DimLayout.of(value.shape)
     if not isinstance(value, list | tuple):
         return ()
-    return tuple(Layout.of(x.shape) if isinstance(x, Tensor) else None for x in value)
+    return tuple(DimLayout.of(x.shape) if isinstance(x, Tensor) else None for x in value)
 
 
 def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
@@ -181,8 +181,8 @@ def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
     )
 
 
-def _tensor(layouts: Layouts) -> Layout:
-    assert isinstance(layouts, Layout)
+def _tensor(layouts: Layouts) -> DimLayout:
+    assert isinstance(layouts, DimLayout)
     return layouts
 
 
@@ -201,12 +201,12 @@ def _rule(op: OpOverload) -> Rule | None:
     return _whole if op.overloadpacket in _REDUCTIONS else None
 
 
-def _elementwise(call: _Call) -> Layout:
-    leaves = pytree.tree_leaves(dict(call.arguments), is_leaf=lambda x: isinstance(x, Layout))
-    return broadcast([x for x in leaves if isinstance(x, Layout)])
+def _elementwise(call: _Call) -> DimLayout:
+    leaves = pytree.tree_leaves(dict(call.arguments), is_leaf=lambda x: isinstance(x, DimLayout))
+    return broadcast([x for x in leaves if isinstance(x, DimLayout)])
 
 
-def _same(call: _Call) -> Layout:
+def _same(call: _Call) -> DimLayout:
     return call.first
 
 
@@ -221,7 +221,7 @@ def _reduced(call: _Call) -> Layouts:
     dims = call.dims()
     call.first.plain(dims)
     one = [()] if call["keepdim"] else []
-    made = Layout(
+    made = DimLayout(
         tuple(d for i, dim in enumerate(call.first.dims) for d in (one if i in dims else [dim]))
     )
     return made if isinstance(call.value, Tensor) else (made,) * len(call.value)
@@ -238,51 +238,51 @@ def _along(name: str) -> Rule:
         for value in values:
             layout = call.first
             for dim in dims:
-                layout = layout.at(dim, Layout.of([value.shape[dim]]).dims)
+                layout = layout.at(dim, DimLayout.of([value.shape[dim]]).dims)
             made.append(layout)
         return made[0] if isinstance(call.value, Tensor) else tuple(made)
 
     return rule
 
 
-def _viewed(call: _Call) -> Layout:
+def _viewed(call: _Call) -> DimLayout:
     return call.first.viewed(call.value.shape)
 
 
-def _permuted(call: _Call) -> Layout:
-    return Layout(tuple(call.first.dims[d] for d in call.dims("dims")))
+def _permuted(call: _Call) -> DimLayout:
+    return DimLayout(tuple(call.first.dims[d] for d in call.dims("dims")))
 
 
-def _transposed(call: _Call) -> Layout:
+def _transposed(call: _Call) -> DimLayout:
     dims = list(call.first.dims)
     a, b = (call["dim0"], call["dim1"]) if "dim0" in call.arguments else (0, -1)
     if len(dims) > 1:
         dims[a], dims[b] = dims[b], dims[a]
-    return Layout(tuple(dims))
+    return DimLayout(tuple(dims))
 
 
-def _unsqueezed(call: _Call) -> Layout:
+def _unsqueezed(call: _Call) -> DimLayout:
     dims = list(call.first.dims)
     dims.insert(call["dim"] % (len(dims) + 1), ())
-    return Layout(tuple(dims))
+    return DimLayout(tuple(dims))
 
 
-def _squeezed(call: _Call) -> Layout:
+def _squeezed(call: _Call) -> DimLayout:
     before = call.first
     gone = [d for d in call.dims() if before.shape(1)[d] == 1]
     before.plain(gone)
-    return Layout(tuple(dim for i, dim in enumerate(before.dims) if i not in gone))
+    return DimLayout(tuple(dim for i, dim in enumerate(before.dims) if i not in gone))
 
 
-def _expanded(call: _Call) -> Layout:
+def _expanded(call: _Call) -> DimLayout:
     shape = call.value.shape
     before = (*[()] * (len(shape) - len(call.first.dims)), *call.first.dims)
     dims = []
     for size, dim in zip(shape, before, strict=True):
-        kept = dim and Layout((dim,)).shape(1)[0] == size
+        kept = dim and DimLayout((dim,)).shape(1)[0] == size
         new = (Factor(size, None, repeated=True),) if size > 1 else ()
         dims.append(dim if kept else matched(dim, new))
-    return Layout(tuple(dims))
+    return DimLayout(tuple(dims))
 
 
 def _sliced(call: _Call) -> Layouts:
@@ -292,7 +292,7 @@ def _sliced(call: _Call) -> Layouts:
     return _along("dim")(call)
 
 
-def _selected(call: _Call) -> Layout:
+def _selected(call: _Call) -> DimLayout:
     call.first.plain(call.dims())
     return call.first.at(call["dim"], ())
 
@@ -301,22 +301,22 @@ def _unbound(call: _Call) -> Layouts:
     return (_selected(call),) * len(call.value)
 
 
-def _joined(call: _Call) -> Layout:
-    parts: Sequence[Layout] = call["tensors"]
+def _joined(call: _Call) -> DimLayout:
+    parts: Sequence[DimLayout] = call["tensors"]
     dim = call["dim"] % len(parts[0].dims)
     for part in parts:
         part.plain([dim])
     others = broadcast([part.at(dim, [()]) for part in parts])
-    return others.at(dim, Layout.of([call.value.shape[dim]]).dims)
+    return others.at(dim, DimLayout.of([call.value.shape[dim]]).dims)
 
 
-def _product(call: _Call) -> Layout:
+def _product(call: _Call) -> DimLayout:
     """[..., n, k] times [..., k, m]."""
-    *added, a, b = (x for x in call.arguments.values() if isinstance(x, Layout))
+    *added, a, b = (x for x in call.arguments.values() if isinstance(x, DimLayout))
     a.plain([-1])
     b.plain([-2])
     batch = tuple(matched(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True))
-    return broadcast([once(Layout((*batch, a.dims[-2], b.dims[-1]))), *added])
+    return broadcast([once(DimLayout((*batch, a.dims[-2], b.dims[-1]))), *added])
 
 
 def _normalized(call: _Call) -> Layouts:
@@ -324,14 +324,14 @@ def _normalized(call: _Call) -> Layouts:
     last = len(call["normalized_shape"])
     rank = len(call.first.dims)
     call.first.plain(range(rank - last, rank))
-    tensors = [x for x in call.arguments.values() if isinstance(x, Layout)]
-    of_rows = Layout((*call.first.dims[: rank - last], *[()] * last))
+    tensors = [x for x in call.arguments.values() if isinstance(x, DimLayout)]
+    of_rows = DimLayout((*call.first.dims[: rank - last], *[()] * last))
     return (broadcast(tensors), of_rows, of_rows)
 
 
-def _gathered(call: _Call) -> Layout:
+def _gathered(call: _Call) -> DimLayout:
     """Elements picked along one dimension by an index that has the others too."""
-    index: Layout = call["index"]
+    index: DimLayout = call["index"]
     dim = call["dim"]
     call.first.plain([dim])
     index.plain([dim])

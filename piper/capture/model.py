@@ -26,9 +26,9 @@ from piper.capture.export import Loss, export, trace_text
 from piper.capture.joint import Joint
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
-from piper.capture.program import Kind, Pass, Program, Ref
+from piper.capture.program import ChunkProgram, Kind, Pass, Ref
 from piper.capture.quiet import quiet_tracing
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.capture.segments import Sharding, segmented
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
@@ -53,7 +53,7 @@ class Captured:
     """A model's step as chunks of pure functions."""
 
     cut: Cut
-    programs: tuple[Program, ...]
+    programs: tuple[ChunkProgram, ...]
     """One for each chunk; equal chunks share one object."""
     joints: tuple[Joint, ...]
     constants: Mapping[str, Tensor]
@@ -63,7 +63,7 @@ class Captured:
     microbatches: int
     device: torch.device
     compiler: Compiler
-    remat: Remat
+    remat: RematPolicy
     """What the programs compute again."""
     traced: str
     """What was traced, to be compared with another trace of the model."""
@@ -97,7 +97,7 @@ class Captured:
         return replace(self, cut=pieces, joints=joints, programs=programs, whole=whole)
 
     @property
-    def unique_programs(self) -> tuple[Program, ...]:
+    def unique_programs(self) -> tuple[ChunkProgram, ...]:
         """Every distinct program once, in the order of its first chunk."""
         return tuple({id(program): program for program in self.programs}.values())
 
@@ -190,7 +190,7 @@ def _capture(
     microbatches: int,
     where: torch.device,
     chosen: Compiler,
-    policy: Remat,
+    policy: RematPolicy,
     keep_outputs: bool,
     precision: Precision,
 ) -> Captured:
@@ -228,7 +228,7 @@ def _capture(
     )
 
 
-def _programs(pieces: Cut, joints: Sequence[Joint], policy: Remat) -> tuple[Program, ...]:
+def _programs(pieces: Cut, joints: Sequence[Joint], policy: RematPolicy) -> tuple[ChunkProgram, ...]:
     distinct = {id(joint): joint for joint in joints}
     split_up = {key: split(joint, policy) for key, joint in distinct.items()}
     return consume_inputs(pieces, [split_up[id(joint)] for joint in joints])
@@ -259,11 +259,11 @@ def _precision(name: str) -> Precision:
         raise CaptureError(f"precision={name!r} is unknown; choose one of {names}") from None
 
 
-def _policy(name: str) -> Remat:
+def _policy(name: str) -> RematPolicy:
     try:
-        return Remat(name)
+        return RematPolicy(name)
     except ValueError:
-        names = ", ".join(policy.value for policy in Remat)
+        names = ", ".join(policy.value for policy in RematPolicy)
         raise CaptureError(f"remat={name!r} is unknown; choose one of {names}") from None
 
 

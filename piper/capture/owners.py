@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from piper.capture.chunks import Cut
 from piper.capture.graphs import base_of, returned
-from piper.capture.program import Kind, Pass, Program, Ref
+from piper.capture.program import ChunkProgram, Kind, Pass, Ref
 
 
-def consume_inputs(cut: Cut, programs: Sequence[Program]) -> tuple[Program, ...]:
+def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkProgram, ...]:
     """The programs, with every input that all chunks using a program own marked as consumed.
 
     A chunk owns an input that another chunk made for it alone: no other chunk takes it, it is no
@@ -38,7 +38,7 @@ def consume_inputs(cut: Cut, programs: Sequence[Program]) -> tuple[Program, ...]
     return tuple(made[id(p)] for p in programs)
 
 
-def _fresh_outputs(program: Program) -> list[int]:
+def _fresh_outputs(program: ChunkProgram) -> list[int]:
     """Outputs that share storage with nothing else and that the program's backward ignores."""
     forward = program.functions[Pass.F]
     nodes = returned(forward.module.graph)
@@ -54,7 +54,7 @@ def _fresh_outputs(program: Program) -> list[int]:
     ]
 
 
-def _inputs_passed_on(program: Program) -> set[int]:
+def _inputs_passed_on(program: ChunkProgram) -> set[int]:
     """Inputs in whose storage a result of the forward lives on."""
     forward = program.functions[Pass.F]
     graph = forward.module.graph

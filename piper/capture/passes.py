@@ -23,8 +23,8 @@ from piper.capture.graphs import (
     workspace,
 )
 from piper.capture.joint import Joint
-from piper.capture.program import Function, Kind, Pass, Program, Ref
-from piper.capture.saving import Remat, choose
+from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
+from piper.capture.saving import RematPolicy, choose
 from piper.capture.tensors import TensorSpec, overlaps
 
 Ends = list[tuple[Ref, fx.Node]]
@@ -34,9 +34,9 @@ class Passes:
     """The programs of joint graphs, each made once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, Remat], tuple[Joint, Program]] = {}
+        self._made: dict[tuple[int, RematPolicy], tuple[Joint, ChunkProgram]] = {}
 
-    def of(self, joint: Joint, policy: Remat) -> Program:
+    def of(self, joint: Joint, policy: RematPolicy) -> ChunkProgram:
         """The program of ``joint`` under ``policy``."""
         key = id(joint), policy  # which is no other's while the graph is kept
         if key not in self._made:
@@ -44,7 +44,7 @@ class Passes:
         return self._made[key][1]
 
 
-def split(joint: Joint, policy: Remat) -> Program:
+def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:
     """The program of a chunk, with the forward keeping what ``policy`` says."""
     joint, kept = choose(joint, policy)
     outputs = [end for end in joint.results if end[0].kind is Kind.OUTPUT]
@@ -75,7 +75,7 @@ def split(joint: Joint, policy: Remat) -> Program:
         *bi_saved,
         *joint.gradients,
     )
-    program = Program(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
+    program = ChunkProgram(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
     shared = {base_of(node) for _, node in (*joint.results, *inputs)}
     own = {ref for ref, node in (*saved, *bi_saved) if node not in shared}
     return program.consuming(own)

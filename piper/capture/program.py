@@ -96,7 +96,7 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ChunkProgram:
     """All passes of one distinct chunk. A pass that has nothing to compute is absent."""
 
     functions: Mapping[Pass, Function]
@@ -122,7 +122,7 @@ class Program:
         """Of the saved ones, those that BW reads."""
         return sum(spec.nbytes for ref, spec in self.specs.items() if ref.kind is Kind.SAVED_FOR_BW)
 
-    def consuming(self, refs: set[Ref]) -> Program:
+    def consuming(self, refs: set[Ref]) -> ChunkProgram:
         """This program, free to overwrite ``refs`` in the last backward pass that reads them."""
         later = set(self.functions[Pass.BW].arguments) if Pass.BW in self.functions else set()
         kept = {Pass.F: refs, Pass.B: set(), Pass.BI: later, Pass.BW: set()}

@@ -39,7 +39,7 @@ class Region:
         return f"{self.name}[{self.index}]"
 
 
-class Recorder:
+class RegionRecorder:
     """The regions one capture has entered, in order, and those still open."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Recorder:
         return innermost
 
 
-_recorder: ContextVar[Recorder | None] = ContextVar("piper_recorder", default=None)
+_recorder: ContextVar[RegionRecorder | None] = ContextVar("piper_recorder", default=None)
 
 
 class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
@@ -129,9 +129,9 @@ class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
+def recording() -> Iterator[RegionRecorder]:
     """Record the regions entered inside; a region still open at the end is an error."""
-    recorder = Recorder()
+    recorder = RegionRecorder()
     token = _recorder.set(recorder)
     failed = True
     try:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from piper.capture.chunks import Body, Cut
 from piper.capture.graphs import returned
-from piper.capture.layouts import Axis, Layout, Mixed
+from piper.capture.layouts import Axis, DimLayout, Mixed
 from piper.capture.mixing import Layouts, UnknownOperation, layouts_of, plain_layouts
 
 
@@ -31,8 +31,8 @@ class Rows:
 def rows_of(cut: Cut, rows: int) -> dict[int, Rows]:
     """Of every value between chunks; ``rows`` is how many a tensor of the batch has."""
     made = {value for chunk in cut.chunks for value in chunk.outputs}
-    found: dict[int, Layout] = {}
-    known: dict[tuple[str, tuple[Layout, ...]], tuple[Layout, ...]] = {}
+    found: dict[int, DimLayout] = {}
+    known: dict[tuple[str, tuple[DimLayout, ...]], tuple[DimLayout, ...]] = {}
     for chunk in cut.chunks:
         fakes = chunk.body.fakes()[chunk.body.parameters + chunk.body.buffers :]
         for value, fake in zip(chunk.inputs, fakes, strict=True):
@@ -46,13 +46,13 @@ def rows_of(cut: Cut, rows: int) -> dict[int, Rows]:
     return {value: _rows(layout) for value, layout in found.items()}
 
 
-def _followed(body: Body, given: tuple[Layout, ...], rows: int) -> tuple[Layout, ...]:
+def _followed(body: Body, given: tuple[DimLayout, ...], rows: int) -> tuple[DimLayout, ...]:
     """The layouts of a body's outputs, from those of its inputs."""
     graph = body.module.graph
     found: dict[fx.Node, Layouts] = {}
     first = body.parameters + body.buffers
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
-        plain = Layout.of(node.meta["val"].shape)
+        plain = DimLayout.of(node.meta["val"].shape)
         found[node] = plain if i < first else given[i - first]
     for node in graph.nodes:
         if node.op == "call_function":
@@ -61,14 +61,14 @@ def _followed(body: Body, given: tuple[Layout, ...], rows: int) -> tuple[Layout,
             except (Mixed, UnknownOperation):
                 found[node] = _guesses(node.meta["val"], rows)
     layouts = [found[node] for node in returned(graph)[: body.outputs]]
-    assert all(isinstance(layout, Layout) for layout in layouts)
-    return tuple(layout for layout in layouts if isinstance(layout, Layout))
+    assert all(isinstance(layout, DimLayout) for layout in layouts)
+    return tuple(layout for layout in layouts if isinstance(layout, DimLayout))
 
 
-def _guess(value: Tensor, rows: int) -> Layout:
+def _guess(value: Tensor, rows: int) -> DimLayout:
     """The layout of what comes from the batch, or from an operation of which nothing is known."""
     first = bool(value.shape) and value.shape[0] == rows
-    return Layout.of(value.shape, {0: Axis.ROWS} if first else None)
+    return DimLayout.of(value.shape, {0: Axis.ROWS} if first else None)
 
 
 def _guesses(made: object, rows: int) -> Layouts:
@@ -80,7 +80,7 @@ def _guesses(made: object, rows: int) -> Layouts:
     return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in made)
 
 
-def _rows(layout: Layout) -> Rows:
+def _rows(layout: DimLayout) -> Rows:
     """They are scrambled where something counts slower than they do in their dimension."""
     for number, dim in enumerate(layout.dims):
         for place, factor in enumerate(dim):

@@ -18,7 +18,7 @@ from piper.capture.joint import Joint
 from piper.capture.program import Kind, Ref
 
 
-class Remat(Enum):
+class RematPolicy(Enum):
     """How much of the forward the backward computes again."""
 
     NONE = "none"
@@ -31,14 +31,14 @@ class Remat(Enum):
     __hash__ = object.__hash__  # Enum's own is slow
 
 
-def choose(joint: Joint, policy: Remat) -> tuple[Joint, tuple[fx.Node, ...]]:
+def choose(joint: Joint, policy: RematPolicy) -> tuple[Joint, tuple[fx.Node, ...]]:
     """The joint graph (perhaps simplified) and the ops of its forward to keep for the backward."""
     match policy:
-        case Remat.NONE:
+        case RematPolicy.NONE:
             kept = _read_by_backward(joint)
-        case Remat.MIN_CUT:
+        case RematPolicy.MIN_CUT:
             joint, kept = _min_cut(joint)
-        case Remat.ALL:
+        case RematPolicy.ALL:
             kept = []
     return joint, _closed(joint, kept)
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.chunks import Body, Chunk, Cut, Move, ParameterShard, Segment, Value
+from piper.capture.chunks import Body, Chunk, Cut, Move, ParameterShard, Segment, ChunkValue
 from piper.capture.cut import body_key
 from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
@@ -49,7 +49,7 @@ class _Segmenter:
         self._locals: dict[object, Local] = {}
         self._stand_ins: dict[object, Body] = {}
         self._chunks: list[Chunk] = []
-        self._values: list[Value] = []
+        self._values: list[ChunkValue] = []
         self._numbers: dict[int, int] = {}
         """By value of the cut, its number now."""
         self._edges = {value.index: self._edge(value) for value in cut.values}
@@ -74,7 +74,7 @@ class _Segmenter:
             updates=old.updates,
         )
 
-    def _edge(self, value: Value) -> Placement:
+    def _edge(self, value: ChunkValue) -> Placement:
         """How a value between chunks is placed along the axis: sharded along the sequence if all
         who make and read it do that, else replicated."""
         ends = [c for c in self._cut.chunks if value.index in c.inputs]
@@ -91,7 +91,7 @@ class _Segmenter:
 
     def _value(self, name: str, spec: TensorSpec, producer: int | None) -> int:
         index = len(self._values)
-        self._values.append(Value(index, name, spec, producer))
+        self._values.append(ChunkValue(index, name, spec, producer))
         return index
 
     def _keep(self, chunk: Chunk) -> None:

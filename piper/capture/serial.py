@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.graphs import is_random
 from piper.capture.operators import check_arguments, operator_named
-from piper.capture.program import Function, Kind, Pass, Program, Ref
+from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.tensors import TensorSpec
 from piper.codec import (
     MalformedError,
@@ -57,7 +57,7 @@ def spec_from_json(data: Json) -> TensorSpec:
     return found
 
 
-def program_to_json(program: Program) -> Json:
+def program_to_json(program: ChunkProgram) -> Json:
     return {
         "functions": {
             which.value: _function_to_json(function)
@@ -67,7 +67,7 @@ def program_to_json(program: Program) -> Json:
     }
 
 
-def program_from_json(data: Json, device: torch.device) -> Program:
+def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     table(data, ("functions", "specs"))
     specs: dict[Ref, TensorSpec] = {}
@@ -85,7 +85,7 @@ def program_from_json(data: Json, device: torch.device) -> Program:
             with within(name):
                 which = decode(Pass, name)
                 functions[which] = _function_from_json(function, specs, mode, device)
-    return Program(functions, specs)
+    return ChunkProgram(functions, specs)
 
 
 def _function_to_json(function: Function) -> Json:

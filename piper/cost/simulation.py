@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from piper.capture.program import Pass
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.cost.cluster import Cluster, Device
 from piper.cost.replay import Communication, Track, replay
 from piper.cost.timing_classes import TimingClass, TimingClasses, timing_classes
@@ -194,7 +194,7 @@ def _useful(program: Program, node: Node) -> int:
     """Operations of a computation on all its devices, without what is computed again."""
     op, parts = node.compute, node.parts
     model = program.models.get(parts, program.dag.model)
-    passes = model.chunks[op.chunk].variants[Remat.NONE].passes
+    passes = model.chunks[op.chunk].variants[RematPolicy.NONE].passes
     found = passes.get(op.which) or passes.get(Pass.B)
     return found.flops * parts if found else 0
 

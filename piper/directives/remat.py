@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.capture.saving import Remat as Policy
+from piper.capture.saving import RematPolicy
 from piper.directives.base import Directive, plain_filter, whole_chunks
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
@@ -24,10 +24,10 @@ class Remat(Directive):
     policy: str
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
-        known = [policy.value for policy in Policy]
+        known = [policy.value for policy in RematPolicy]
         if self.policy not in known:
             raise DirectiveError(f"policy={self.policy!r} is unknown: one of {', '.join(known)}")
-        policy = Policy(self.policy)
+        policy = RematPolicy(self.policy)
         matched = whole_chunks(dag, Filter.of(self.where), "recomputing")
         chunks = {dag.nodes[number].compute.chunk for number in matched}
         changed = {}

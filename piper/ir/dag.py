@@ -15,7 +15,7 @@ import torch
 
 from piper.capture.chunks import Style
 from piper.capture.program import Pass
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.ir.facts import Model
 from piper.ir.mesh import Mesh
 from piper.ir.values import Extra, ValueTable
@@ -284,7 +284,7 @@ class Dag:
     """By chunk."""
     tensor: Mapping[int, TensorRule] = field(default_factory=dict)
     """By chunk."""
-    remat: Mapping[int, Remat] = field(default_factory=dict)
+    remat: Mapping[int, RematPolicy] = field(default_factory=dict)
     """By chunk, where it is not the model's own policy."""
     streams: Mapping[str, StreamRule] = field(default_factory=dict)
     extra: tuple[Extra, ...] = ()
@@ -339,7 +339,7 @@ class Dag:
         rule = self.shard(chunk, parameter)
         return rule.ways if rule else 1
 
-    def policy(self, chunk: int) -> Remat:
+    def policy(self, chunk: int) -> RematPolicy:
         """How much chunk ``chunk`` recomputes."""
         return self.remat.get(chunk, self.model.remat)
 

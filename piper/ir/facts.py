@@ -17,8 +17,8 @@ from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
 from piper.capture.passes import Passes
-from piper.capture.program import BUNDLES, Function, Kind, Pass, Program, Ref
-from piper.capture.saving import Remat
+from piper.capture.program import BUNDLES, ChunkProgram, Function, Kind, Pass, Ref
+from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
 
 _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
@@ -73,7 +73,7 @@ class ChunkFacts:
     parameters: tuple[str, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    variants: Mapping[Remat, Variant]
+    variants: Mapping[RematPolicy, Variant]
     changes: tuple[str, ...] = ()
     """Buffers that its forward gives a new content."""
     buffers: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class Model:
     loss: int
     batch: int
     """The size of the whole batch."""
-    remat: Remat
+    remat: RematPolicy
     """The policy of chunks that no directive speaks of."""
     count: int | None = None
     """The value that the sum of losses is divided by, if the loss gives one."""
@@ -183,20 +183,20 @@ class Known:
 
     def __init__(self) -> None:
         self.passes = Passes()
-        self._variants: dict[int, Mapping[Remat, Variant]] = {}
+        self._variants: dict[int, Mapping[RematPolicy, Variant]] = {}
 
-    def variants(self, captured: Captured, joint: Joint) -> Mapping[Remat, Variant]:
+    def variants(self, captured: Captured, joint: Joint) -> Mapping[RematPolicy, Variant]:
         """The facts of ``joint`` under each policy."""
         if id(joint) not in self._variants:
             self._variants[id(joint)] = {
-                policy: _variant(captured, self.passes.of(joint, policy)) for policy in Remat
+                policy: _variant(captured, self.passes.of(joint, policy)) for policy in RematPolicy
             }
         return self._variants[id(joint)]
 
 
 def facts_of(
     captured: Captured,
-    remat: Remat,
+    remat: RematPolicy,
     joints: Sequence[Joint] | None = None,
     known: Known | None = None,
 ) -> Model:
@@ -252,7 +252,7 @@ def facts_of(
     )
 
 
-def _variant(captured: Captured, program: Program) -> Variant:
+def _variant(captured: Captured, program: ChunkProgram) -> Variant:
     return Variant(
         passes={which: _pass(captured, program, which) for which in program.functions},
         saved_bytes=program.saved_bytes - program.saved_for_bw_bytes,
@@ -269,7 +269,7 @@ _LATER: Mapping[Pass, tuple[Pass, ...]] = {
 }
 
 
-def _pass(captured: Captured, program: Program, which: Pass) -> PassFacts:
+def _pass(captured: Captured, program: ChunkProgram, which: Pass) -> PassFacts:
     function = program.functions[which]
     reads, writes, uses_parameters, last = ends_of(program, which)
     freeing = max(0, _freeing(function, last))
@@ -292,7 +292,7 @@ def _pass(captured: Captured, program: Program, which: Pass) -> PassFacts:
 
 
 def ends_of(
-    program: Program, which: Pass
+    program: ChunkProgram, which: Pass
 ) -> tuple[tuple[Ref, ...], tuple[Ref, ...], bool, tuple[Ref, ...]]:
     """What a pass reads and makes, whether it uses parameters, and what it is the last to read."""
     function = program.functions[which]
@@ -307,7 +307,9 @@ def ends_of(
     )
 
 
-def _housed(captured: Captured, program: Program, function: Function, last: tuple[Ref, ...]) -> int:
+def _housed(
+    captured: Captured, program: ChunkProgram, function: Function, last: tuple[Ref, ...]
+) -> int:
     """The workspace of a function that finds the memory of parameters' gradients there: some it
     writes into it, the others are copied there in the end."""
     graph = function.module.graph

@@ -23,7 +23,7 @@ from piper.ir.text import group_text, region_of
 from piper.ir.values import Role
 
 
-class Line(NamedTuple):
+class LayoutLine(NamedTuple):
     """A value, the devices that have it, and how it lies on them."""
 
     value: str
@@ -41,7 +41,7 @@ def layouts_text(dag: Dag, models: Mapping[int, Model]) -> str:
     return "\n".join(map(str, layout_lines(dag, models)))
 
 
-def layout_lines(dag: Dag, models: Mapping[int, Model]) -> Iterator[Line]:
+def layout_lines(dag: Dag, models: Mapping[int, Model]) -> Iterator[LayoutLine]:
     """The layouts of the batch, activations and gradients, then of the parameters' buckets."""
     seen: set[tuple[str, int, int]] = set()
     for node in dag.nodes:
@@ -55,15 +55,17 @@ def layout_lines(dag: Dag, models: Mapping[int, Model]) -> Iterator[Line]:
     for number, bucket in enumerate(dag.buckets):
         layouts = BucketLayouts(bucket)
         devices = layouts.mesh.devices
-        yield Line(f"bucket{number} parameters at rest", number, devices, layouts.at_rest)
+        yield LayoutLine(f"bucket{number} parameters at rest", number, devices, layouts.at_rest)
         if layouts.at_rest != layouts.in_use:
-            yield Line(f"bucket{number} parameters in use", number, devices, layouts.in_use)
+            yield LayoutLine(f"bucket{number} parameters in use", number, devices, layouts.in_use)
         if bucket.trained:
-            yield Line(f"bucket{number} gradients as made", number, devices, layouts.gradients)
-            yield Line(f"bucket{number} optimizer state", number, devices, layouts.optimizer)
+            yield LayoutLine(
+                f"bucket{number} gradients as made", number, devices, layouts.gradients
+            )
+            yield LayoutLine(f"bucket{number} optimizer state", number, devices, layouts.optimizer)
 
 
-def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[Line]:
+def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[LayoutLine]:
     """What a node reads and makes, as it does."""
     op = node.compute
     reads, writes = dag.table.wire(op.chunk, op.which, dag.policy(op.chunk), op.microbatch)
@@ -76,24 +78,26 @@ def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[Line]:
                 layout = _rows(node, Partial())
                 if (rule := dag.shards.get(op.chunk)) is not None:
                     layout = _experts(node, rule, Partial(), rule.dim)
-                yield Line(f"dw{op.chunk} {region_of(dag, op.chunk)}", number, node.devices, layout)
+                yield LayoutLine(
+                    f"dw{op.chunk} {region_of(dag, op.chunk)}", number, node.devices, layout
+                )
             case _:
                 pass  # gradients lie as their activations, and what is saved stays where it is
 
 
-def _tensor(dag: Dag, model: Model, node: Node, number: int) -> Line:
+def _tensor(dag: Dag, model: Model, node: Node, number: int) -> LayoutLine:
     value, _ = dag.table.value(number)
     facts = model.values[value.of]
     letter = "x" if value.role is Role.BATCH else "v"
     name = f"{letter}{value.of} {facts.name} {list(facts.shape)}"
     if value.of in (model.loss, model.count):
-        return Line(name, number, node.devices, _rows(node, Partial()))
+        return LayoutLine(name, number, node.devices, _rows(node, Partial()))
     across: Placement = Replicate() if facts.rows is None else Shard(facts.rows)
     chunk = node.compute.chunk
     if (rule := dag.shards.get(chunk)) is not None and value.role is Role.ACTIVATION:
         layout = _experts(node, rule, across, 0)
-        return Line(f"{name} in {region_of(dag, chunk)}", number, node.devices, layout)
-    return Line(name, number, node.devices, _rows(node, across))
+        return LayoutLine(f"{name} in {region_of(dag, chunk)}", number, node.devices, layout)
+    return LayoutLine(name, number, node.devices, _rows(node, across))
 
 
 def _rows(node: Node, across: Placement) -> Layout:

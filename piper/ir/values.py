@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from piper.capture.program import Kind, Pass, Ref
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.ir.facts import ChunkFacts, Model
 
 
@@ -110,7 +110,9 @@ class ValueTable:
         self.ties = tied_chunks(model)
         """For each chunk with tied parameters, a number that it shares with the chunks that use
         the same ones."""
-        self._wired: dict[tuple[int, Pass, Remat], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._wired: dict[
+            tuple[int, Pass, RematPolicy], tuple[tuple[int, ...], tuple[int, ...]]
+        ] = {}
         for chunk in model.chunks:
             for policy, variant in chunk.variants.items():
                 for which in variant.passes:
@@ -127,7 +129,7 @@ class ValueTable:
         return self.values[place], microbatch
 
     def wire(
-        self, chunk: int, which: Pass, policy: Remat, microbatch: int
+        self, chunk: int, which: Pass, policy: RematPolicy, microbatch: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of what a pass reads and of what it makes."""
         first = microbatch * self.size
@@ -135,7 +137,7 @@ class ValueTable:
         return tuple(first + v for v in reads), tuple(first + v for v in writes)
 
     def _wire(
-        self, chunk: ChunkFacts, which: Pass, policy: Remat
+        self, chunk: ChunkFacts, which: Pass, policy: RematPolicy
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         facts = chunk.variants[policy].passes[which]
         reads = [self._number(v) for ref in facts.reads for v in self._read(chunk, ref)]

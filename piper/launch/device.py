@@ -26,7 +26,7 @@ from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
 
 
-class Device:
+class LoadedDevice:
     """An executor with the plans of training and of evaluation."""
 
     def __init__(

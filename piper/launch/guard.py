@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from piper.launch.device import Device
+from piper.launch.device import LoadedDevice
 from piper.launch.monitor import Monitor
 from piper.launch.neighbours import Neighbours
 from piper.program import Program
@@ -31,7 +31,7 @@ class Guard:
         self._signal = Signal()
         self._monitor = Monitor(self._neighbours.problem, _end_process)
 
-    def look_at(self, device: Device) -> None:
+    def look_at(self, device: LoadedDevice) -> None:
         """``device`` is this process's."""
         self._neighbours.device = device
 

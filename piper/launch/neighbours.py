@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from piper.launch.device import Device
+from piper.launch.device import LoadedDevice
 from piper.launch.faults import described, devices, peers_of
 from piper.program import Program
 
@@ -44,7 +44,7 @@ class Neighbours:
         self._now = now
         self._looked = 0.0
         self._heard: dict[int, tuple[int, float]] = {}
-        self.device: Device | None = None
+        self.device: LoadedDevice | None = None
         """The device of this process, once it is there."""
 
     def unfinished(self) -> int | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from piper.errors import PiperError
-from piper.launch.calls import Call, Failure, Task, dumped, receive
+from piper.launch.calls import Call, Failure, WorkerTask, dumped, receive
 from piper.launch.rank import refuse_too_few_gpus
 from piper.launch.worker_group import ProfileKind, Report, Restored
 from piper.lower.plan import Plan
@@ -116,7 +116,7 @@ class ProcessWorkerGroup:
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         try:
             self._start(
-                lambda device: Task(
+                lambda device: WorkerTask(
                     device=device,
                     threads=threads or max(1, (os.cpu_count() or 1) // len(program.devices)),
                     timeout=timeout,
@@ -168,7 +168,7 @@ class ProcessWorkerGroup:
 
     # starting
 
-    def _start(self, task_of: Callable[[int], Task], timeout: float) -> None:
+    def _start(self, task_of: Callable[[int], WorkerTask], timeout: float) -> None:
         folder = Path(self._folder.name)
         program = self._program
         self._write(folder)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.launch.device import Device
+from piper.launch.device import LoadedDevice
 from piper.launch.faults import described
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.torch_profiler import profiled
@@ -60,7 +60,7 @@ class Rank:
         else:
             self.comm = Gloo(number, plans, store, limit, alone=alone)
         shaker = None if shake is None else Shaker(shake, number)
-        self.device = Device(
+        self.device = LoadedDevice(
             program, number, where, self.comm, fetch, Runners(program.compiler), shaker,
             tracked=where.type == "cuda",
         )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.launch.device import Device
+from piper.launch.device import LoadedDevice
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.torch_profiler import profiled
 from piper.launch.worker_group import ProfileKind, Report, Restored
@@ -55,7 +55,7 @@ class VirtualWorkerGroup:
         self._hub = Hub(program.device.type == "cuda")
         runners = Runners(program.compiler)
         self._devices = [
-            Device(
+            LoadedDevice(
                 program,
                 number,
                 program.device,

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.launch.calls import Call, Failure, Task, receive, send
+from piper.launch.calls import Call, Failure, WorkerTask, receive, send
 from piper.launch.faults import described
 from piper.launch.monitor import Monitor
 from piper.launch.rank import Rank, choose_gpu
@@ -77,7 +77,7 @@ def _end_with_parent(folder: Path) -> None:
     os._exit(1)
 
 
-def _start(task: Task, folder: Path) -> Rank:
+def _start(task: WorkerTask, folder: Path) -> Rank:
     import cloudpickle
 
     sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
@@ -135,7 +135,7 @@ def _shared_place(path: Path) -> memoryview:
 
 
 def _serve(connection: Connection, folder: Path) -> None:
-    task: Task = _next(connection).argument
+    task: WorkerTask = _next(connection).argument
     rank = _start(task, folder)
     monitor = _monitored(rank, task.timeout, connection) if rank.where.type == "cuda" else None
     _answer(connection, None)

@@ -19,12 +19,12 @@ from piper.ir.layouts import BucketLayouts
 from piper.ir.values import ExtraRole
 from piper.lower.redistribute import redistribute
 from piper.lower.rewriter import Rewriter
-from piper.lower.schedule import Schedule
+from piper.lower.schedule import IssueOrder
 
 AHEAD = 2
 
 
-def add_gathers(dag: Dag, order: Schedule, ahead: int = AHEAD, *, stages: bool = True) -> Dag:
+def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool = True) -> Dag:
     """``dag`` with a gather for every run of uses, in the order in which ``order`` runs them; each
     may begin when the pass ``ahead`` places before the first use is done. If not ``stages``, no
     bucket is held while another is used."""

@@ -22,7 +22,7 @@ from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
 from piper.lower.rank_classes import RankClasses, rank_classes
 from piper.lower.scalar_reductions import add_scalar_reductions
-from piper.lower.schedule import Schedule, schedule
+from piper.lower.schedule import IssueOrder, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
 from piper.lower.stepping import step_at_once
@@ -40,7 +40,7 @@ class Lowered:
 
     dag: Dag
     classes: RankClasses
-    schedule: Schedule
+    schedule: IssueOrder
     plans: tuple[Plan, ...]
     memory: tuple[Memory, ...]
 
@@ -64,7 +64,7 @@ class Settings:
 
 class _Run(NamedTuple):
     classes: RankClasses
-    order: Schedule
+    order: IssueOrder
     sizes: Sizes
 
 

@@ -24,7 +24,7 @@ from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import GRADIENTS, Accumulation
 from piper.lower.plan import COMMUNICATING, Given, Holder, Instruction, Plan, Seed, Slot, Verb
 from piper.lower.rank_classes import RankClasses
-from piper.lower.schedule import Schedule
+from piper.lower.schedule import IssueOrder
 from piper.lower.shared import Shared, Touched
 from piper.lower.sizes import Sizes
 
@@ -34,7 +34,7 @@ what it sends until it is over. Of gradients that are scattered microbatch by mi
 
 
 def plans_of(
-    dag: Dag, classes: RankClasses, order: Schedule, sizes: Sizes, *, whole: bool = False
+    dag: Dag, classes: RankClasses, order: IssueOrder, sizes: Sizes, *, whole: bool = False
 ) -> tuple[Plan, ...]:
     """The plan of each class of devices; if the optimizer steps as a ``whole``, it does with the
     last update of a device, and not with each."""

@@ -25,7 +25,7 @@ Resource = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class IssueOrder:
     """Nodes in the order in which they are issued, and when each starts and ends."""
 
     order: tuple[int, ...]
@@ -42,7 +42,7 @@ def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:
     return tuple((c, node.stream) for c in classes.touched(node.devices))
 
 
-def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) -> Schedule:
+def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) -> IssueOrder:
     """Run ``dag``: always the node that can start first, and of several the most urgent one."""
     lengths = [duration(node) for node in dag.nodes]
     followers, waiting = _edges(dag)
@@ -84,7 +84,7 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
             if left[following] == 0:
                 push(following, earliest[following])
     assert len(order) == len(dag.nodes), "verify lets no cycle through"
-    return Schedule(issue.sorted(order), tuple(start), tuple(end))
+    return IssueOrder(issue.sorted(order), tuple(start), tuple(end))
 
 
 class _Issue:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from piper.capture.program import Kind, Ref
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.ir.dag import Compute, Dag, Node
 from piper.ir.facts import Model, PassFacts, Stored
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
@@ -168,7 +168,7 @@ class Sizes:
     def _of_model(self, number: int, group: int) -> int:
         value, _ = self.dag.table.value(number)
         model = self.models.get(group, self.dag.model)
-        policy: Remat = self.dag.policy(value.of)
+        policy: RematPolicy = self.dag.policy(value.of)
         match value.role:
             case Role.SAVED:
                 return model.chunks[value.of].variants[policy].saved_bytes

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from piper.capture.program import Pass
-from piper.capture.saving import Remat
+from piper.capture.saving import RematPolicy
 from piper.errors import PiperError
 from piper.ir.dag import (
     Add,
@@ -54,7 +54,7 @@ class Work:
     """Of the batch."""
     ways: int
     """Over how many devices its experts are divided."""
-    remat: Remat
+    remat: RematPolicy
 
 
 @dataclass(frozen=True, slots=True)

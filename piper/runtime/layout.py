@@ -26,7 +26,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """One device's view of a bucket."""
 
     bucket: Bucket
@@ -40,12 +40,12 @@ class Layout:
     """Which share of the experts it has."""
 
     @staticmethod
-    def of(bucket: Bucket, specs: Mapping[str, TensorSpec], device: int) -> Layout | None:
+    def of(bucket: Bucket, specs: Mapping[str, TensorSpec], device: int) -> BucketLayout | None:
         """The layout for ``device``, or None if it holds nothing of the bucket."""
         for part, group in enumerate(bucket.groups):
             if device in group:
                 mine = {name: specs[name] for name in bucket.parameters}
-                return Layout(bucket, mine, group, group.index(device), part)
+                return BucketLayout(bucket, mine, group, group.index(device), part)
         return None
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from piper.capture.tensors import TensorSpec
 from piper.ir.dag import Bucket
 from piper.runtime.groups import Group, export_groups
-from piper.runtime.layout import Fragment, Layout
+from piper.runtime.layout import BucketLayout, Fragment
 from piper.runtime.state import DeviceState, HeldBucket
 
 
@@ -88,7 +88,7 @@ def _own_range(held: HeldBucket) -> Tensor:
     return held.flat if held.layout.scattered else held.flat[low:high]
 
 
-def _in_memory_order(layout: Layout, fragment: Fragment, item: Tensor) -> Tensor:
+def _in_memory_order(layout: BucketLayout, fragment: Fragment, item: Tensor) -> Tensor:
     """State of a whole parameter as a flat row in the order of the parameter's own memory."""
     if layout.divided:
         return item
@@ -114,7 +114,7 @@ def assemble(
     found: dict[str, Tensor] = {}
     for (name, part), row in rows.items():
         bucket = layouts[name]
-        layout = Layout(bucket, {n: specs[n] for n in bucket.parameters}, (0,), 0, part)
+        layout = BucketLayout(bucket, {n: specs[n] for n in bucket.parameters}, (0,), 0, part)
         if name not in found:
             found[name] = torch.empty(specs[name].shape, dtype=row.dtype)
         local = _row_view(layout, row, name, specs[name])
@@ -122,7 +122,7 @@ def assemble(
     return found
 
 
-def _row_view(layout: Layout, row: Tensor, name: str, spec: TensorSpec) -> Tensor:
+def _row_view(layout: BucketLayout, row: Tensor, name: str, spec: TensorSpec) -> Tensor:
     shape = layout.shapes[name]
     if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
         return row.as_strided(shape, spec.stride)
@@ -185,7 +185,7 @@ def _restore_bucket(held: HeldBucket, tensors: Mapping[str, Tensor], where: torc
             layout.view(held.flat, name).copy_(layout.view(whole, name))
 
 
-def _fragment_of(layout: Layout, fragment: Fragment, whole: Tensor, like: Tensor) -> Tensor:
+def _fragment_of(layout: BucketLayout, fragment: Fragment, whole: Tensor, like: Tensor) -> Tensor:
     local = layout.expert_part(whole)
     flat = torch.zeros(layout.padded, dtype=whole.dtype)
     layout.view(flat, fragment.name).copy_(local)

@@ -14,7 +14,7 @@ from piper.errors import PiperError
 from piper.ir.dag import Bucket, Compute
 from piper.optimizer import make, make_scheduler
 from piper.runtime.assignment import Assignment
-from piper.runtime.layout import Layout
+from piper.runtime.layout import BucketLayout
 
 Fetch = Callable[[str], Tensor]
 
@@ -23,7 +23,7 @@ Fetch = Callable[[str], Tensor]
 class HeldBucket:
     """One bucket on one device."""
 
-    layout: Layout
+    layout: BucketLayout
     flat: Tensor
     """The parameters the programs read: whole, or this device's part if they are scattered."""
     updated: Tensor
@@ -57,7 +57,7 @@ class DeviceState:
         """Whether a step has begun to change what is kept, and is not over."""
         self.held: dict[int, HeldBucket] = {}
         for index, bucket in enumerate(given.buckets):
-            layout = Layout.of(bucket, given.parameters, given.device)
+            layout = BucketLayout.of(bucket, given.parameters, given.device)
             if layout is not None:
                 self.held[index] = self._hold(layout, bucket, fetch)
         self.views: dict[str, Tensor] = {}
@@ -158,7 +158,7 @@ class DeviceState:
                 rate.fill_(group["lr"])
         self.changing = False
 
-    def _hold(self, layout: Layout, bucket: Bucket, fetch: Fetch) -> HeldBucket:
+    def _hold(self, layout: BucketLayout, bucket: Bucket, fetch: Fetch) -> HeldBucket:
         flat = torch.zeros(layout.padded, dtype=bucket.gradient, device=self.where)
         for name in bucket.parameters:
             layout.view(flat, name).copy_(layout.expert_part(fetch(name)))

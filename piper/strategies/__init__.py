@@ -8,7 +8,7 @@ from piper.strategies.dualpipev import dualpipev, eight_phases
 from piper.strategies.gpipe import gpipe
 from piper.strategies.interchange import from_csv, to_csv
 from piper.strategies.interleaved import interleaved
-from piper.strategies.mesh import Layout, mesh, schedule_named
+from piper.strategies.mesh import MeshLayout, mesh, schedule_named
 from piper.strategies.one_f_one_b import one_f_one_b
 from piper.strategies.timing import Timing, timed
 from piper.strategies.v_half import v_half
@@ -17,7 +17,7 @@ from piper.strategies.zb_v import zb_v
 
 __all__ = [
     "Action",
-    "Layout",
+    "MeshLayout",
     "Row",
     "Schedule",
     "Timing",

@@ -40,7 +40,7 @@ LOOPED: dict[str, Callable[[int, int, int], Schedule]] = {
 """Any number of stages a rank."""
 
 
-class Layout(Enum):
+class MeshLayout(Enum):
     """Which devices are neighbours."""
 
     PIPELINE_INNER = "pipeline-inner"
@@ -82,7 +82,7 @@ def mesh(
     within: int | None = None,
     microbatches: int | None = None,
     virtual: int | None = None,
-    layout: str | Layout = Layout.PIPELINE_OUTER,
+    layout: str | MeshLayout = MeshLayout.PIPELINE_OUTER,
     regions: str = "layer",
     experts: str = "EP",
     by: str | Sequence[int] | Mapping[int, float] = "flops",
@@ -142,13 +142,13 @@ def _schedule(
     return schedule
 
 
-def _group(rank: int, pp: int, dp: int, layout: str | Layout) -> list[int]:
+def _group(rank: int, pp: int, dp: int, layout: str | MeshLayout) -> list[int]:
     """The devices of one pipeline rank."""
     try:
-        kind = Layout(layout)
+        kind = MeshLayout(layout)
     except ValueError:
-        names = ", ".join(kind.value for kind in Layout)
+        names = ", ".join(kind.value for kind in MeshLayout)
         raise DirectiveError(f"layout={layout!r} is unknown: one of {names}") from None
-    if kind is Layout.PIPELINE_INNER:
+    if kind is MeshLayout.PIPELINE_INNER:
         return [replica * pp + rank for replica in range(dp)]
     return [rank * dp + replica for replica in range(dp)]

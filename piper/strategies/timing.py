@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.strategies.action import Action
-from piper.view.grid import Cell, Grid, Line
+from piper.view.grid import Cell, Grid, GridLine
 
 if TYPE_CHECKING:
     from piper.strategies.builder import Schedule
@@ -58,7 +58,7 @@ class Timing:
             f"{schedule.microbatches} microbatches; bubble {round(self.bubble, 9):g}, "
             f"activations {max(self.activations)}"
         )
-        lines = (Line(f"rank {rank}", row) for rank, row in enumerate(self.cells))
+        lines = (GridLine(f"rank {rank}", row) for rank, row in enumerate(self.cells))
         return Grid(title, tuple(lines))
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ PERIOD = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BuildingBlock:
     """The times of one microbatch's passes: ``steps`` between neighbours on each of the four ways,
     ``turns`` between the ways."""
 
@@ -48,11 +48,11 @@ class Block:
         return all(len(set(row)) == len(row) for row in rows)
 
 
-def block(ranks: int, lifetime: int) -> Block:
+def block(ranks: int, lifetime: int) -> BuildingBlock:
     """The tightest block whose steps down and home, and up and back, take ``lifetime`` together."""
     halves = [(n, lifetime - n) for n in range(1, lifetime)]
     found = [
-        Block(ranks, (down, up, back, home), turns)
+        BuildingBlock(ranks, (down, up, back, home), turns)
         for (down, home), (up, back) in itertools.product(halves, halves)
         for turns in itertools.product(range(1, PERIOD + 1), repeat=3)
     ]

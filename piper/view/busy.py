@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from piper.lower.plan import COMMUNICATING, Plan
-from piper.view.critical import Timed
+from piper.view.critical import TimedSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Busy:
         }
 
 
-def busy_of(plan: Plan, spans: Timed, seconds: float) -> Busy:
+def busy_of(plan: Plan, spans: TimedSpans, seconds: float) -> Busy:
     """How the device of ``plan`` spends a step of so many seconds."""
     computing: list[tuple[float, float]] = []
     talking: list[tuple[float, float]] = []

@@ -16,7 +16,7 @@ Step = tuple[int, int]
 """A device, and the index of an instruction among its spans."""
 
 
-class Timed(Protocol):
+class TimedSpans(Protocol):
     """When the instructions of a device ran."""
 
     @property
@@ -27,7 +27,7 @@ class Timed(Protocol):
     def end(self) -> Sequence[float]: ...
 
 
-def critical(plans: Sequence[Plan], spans: Sequence[Timed]) -> set[Step]:
+def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[Step]:
     """The steps on the path; ``plans`` and ``spans`` are those of each device."""
     before = [_before(plan, one) for plan, one in zip(plans, spans, strict=True)]
     participants: dict[int, list[Step]] = {}
@@ -55,13 +55,13 @@ def critical(plans: Sequence[Plan], spans: Sequence[Timed]) -> set[Step]:
     return found
 
 
-def _overlap(spans: Sequence[Timed], a: Step, b: Step) -> bool:
+def _overlap(spans: Sequence[TimedSpans], a: Step, b: Step) -> bool:
     """Whether two ends of a communication may be of one instance."""
     one, other = spans[a[0]], spans[b[0]]
     return one.start[a[1]] <= other.end[b[1]] and other.start[b[1]] <= one.end[a[1]]
 
 
-def _before(plan: Plan, spans: Timed) -> list[list[int]]:
+def _before(plan: Plan, spans: TimedSpans) -> list[list[int]]:
     """For each instruction those that it could not start before: the last on its stream, those it
     waits for, and the last that was issued before it and ended before it started."""
     at = {pc: i for i, pc in enumerate(spans.pcs)}

@@ -37,7 +37,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class GridLine:
     """What one device does."""
 
     name: str
@@ -49,13 +49,13 @@ class Grid:
     """Lines over a common time."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[GridLine, ...]
 
     @property
     def end(self) -> float:
         return max((cell.end for line in self.lines for cell in line.cells), default=0.0)
 
-    def idle(self, line: Line) -> float:
+    def idle(self, line: GridLine) -> float:
         """The share of the whole time in which nothing of ``line`` runs."""
         return 1 - sum(cell.busy for cell in line.cells) / self.end if self.end else 0.0
 

@@ -12,7 +12,7 @@ from typing import Any
 from piper.errors import PiperError
 from piper.numbering import Numbered
 from piper.view.inline import page
-from piper.view.runs import Device, Event, Run
+from piper.view.runs import Event, Run, ShownDevice
 
 _SCRIPTS = (
     "common.js",
@@ -62,7 +62,7 @@ def _run(run: Run, strings: Numbered) -> dict[str, Any]:
     }
 
 
-def _device(device: Device) -> dict[str, Any]:
+def _device(device: ShownDevice) -> dict[str, Any]:
     return {
         "name": device.name,
         "limit": device.limit,

@@ -41,7 +41,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StreamRow:
     """One stream of one device."""
 
     device: int
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class ShownDevice:
     """One device, or several that do the same, and what each holds."""
 
     name: str
@@ -66,8 +66,8 @@ class Run:
 
     title: str
     seconds: float
-    devices: tuple[Device, ...]
-    rows: tuple[Row, ...]
+    devices: tuple[ShownDevice, ...]
+    rows: tuple[StreamRow, ...]
     """Those of one device stand together, in the order of ``devices``."""
     events: tuple[Event, ...]
     """In the order of rows, and within a row of begin; those of one row do not overlap."""

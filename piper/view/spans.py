@@ -17,7 +17,7 @@ from piper.ir.text import name_of
 from piper.lower.plan import Instruction, Verb
 from piper.lower.sizes import Sizes
 from piper.view.critical import critical
-from piper.view.runs import Device, Event, Row, Run
+from piper.view.runs import Event, Run, ShownDevice, StreamRow
 
 if TYPE_CHECKING:
     from piper.program import Program
@@ -60,12 +60,12 @@ def run_of(
     describe = _Describe(program)
     plans = [program.plans[plan] for _, plan in devices]
     on_path = critical(plans, spans)
-    shown: list[Device] = []
-    rows: list[Row] = []
+    shown: list[ShownDevice] = []
+    rows: list[StreamRow] = []
     events: list[Event] = []
     for number, ((name, plan), one) in enumerate(zip(devices, spans, strict=True)):
         held = one.memory(program.memory[plan].over_time)
-        shown.append(Device(name, held, limits[number]))
+        shown.append(ShownDevice(name, held, limits[number]))
         first = len(rows)
         instructions = program.plans[plan].instructions
         streams: dict[str, int] = {}
@@ -73,7 +73,7 @@ def run_of(
             streams.setdefault(instructions[pc].stream, len(streams))
         order = sorted(streams, key=lambda stream: (stream != "compute", streams[stream]))
         at = {stream: first + i for i, stream in enumerate(order)}
-        rows += [Row(number, stream) for stream in order]
+        rows += [StreamRow(number, stream) for stream in order]
         mine = [
             describe.event(
                 instructions[pc],

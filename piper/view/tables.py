@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
-from piper.capture import Captured, Chunk, Kind, Pass, Program, Ref
+from piper.capture import Captured, Chunk, ChunkProgram, Kind, Pass, Ref
 
 if TYPE_CHECKING:  # every worker imports this file, and draws nothing
     from rich.table import Table
@@ -65,7 +65,7 @@ _SIZES = ("params", "bytes", "outputs", "saved", "held", "F", "BI", "BW")
 _SHOWN = (Pass.F, Pass.BI, Pass.BW)
 
 
-def _sizes(program: Program, chunk: Chunk) -> list[str]:
+def _sizes(program: ChunkProgram, chunk: Chunk) -> list[str]:
     parameters = [program.specs[Ref(Kind.PARAMETER, i)] for i in range(len(chunk.parameters))]
     outputs = [program.specs[Ref(Kind.OUTPUT, i)] for i in range(len(chunk.outputs))]
     held = [program.specs[ref] for ref in _held(program)]
@@ -98,7 +98,7 @@ def _totals(captured: Captured) -> list[str]:
     ]
 
 
-def _held(program: Program) -> list[Ref]:
+def _held(program: ChunkProgram) -> list[Ref]:
     return [ref for ref in program.held(Pass.B) if ref.kind in (Kind.INPUT, Kind.OUTPUT)]
 
 
@@ -111,7 +111,7 @@ def _held_by_all(captured: Captured) -> int:
     return sum(captured.cut.values[index].spec.nbytes for index in values)
 
 
-def _flops(program: Program, which: Pass) -> int:
+def _flops(program: ChunkProgram, which: Pass) -> int:
     function = program.functions.get(which)
     return 0 if function is None else function.flops
 

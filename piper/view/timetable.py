@@ -13,9 +13,9 @@ from piper.capture.program import Pass
 from piper.ir.dag import Compute, Dag
 from piper.ir.text import group_text
 from piper.lower.rank_classes import RankClasses
-from piper.lower.schedule import Schedule
+from piper.lower.schedule import IssueOrder
 from piper.view.exposed import Exposure, Span, all_to_all
-from piper.view.grid import LETTERS, Cell, Grid, Line
+from piper.view.grid import LETTERS, Cell, Grid, GridLine
 
 _Key = tuple[tuple[object, ...], Pass, int]
 """The stage, the pass and the microbatch of a computation."""
@@ -35,7 +35,9 @@ class Timetable:
     """The tags that name a stage."""
 
     @staticmethod
-    def of(dag: Dag, classes: RankClasses, schedule: Schedule, stages: Sequence[str]) -> Timetable:
+    def of(
+        dag: Dag, classes: RankClasses, schedule: IssueOrder, stages: Sequence[str]
+    ) -> Timetable:
         times = schedule.order, schedule.start, schedule.end
         return Timetable(dag, classes, *times, tuple(stages))
 
@@ -43,7 +45,7 @@ class Timetable:
     def grid(self) -> Grid:
         """The computations of each class of devices."""
         lines = (
-            Line(f"device {group_text(members)}", self._cells(spans))
+            GridLine(f"device {group_text(members)}", self._cells(spans))
             for members, spans in zip(self.classes.members, self.spans, strict=True)
         )
         return Grid("", tuple(lines))
