@@ -92,7 +92,14 @@ class Add:
     microbatch: int
 
 
-Op = Compute | Transfer | Collective | Update | Add
+@dataclass(frozen=True, slots=True)
+class Select:
+    """Each member of a group takes its own part of what all of them have."""
+
+    groups: tuple[Group, ...]
+
+
+Op = Compute | Transfer | Collective | Update | Add | Select
 
 
 @dataclass(frozen=True, slots=True)

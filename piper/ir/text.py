@@ -71,7 +71,13 @@ def _node(dag: Dag, node: Node) -> str:
 
 def _label(dag: Dag, node: Node) -> str:
     tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name != PASS]
-    return " ".join([_verb(node.op), *tags, *_scalar(dag, node)])
+    return " ".join([_verb(node.op), *tags, *_segment(dag, node), *_scalar(dag, node)])
+
+
+def _segment(dag: Dag, node: Node) -> list[str]:
+    """Which part of its region a pass is under tensor parallelism."""
+    segment = dag.model.chunks[node.op.chunk].segment if isinstance(node.op, Compute) else None
+    return [] if segment is None else [f"segment[{segment.number}]"]
 
 
 def _scalar(dag: Dag, node: Node) -> list[str]:
@@ -89,12 +95,18 @@ def _verb(op: Op) -> str:
         case Transfer(source=source, target=target):
             return f"send {group_text(source)}->{group_text(target)}"
         case Collective(kind=kind, groups=groups):
-            shown = [group_text(group) for group in groups[:4]]
-            return f"{kind.value} {'|'.join(shown + ['...'] * (len(groups) > 4))}"
+            return f"{kind.value} {_groups(groups)}"
         case Update(bucket=bucket):
             return f"update bucket{bucket}"
         case Add(value=value):
             return f"add g{value}"
+        case Select(groups=groups):
+            return f"select {_groups(groups)}"
+
+
+def _groups(groups: tuple[Group, ...]) -> str:
+    shown = [group_text(group) for group in groups[:4]]
+    return "|".join(shown + ["..."] * (len(groups) > 4))
 
 
 def _value(dag: Dag, number: int) -> str:

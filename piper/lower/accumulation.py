@@ -84,9 +84,8 @@ class Accumulation:
         return Slot(Holder.GRADIENTS, nbytes, own, None, names, dtypes, lies_in)
 
     def _nbytes(self, value: int, name: str) -> int:
-        shard = self._dag.shards.get(self._dag.table.value(value)[0].of)
         parameter = self._dag.model.parameters[name]
-        ways = shard.ways if shard else 1
+        ways = self._dag.ways(self._dag.table.value(value)[0].of, name)
         return math.prod(parameter.shape) // ways * parameter.gradient.itemsize
 
     def _bucket(self, made: int) -> int:

@@ -22,6 +22,7 @@ from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
 from piper.lower.rank_classes import RankClasses, rank_classes
 from piper.lower.scalar_reductions import add_scalar_reductions
+from piper.lower.redistributions import add_redistributions
 from piper.lower.schedule import IssueOrder, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state
@@ -79,7 +80,7 @@ def lower(
     whose state it uses."""
     settings = settings or Settings()
     dag = add_up(keep_buffers(_shared_groups(dag), training))
-    dag = tie_gradients(add_activations(dag, models))
+    dag = tie_gradients(add_activations(add_redistributions(dag), models))
     dag = add_state(dag, training.buckets if training else ())
     if settings.optimizer.whole:
         dag = step_at_once(dag)

@@ -27,6 +27,7 @@ class Verb(Enum):
     COLLECTIVE = "collective"
     UPDATE = "update"
     ADD = "add"
+    SELECT = "select"
 
 
 _FORMAT = Format("plan", 3)

@@ -88,6 +88,8 @@ def _op(op: Op, group: Group) -> str:
             return f"bucket {bucket}"
         case Add(value=value, chunk=chunk, microbatch=microbatch):
             return f"value {value} of {chunk}.{microbatch}"
+        case Select(groups=groups):
+            return "|".join(map(_numbers, groups))
 
 
 def _numbers(row: Iterable[int]) -> str:
@@ -136,6 +138,7 @@ _OPS = {
     Verb.COLLECTIVE: re.compile(r"(\w+) (\S+) (\w+) (\d+)"),
     Verb.UPDATE: re.compile(r"bucket (\d+)"),
     Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
+    Verb.SELECT: re.compile(r"(\S+)"),
 }
 
 
@@ -223,6 +226,8 @@ def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, 
         return Update(int(row[0])), None, int(row[0]), ()
     if verb is Verb.ADD:
         return Add(*map(int, row)), None, 0, ()
+    if verb is Verb.SELECT:
+        return Select(tuple(map(_range, row[0].split("|")))), None, 0, ()
     role, of = ExtraRole(row[-2]), int(row[-1])
     if verb is Verb.COLLECTIVE:
         groups = tuple(map(_range, row[1].split("|")))

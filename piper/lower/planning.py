@@ -132,6 +132,8 @@ class _Planner:
                 yield Verb.UPDATE, node.stream, reads, [*node.writes]
             case Add():
                 yield Verb.ADD, node.stream, [*node.reads], [*node.writes]
+            case Select():
+                yield Verb.SELECT, node.stream, [*node.reads], [*node.writes]
 
     def _begin(self, row: list[int]) -> None:
         """Slots for what is there when the step begins: tensors of the batch, and seeds."""
@@ -180,16 +182,27 @@ class _Planner:
         return list(dict.fromkeys(self.sums.get(v, v) for v in values))
 
     def _mine(self, values: tuple[int, ...]) -> list[int]:
-        """Those of ``values`` that this class makes, of replicas the first: a replica that computes
-        none of a sum's parts takes part in the sum with nothing."""
+        """Those of ``values`` that this class makes and that count: a device of a replica group
+        that computes none of a sum's parts takes part in the sum with nothing."""
         nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
         made = ((value, nodes[producers[value]]) for value in values if value in producers)
         return [
             value
             for value, maker in made
             if self.me in by(maker.devices)
-            and (maker.replicas == 1 or self.members[0] in maker.replica(0))
+            and (maker.replicas == 1 or self._counts(maker))
         ]
+
+    def _counts(self, maker: Node) -> bool:
+        """Whether what this class makes is counted: of replicas that compute the same, the first;
+        of those that compute on shards, each."""
+        place = maker.devices.index(self.members[0]) % maker.replicas
+        if isinstance(maker.op, Compute):
+            segment = self.dag.model.chunks[maker.op.chunk].segment
+            if segment is not None and segment.sharded:
+                rule = self.dag.tensor[maker.op.chunk]
+                place -= place // rule.stride % rule.ways * rule.stride
+        return place == 0
 
     def _rows(self, node: Node) -> Group:
         """The devices, those of this class among them, that divide the rows of what a node

@@ -42,6 +42,7 @@ class BucketKey:
     chunk: int | None
     """The chunk that uses them, where gradients or parameters are divided: they come and go with
     its passes."""
+    sections: tuple[int, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -62,6 +63,7 @@ class BucketKey:
             trained=self.trained,
             dtype=self.dtype,
             gradient=self.gradient,
+            sections=self.sections,
         )
 
     def fixed(self) -> BucketKey:
@@ -75,7 +77,7 @@ def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
     """For each parameter, the groups of devices with equal copies, and the rule for its state."""
     devices: dict[str, None] = {}
     places: defaultdict[str, dict[tuple[Group, ShardRule], None]] = defaultdict(dict)
-    ways: dict[str, tuple[int, int]] = {}
+    shards: dict[str, ShardRule] = {}
     rules: dict[str, StateRule] = {}
     users: dict[str, int] = {}
     seen: dict[tuple[int, int], Group] = {}
@@ -83,22 +85,21 @@ def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
         if not isinstance(node.op, Compute):
             continue
         chunk = node.op.chunk
-        shard = dag.shards.get(chunk)
         if (chunk, id(node.devices)) in seen:
             continue
         seen[chunk, id(node.devices)] = node.devices
         for name in dag.model.chunks[chunk].parameters:
             devices[name] = None
             users.setdefault(name, chunk)
-            places[name][node.devices, shard or _WHOLE] = None  # in order, in every process
-            ways[name] = (shard.ways, shard.dim) if shard else (1, 0)
+            shards[name] = dag.shard(chunk, name) or _WHOLE
+            places[name][node.devices, shards[name]] = None  # in order, in every process
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     _refuse_both(dag, seen)
     found = {}
     known: dict[tuple[object, ...], tuple[tuple[Group, ...], int]] = {}
     for name in devices:
-        parts, dim = ways[name]
-        rule = rules[name]
+        shard, rule = shards[name], rules[name]
+        parts = shard.ways
         # groups are shared objects
         key = (parts, rule, *sorted((id(group), by.stride) for group, by in places[name]))
         if key not in known:
@@ -108,7 +109,18 @@ def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
         groups, within = known[key]
         facts = dag.model.parameters[name]
         user = users[name] if rule.zero >= 2 else None
-        held = BucketKey(groups, within, rule, parts, dim, True, facts.dtype, facts.gradient, user)
+        held = BucketKey(
+            groups,
+            within,
+            rule,
+            parts,
+            shard.dim,
+            True,
+            facts.dtype,
+            facts.gradient,
+            user,
+            shard.sections,
+        )
         found[name] = held if facts.trained else held.fixed()
     return found
 

@@ -102,7 +102,7 @@ class Shared:
 
     def about(self, node: Node) -> tuple[ExtraRole | None, int]:
         """The role of what a communication makes, and the value or bucket a node is about."""
-        if isinstance(node.op, Compute | Add):
+        if isinstance(node.op, Compute | Add | Select):
             return None, 0
         if isinstance(node.op, Update):
             return None, node.op.bucket

@@ -152,11 +152,11 @@ class Sizes:
             if extra.role is ExtraRole.RECEIVED:
                 return self.sent(made)
             return self.nbytes(made)
-        return self.nbytes(node.reads[0])
+        return max(self.nbytes(node.reads[0]), self.nbytes(made))
 
-    def added(self, node: Node) -> int:
-        """Bytes that an Add reads and writes, two terms at a time."""
-        return 3 * (len(node.reads) - 1) * self.nbytes(node.writes[0])
+    def copied_by(self, node: Node) -> int:
+        """Bytes that an Add or a Select reads and writes, two terms at a time."""
+        return max(2, 3 * (len(node.reads) - 1)) * self.nbytes(node.writes[0])
 
     def _is_sum(self, number: int) -> bool:
         """Whether a value that lowering added is a sum, or came as one."""
@@ -178,12 +178,13 @@ class Sizes:
                 return model.chunks[value.of].variants[policy].bi_saved_bytes
             case Role.PARAMETER_GRADIENT | Role.TIED_GRADIENT:
                 chunk = model.chunks[value.of]
-                shard = self.dag.shards.get(value.of)
                 own, tied = parameters_of(model, chunk, self.dag.table.ties)
                 names = tied if value.role is Role.TIED_GRADIENT else own
-                parameters = [model.parameters[name] for name in names]
-                nbytes = sum(math.prod(p.shape) * p.gradient.itemsize for p in parameters)
-                return nbytes // (shard.ways if shard else 1)
+                return sum(
+                    math.prod(p.shape) // self.dag.ways(value.of, name) * p.gradient.itemsize
+                    for name in names
+                    for p in [model.parameters[name]]
+                )
             case _:
                 return self._lying(value, group).nbytes
 

@@ -122,8 +122,8 @@ class Tasks:
                 key = (bucket,)
                 if key not in self._known:
                     self._known[key] = self._update(bucket)
-            case Add():
-                nbytes = self._sizes.added(node)
+            case Add() | Select():
+                nbytes = self._sizes.copied_by(node)
                 key = TaskKind.ADD, nbytes
                 if key not in self._known:
                     self._known[key] = Task(TaskKind.ADD, traffic=nbytes, nbytes=nbytes)

@@ -152,6 +152,8 @@ def _kind(op: Op) -> str:
             return "update"
         case Add():
             return "add"
+        case Select():
+            return "select"
 
 
 def _steps(steps: Sequence[tuple[str, Dag]], pool: _Pool) -> list[dict[str, Any]]:
