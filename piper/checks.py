@@ -334,11 +334,10 @@ def _placed(dag: Dag, facts: Facts, code: Code) -> None:
             with within(f"programs of {piece.name}"):
                 for model in (facts.whole, facts.models[n]):
                     _recomputed(model.chunks[place].variants[dag.policy(place)], made)
-                rule = dag.shards.get(place)
-                _values(made, piece, code.values[n], divided=rule is not None)
+                _values(made, piece, code.values[n], divided=place in dag.shards)
                 for i, name in enumerate(piece.parameters):
                     shape = list(code.parameters[name].shape)
-                    if rule is not None:
+                    if (rule := dag.shard(place, name)) is not None:
                         shape[rule.dim] //= rule.ways
                     spec = made.specs.get(Ref(Kind.PARAMETER, i))
                     if spec is None or list(spec.shape) != shape:

@@ -228,7 +228,9 @@ def _capture(
     )
 
 
-def _programs(pieces: Cut, joints: Sequence[Joint], policy: RematPolicy) -> tuple[ChunkProgram, ...]:
+def _programs(
+    pieces: Cut, joints: Sequence[Joint], policy: RematPolicy
+) -> tuple[ChunkProgram, ...]:
     distinct = {id(joint): joint for joint in joints}
     split_up = {key: split(joint, policy) for key, joint in distinct.items()}
     return consume_inputs(pieces, [split_up[id(joint)] for joint in joints])

@@ -214,7 +214,7 @@ class _Propagation:
         choices = [self._choices(x, now) for x in free]
         tried = sorted(
             itertools.product(*choices),
-            key=lambda row: (sum(self._cost(x, p) for x, p in zip(free, row, strict=True))),
+            key=lambda row: sum(self._cost(x, p) for x, p in zip(free, row, strict=True)),
         )
         for row in tried[:512]:
             needs = {**now, **dict(zip(free, row, strict=True))}
@@ -262,7 +262,7 @@ class _Propagation:
         """Whether shards placed so are even, and partial sums are sums."""
         if isinstance(made, tuple):
             pairs = zip(whole, made, strict=True)
-            return all(p is None or self._fits(x, p) and p != Partial("avg") for x, p in pairs)
+            return all(p is None or (self._fits(x, p) and p != Partial("avg")) for x, p in pairs)
         if isinstance(made, Shard):
             return type(made) is Shard and whole.shape[made.dim] % self._ways == 0
         return made in (REPLICATED, SUM, Partial("avg"))
@@ -276,7 +276,9 @@ class _Propagation:
         if node.target in (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor):
             sizes = tuple(int(x.shape[first.dim]) for x in whole)
             dim = _dim(node, 2) % len(self._whole[node.args[0]].shape)  # type: ignore[index]
-            return (Shard(dim),) * len(sizes) if (dim, sizes) == (first.dim, first.sections) else None
+            return (
+                (Shard(dim),) * len(sizes) if (dim, sizes) == (first.dim, first.sections) else None
+            )
         if node.target is aten.chunk.default:
             sizes = tuple(int(x.shape[first.dim]) for x in whole)
             return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
@@ -350,9 +352,7 @@ class _Propagation:
         sizes[dim] *= self._ways
         return self._call(aten.reshape.default, (moved, sizes), sharded)
 
-    def _emit(
-        self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool
-    ) -> fx.Node:
+    def _emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool) -> fx.Node:
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
         for x in [x for x in node.all_input_nodes if isinstance(self._made[x], Packed)]:
             target, args, kwargs = self._parting(node, x, target, args, kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.chunks import Body, Chunk, Cut, Move, ParameterShard, Segment, ChunkValue
+from piper.capture.chunks import Body, Chunk, ChunkValue, Cut, Move, ParameterShard, Segment
 from piper.capture.cut import body_key
 from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
@@ -210,7 +210,9 @@ class _Pieces:
         self._levels = levels
         body = chunk.body
         first = body.parameters + body.buffers
-        self._parameters = dict(zip(local.arguments[: body.parameters], chunk.parameters, strict=True))
+        self._parameters = dict(
+            zip(local.arguments[: body.parameters], chunk.parameters, strict=True)
+        )
         self._buffers = dict(
             zip(local.arguments[body.parameters : first], chunk.buffers, strict=True)
         )
@@ -225,7 +227,9 @@ class _Pieces:
         """A segment of operations."""
         inside = set(nodes) | self._constants_of(nodes)
         ordered = sorted(inside, key=self._order.__getitem__)
-        taken = list(dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in inside))
+        taken = list(
+            dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in inside)
+        )
         parameters = [n for n in taken if n in self._parameters]
         buffers = [n for n in taken if n in self._buffers]
         inputs = [n for n in taken if n in self.numbers]

@@ -42,9 +42,7 @@ class Shard(Directive):
         if self._is_tensor(dag, numbers):
             assert self.axis is not None
             stream = self.stream or self.axis
-            return tensor_rules(
-                dag, me, numbers, self.axis, self.parameters, self.sequence, stream
-            )
+            return tensor_rules(dag, me, numbers, self.axis, self.parameters, self.sequence, stream)
         return self._experts(dag, me, numbers, self.stream or "exchange")
 
     def _is_tensor(self, dag: Dag, numbers: list[int]) -> bool:

@@ -12,6 +12,7 @@ from piper.ir.dag import (
     Group,
     Node,
     Op,
+    Select,
     Transfer,
     Update,
 )

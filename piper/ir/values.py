@@ -47,6 +47,9 @@ class ExtraRole(Enum):
     """A value after the all-to-all dispatch to experts, each device with its own experts' part."""
     UNCOMBINED = "uncombined"
     """What experts made, before the all-to-all combine."""
+    REDISTRIBUTED = "redistributed"
+    """A value in another layout along an axis of its mesh: only of instructions, since it has a
+    number of its own."""
     ADDED = "added"
     """The gradient of an activation, as far as it is added up; ``of`` is its first term."""
     REDUCED = "reduced"

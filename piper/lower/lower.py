@@ -21,8 +21,8 @@ from piper.lower.memory import Memory, OptimizerCost, memory_of
 from piper.lower.plan import Plan
 from piper.lower.planning import plans_of
 from piper.lower.rank_classes import RankClasses, rank_classes
-from piper.lower.scalar_reductions import add_scalar_reductions
 from piper.lower.redistributions import add_redistributions
+from piper.lower.scalar_reductions import add_scalar_reductions
 from piper.lower.schedule import IssueOrder, schedule
 from piper.lower.sizes import Sizes
 from piper.lower.state import add_state

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from piper.ir.dag import Compute, Dag, Transfer, Update
+from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Transfer, Update
 from piper.ir.facts import PassFacts
 from piper.ir.overlaps import scattered
 from piper.ir.text import group_text
@@ -150,7 +150,7 @@ class _UnderWay:
     def begin(self, pc: int, x: Instruction, beside: int, *, copies: bool) -> None:
         """``copies`` says that not what is read goes out, but a contiguous copy of it."""
         self._held[pc] = [(Holder.COMMUNICATION, beside)]
-        sends = (x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED) and not copies
+        sends = (x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _moves(x)) and not copies
         for slot in x.reads:
             reduced = x.role is ExtraRole.REDUCED and self._slots[slot].bucket is not None
             if sends or reduced or self._apart:
@@ -195,7 +195,17 @@ def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
         return sizes.copied(node.writes[0])
     if x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED:
         return sizes.copied(node.reads[0])
+    if x.role is ExtraRole.REDISTRIBUTED:
+        taken = sizes.copied(node.reads[0]) if _moves(x) else 0
+        return taken + sizes.copied(node.writes[0])
     return 0
+
+
+def _moves(x: Instruction) -> bool:
+    """Whether a redistribution sends what it reads: a sum is taken of a copy."""
+    if x.role is not ExtraRole.REDISTRIBUTED or not isinstance(x.op, Collective):
+        return False
+    return x.op.kind is not CollectiveKind.ALL_REDUCE
 
 
 def _unpacked(plan: Plan, x: Instruction) -> int:

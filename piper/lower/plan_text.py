@@ -22,7 +22,17 @@ import torch
 from piper.capture.program import Pass
 from piper.codec import DTYPES
 from piper.errors import PiperError
-from piper.ir.dag import Add, Collective, CollectiveKind, Compute, Group, Op, Transfer, Update
+from piper.ir.dag import (
+    Add,
+    Collective,
+    CollectiveKind,
+    Compute,
+    Group,
+    Op,
+    Select,
+    Transfer,
+    Update,
+)
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Given, Holder, Instruction, Plan, Seed, Slot, Verb
 

@@ -16,6 +16,7 @@ from piper.ir.dag import (
     Dag,
     Group,
     Node,
+    Select,
     Transfer,
     Update,
     same_group,
@@ -56,6 +57,8 @@ def plans_of(
     )
 
 
+_OF_VALUES = (ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED, ExtraRole.REDISTRIBUTED)
+"""What collectives make that are not about buckets or scalars."""
 _Part = tuple[Verb, str, list[int], list[int]]
 """What a class does of a node: the verb, the stream, what it reads and makes."""
 
@@ -122,7 +125,7 @@ class _Planner:
             case Compute():
                 reads = [self.same.get(v, v) for v in node.reads]
                 yield Verb.COMPUTE, node.stream, reads, self._leaders(node.writes)
-            case Collective(kind=CollectiveKind.ALL_TO_ALL):
+            case Collective() if self.shared.about(node)[0] in _OF_VALUES:
                 yield Verb.COLLECTIVE, node.stream, [*node.reads], [*node.writes]
             case Collective():
                 reads = self._leaders(self._mine(node.reads))
@@ -189,8 +192,7 @@ class _Planner:
         return [
             value
             for value, maker in made
-            if self.me in by(maker.devices)
-            and (maker.replicas == 1 or self._counts(maker))
+            if self.me in by(maker.devices) and (maker.replicas == 1 or self._counts(maker))
         ]
 
     def _counts(self, maker: Node) -> bool:

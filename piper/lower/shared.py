@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cached_property
 
 from piper.capture.program import Pass
-from piper.ir.dag import Add, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import Add, Compute, Dag, Group, Node, Select, Transfer, Update
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import GRADIENTS
@@ -112,7 +112,10 @@ class Shared:
             if extra.role in (ExtraRole.RECEIVED, ExtraRole.DISPATCHED):
                 return extra.role, self._plain(extra.of)
             return extra.role, extra.of
-        return ExtraRole.UNCOMBINED, self._plain(written)
+        role = ExtraRole.UNCOMBINED if node.reads[0] >= self._first_extra else None
+        if role is None or self.dag.extra[node.reads[0] - self._first_extra].role is not role:
+            role = ExtraRole.REDISTRIBUTED
+        return role, self._plain(written)
 
     def _plain(self, value: int) -> int:
         return self.dag.table.value(self.dag.plain(value))[0].of

@@ -25,6 +25,7 @@ from piper.ir.dag import (
     Dag,
     Group,
     Node,
+    Select,
     Transfer,
     Update,
 )

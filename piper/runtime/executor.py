@@ -15,7 +15,7 @@ from torch import Tensor
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.errors import PiperError
-from piper.ir.dag import Add, Collective, Compute, Transfer, Update
+from piper.ir.dag import Add, Collective, Compute, Select, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
 from piper.runtime.adding import add
@@ -25,6 +25,7 @@ from piper.runtime.context import ExecutionContext, Scalars
 from piper.runtime.moving import all_to_all, receive, send
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.recording import Recorder
+from piper.runtime.redistributing import redistribute, select
 from piper.runtime.state import DeviceState
 from piper.runtime.streams import REPORTED, BoundStreams, Streams
 from piper.runtime.updating import gather, loss, norm, reduce, sum_copies, update
@@ -225,6 +226,8 @@ def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:
             return update(context, x, x.op)
         case Add():
             return add(context, x)
+        case Select():
+            return select(context, x, x.op)
         case _:
             raise AssertionError(f"{x.verb} has nothing to do")
 
@@ -235,6 +238,10 @@ def _collective(
     match x.role:
         case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED:
             return all_to_all(context, x, group)
+        case ExtraRole.REDISTRIBUTED:
+            assert isinstance(x.op, Collective)
+            begin = getattr(context.comm, x.op.kind.value)(x.node, x.stream, group)
+            return redistribute(context, x, x.op, begin, len(group))
         case ExtraRole.REDUCED:
             return reduce(context, x)
         case ExtraRole.SUMMED:

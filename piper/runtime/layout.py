@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from piper.capture.tensors import TensorSpec
@@ -126,11 +127,26 @@ class BucketLayout:
             return piece.as_strided(shape, spec.stride)
         return piece.view(shape)
 
-    def expert_part(self, whole: Tensor) -> Tensor:
-        """The part of a whole parameter whose experts this device has."""
-        if self.bucket.ways == 1:
-            return whole
-        return whole.chunk(self.bucket.ways, self.bucket.dim)[self.part]
+    def shard(self, whole: Tensor) -> Tensor:
+        """This device's shard of a whole parameter, of experts or under tensor parallelism."""
+        pieces = self._pieces(whole)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.bucket.dim)
+
+    def put(self, whole: Tensor, shard: Tensor) -> None:
+        """Copy this device's shard to where it is in the whole."""
+        pieces = self._pieces(whole)
+        sizes = [piece.shape[self.bucket.dim] for piece in pieces] if len(pieces) > 1 else []
+        shards = shard.split(sizes, self.bucket.dim) if sizes else [shard]
+        for piece, mine in zip(pieces, shards, strict=True):
+            piece.copy_(mine)
+
+    def _pieces(self, whole: Tensor) -> list[Tensor]:
+        """Where the shard is in the whole: one piece of each section."""
+        ways, dim, sections = self.bucket.ways, self.bucket.dim, self.bucket.sections
+        if ways == 1:
+            return [whole]
+        parts = whole.split(sections, dim) if sections else [whole]
+        return [part.chunk(ways, dim)[self.part] for part in parts]
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:

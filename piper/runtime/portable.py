@@ -118,7 +118,7 @@ def assemble(
         if name not in found:
             found[name] = torch.empty(specs[name].shape, dtype=row.dtype)
         local = _row_view(layout, row, name, specs[name])
-        layout.expert_part(found[name]).copy_(local)
+        layout.put(found[name], local)
     return found
 
 
@@ -175,7 +175,7 @@ def _restore_bucket(held: HeldBucket, tensors: Mapping[str, Tensor], where: torc
     else:
         whole.copy_(held.flat)
     for name, tensor in tensors.items():
-        layout.view(whole, name).copy_(layout.expert_part(tensor))
+        layout.view(whole, name).copy_(layout.shard(tensor))
     if layout.scattered or held.is_copy:
         held.updated.copy_(whole[low:high])
     if layout.scattered:
@@ -186,7 +186,7 @@ def _restore_bucket(held: HeldBucket, tensors: Mapping[str, Tensor], where: torc
 
 
 def _fragment_of(layout: BucketLayout, fragment: Fragment, whole: Tensor, like: Tensor) -> Tensor:
-    local = layout.expert_part(whole)
+    local = layout.shard(whole)
     flat = torch.zeros(layout.padded, dtype=whole.dtype)
     layout.view(flat, fragment.name).copy_(local)
     if not layout.divided:

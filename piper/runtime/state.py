@@ -161,7 +161,7 @@ class DeviceState:
     def _hold(self, layout: BucketLayout, bucket: Bucket, fetch: Fetch) -> HeldBucket:
         flat = torch.zeros(layout.padded, dtype=bucket.gradient, device=self.where)
         for name in bucket.parameters:
-            layout.view(flat, name).copy_(layout.expert_part(fetch(name)))
+            layout.view(flat, name).copy_(layout.shard(fetch(name)))
         low, high = layout.mine
         updated = flat[low:high]
         if bucket.dtype != bucket.gradient or layout.scattered:

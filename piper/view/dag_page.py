@@ -13,7 +13,19 @@ from typing import Any
 
 from piper.capture.program import Pass
 from piper.errors import PiperError
-from piper.ir.dag import Add, Collective, Compute, Dag, Node, Op, Rest, Sms, Transfer, Update
+from piper.ir.dag import (
+    Add,
+    Collective,
+    Compute,
+    Dag,
+    Node,
+    Op,
+    Rest,
+    Select,
+    Sms,
+    Transfer,
+    Update,
+)
 from piper.ir.facts import Model
 from piper.ir.layout_text import layout_lines
 from piper.ir.text import group_text, name_of
