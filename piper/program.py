@@ -128,15 +128,18 @@ class Program:
     @cached_property
     def loss_groups(self) -> tuple[int, ...]:
         """For each microbatch, over how many devices its loss is divided."""
-        losses = [
-            x
+        forwards = {
+            x.op: len(x.group)
             for plan in self.plans
             for x in plan.instructions
-            if isinstance(x.op, Compute)
-            and x.op.which is Pass.F
-            and self.code.loss in self.code.pieces[x.op.chunk].outputs
-        ]
-        return tuple({x.op: len(x.group) for x in losses}.values())
+            if isinstance(x.op, Compute) and x.op.which is Pass.F
+        }
+        computed = {op.chunk for op in forwards}
+        makers = {v: i for i, piece in enumerate(self.code.pieces) for v in piece.outputs}
+        chunk = makers[self.code.loss]
+        while chunk not in computed:  # a redistribution of what another has computed
+            chunk = makers[self.code.pieces[chunk].inputs[0]]
+        return tuple(group for op, group in forwards.items() if op.chunk == chunk)
 
     @property
     def loss_parts(self) -> int:

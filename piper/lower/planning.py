@@ -367,5 +367,8 @@ class _Planner:
         """How many scatters like this one may be under way; 0 if it is none."""
         if not isinstance(node.op, Collective) or node.op.kind is not CollectiveKind.REDUCE_SCATTER:
             return 0
-        bucket = self.dag.buckets[self.shared.about(node)[1]]
+        role, of = self.shared.about(node)
+        if role is not ExtraRole.REDUCED:
+            return 0
+        bucket = self.dag.buckets[of]
         return 1 if bucket.level > 1 else _UNDER_WAY

@@ -48,7 +48,7 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     followers, waiting = _edges(dag)
     urgency = _urgency(dag, followers, waiting, lengths)
     needs = _needs(dag, classes)
-    in_turn = [_reduces(node) or isinstance(node.op, Update) for node in dag.nodes]
+    in_turn = [_reduces(dag, node) or isinstance(node.op, Update) for node in dag.nodes]
     free: defaultdict[Resource, float] = defaultdict(float)
     start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
     ready: list[tuple[float, tuple[int, float, float], int]] = []
@@ -129,6 +129,8 @@ def _eager(dag: Dag, node: Node) -> bool:
         case Transfer():
             return True
         case Collective(kind=CollectiveKind.ALL_GATHER):
+            if node.writes[0] < dag.first_extra:
+                return True
             bucket = dag.extra[node.writes[0] - dag.first_extra].of
             return dag.buckets[bucket].level < 3  # these are where the parameters are
         case Collective():
@@ -141,7 +143,10 @@ _LATE = (1, 0.0)
 _REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 
 
-def _reduces(node: Node) -> bool:
+def _reduces(dag: Dag, node: Node) -> bool:
+    """Whether it reduces gradients of parameters, or scalars: nothing of the step waits for that."""
+    if node.writes[0] < dag.first_extra:
+        return False
     return isinstance(node.op, Collective) and node.op.kind in _REDUCING
 
 
@@ -189,6 +194,6 @@ def _urgency(
         tail[number] = after + lengths[number]
     urgency: list[tuple[int, float, float]] = []
     for number, node in enumerate(dag.nodes):
-        late = int(_reduces(node) or isinstance(node.op, Update))
+        late = int(_reduces(dag, node) or isinstance(node.op, Update))
         urgency.append((late, -tail[number], 0 if isinstance(node.op, Transfer) else 1))
     return urgency

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from piper.capture.program import Pass
 from piper.ir.dag import Add, Compute, Dag, Group, Node, Select, Transfer, Update
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
@@ -86,9 +85,9 @@ class Shared:
         return max(
             node.parts
             for node in self.dag.nodes
-            if isinstance(node.op, Compute)
-            and node.op.which is Pass.F
-            and self.dag.model.loss in self.dag.model.chunks[node.op.chunk].outputs
+            for value in node.writes
+            if self.role(value) is Role.ACTIVATION
+            and self.dag.table.value(value)[0].of == self.dag.model.loss
         )
 
     def name(self, number: int) -> str:
