@@ -242,6 +242,7 @@ class Capture:
             chunk: Sharding(
                 rule.axis,
                 rule.ways,
+                rule.stride,
                 weight_shards(captured.chunks[chunk], rule.parameters, rule.ways),
                 rule.sequence,
             )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from piper.capture.chunks import Body, Move, Redistribution
 from piper.capture.graphs import is_random
 from piper.capture.resizing import resized
+from piper.capture.shard_rewrites import rewritten, wanted_target
 from piper.capture.sharding_rules import REPLICATED, Placement, Placements, Rules
 from piper.errors import CaptureError
 
@@ -75,6 +76,10 @@ class Local:
     moves: dict[fx.Node, Redistribution]
     constants: frozenset[fx.Node]
     """What depends on no parameter and no input."""
+    placements: tuple[Placement, ...]
+    """Of the results."""
+    rank: fx.Node | None
+    """The device's place along the axis, if it is needed."""
 
 
 def propagate(
@@ -82,12 +87,12 @@ def propagate(
     rules: Rules,
     ways: int,
     given: Sequence[Given],
-    wanted: Sequence[Placement],
+    wanted: Sequence[Placement | None],
     resolved: Callable[[Tensor], Placement],
     name: str,
 ) -> Local:
     """The share of ``body`` on each of ``ways`` devices. ``given`` are the placements of its
-    arguments, ``wanted`` those of its results, ``resolved`` what becomes of a partial sum; ``name``
+    arguments, ``wanted`` those of its results where they are not open, ``resolved`` what becomes of a partial sum; ``name``
     is for errors."""
     found = _Propagation(body, rules, ways, given, resolved, name)
     for node in found.nodes():
@@ -108,6 +113,8 @@ class _Propagation:
         self._body, self._rules, self._ways = body, rules, ways
         self._resolved, self._name = resolved, name
         self._mode = body.fakes()[0].fake_mode
+        self._device = body.fakes()[0].device
+        self._rank: fx.Node | None = None
         self._graph = fx.Graph()
         self._made: dict[fx.Node, Any] = {}
         """How each node of the body is placed."""
@@ -147,6 +154,8 @@ class _Propagation:
             sharded = self._local[source] in self._sharded
             self._emit(node, operator.getitem, (self._local[source], index), {}, sharded)
             return
+        if self._rewrite(node):
+            return
         needs, made = self._placed(node)
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
         if is_random(node) and sharded:
@@ -168,11 +177,46 @@ class _Propagation:
         else:
             self._emit(node, node.target, args, kwargs, sharded)
 
-    def finished(self, wanted: Sequence[Placement]) -> Local:
+    def _rewrite(self, node: fx.Node) -> bool:
+        """Compute ``node`` otherwise than the whole does, where shards must."""
+        placed = {
+            x: self._resolved(self._whole[x]) if isinstance(p, Partial) else p
+            for x, p in ((x, self._made[x]) for x in node.all_input_nodes)
+        }
+        placed |= wanted_target(node, placed)
+        local = _Read(self, placed)
+        found = rewritten(node, placed, local, self)
+        if found is None:
+            return False
+        self._local[node], self._made[node] = found.local, found.placement
+        return True
+
+    def call(self, target: Any, *args: Any, sharded: bool = True) -> fx.Node:
+        return self._call(target, args, sharded)
+
+    def rank(self) -> fx.Node:
+        if self._rank is None:
+            with self._graph.inserting_after(self._arguments[-1]):
+                self._rank = self._graph.placeholder("rank")
+            with self._mode:
+                self._rank.meta["val"] = torch.empty((), dtype=torch.int64, device=self._device)
+            self._constants.add(self._rank)
+        return self._rank
+
+    def moved(
+        self, local: fx.Node, made: Placement, wanted: Placement, *, sharded: bool
+    ) -> fx.Node:
+        return self._redistributed(local, made, wanted, True, sharded)
+
+    def finished(self, wanted: Sequence[Placement | None]) -> Local:
         ends = pytree.tree_leaves(self._source.output_node().args[0])
+        placements = [
+            self._natural(node) if placement is None else placement
+            for node, placement in zip(ends, wanted, strict=True)
+        ]
         results = [
             self._form(node, placement, placement != REPLICATED)
-            for node, placement in zip(ends, wanted, strict=True)
+            for node, placement in zip(ends, placements, strict=True)
         ]
         self._graph.output(tuple(results))
         return Local(
@@ -182,7 +226,16 @@ class _Propagation:
             frozenset(self._sharded),
             self._moves,
             frozenset(self._constants),
+            tuple(placements),
+            self._rank,
         )
+
+    def _natural(self, node: fx.Node) -> Placement:
+        """How a result is placed if its readers leave it open: as it is made, or a sum of it."""
+        made = self._made[node]
+        if isinstance(made, Partial):
+            return self._resolved(self._whole[node])
+        return made if isinstance(made, Shard) else REPLICATED
 
     def _placed(self, node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
         """How an operation reads its inputs, and how what it makes is placed."""
@@ -320,6 +373,9 @@ class _Propagation:
     def _redistributed(
         self, local: fx.Node, made: Placement, wanted: Placement, before: bool, after: bool
     ) -> fx.Node:
+        if (made, before, after) == (REPLICATED, False, True) and isinstance(wanted, Shard):
+            if local in self._constants or not _differentiable(local):
+                return self._slice(local, wanted.dim)
         packed = local
         if isinstance(wanted, Shard):
             packed = self._pack(local, wanted.dim, before)
@@ -330,6 +386,19 @@ class _Propagation:
         if isinstance(made, Shard):
             return self._unpack(moved, made.dim, after)
         return moved
+
+    def _slice(self, x: fx.Node, dim: int) -> fx.Node:
+        """This device's part of what is the same everywhere and has no gradient."""
+        size = x.meta["val"].shape[dim] // self._ways
+        own = self._graph.call_function(aten.arange.default, (size,), {"device": self._device})
+        own = self._noted(own, True)
+        first = self._call(aten.mul.Tensor, (self.rank(), size), True)
+        at = self._call(aten.add.Tensor, (own, first), True)
+        part = self._call(aten.index_select.default, (x, dim, at), True)
+        self._constants |= {own, first, at}
+        if x in self._constants:
+            self._constants.add(part)
+        return part
 
     def _pack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
         """``x`` with its parts along ``dim`` in a first dimension."""
@@ -432,6 +501,22 @@ class _Propagation:
             f"region {self._name} cannot be sharded: there is no rule for {node.target} on "
             f"{placed}; shard its parameters along another dimension, or leave them out"
         )
+
+
+class _Read(Mapping[fx.Node, fx.Node]):
+    """Local values as a rewrite reads them."""
+
+    def __init__(self, of: _Propagation, placed: Mapping[fx.Node, Any]) -> None:
+        self._of, self._placed = of, placed
+
+    def __getitem__(self, node: fx.Node) -> fx.Node:
+        return self._of._form(node, self._placed[node], True)
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        return iter(self._placed)
+
+    def __len__(self) -> int:
+        return len(self._placed)
 
 
 _MOVES = {

@@ -25,12 +25,18 @@ from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.tensors import TensorSpec
 
 
+RANK = "piper.rank"
+"""The name of the buffer that has a device's place along the axis of the segment that reads it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """How one chunk is sharded along an axis."""
 
     axis: str
     ways: int
+    stride: int
+    """How far apart neighbours along the axis are."""
     parameters: Mapping[str, ParameterShard]
     sequence: int | None = None
     """The dimension along which what would be replicated between its parts is sharded instead."""
@@ -52,13 +58,15 @@ class _Segmenter:
         self._values: list[ChunkValue] = []
         self._numbers: dict[int, int] = {}
         """By value of the cut, its number now."""
-        self._edges = {value.index: self._edge(value) for value in cut.values}
+        self._edges: dict[int, Placement] = {}
+        """How the values between chunks are placed along the axis."""
 
     def cut(self) -> Cut:
         old = self._cut
         for value in old.values:
             if value.producer is None:
                 self._numbers[value.index] = self._value(value.name, value.spec, None)
+                self._edges[value.index] = REPLICATED
         for chunk in old.chunks:
             sharding = self._shardings.get(chunk.index)
             if sharding is None:
@@ -74,20 +82,14 @@ class _Segmenter:
             updates=old.updates,
         )
 
-    def _edge(self, value: ChunkValue) -> Placement:
-        """How a value between chunks is placed along the axis: sharded along the sequence if all
-        who make and read it do that, else replicated."""
-        ends = [c for c in self._cut.chunks if value.index in c.inputs]
-        if value.producer is None or value.index in (self._cut.loss, *self._cut.outputs):
+    def _wanted(self, value: int, sharding: Sharding) -> Placement | None:
+        """How a value must be placed along the axis that ``sharding`` is along: open where all who
+        read it are sharded in the same way."""
+        if value in (self._cut.loss, self._cut.count, *self._cut.outputs):
             return REPLICATED
-        everyone = [c.index for c in ends] + [value.producer]
-        found = {
-            (s.axis, s.ways, s.sequence) if (s := self._shardings.get(i)) else None
-            for i in everyone
-        }
-        if len(found) != 1 or (one := found.pop()) is None:
-            return REPLICATED
-        return _resolved(one[2], one[1])(value.spec)
+        readers = [c.index for c in self._cut.chunks if value in c.inputs]
+        same = all(_same(self._shardings.get(i), sharding) for i in readers)
+        return None if same else REPLICATED
 
     def _value(self, name: str, spec: TensorSpec, producer: int | None) -> int:
         index = len(self._values)
@@ -99,6 +101,7 @@ class _Segmenter:
         for value in chunk.outputs:
             old = self._cut.values[value]
             self._numbers[value] = self._value(old.name, old.spec, index)
+            self._edges[value] = REPLICATED
         self._chunks.append(
             replace(
                 chunk,
@@ -121,8 +124,10 @@ class _Segmenter:
                 pieces.compute(rows[level], sharded=level % 2 == 1)
             for node in moves[level]:
                 pieces.move(node)
-        for value, node in zip(chunk.outputs, local.results, strict=False):
+        ends = zip(chunk.outputs, local.results, local.placements, strict=False)
+        for value, node, placement in ends:
             self._numbers[value] = pieces.numbers[node]
+            self._edges[value] = placement
 
     def _local(self, chunk: Chunk, sharding: Sharding) -> Local:
         given: list[Given] = []
@@ -136,7 +141,7 @@ class _Segmenter:
                 given.append(Shard(shard.dim))
         given += [REPLICATED] * len(chunk.buffers)
         given += [self._edges[value] for value in chunk.inputs]
-        wanted = [self._edges[value] for value in chunk.outputs]
+        wanted: list[Placement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
         wanted += [REPLICATED] * len(chunk.updates)
         key = chunk.body.key, sharding.ways, sharding.sequence, tuple(given), tuple(wanted)
         if key not in self._locals:
@@ -216,6 +221,8 @@ class _Pieces:
         self._buffers = dict(
             zip(local.arguments[body.parameters : first], chunk.buffers, strict=True)
         )
+        if local.rank is not None:
+            self._buffers[local.rank] = RANK
         self.numbers = dict(zip(local.arguments[first:], out.numbers(chunk), strict=True))
         """The number of each value between segments, by its node in the share's graph."""
         self._updates = dict(zip(local.results[body.outputs :], chunk.updates, strict=True))
@@ -312,6 +319,15 @@ def _levels(local: Local) -> dict[fx.Node, int]:
             level += 1
         levels[node] = level
     return levels
+
+
+def _same(one: Sharding | None, other: Sharding) -> bool:
+    """Whether a value can go from one chunk to another as it is sharded."""
+    return one is not None and (one.axis, one.ways, one.stride) == (
+        other.axis,
+        other.ways,
+        other.stride,
+    )
 
 
 def _resolved(sequence: int | None, ways: int) -> Callable[[Tensor | TensorSpec], Placement]:
