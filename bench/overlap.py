@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from turns import Found
 
 import piper
-from piper.ir.dag import Collective, CollectiveKind, Compute
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Compute
 from piper.launch.profile import Profile
 from piper.lower.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss

@@ -17,17 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from piper.capture.program import Kind, Pass, Ref
-from piper.ir.dag import (
-    Add,
-    Collective,
-    CollectiveKind,
-    Compute,
-    Dag,
-    Group,
-    Node,
-    Transfer,
-    Update,
-)
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Add, Collective, Compute, Dag, Group, Node, Transfer, Update
 from piper.ir.facts import Model
 from piper.ir.values import ExtraRole, Role
 from piper.lower.memory import Memory

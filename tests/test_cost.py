@@ -22,7 +22,8 @@ from piper.cost import toml
 from piper.cost.communicating import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.replay import Communication, Track, replay
-from piper.ir.dag import Collective, CollectiveKind, Compute, Rest, Transfer
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Compute, Rest, Transfer
 from piper.lower.plan import Verb
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import TaskKind, Tasks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from piper.ir import build
-from piper.ir.dag import Collective, CollectiveKind
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective
 from piper.lower.lower import lower
 from piper.strategies import mesh
 from tests.facts import at, chain

@@ -28,7 +28,8 @@ import piper
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.build import build
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Compute, Dag
 from piper.lower.lower import Settings, lower
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import Tasks

@@ -24,7 +24,6 @@ from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.tensors import TensorSpec
 
-
 RANK = "piper.rank"
 """The name of the buffer that has a device's place along the axis of the segment that reads it."""
 

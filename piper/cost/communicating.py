@@ -1,13 +1,8 @@
 """How long a communication takes, by the algorithm that suits its size best.
 
-With n members, S bytes, a bandwidth B of the slowest link in a ring, and a latency L:
-
-    all_reduce                    the faster of  2 (n - 1) / n S / B + 2 (n - 1) L          a ring
-                                           and   2 S / B + 2 log2(n) L                      a tree
-    reduce_scatter, all_gather    (n - 1) / n S / B + log2(n) L                             halving
-    all_to_all                    the slower of what goes to devices of the same machine and what
-                                  goes to others, each over its own link, + L
-    send                          S / B + L
+``piper/ir/collectives.py`` says what a member sends, and in how many rounds. Each round takes a
+latency. The bytes take the slowest link in a ring or, where each sends to each, the slower of what
+goes to devices of the same machine and what goes to others, each over its own link.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from piper.ir.dag import CollectiveKind
+from piper.ir.collectives import ALGORITHMS, Algorithm, CollectiveKind
 from piper.lower.tasks import TaskKind
 
 
@@ -45,20 +40,17 @@ def communication_seconds(kind: TaskKind | CollectiveKind, way: Way, nbytes: int
     n = way.members
     if n == 1:
         return 0.0
-    steps = math.ceil(math.log2(n))
+    if kind is TaskKind.SEND:
+        return nbytes / way.bandwidth + way.latency
+    assert isinstance(kind, CollectiveKind), f"{kind} is no communication"
     share = (n - 1) / n * nbytes
-    match kind:
-        case CollectiveKind.ALL_REDUCE:
-            ring = 2 * share / way.bandwidth + 2 * (n - 1) * way.latency
-            tree = 2 * nbytes / way.bandwidth + 2 * steps * way.latency
-            return min(ring, tree)
-        case CollectiveKind.REDUCE_SCATTER | CollectiveKind.ALL_GATHER:
-            return share / way.bandwidth + steps * way.latency
-        case CollectiveKind.ALL_TO_ALL:
-            near = share * way.near / way.near_bandwidth
-            far = share * (1 - way.near) / way.far_bandwidth
-            return max(near, far) + way.latency
-        case TaskKind.SEND:
-            return nbytes / way.bandwidth + way.latency
-        case TaskKind.PASS | TaskKind.UPDATE | TaskKind.ADD:
-            raise AssertionError(f"{kind} is no communication")
+    return min(_seconds(x, way, x.sent(nbytes, share)) for x in ALGORITHMS[kind])
+
+
+def _seconds(algorithm: Algorithm, way: Way, sent: float) -> float:
+    latency = algorithm.rounds(way.members) * way.latency
+    if not algorithm.direct:
+        return sent / way.bandwidth + latency
+    near = sent * way.near / way.near_bandwidth
+    far = sent * (1 - way.near) / way.far_bandwidth
+    return max(near, far) + latency

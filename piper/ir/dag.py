@@ -16,6 +16,7 @@ import torch
 from piper.capture.chunks import Style
 from piper.capture.program import Pass
 from piper.capture.saving import RematPolicy
+from piper.ir.collectives import CollectiveKind
 from piper.ir.facts import Model
 from piper.ir.mesh import Mesh
 from piper.ir.values import Extra, ValueTable
@@ -59,13 +60,6 @@ class Transfer:
     def parts(self) -> tuple[int, int]:
         """Into how many parts the source and the target divide the value."""
         return len(self.source) // self.replicas[0], len(self.target) // self.replicas[1]
-
-
-class CollectiveKind(Enum):
-    ALL_REDUCE = "all_reduce"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
-    ALL_TO_ALL = "all_to_all"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ import torch
 from piper.capture.program import Pass
 from piper.codec import DTYPES
 from piper.errors import PiperError
+from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import (
     Add,
     Collective,
-    CollectiveKind,
     Compute,
     Group,
     Op,

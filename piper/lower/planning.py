@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from piper.errors import DirectiveError
+from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import (
     Add,
     Collective,
-    CollectiveKind,
     Compute,
     Dag,
     Group,

@@ -13,7 +13,8 @@ import itertools
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from piper.ir.dag import Collective, CollectiveKind
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective
 from piper.ir.layouts import Layout, Placement
 
 _ORDER = (

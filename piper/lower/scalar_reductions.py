@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.ir.dag import Collective, CollectiveKind, Dag, Group, Update
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Dag, Group, Update
 from piper.ir.values import ExtraRole, Role
 from piper.lower.rewriter import Rewriter
 

@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from piper.ir.dag import Collective, CollectiveKind, Dag, Group, Node, Transfer, Update
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Dag, Group, Node, Transfer, Update
 from piper.lower.rank_classes import RankClasses
 
 Resource = tuple[int, str]

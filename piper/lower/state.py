@@ -21,18 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from piper.capture.program import Pass
-from piper.ir.dag import (
-    COMPUTE,
-    Bucket,
-    Collective,
-    CollectiveKind,
-    Compute,
-    Dag,
-    Group,
-    Op,
-    Tags,
-    Update,
-)
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import COMPUTE, Bucket, Collective, Compute, Dag, Group, Op, Tags, Update
 from piper.ir.layouts import BucketLayouts
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
 from piper.lower.redistribute import redistribute

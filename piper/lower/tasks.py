@@ -17,10 +17,10 @@ import torch
 from piper.capture.program import Pass
 from piper.capture.saving import RematPolicy
 from piper.errors import PiperError
+from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import (
     Add,
     Collective,
-    CollectiveKind,
     Compute,
     Dag,
     Group,

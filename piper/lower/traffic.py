@@ -1,10 +1,6 @@
 """What a plan communicates: how often, and how many bytes a device sends.
 
-A collective of n devices over S bytes is counted as the least that any algorithm can do it with:
-
-    all_reduce                                   2 (n - 1) / n S
-    reduce_scatter, all_gather, all_to_all         (n - 1) / n S
-    send                                                     S
+A collective is counted as the least that any of its algorithms sends.
 """
 
 from __future__ import annotations
@@ -13,7 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
-from piper.ir.dag import Collective, CollectiveKind, Dag, Transfer
+from piper.ir.collectives import ALGORITHMS
+from piper.ir.dag import Collective, Dag, Transfer
 from piper.ir.text import group_text
 from piper.lower.plan import Plan, Verb
 from piper.lower.sizes import Sizes
@@ -70,8 +67,9 @@ def traffic_of(dag: Dag, plan: Plan, sizes: Sizes) -> Traffic:
             case Collective(kind=kind, groups=groups):
                 key = kind.value, node.stream
                 n = next(len(group) for group in groups if mine in group)
-                times = 2 if kind is CollectiveKind.ALL_REDUCE else 1
-                sent[key] += times * Fraction(n - 1, n) * sizes.moved(node)
+                nbytes = sizes.moved(node)
+                share = Fraction(n - 1, n) * nbytes
+                sent[key] += min(x.sent(nbytes, share) for x in ALGORITHMS[kind])
                 counts[key] += 1
             case _:
                 pass

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.ir.dag import CollectiveKind, StreamRule
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import StreamRule
 from piper.lower.plan import Plan
 from piper.runtime.comm import Group, One, Two
 from piper.runtime.communicators import Communicator, channel, collective, communicators_of

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Compute, Dag
 
 
 class Span(NamedTuple):
