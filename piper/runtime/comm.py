@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from torch import Tensor
+from piper.ir.collectives import CollectiveKind
 
 Group = tuple[int, ...]
 
@@ -39,10 +39,8 @@ class Handle(Protocol):
         ...
 
 
-One = Callable[[Tensor], Handle | None]
-"""Begins a communication of one tensor."""
-Two = Callable[[Tensor, Tensor], Handle | None]
-"""Begins one that takes the first tensor and fills the second."""
+Begin = Callable[..., Handle | None]
+"""Begins a communication: a message of one tensor, or a collective of those that its kind needs."""
 
 
 class Comm(Protocol):
@@ -51,24 +49,12 @@ class Comm(Protocol):
     any_order: bool
     """Whether messages may be asked for in another order than they are sent in."""
 
-    def send(self, node: int, stream: str, to: int) -> One: ...
+    def send(self, node: int, stream: str, to: int) -> Begin: ...
 
-    def receive(self, node: int, stream: str, source: int) -> One: ...
+    def receive(self, node: int, stream: str, source: int) -> Begin: ...
 
-    def all_reduce(self, node: int, stream: str, group: Group) -> One:
-        """A tensor becomes its sum over the group."""
-        ...
-
-    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
-        """The second becomes this member's part of the sum of the first."""
-        ...
-
-    def all_gather(self, node: int, stream: str, group: Group) -> Two:
-        """The second becomes all members' parts in the group's order."""
-        ...
-
-    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
-        """Part i of the first goes to member i; part i of the second comes from member i."""
+    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
+        """``collectives.py`` says what each kind does."""
         ...
 
     def close(self) -> None:

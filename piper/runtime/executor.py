@@ -219,9 +219,8 @@ def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     match x.op:
         case Transfer():
             return send(context, x, x.op) if x.verb is Verb.SEND else receive(context, x, x.op)
-        case Collective(groups=groups):
-            group = next(group for group in groups if context.device in group)
-            return _collective(context, x, group)
+        case Collective():
+            return _collective(context, x, x.op)
         case Update():
             return update(context, x, x.op)
         case Add():
@@ -232,25 +231,23 @@ def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:
             raise AssertionError(f"{x.verb} has nothing to do")
 
 
-def _collective(
-    context: ExecutionContext, x: Instruction, group: tuple[int, ...]
-) -> BoundInstruction:
+def _collective(context: ExecutionContext, x: Instruction, op: Collective) -> BoundInstruction:
+    group = next(group for group in op.groups if context.device in group)
+    begin = context.comm.collective(op.kind, x.node, x.stream, group)
     match x.role:
         case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED:
-            return all_to_all(context, x, group)
+            return all_to_all(context, x, begin, len(group))
         case ExtraRole.REDISTRIBUTED:
-            assert isinstance(x.op, Collective)
-            begin = getattr(context.comm, x.op.kind.value)(x.node, x.stream, group)
-            return redistribute(context, x, x.op, begin, len(group))
+            return redistribute(context, x, op, begin, len(group))
         case ExtraRole.REDUCED:
-            return reduce(context, x)
+            return reduce(context, x, begin)
         case ExtraRole.SUMMED:
-            return sum_copies(context, x)
+            return sum_copies(context, x, begin)
         case ExtraRole.GATHERED:
-            return gather(context, x)
+            return gather(context, x, begin)
         case ExtraRole.LOSS:
-            return loss(context, x, group)
+            return loss(context, x, begin)
         case ExtraRole.NORM:
-            return norm(context, x, group)
+            return norm(context, x, begin)
         case _:
             raise AssertionError(f"a collective cannot make {x.role}")

@@ -14,18 +14,21 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from piper.ir.collectives import CollectiveKind
 from piper.lower.plan import Plan
-from piper.runtime.comm import Group, Handle, One, Two
+from piper.runtime.collectives import DEFINITIONS
+from piper.runtime.comm import Begin, Group, Handle
 from piper.runtime.communicators import Communicator, channel, collective, communicators_of
 
 _IN_FLIGHT = 8
@@ -116,7 +119,7 @@ class Gloo:
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def send(self, node: int, stream: str, to: int) -> One:
+    def send(self, node: int, stream: str, to: int) -> Begin:
         if to == self._device:
             return lambda data: self._to_self.update({node: data})
         begin = self._backends[channel(stream, self._device, to)].send
@@ -131,7 +134,7 @@ class Gloo:
 
         return post
 
-    def receive(self, node: int, stream: str, source: int) -> One:
+    def receive(self, node: int, stream: str, source: int) -> Begin:
         if source == self._device:
             return lambda out: self._take(node, out)
         begin = self._backends[channel(stream, source, self._device)].recv
@@ -140,26 +143,13 @@ class Gloo:
     def _take(self, node: int, out: Tensor) -> None:
         out.copy_(self._to_self.pop(node))
 
-    def all_reduce(self, node: int, stream: str, group: Group) -> One:
+    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
         if len(group) == 1:
-            return lambda data: None
-        members, thread = self._members(stream, group), self._thread(stream)
-        return lambda data: _Begun(thread, lambda: _sum_everywhere(data, members))
-
-    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
-        members, thread = self._members(stream, group), self._thread(stream)
-        return lambda data, out: _Begun(thread, lambda: _sum_of_parts(data, out, members))
-
-    def all_gather(self, node: int, stream: str, group: Group) -> Two:
-        members, thread = self._members(stream, group), self._thread(stream)
-        return lambda part, out: _Begun(thread, lambda: members.all_gather(out, part))
-
-    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
-        members, thread = self._members(stream, group), self._thread(stream)
-        return lambda data, out: _Begun(thread, lambda: members.all_to_all(out, data))
-
-    def _members(self, stream: str, group: Group) -> _Members:
-        return _Members(self._backends[collective(stream, group)], len(group))
+            return lambda *tensors: DEFINITIONS[kind].act([tensors])
+        members = _Members(self._backends[collective(stream, group)], len(group))
+        act = partial(_SUMS[kind], members) if kind in _SUMS else partial(members.do, kind)
+        thread = self._thread(stream)
+        return lambda *tensors: _Begun(thread, lambda: act(*tensors))
 
     def _thread(self, stream: str) -> ThreadPoolExecutor:
         if stream not in self._threads:
@@ -196,27 +186,22 @@ class _Members:
     backend: Any
     count: int
 
-    def all_reduce(self, data: Tensor) -> None:
-        self.backend.allreduce([data]).wait()
-
-    def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """``out`` becomes the members' parts in the group's order."""
-        self.backend._allgather_base(out, part).wait()
-
-    def all_to_all(self, out: Tensor, data: Tensor) -> None:
-        """Part i goes to member i and comes from member i."""
-        self.backend.alltoall_base(out, data, [], []).wait()
+    def do(self, kind: CollectiveKind, *tensors: Tensor) -> None:
+        """As gloo does it."""
+        definition = DEFINITIONS[kind]
+        definition.begin(self.backend, definition.options(), *tensors).wait()
 
 
-def _sum_everywhere(data: Tensor, members: _Members) -> None:
+def _sum_everywhere(members: _Members, data: Tensor) -> None:
     """``data`` summed over all members, in their order, for each of them."""
     flat, count = data.view(-1), members.count
     if count == 2:  # a sum of two has no order, and gloo's own copies less
-        members.all_reduce(flat)
+        members.do(CollectiveKind.ALL_REDUCE, flat)
         return
     if flat.numel() <= _SMALL:
         every = flat.new_empty(count * flat.numel())
-        members.all_to_all(every, flat.repeat(count))  # gloo's gather goes around in a ring
+        # gloo's gather goes around in a ring
+        members.do(CollectiveKind.ALL_TO_ALL, flat.repeat(count), every)
         _sum_of_rows(every.view(count, -1), flat)
         return
     share = -(-flat.numel() // count)
@@ -225,16 +210,16 @@ def _sum_everywhere(data: Tensor, members: _Members) -> None:
         padded = flat.new_zeros(share * count)
         padded[: flat.numel()] = flat
     part = flat.new_empty(share)
-    _sum_of_parts(padded, part, members)
-    members.all_gather(padded, part)
+    _sum_of_parts(members, padded, part)
+    members.do(CollectiveKind.ALL_GATHER, part, padded)
     if padded is not flat:
         flat.copy_(padded[: flat.numel()])
 
 
-def _sum_of_parts(data: Tensor, out: Tensor, members: _Members) -> None:
+def _sum_of_parts(members: _Members, data: Tensor, out: Tensor) -> None:
     """This member's part of the sum of ``data``, added in the order of the members."""
     parts = torch.empty_like(data)
-    members.all_to_all(parts, data)
+    members.do(CollectiveKind.ALL_TO_ALL, data, parts)
     _sum_of_rows(parts.view(members.count, -1), out)
 
 
@@ -242,3 +227,10 @@ def _sum_of_rows(rows: Tensor, out: Tensor) -> None:
     torch.add(rows[0], rows[1], out=out)
     for row in rows[2:]:
         out += row
+
+
+_SUMS: Mapping[CollectiveKind, Callable[..., None]] = {
+    CollectiveKind.ALL_REDUCE: _sum_everywhere,
+    CollectiveKind.REDUCE_SCATTER: _sum_of_parts,
+}
+"""What is not left to gloo, whose sums depend on its algorithm."""

@@ -1,7 +1,4 @@
-"""Communication between devices that live in one process: whoever comes last does it for all.
-
-Sums are added in the order of the group, as every way to communicate must.
-"""
+"""Communication between devices that live in one process: whoever comes last does it for all."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from piper.runtime.comm import Group, One, Two
+from piper.ir.collectives import CollectiveKind
+from piper.runtime.collectives import DEFINITIONS, Tensors
+from piper.runtime.comm import Begin, Group
 
 Name = str
 """A device's end of a communication, as errors call it."""
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -64,7 +61,7 @@ class Hub:
         participants: Sequence[Name],
         me: Name,
         tensors: Tensors,
-        move: Callable[[list[Tensors]], None],
+        move: Callable[[Sequence[Tensors]], None],
     ) -> Rendezvous:
         """Take part in the communication ``key``; the last participant lets ``move`` do it."""
         rendezvous = self._open.get(key)
@@ -107,17 +104,17 @@ class Loopback:
         self._hub = hub
         self._device = device
 
-    def send(self, node: int, stream: str, to: int) -> One:
+    def send(self, node: int, stream: str, to: int) -> Begin:
         return self._message(node, self._device, to, "sender")
 
-    def receive(self, node: int, stream: str, source: int) -> One:
+    def receive(self, node: int, stream: str, source: int) -> Begin:
         return self._message(node, source, self._device, "receiver")
 
-    def _message(self, node: int, source: int, to: int, me: Name) -> One:
+    def _message(self, node: int, source: int, to: int, me: Name) -> Begin:
         name = f"transfer from device {source} to device {to} (node {node})"
         arrive, key = self._hub.arrive, (node, (source, to))
 
-        def move(tensors: list[Tensors]) -> None:
+        def move(tensors: Sequence[Tensors]) -> None:
             (sent,), (out,) = tensors
             out.copy_(sent)
 
@@ -126,45 +123,8 @@ class Loopback:
     def close(self) -> None:
         return
 
-    def all_reduce(self, node: int, stream: str, group: Group) -> One:
-        def move(tensors: list[Tensors]) -> None:
-            (total,), *others = tensors
-            for (x,) in others:
-                total += x
-            for (x,) in others:
-                x.copy_(total)
-
-        return self._together("all_reduce", node, group, move)
-
-    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
-        def move(tensors: list[Tensors]) -> None:
-            parts = [x.chunk(len(group)) for x, _ in tensors]
-            for rank, (_, result) in enumerate(tensors):
-                result.copy_(parts[0][rank])
-                for part in parts[1:]:
-                    result += part[rank]
-
-        return self._together("reduce_scatter", node, group, move)
-
-    def all_gather(self, node: int, stream: str, group: Group) -> Two:
-        def move(tensors: list[Tensors]) -> None:
-            for _, result in tensors:
-                torch.cat([x for x, _ in tensors], out=result)
-
-        return self._together("all_gather", node, group, move)
-
-    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
-        def move(tensors: list[Tensors]) -> None:
-            parts = [x.chunk(len(group)) for x, _ in tensors]
-            for rank, (_, result) in enumerate(tensors):
-                torch.cat([part[rank] for part in parts], out=result)
-
-        return self._together("all_to_all", node, group, move)
-
-    def _together(
-        self, kind: str, node: int, group: Group, move: Callable[[list[Tensors]], None]
-    ) -> Callable[..., Rendezvous]:
+    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
         participants = [f"device {device}" for device in group]
-        name, me = f"{kind} (node {node})", f"device {self._device}"
-        arrive, key = self._hub.arrive, (node, group)
+        name, me = f"{kind.value} (node {node})", f"device {self._device}"
+        arrive, key, move = self._hub.arrive, (node, group), DEFINITIONS[kind].act
         return lambda *tensors: arrive(key, name, participants, me, tensors, move)

@@ -11,6 +11,7 @@ from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
 from piper.runtime.messages import combine, dispatch
 from piper.runtime.pending import BoundInstruction, Pending
+from piper.runtime.comm import Begin
 
 
 def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
@@ -68,12 +69,9 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundIns
     return execute
 
 
-def all_to_all(
-    context: ExecutionContext, x: Instruction, group: tuple[int, ...]
-) -> BoundInstruction:
-    slots, ways = context.slots, len(group)
+def all_to_all(context: ExecutionContext, x: Instruction, begin: Begin, ways: int) -> BoundInstruction:
+    slots = context.slots
     store = context.store(x)
-    begin = context.comm.all_to_all(x.node, x.stream, group)
     (slot,), (target,) = x.reads, x.writes
     pack, unpack = dispatch(ways) if x.role is ExtraRole.DISPATCHED else combine(ways)
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import StreamRule
 from piper.lower.plan import Plan
-from piper.runtime.comm import Group, One, Two
+from piper.runtime.collectives import DEFINITIONS
+from piper.runtime.comm import Begin, Group
 from piper.runtime.communicators import Communicator, channel, collective, communicators_of
 
 _c10d: Any = torch._C._distributed_c10d
@@ -61,18 +62,9 @@ class Nccl:
             if one.message:
                 self._message(one)(torch.zeros(1, device=where))
             for kind in kinds:
-                n = len(one.members)
-                one_each, all_of_them = torch.zeros(1, device=where), torch.zeros(n, device=where)
-                match kind:
-                    case CollectiveKind.ALL_REDUCE:
-                        self.all_reduce(0, one.stream, one.members)(one_each)
-                    case CollectiveKind.REDUCE_SCATTER:
-                        self.reduce_scatter(0, one.stream, one.members)(all_of_them, one_each)
-                    case CollectiveKind.ALL_GATHER:
-                        self.all_gather(0, one.stream, one.members)(one_each, all_of_them)
-                    case CollectiveKind.ALL_TO_ALL:
-                        out = torch.empty_like(all_of_them)
-                        self.all_to_all(0, one.stream, one.members)(all_of_them, out)
+                sizes = DEFINITIONS[kind].parts(len(one.members))
+                tensors = [torch.zeros(size, device=where) for size in sizes]
+                self.collective(kind, 0, one.stream, one.members)(*tensors)
         torch.cuda.synchronize(where)
 
     def close(self) -> None:
@@ -91,17 +83,17 @@ class Nccl:
             thread.join()
         self._backends.clear()
 
-    def send(self, node: int, stream: str, to: int) -> One:
+    def send(self, node: int, stream: str, to: int) -> Begin:
         if to == self._device:
             return lambda data: self._keep(node, data)
         return self._message(channel(stream, self._device, to))
 
-    def receive(self, node: int, stream: str, source: int) -> One:
+    def receive(self, node: int, stream: str, source: int) -> Begin:
         if source == self._device:
             return lambda out: self._take(node, out)
         return self._message(channel(stream, source, self._device))
 
-    def _message(self, communicator: Communicator) -> One:
+    def _message(self, communicator: Communicator) -> Begin:
         broadcast = self._backends[communicator].broadcast
         options = _in_order(_c10d.BroadcastOptions())
         options.rootRank = 0
@@ -122,41 +114,15 @@ class Nccl:
         out.copy_(data)
         data.record_stream(torch.cuda.current_stream())  # it may be another stream's memory
 
-    def all_reduce(self, node: int, stream: str, group: Group) -> One:
+    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
+        definition = DEFINITIONS[kind]
         if len(group) == 1:
-            return lambda data: None
-        reduce = self._backends[collective(stream, group)].allreduce
-        options = _in_order(_c10d.AllreduceOptions())
+            return lambda *tensors: definition.act([tensors])
+        begin, backend = definition.begin, self._backends[collective(stream, group)]
+        options = _in_order(definition.options())
 
-        def begin(data: Tensor) -> None:
-            reduce([data], options)
-
-        return begin
-
-    def reduce_scatter(self, node: int, stream: str, group: Group) -> Two:
-        scatter = self._backends[collective(stream, group)]._reduce_scatter_base
-        options = _in_order(_c10d.ReduceScatterOptions())
-
-        def begin(data: Tensor, out: Tensor) -> None:
-            scatter(out, data, options)
-
-        return begin
-
-    def all_gather(self, node: int, stream: str, group: Group) -> Two:
-        gather = self._backends[collective(stream, group)]._allgather_base
-        options = _in_order(_c10d.AllgatherOptions())
-
-        def begin(part: Tensor, out: Tensor) -> None:
-            gather(out, part, options)
-
-        return begin
-
-    def all_to_all(self, node: int, stream: str, group: Group) -> Two:
-        all_to_all = self._backends[collective(stream, group)].alltoall_base
-        options = _in_order(_c10d.AllToAllOptions())
-
-        def begin(data: Tensor, out: Tensor) -> None:
-            all_to_all(out, data, [], [], options)
+        def execute(*tensors: Tensor) -> None:
+            begin(backend, options, *tensors)
 
         return begin
 

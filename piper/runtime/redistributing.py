@@ -6,7 +6,7 @@ import torch
 
 from piper.ir.dag import Collective, CollectiveKind, Select
 from piper.lower.plan import Instruction
-from piper.runtime.comm import Two as Begin
+from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending
 

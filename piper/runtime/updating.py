@@ -12,21 +12,18 @@ from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.state import HeldBucket
+from piper.runtime.comm import Begin
 
 _ROW = 512
 """Elements whose squares are added up in fp32; more would lose digits."""
 
 
-def reduce(context: ExecutionContext, x: Instruction) -> BoundInstruction:
+def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     held = context.state.held[x.of]
     layout = held.layout
     kind = layout.bucket.gradient
-    if layout.divided:
-        scatter = context.comm.reduce_scatter(x.node, x.stream, layout.shard_group)
-    else:
-        sum_up = context.comm.all_reduce(x.node, x.stream, layout.group)
     (target,) = x.writes
     buffer = next((s for s in x.reads if context.plan.slots[s].bucket == x.of), None)
     sources = _sources(context, held, x.reads)
@@ -46,10 +43,10 @@ def reduce(context: ExecutionContext, x: Instruction) -> BoundInstruction:
                     view.add_(slots[slot][i]) if first else view.copy_(slots[slot][i])
         if layout.divided:
             out = torch.empty(layout.share, dtype=kind, device=where)
-            handle = scatter(flat, out)
+            handle = begin(flat, out)
         else:
             out = flat
-            handle = sum_up(flat)
+            handle = begin(flat)
 
         def finish() -> None:
             store(slots[target].add_(out) if adds else out)
@@ -59,18 +56,17 @@ def reduce(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     return execute
 
 
-def sum_copies(context: ExecutionContext, x: Instruction) -> BoundInstruction:
+def sum_copies(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
     layout = context.state.held[x.of].layout
-    sum_up = context.comm.all_reduce(x.node, x.stream, layout.replica_group)
 
     def execute() -> Pending:
         if x.reads:
             data = slots[x.reads[0]]
         else:  # this copy saw no microbatch
             data = torch.zeros(layout.share, dtype=layout.bucket.gradient, device=where)
-        handle = sum_up(data)
+        handle = begin(data)
 
         def finish() -> None:
             store(data)
@@ -91,11 +87,10 @@ def _sources(
     ]
 
 
-def gather(context: ExecutionContext, x: Instruction) -> BoundInstruction:
+def gather(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
     where, store = context.where, context.store(x)
     held = context.state.held[x.of]
     layout = held.layout
-    begin = context.comm.all_gather(x.node, x.stream, layout.shard_group)
 
     def whole() -> Pending:
         low, high = layout.mine
@@ -119,10 +114,9 @@ def gather(context: ExecutionContext, x: Instruction) -> BoundInstruction:
     return parts if layout.scattered else whole
 
 
-def loss(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
+def loss(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
-    sum_up = context.comm.all_reduce(x.node, x.stream, group)
     losses = len(x.weights)
     uneven = any(weight != 1 for weight in x.weights)
     weights = torch.tensor(x.weights, dtype=torch.float64, device=where) if uneven else None
@@ -136,7 +130,7 @@ def loss(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> B
                     scalars = scalars * weights
                 narrow = scalars.dtype in (torch.bfloat16, torch.float16)
                 data[i] = (scalars.float() if narrow else scalars).sum()
-        handle = sum_up(data)
+        handle = begin(data)
 
         def finish() -> None:
             context.scalars.loss = data
@@ -147,10 +141,9 @@ def loss(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> B
     return execute
 
 
-def norm(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> BoundInstruction:
+def norm(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
-    sum_up = context.comm.all_reduce(x.node, x.stream, group)
     collect = [(context.state.held[b], _gradients(context, b, x.reads)) for b in x.buckets]
     scalars = () if collect else x.reads
 
@@ -160,7 +153,7 @@ def norm(context: ExecutionContext, x: Instruction, group: tuple[int, ...]) -> B
             data += squares(_counted(held, gradients()))
         for slot in scalars:
             data += slots[slot]
-        handle = sum_up(data)
+        handle = begin(data)
 
         def finish() -> None:
             context.scalars.norm = data

@@ -1,0 +1,92 @@
+"""What each kind of collective does with the tensors of its members, for all ways to communicate.
+
+A member brings one tensor that is changed in place, or one that is taken and one that is filled.
+Sums are added in the order of the group, so that it does not matter which way is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.ir.collectives import CollectiveKind
+
+Tensors = tuple[Tensor, ...]
+_c10d: Any = dist.distributed_c10d  # its stubs lack some of the options
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A kind of collective: its meaning, and how torch is asked for it."""
+
+    parts: Callable[[int], tuple[int, ...]]
+    """Of how many parts the tensors are that one of n members brings."""
+    act: Callable[[Sequence[Tensors]], None]
+    """Does it for all members, whose tensors are given in the order of the group."""
+    begin: Callable[..., Any]
+    """Asks a communicator of torch's, with ``options()``, for it with one member's tensors."""
+    options: Callable[[], Any]
+
+
+def _all_reduce(everyone: Sequence[Tensors]) -> None:
+    """A tensor becomes its sum over the group."""
+    (total,), *others = everyone
+    for (x,) in others:
+        total += x
+    for (x,) in others:
+        x.copy_(total)
+
+
+def _reduce_scatter(everyone: Sequence[Tensors]) -> None:
+    """The second becomes this member's part of the sum of the first."""
+    parts = [x.chunk(len(everyone)) for x, _ in everyone]
+    for rank, (_, out) in enumerate(everyone):
+        out.copy_(parts[0][rank])
+        for part in parts[1:]:
+            out += part[rank]
+
+
+def _all_gather(everyone: Sequence[Tensors]) -> None:
+    """The second becomes all members' parts in the group's order."""
+    for _, out in everyone:
+        torch.cat([x for x, _ in everyone], out=out)
+
+
+def _all_to_all(everyone: Sequence[Tensors]) -> None:
+    """Part i of the first goes to member i; part i of the second comes from member i."""
+    parts = [x.chunk(len(everyone)) for x, _ in everyone]
+    for rank, (_, out) in enumerate(everyone):
+        torch.cat([part[rank] for part in parts], out=out)
+
+
+DEFINITIONS: Mapping[CollectiveKind, Definition] = {
+    CollectiveKind.ALL_REDUCE: Definition(
+        lambda n: (1,),
+        _all_reduce,
+        lambda backend, options, x: backend.allreduce([x], options),
+        _c10d.AllreduceOptions,
+    ),
+    CollectiveKind.REDUCE_SCATTER: Definition(
+        lambda n: (n, 1),
+        _reduce_scatter,
+        lambda backend, options, x, out: backend._reduce_scatter_base(out, x, options),
+        _c10d.ReduceScatterOptions,
+    ),
+    CollectiveKind.ALL_GATHER: Definition(
+        lambda n: (1, n),
+        _all_gather,
+        lambda backend, options, x, out: backend._allgather_base(out, x, options),
+        _c10d.AllgatherOptions,
+    ),
+    CollectiveKind.ALL_TO_ALL: Definition(
+        lambda n: (n, n),
+        _all_to_all,
+        lambda backend, options, x, out: backend.alltoall_base(out, x, [], [], options),
+        _c10d.AllToAllOptions,
+    ),
+}

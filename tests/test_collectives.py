@@ -1,0 +1,101 @@
+"""Every kind of collective is described in full, and all ways to communicate do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.ir.collectives import ALGORITHMS, CollectiveKind
+from piper.ir.dag import Collective
+from piper.lower.plan import Instruction, Plan, Verb
+from piper.runtime.collectives import DEFINITIONS
+from piper.runtime.comm import Comm
+from piper.runtime.gloo import Gloo
+from piper.runtime.loopback import Hub, Loopback
+
+
+def tensors(kind: CollectiveKind, members: int, elements: int) -> list[list[Tensor]]:
+    """What each member brings, in parts of so many elements, whose sums depend on their order."""
+    random = torch.Generator().manual_seed(members * elements)
+    parts = DEFINITIONS[kind].parts(members)
+    return [
+        [torch.randn(n * elements, generator=random) * 10.0**member for n in parts]
+        for member in range(members)
+    ]
+
+
+def done(
+    comms: list[Comm], kind: CollectiveKind, brought: list[list[Tensor]]
+) -> list[list[Tensor]]:
+    group = tuple(range(len(comms)))
+    begun = [
+        comm.collective(kind, 0, "s", group)(*mine)
+        for comm, mine in zip(comms, brought, strict=True)
+    ]
+    for handle in begun:
+        if handle is not None:
+            handle.join()
+    return brought
+
+
+def loopback(kind: CollectiveKind, members: int) -> list[Comm]:
+    hub = Hub(accelerator=False)
+    return [Loopback(hub, device) for device in range(members)]
+
+
+def gloo(kind: CollectiveKind, members: int) -> list[Comm]:
+    group = tuple(range(members))
+    only = Instruction(Verb.COLLECTIVE, 0, "only", "s", Collective(kind, (group,)))
+    plan = Plan(group, (only,), (), (), ())
+    store, limit = dist.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(members) as pool:  # each waits for the others
+        return list(pool.map(lambda d: Gloo(d, [plan], store, limit, alone=True), group))
+
+
+def test_all_kinds_are_described() -> None:
+    assert set(ALGORITHMS) == set(DEFINITIONS) == set(CollectiveKind)
+
+
+@pytest.mark.parametrize("elements", [3, 5000], ids=["small", "large"])
+@pytest.mark.parametrize("members", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", CollectiveKind, ids=lambda kind: kind.value)
+def test_gloo_does_what_virtual_devices_do(
+    kind: CollectiveKind, members: int, elements: int
+) -> None:
+    ways: list[Callable[[CollectiveKind, int], list[Comm]]] = [loopback, gloo]
+    found = []
+    for way in ways:
+        comms = way(kind, members)
+        found.append(done(comms, kind, tensors(kind, members, elements)))
+        for comm in comms:
+            comm.close()
+    for ours, theirs in zip(*found, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (CollectiveKind.ALL_REDUCE, [[[4.0, 6.0]], [[4.0, 6.0]]]),
+        (CollectiveKind.REDUCE_SCATTER, [[[1.0, 2.0], [4.0]], [[3.0, 4.0], [6.0]]]),
+        (CollectiveKind.ALL_GATHER, [[[1.0], [1.0, 3.0]], [[3.0], [1.0, 3.0]]]),
+        (CollectiveKind.ALL_TO_ALL, [[[1.0, 2.0], [1.0, 3.0]], [[3.0, 4.0], [2.0, 4.0]]]),
+    ],
+    ids=lambda item: item.value if isinstance(item, CollectiveKind) else "",
+)
+def test_what_two_members_get(kind: CollectiveKind, expected: list[list[list[float]]]) -> None:
+    """One has 1, 2 and the other 3, 4, or of these the first where a part is brought."""
+    takes, *gives = DEFINITIONS[kind].parts(2)
+    size = 2 if kind is CollectiveKind.ALL_REDUCE else takes
+    brought = [
+        [torch.tensor(own)[:size], *(torch.zeros(n) for n in gives)]
+        for own in ([1.0, 2.0], [3.0, 4.0])
+    ]
+    found = done(loopback(kind, 2), kind, brought)
+    assert [[x.tolist() for x in mine] for mine in found] == expected
