@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Transfer, Update
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Compute, Dag, Transfer, Update
 from piper.ir.facts import PassFacts
 from piper.ir.overlaps import scattered
 from piper.ir.text import group_text

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from piper.capture.chunks import Move, Redistribution
 from piper.capture.program import Pass
-from piper.ir.dag import Collective, CollectiveKind, Compute, Dag, Group, Node, Op, Select
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Compute, Dag, Group, Node, Op, Select
 from piper.ir.mesh import Mesh
 
 _KINDS = {

@@ -33,10 +33,8 @@ class BucketLayout:
     bucket: Bucket
     specs: Mapping[str, TensorSpec]
     """The whole parameters."""
-    group: tuple[int, ...]
-    """The devices that hold the same values as this one, in this or in other copies."""
     index: int
-    """This device's index among them."""
+    """This device's index among those that hold the same values, in this or in other copies."""
     part: int
     """Which share of the experts it has."""
 
@@ -46,7 +44,7 @@ class BucketLayout:
         for part, group in enumerate(bucket.groups):
             if device in group:
                 mine = {name: specs[name] for name in bucket.parameters}
-                return BucketLayout(bucket, mine, group, group.index(device), part)
+                return BucketLayout(bucket, mine, group.index(device), part)
         return None
 
     @property
@@ -58,17 +56,6 @@ class BucketLayout:
     def rank(self) -> int:
         """Which part of its copy it has."""
         return self.index % self.bucket.within
-
-    @property
-    def shard_group(self) -> tuple[int, ...]:
-        """The devices that shard this copy among them."""
-        first = self.copy * self.bucket.within
-        return self.group[first : first + self.bucket.within]
-
-    @property
-    def replica_group(self) -> tuple[int, ...]:
-        """The devices that have the same shard of other copies."""
-        return self.group[self.rank :: self.bucket.within]
 
     @property
     def divided(self) -> bool:
@@ -119,13 +106,16 @@ class BucketLayout:
         return start, start + self.share
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter in the whole buffer, with the strides that its model has if it is whole."""
-        shape, start = self.shapes[name], self.offsets[name]
-        piece = flat[start : start + math.prod(shape)]
-        spec = self.specs[name]
+        """A parameter in the whole buffer."""
+        start = self.offsets[name]
+        return self.shaped(flat[start : start + math.prod(self.shapes[name])], name)
+
+    def shaped(self, row: Tensor, name: str) -> Tensor:
+        """A parameter that lies in ``row``, with the strides that its model has if it is whole."""
+        shape, spec = self.shapes[name], self.specs[name]
         if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
-            return piece.as_strided(shape, spec.stride)
-        return piece.view(shape)
+            return row.as_strided(shape, spec.stride)
+        return row.view(shape)
 
     def shard(self, whole: Tensor) -> Tensor:
         """This device's shard of a whole parameter, of experts or under tensor parallelism."""

@@ -114,19 +114,11 @@ def assemble(
     found: dict[str, Tensor] = {}
     for (name, part), row in rows.items():
         bucket = layouts[name]
-        layout = BucketLayout(bucket, {n: specs[n] for n in bucket.parameters}, (0,), 0, part)
+        layout = BucketLayout(bucket, {n: specs[n] for n in bucket.parameters}, 0, part)
         if name not in found:
             found[name] = torch.empty(specs[name].shape, dtype=row.dtype)
-        local = _row_view(layout, row, name, specs[name])
-        layout.put(found[name], local)
+        layout.put(found[name], layout.shaped(row, name))
     return found
-
-
-def _row_view(layout: BucketLayout, row: Tensor, name: str, spec: TensorSpec) -> Tensor:
-    shape = layout.shapes[name]
-    if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
-        return row.as_strided(shape, spec.stride)
-    return row.view(shape)
 
 
 def restore(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from piper.ir.dag import Collective, CollectiveKind, Select
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag import Collective, Select
 from piper.lower.plan import Instruction
 from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,12 +67,7 @@ def sum_copies(context: ExecutionContext, x: Instruction, begin: Begin) -> Bound
             data = slots[x.reads[0]]
         else:  # this copy saw no microbatch
             data = torch.zeros(layout.share, dtype=layout.bucket.gradient, device=where)
-        handle = begin(data)
-
-        def finish() -> None:
-            store(data)
-
-        return Pending(x.name, [handle], finish)
+        return Pending(x.name, [begin(data)], partial(store, data))
 
     return execute
 
@@ -95,12 +91,7 @@ def gather(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
     def whole() -> Pending:
         low, high = layout.mine
         part = held.flat[low:high].clone()
-        handle = begin(part, held.flat)
-
-        def finish() -> None:
-            store(())
-
-        return Pending(x.name, [handle], finish)
+        return Pending(x.name, [begin(part, held.flat)], partial(store, ()))
 
     def parts() -> Pending:
         out = torch.empty(layout.padded, dtype=held.flat.dtype, device=where)
@@ -236,7 +227,7 @@ def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
 
 def _counted(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
     """Those that this device adds to the norm: replicas share equal ones out."""
-    return gradients[held.layout.copy :: len(held.layout.replica_group)]
+    return gradients[held.layout.copy :: held.layout.bucket.copies]
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
