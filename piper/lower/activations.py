@@ -109,29 +109,27 @@ class _Forms:
             (self._all_to_alls[key],) = redistribute(rows, rows.along(ep=Shard(0)))
         self.out.add(
             self._all_to_alls[key],
+            made,
             tags=node.tags,
             devices=node.devices,
             replicas=node.replicas,
             stream=rule.stream,
             reads=(value,),
-            writes=(made,),
             made_by=rule.made_by,
         )
 
     def _send(self, value: int, maker: int, reader: int) -> int:
         made, read = self._dag.nodes[maker], self._dag.nodes[reader]
         dim = self._rows_of(value, maker, reader) if made.parts != read.parts else 0
-        arrived = self.out.value(ExtraRole.RECEIVED, value, read.parts)
-        self.out.add(
+        return self.out.add(
             Transfer(made.devices, read.devices, dim, (made.replicas, read.replicas)),
+            self.out.value(ExtraRole.RECEIVED, value, read.parts),
             tags=made.tags,
             devices=tuple(dict.fromkeys((*made.devices, *read.devices))),
             stream=made.sends.stream,
             reads=(value,),
-            writes=(arrived,),
             made_by=made.sends.made_by,
         )
-        return arrived
 
     def _rows_of(self, value: int, maker: int, reader: int) -> int:
         """The dimension of a value that has the rows of the batch, which two groups divide into

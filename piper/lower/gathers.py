@@ -127,17 +127,13 @@ def _gather(
     dag: Dag, out: Rewriter, bucket: int, number: int, before: int | None, gathers: _Gathers
 ) -> int:
     devices = dag.nodes[number].devices
-    whole = out.value(ExtraRole.GATHERED, bucket)
     rule = dag.buckets[bucket].rule
-    made = out.add(
+    return out.add(
         gathers.of(bucket, devices),
+        out.value(ExtraRole.GATHERED, bucket),
         tags=dag.nodes[number].tags,
         devices=devices,
         stream=rule.gather_stream,
-        reads=(),
-        writes=(whole,),
+        after=() if before is None else (before,),
         made_by=rule.made_by,
     )
-    if before is not None:
-        out.nodes[made] = replace(out.nodes[made], after=(before,), after_by=(rule.made_by,))
-    return whole

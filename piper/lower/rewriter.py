@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from piper.ir.dag import Dag, Group, Node, Op, Tags
@@ -24,28 +25,31 @@ class Rewriter:
     def add(
         self,
         op: Op,
+        made: int,
         *,
         devices: Group,
         stream: str,
-        reads: tuple[int, ...],
-        writes: tuple[int, ...],
         made_by: int,
-        tags: Tags,
+        reads: Iterable[int] = (),
+        after: tuple[int, ...] = (),
+        tags: Tags | None = None,
         replicas: int = 1,
     ) -> int:
-        """The number of a new node; its tags are those of the node it serves."""
+        """A new node; its tags are those of the node it serves. Gives the value that it makes."""
         node = Node(
             op=op,
-            tags=tags,
-            reads=reads,
-            writes=writes,
+            tags=tags or {},
+            reads=tuple(reads),
+            writes=(made,),
             devices=devices,
             replicas=replicas,
             stream=stream,
+            after=after,
+            after_by=(made_by,) * len(after),
             made_by=made_by,
         )
         self.nodes.append(node)
-        return len(self.nodes) - 1
+        return made
 
     def dag(self) -> Dag:
         return replace(self._dag, nodes=tuple(self.nodes), extra=tuple(self.extra))

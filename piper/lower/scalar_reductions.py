@@ -53,14 +53,6 @@ def _losses(dag: Dag) -> list[int]:
 
 
 def _all_reduce(out: Rewriter, role: ExtraRole, everyone: Group, reads: list[int]) -> int:
+    op = Collective(CollectiveKind.ALL_REDUCE, (everyone,))
     made = out.value(role, 0)
-    out.add(
-        Collective(CollectiveKind.ALL_REDUCE, (everyone,)),
-        tags={},
-        devices=everyone,
-        stream=STREAM,
-        reads=tuple(reads),
-        writes=(made,),
-        made_by=0,
-    )
-    return made
+    return out.add(op, made, devices=everyone, stream=STREAM, reads=reads, made_by=0)

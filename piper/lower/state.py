@@ -128,19 +128,19 @@ def _update(
         stream: str = rule.reduce_stream,
         devices: Group = everyone,
         tags: Tags | None = None,
+        after: tuple[int, ...] = (),
     ) -> int:
         """A node about this bucket; gives the value that it makes."""
-        made = out.value(role, index)
-        out.add(
+        return out.add(
             op,
-            tags=tags or {},
+            out.value(role, index),
+            tags=tags,
             devices=devices,
             stream=stream,
-            reads=tuple(reads),
-            writes=(made,),
+            reads=reads,
+            after=after,
             made_by=rule.made_by,
         )
-        return made
 
     reduced, role = gradients, ExtraRole.REDUCED
     layouts = BucketLayouts(bucket)
@@ -159,9 +159,7 @@ def _update(
         else:
             reduced = [add(op, reduced, role)]
         role = ExtraRole.SUMMED
-    add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE)
-    by = (rule.made_by,) * len(uses)
-    out.nodes[-1] = replace(out.nodes[-1], after=uses, after_by=by)
+    add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE, after=uses)
 
 
 def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
@@ -169,17 +167,13 @@ def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
     come after them."""
     if not uses:
         return
-    everyone = _everyone(bucket)
     layouts = BucketLayouts(bucket)
     (gather,) = redistribute(layouts.optimizer, layouts.in_use)
-    whole = out.value(ExtraRole.GATHERED, index)
-    out.add(
+    whole = out.add(
         gather,
-        tags={},
-        devices=everyone,
+        out.value(ExtraRole.GATHERED, index),
+        devices=_everyone(bucket),
         stream=bucket.rule.gather_stream,
-        reads=(),
-        writes=(whole,),
         made_by=bucket.rule.made_by,
     )
     for number in uses:
