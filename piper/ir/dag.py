@@ -141,6 +141,12 @@ class Node:
         return self.devices if step == 1 else self.devices[rank % step :: step]
 
     @property
+    def endpoints(self) -> tuple[Group, ...]:
+        """The groups that take part: of a message, who sends and who receives."""
+        op = self.op
+        return (op.source, op.target) if isinstance(op, Transfer) else (self.devices,)
+
+    @property
     def compute(self) -> Compute:
         """The op of a node that computes: before lowering, every node does."""
         assert isinstance(self.op, Compute)

@@ -42,14 +42,9 @@ def plans_of(
     rows: list[list[int]] = [[] for _ in classes.members]
     touched = Touched(classes)
     for number in order.order:
-        node = dag.nodes[number]
-        if isinstance(node.op, Transfer):
-            ends = (*touched.by(node.op.source), *touched.by(node.op.target))
-            for c in dict.fromkeys(ends):
-                rows[c].append(number)
-        else:
-            for c in touched.by(node.devices):
-                rows[c].append(number)
+        takes_part = [c for group in dag.nodes[number].endpoints for c in touched.by(group)]
+        for c in dict.fromkeys(takes_part):
+            rows[c].append(number)
     shared = Shared(dag, sizes, touched, whole)
     return tuple(
         _Planner(shared, members).plan(row)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import Collective, Dag, Node, Transfer, Update
 from piper.lower.rank_classes import RankClasses
 
 Resource = tuple[int, str]
@@ -156,10 +156,7 @@ def _needs(dag: Dag, classes: RankClasses) -> list[tuple[Resource, ...]]:
     known: dict[tuple[object, ...], tuple[Resource, ...]] = {}
     needs = []
     for node in dag.nodes:
-        sides: tuple[Group, ...] = (node.devices,)
-        if isinstance(node.op, Transfer):
-            sides = (node.op.source, node.op.target)
-        key = (node.stream, len(sides), *map(id, sides))
+        key = (node.stream, *map(id, node.endpoints))
         if key not in known:
             known[key] = resources(classes, node)
         needs.append(known[key])

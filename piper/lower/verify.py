@@ -69,9 +69,9 @@ def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> No
                 continue
             there[x.node] += 1
             node = dag.nodes[x.node]
-            key = tuple(map(id, _sides(node)))
+            key = tuple(map(id, node.endpoints))
             if key not in participants:
-                participants[key] = [classes.touched(side) for side in _sides(node)]
+                participants[key] = [classes.touched(group) for group in node.endpoints]
             sides = participants[key]
             if x.verb is Verb.SEND:
                 used: list[tuple[object, ...]] = [(node.stream, c, other) for other in sides[1]]
@@ -83,18 +83,12 @@ def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> No
                 sequences[communicator].setdefault((x.verb, c), []).append(x.node)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Transfer | Collective):
-            sides = participants.get(tuple(map(id, _sides(node))), [])
+            sides = participants.get(tuple(map(id, node.endpoints)), [])
             if there[number] != sum(map(len, sides)) or not sides:
                 raise _fault(f"node {number} lacks some of its participants")
     for (stream, *_), rows in sequences.items():
         if len({tuple(row) for row in rows.values()}) > 1:
             raise _fault(f"the communications on stream {stream!r} are entered in several orders")
-
-
-def _sides(node: Node) -> tuple[Group, ...]:
-    if isinstance(node.op, Transfer):
-        return (node.op.source, node.op.target)
-    return (node.devices,)
 
 
 def _gradients(dag: Dag) -> None:

@@ -8,10 +8,10 @@ from piper.ir.dag import Transfer
 from piper.ir.overlaps import received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction
+from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext
 from piper.runtime.messages import combine, dispatch
 from piper.runtime.pending import BoundInstruction, Pending
-from piper.runtime.comm import Begin
 
 
 def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from piper.ir.dag import Update
 from piper.lower.plan import Instruction
+from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.state import HeldBucket
-from piper.runtime.comm import Begin
 
 _ROW = 512
 """Elements whose squares are added up in fp32; more would lose digits."""
