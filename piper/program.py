@@ -17,6 +17,7 @@ import torch
 from piper.capture.batch import Batch
 from piper.capture.code import Code
 from piper.capture.codegen import Compiler
+from piper.capture.chunks import RANK
 from piper.capture.program import Pass
 from piper.capture.tensors import TensorSpec
 from piper.cost import Cluster, Simulation, simulate
@@ -157,7 +158,7 @@ class Program:
         """The parameters and buffers that some device holds."""
         codes = (self.code, self.evaluation_code)
         pieces = [piece for code in codes for piece in code.pieces]
-        return frozenset(n for p in pieces for n in (*p.parameters, *p.buffers))
+        return frozenset(n for p in pieces for n in (*p.parameters, *p.buffers) if n != RANK)
 
     def plan_of(self, device: int) -> Plan:
         """What one device does."""

@@ -90,6 +90,10 @@ class ParameterShard:
     sections: tuple[int, ...] = ()
 
 
+RANK = "piper.rank"
+"""The name of the buffer that has a device's place along the axis of the segment that reads it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A part of a chunk under tensor parallelism: what lies between two redistributions, or one

@@ -248,8 +248,9 @@ class _Propagation:
                 return now, found
             self._refuse(node, now)
         partial = [x for x, p in now.items() if isinstance(p, Partial)]
-        passes = node.target in _PASS_PARTIAL or (
-            node.target in _ADD and len(partial) == len(now) and not node.kwargs
+        passes = not any(self._is_resolved(x) for x in partial) and (
+            node.target in _PASS_PARTIAL
+            or (node.target in _ADD and len(partial) == len(now) and not node.kwargs)
         )
         if partial and not passes:
             for x in partial:
@@ -258,6 +259,11 @@ class _Propagation:
         if made is not None:
             return now, made
         return self._search(node, now)
+
+    def _is_resolved(self, node: fx.Node) -> bool:
+        """Whether a partial sum was reduced already, for another reader."""
+        placement = self._resolved(self._whole[node])
+        return any((node, placement, sharded) in self._forms for sharded in (True, False))
 
     def _search(
         self, node: fx.Node, now: dict[fx.Node, Any]

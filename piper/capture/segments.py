@@ -18,14 +18,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.chunks import Body, Chunk, ChunkValue, Cut, Move, ParameterShard, Segment
+from piper.capture.chunks import RANK, Body, Chunk, ChunkValue, Cut, Move, ParameterShard, Segment
 from piper.capture.cut import body_key
 from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.tensors import TensorSpec
-
-RANK = "piper.rank"
-"""The name of the buffer that has a device's place along the axis of the segment that reads it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ _PRODUCTS = {
     aten.addmm.default: (2, 1, 0),
     aten.mm.default: (1, 1, 0),
     aten.matmul.default: (1, 1, 0),
+    aten.embedding.default: (0, 1, 0),
 }
 """The argument that is the weight, its dimension that the result has, and the one summed over."""
 _BIASES = {aten.linear.default: 2, aten.addmm.default: 0}

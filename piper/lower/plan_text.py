@@ -81,15 +81,16 @@ def _line(x: Instruction) -> str:
     }
     words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
     about = "" if x.role is None else f" {x.role.value} {x.of}"
-    what = f"{x.node} {_op(x.op, x.group)}{about}"
+    what = f"{x.node} {_op(x.op, x.group, x.shard)}{about}"
     line = " ".join([f"{name}: {reads} -> {writes}", *words])
     return f"[{_quoted(x.stream, _STREAM)}] {x.verb.value} {line} # {what}"
 
 
-def _op(op: Op, group: Group) -> str:
+def _op(op: Op, group: Group, shard: int) -> str:
     match op:
         case Compute(chunk=chunk, which=which, microbatch=microbatch):
-            return f"{chunk}{which.value}{microbatch} on {_numbers(group)}"
+            where = f" shard {shard}" if shard else ""
+            return f"{chunk}{which.value}{microbatch} on {_numbers(group)}{where}"
         case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
             return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}"
         case Collective(kind=kind, groups=groups):
@@ -142,7 +143,7 @@ _INSTRUCTION = re.compile(
     r"(?P<node>\d+) (?P<op>.+)"
 )
 _OPS = {
-    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)"),
+    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)(?: shard (\d+))?"),
     Verb.SEND: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
     Verb.RECV: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
     Verb.COLLECTIVE: re.compile(r"(\w+) (\S+) (\w+) (\d+)"),
@@ -215,6 +216,7 @@ def _parsed(line: str) -> Instruction:
         role=role,
         of=of,
         group=group,
+        shard=int(what.groups()[4] or 0) if verb is Verb.COMPUTE else 0,
         reads=tuple(_integers(found["reads"])),
         writes=tuple(_integers(found["writes"])),
         adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", found["writes"])))),

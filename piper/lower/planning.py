@@ -201,6 +201,12 @@ class _Planner:
                 place -= place // rule.stride % rule.ways * rule.stride
         return place == 0
 
+    def _shard(self, node: Node) -> int:
+        """The place of this class along the axis on whose shards a node computes."""
+        if not isinstance(node.op, Compute) or (rule := self.dag.tensor.get(node.op.chunk)) is None:
+            return 0
+        return node.devices.index(self.members[0]) // rule.stride % rule.ways
+
     def _rows(self, node: Node) -> Group:
         """The devices, those of this class among them, that divide the rows of what a node
         computes."""
@@ -257,6 +263,7 @@ class _Planner:
                 waits=waits,
                 ends=tuple([w for w in waits if w in self.under_way]),
                 buckets=self._buckets(verb, role, of, reads),
+                shard=self._shard(node),
                 weights=self._weights(reads) if role is ExtraRole.LOSS else (),
             )
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piper.capture.chunks import RANK
 from piper.capture.program import BUNDLES, Kind, Ref
 from piper.capture.tensors import TensorSpec
 from piper.ir.dag import Compute
@@ -43,6 +44,8 @@ def compute(
                 fixed[position] = context.state.views[name]
             else:
                 nested.append((position, gathered[context.state.bucket_of[name]], name))
+        elif ref.kind is Kind.BUFFER and piece.buffers[ref.index] == RANK:
+            fixed[position] = torch.tensor(x.shard, device=context.where)
         elif ref.kind is Kind.BUFFER:
             fixed[position] = context.buffer(piece.buffers[ref.index])
         elif ref.kind in BUNDLES:

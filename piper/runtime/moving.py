@@ -69,7 +69,9 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundIns
     return execute
 
 
-def all_to_all(context: ExecutionContext, x: Instruction, begin: Begin, ways: int) -> BoundInstruction:
+def all_to_all(
+    context: ExecutionContext, x: Instruction, begin: Begin, ways: int
+) -> BoundInstruction:
     slots = context.slots
     store = context.store(x)
     (slot,), (target,) = x.reads, x.writes

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from piper.capture.chunks import RANK
 from piper.errors import PiperError
 from piper.ir.dag import Bucket, Compute
 from piper.optimizer import make, make_scheduler
@@ -198,4 +199,6 @@ def _buffer_names(given: Assignment) -> Iterable[str]:
     for plan, code in rows:
         chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
         for chunk in sorted(chunks):
-            yield from (n for n in code.pieces[chunk].buffers if n not in code.constants)
+            yield from (
+                n for n in code.pieces[chunk].buffers if n not in code.constants and n != RANK
+            )
