@@ -30,6 +30,7 @@ from piper.capture.weight_shards import weight_shards
 from piper.directives.place import Place
 from piper.directives.remat import Remat
 from piper.directives.split import Split
+from piper.directives.tensor import refuse_other_ways
 from piper.errors import DirectiveError, PiperError, warn
 from piper.ir.build import build
 from piper.ir.dag import Dag
@@ -136,7 +137,7 @@ class Capture:
         self._known = Known()
         self._shares: dict[tuple[int, int, int], Joint] = {}
         self._rows: dict[int, Mapping[int, Rows]] = {}
-        self._segmented: list[tuple[Captured, Mapping[int, Sharding], Captured]] = []
+        self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
         self._cost: OptimizerCost | None = None
 
     def compile(
@@ -218,11 +219,12 @@ class Capture:
         _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
         whole = facts[next(iter(captured))]
         dag = strategy.apply(build(whole))
-        if any(rule.ways > 1 for rule in dag.tensor.values()):
+        if any(rule.ways > 1 for rules in dag.tensor.values() for rule in rules):
             captured = {n: self._sharded(c, dag) for n, c in captured.items()}
             facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
             whole = facts[next(iter(captured))]
             dag = strategy.apply(build(whole))
+            refuse_other_ways(dag)
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
         models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
         for n in captured:
@@ -239,15 +241,19 @@ class Capture:
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
         """The model as one device has it under tensor parallelism."""
         shardings = {
-            chunk: Sharding(
-                rule.axis,
-                rule.ways,
-                rule.stride,
-                weight_shards(captured.chunks[chunk], rule.parameters, rule.ways),
-                rule.sequence,
+            chunk: tuple(
+                Sharding(
+                    rule.axis,
+                    rule.ways,
+                    rule.stride,
+                    weight_shards(captured.chunks[chunk], rule.parameters, rule.ways),
+                    rule.sequence,
+                    rule.split,
+                )
+                for rule in rules
+                if rule.ways > 1
             )
-            for chunk, rule in dag.tensor.items()
-            if rule.ways > 1
+            for chunk, rules in dag.tensor.items()
         }
         for kept, of, found in self._segmented:
             if kept is captured and of == shardings:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from piper.capture.batch import Batch
+from piper.capture.chunks import RANK
 from piper.capture.code import Code
 from piper.capture.codegen import Compiler
-from piper.capture.chunks import RANK
 from piper.capture.program import Pass
 from piper.capture.tensors import TensorSpec
 from piper.cost import Cluster, Simulation, simulate
@@ -158,7 +158,9 @@ class Program:
         """The parameters and buffers that some device holds."""
         codes = (self.code, self.evaluation_code)
         pieces = [piece for code in codes for piece in code.pieces]
-        return frozenset(n for p in pieces for n in (*p.parameters, *p.buffers) if n != RANK)
+        return frozenset(
+            n for p in pieces for n in (*p.parameters, *p.buffers) if not n.startswith(RANK)
+        )
 
     def plan_of(self, device: int) -> Plan:
         """What one device does."""

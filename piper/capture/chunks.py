@@ -90,8 +90,8 @@ class ParameterShard:
     sections: tuple[int, ...] = ()
 
 
-RANK = "piper.rank"
-"""The name of the buffer that has a device's place along the axis of the segment that reads it."""
+RANK = "piper.rank."
+"""How the name of a buffer begins that has a device's place along an axis, which follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ class Segment:
     same. If so, gradients of parameters that are not sharded are partial sums."""
     parameters: Mapping[str, ParameterShard] = field(default_factory=dict)
     redistribution: Redistribution | None = None
+    """What it is, if it is no computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ class Chunk:
     outputs: tuple[int, ...]
     updates: tuple[str, ...]
     body: Body
-    segment: Segment | None = None
+    segments: tuple[Segment, ...] = ()
+    """Which part of a region it is under tensor and context parallelism, one for each axis."""
 
     @property
     def name(self) -> str:

@@ -80,8 +80,8 @@ class Captured:
     def chunks(self) -> tuple[Chunk, ...]:
         return self.cut.chunks
 
-    def sharded(self, shardings: Mapping[int, Sharding]) -> Captured:
-        """The same model under tensor parallelism: the chunks in ``shardings`` as their segments,
+    def sharded(self, shardings: Mapping[int, Sequence[Sharding]]) -> Captured:
+        """The same model under tensor or context parallelism: the chunks in ``shardings`` as their segments,
         on one device's share."""
         ends = [
             (name, program.specs, i)

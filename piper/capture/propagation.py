@@ -89,12 +89,15 @@ def propagate(
     given: Sequence[Given],
     wanted: Sequence[Placement | None],
     resolved: Callable[[Tensor], Placement],
+    split: Sequence[int | None],
     name: str,
 ) -> Local:
     """The share of ``body`` on each of ``ways`` devices. ``given`` are the placements of its
-    arguments, ``wanted`` those of its results where they are not open, ``resolved`` what becomes of a partial sum; ``name``
-    is for errors."""
+    arguments, ``wanted`` those of its results where they are not open, ``resolved`` what becomes of
+    a partial sum; ``split`` are dimensions along which inputs are sharded that all devices have
+    whole; ``name`` is for errors."""
     found = _Propagation(body, rules, ways, given, resolved, name)
+    found.split(split)
     for node in found.nodes():
         found.visit(node)
     return found.finished(wanted)
@@ -140,6 +143,15 @@ class _Propagation:
             if body.parameters <= number < body.parameters + body.buffers:
                 self._constants.add(local)
         self._arguments = tuple(self._local[node] for node in placeholders)
+
+    def split(self, dims: Sequence[int | None]) -> None:
+        """Take this device's part of inputs that all devices have whole, along ``dims``."""
+        first = self._body.parameters + self._body.buffers
+        placeholders = self._source.find_nodes(op="placeholder")[first:]
+        for node, dim in zip(placeholders, dims, strict=True):
+            if dim is not None:
+                self._local[node] = self._slice(self._local[node], dim)
+                self._made[node] = Shard(dim)
 
     def nodes(self) -> list[fx.Node]:
         return [node for node in self._source.nodes if node.op == "call_function"]

@@ -23,6 +23,7 @@ from piper.capture.cut import body_key
 from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.tensors import TensorSpec
+from piper.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,22 @@ class Sharding:
     parameters: Mapping[str, ParameterShard]
     sequence: int | None = None
     """The dimension along which what would be replicated between its parts is sharded instead."""
+    split: int | None = None
+    """The dimension along which the tensors of the batch are sharded."""
 
 
-def segmented(cut: Cut, shardings: Mapping[int, Sharding]) -> Cut:
-    """``cut`` with the chunks in ``shardings`` replaced by their segments."""
-    return _Segmenter(cut, shardings).cut()
+def segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:
+    """``cut`` with the chunks in ``shardings`` replaced by their segments, axis after axis."""
+    axes = list(dict.fromkeys(s.axis for row in shardings.values() for s in row))
+    origin = list(range(len(cut.chunks)))
+    for axis in axes:
+        rows = {i: shardings.get(of, ()) for i, of in enumerate(origin)}
+        segmenter = _Segmenter(
+            cut, {i: s for i, row in rows.items() for s in row if s.axis == axis}
+        )
+        cut = segmenter.cut()
+        origin = [origin[i] for i in segmenter.origin]
+    return cut
 
 
 class _Segmenter:
@@ -51,6 +63,8 @@ class _Segmenter:
         self._locals: dict[object, Local] = {}
         self._stand_ins: dict[object, Body] = {}
         self._chunks: list[Chunk] = []
+        self.origin: list[int] = []
+        """For each chunk, the one that it is a segment of."""
         self._values: list[ChunkValue] = []
         self._numbers: dict[int, int] = {}
         """By value of the cut, its number now."""
@@ -87,6 +101,22 @@ class _Segmenter:
         same = all(_same(self._shardings.get(i), sharding) for i in readers)
         return None if same else REPLICATED
 
+    def _split(self, value: int, sharding: Sharding) -> int | None:
+        """The dimension along which a tensor of the batch is sharded where it is read."""
+        dim, found = sharding.split, self._cut.values[value]
+        if dim is None or found.producer is not None:
+            return None
+        batch = [v.spec.shape for v in self._cut.values if v.producer is None]
+        length = next((shape[dim] for shape in batch if len(shape) > dim), None)
+        if len(found.spec.shape) <= dim or found.spec.shape[dim] != length:
+            return None
+        if length % sharding.ways:
+            raise CaptureError(
+                f"{found.name} has a sequence of {length}, which {sharding.ways} devices along "
+                f"{sharding.axis} cannot share evenly: pad it to a multiple"
+            )
+        return dim
+
     def _value(self, name: str, spec: TensorSpec, producer: int | None) -> int:
         index = len(self._values)
         self._values.append(ChunkValue(index, name, spec, producer))
@@ -94,6 +124,7 @@ class _Segmenter:
 
     def _keep(self, chunk: Chunk) -> None:
         index = len(self._chunks)
+        self.origin.append(chunk.index)
         for value in chunk.outputs:
             old = self._cut.values[value]
             self._numbers[value] = self._value(old.name, old.spec, index)
@@ -137,9 +168,10 @@ class _Segmenter:
                 given.append(Shard(shard.dim))
         given += [REPLICATED] * len(chunk.buffers)
         given += [self._edges[value] for value in chunk.inputs]
+        split = tuple(self._split(value, sharding) for value in chunk.inputs)
         wanted: list[Placement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
         wanted += [REPLICATED] * len(chunk.updates)
-        key = chunk.body.key, sharding.ways, sharding.sequence, tuple(given), tuple(wanted)
+        key = chunk.body.key, sharding.ways, sharding.sequence, tuple(given), tuple(wanted), split
         if key not in self._locals:
             self._locals[key] = propagate(
                 chunk.body,
@@ -148,6 +180,7 @@ class _Segmenter:
                 given,
                 wanted,
                 _resolved(sharding.sequence, sharding.ways),
+                split,
                 chunk.name,
             )
         return self._locals[key]
@@ -176,6 +209,7 @@ class _Segmenter:
     ) -> list[int]:
         """One more chunk; gives the numbers of what it makes."""
         index = len(self._chunks)
+        self.origin.append(chunk.index)
         made = [self._value(name, spec, index) for name, spec in outputs]
         self._chunks.append(
             Chunk(
@@ -187,7 +221,7 @@ class _Segmenter:
                 outputs=tuple(made),
                 updates=tuple(updates),
                 body=body,
-                segment=segment,
+                segments=(*chunk.segments, segment),
             )
         )
         return made
@@ -218,7 +252,7 @@ class _Pieces:
             zip(local.arguments[body.parameters : first], chunk.buffers, strict=True)
         )
         if local.rank is not None:
-            self._buffers[local.rank] = RANK
+            self._buffers[local.rank] = RANK + sharding.axis
         self.numbers = dict(zip(local.arguments[first:], out.numbers(chunk), strict=True))
         """The number of each value between segments, by its node in the share's graph."""
         self._updates = dict(zip(local.results[body.outputs :], chunk.updates, strict=True))

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.directives.base import Directive, check_group, check_stream, device_group, plain_filter
+from piper.directives.tensor import with_rule
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, SendRule
+from piper.ir.dag import Dag, SendRule, TensorRule
 from piper.ir.filters import Filter, FilterLike, select
 from piper.ir.mesh import Mesh
 from piper.ir.text import name_of
@@ -30,17 +31,20 @@ class Place(Directive):
     stream: str = "p2p"
     axes: Mapping[str, int] | None = None
     batch: tuple[str, ...] | None = None
+    sequence: str | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         group = self.devices
         check_group(group)
         check_stream("stream", self.stream)
         self._check_batch()
+        self._check_sequence()
         mesh = self.mesh
         if mesh is not None:
             group = mesh.devices
         sends = SendRule(self.stream, me)
         changed = {}
+        rules = dict(dag.tensor)
         for number in select(dag, Filter.of(self.where)):
             node = dag.nodes[number]
             if node.devices:
@@ -51,7 +55,12 @@ class Place(Directive):
             changed[number] = replace(
                 node, devices=group, mesh=mesh, replicas=self.replicas, sends=sends, made_by=me
             )
-        return dag.with_nodes(changed)
+            if self.sequence is not None and mesh is not None:
+                chunk, axis = node.compute.chunk, self.sequence
+                rule = TensorRule(axis, mesh.size(axis), mesh.stride(axis), axis, me, {}, split=1)
+                name = name_of(dag, number)
+                rules[chunk] = with_rule(dag, name, rules.get(chunk, ()), rule)
+        return replace(dag.with_nodes(changed), tensor=rules)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -88,6 +97,21 @@ class Place(Directive):
                 f"batch names the axis {unknown[0]!r}, but the mesh has {', '.join(self.axes)}"
             )
 
+    def _check_sequence(self) -> None:
+        if self.sequence is None:
+            return
+        axes = self.axes or {}
+        if self.sequence not in axes:
+            raise DirectiveError(
+                f"sequence names the axis {self.sequence!r}, but the mesh has "
+                f"{', '.join(axes) or 'none'}: give devices=Mesh(..., {self.sequence}=...)"
+            )
+        if self.batch is None or self.sequence in self.batch:
+            raise DirectiveError(
+                f"the axis {self.sequence!r} cannot shard both the sequence and the batch: name "
+                "the others in batch="
+            )
+
     def _written(self, field: str) -> str:
         if field == "devices" and self.axes is not None:
             return f"devices={Mesh(self.devices, **self.axes)}"
@@ -103,15 +127,17 @@ def place(
     devices: Sequence[int] | Mesh,
     stream: str = "p2p",
     batch: str | Sequence[str] | None = None,
+    sequence: str | None = None,
 ) -> Place:
     """Run the matched nodes on ``devices``, which divide each microbatch among them.
 
     ``devices`` is a list, or a ``Mesh`` whose axes other directives can name; ``batch`` are those
     of its axes that divide the batch, by default all: devices along the others have the same rows,
-    and compute the same. What the nodes send to other groups goes over
+    and compute the same, unless they are sharded. ``sequence`` is the axis along which the sequence
+    is sharded, dimension 1 of the tensors of the batch (context parallelism). What the nodes send to other groups goes over
     ``stream``. A filter on the microbatch may place the same stage on different groups.
     """
     names = (batch,) if isinstance(batch, str) else None if batch is None else tuple(batch)
     axes = dict(devices.axes) if isinstance(devices, Mesh) else None
     group = devices.devices if isinstance(devices, Mesh) else device_group(devices)
-    return Place(plain_filter(where), group, stream, axes, names)
+    return Place(plain_filter(where), group, stream, axes, names, sequence)

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from piper.capture.chunks import Style
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node, TensorRule
-from piper.ir.text import name_of
+from piper.ir.text import name_of, region_of
 
 Wanted = int | str
 _STYLES = {
@@ -49,30 +49,47 @@ def tensor_rules(
         ways, stride = _division(node, axis, name)
         wanted = chosen.of(chunk)
         rule = TensorRule(axis, ways, stride, stream, me, wanted, 1 if sequence else None)
-        earlier = rules.get(chunk, rule)
-        if earlier.made_by != me:
-            raise DirectiveError(
-                f"{name} is sharded already by {dag.history[earlier.made_by]}: tensor parallelism "
-                "of a region has one axis"
-            )
-        if earlier != rule:
-            raise DirectiveError(
-                f"other microbatches of {name} run on a mesh where {axis} has another size or place"
-            )
+        rules[chunk] = with_rule(dag, name, rules.get(chunk, ()), rule)
         if chunk in dag.shards:
             raise DirectiveError(
                 f"{name} is sharded already by {dag.history[dag.shards[chunk].made_by]}: leave "
                 "the experts' region out of the filter"
             )
-        segment = dag.model.chunks[chunk].segment
-        if segment is not None and segment.ways != ways:
-            raise DirectiveError(
-                f"{name} was cut for {segment.ways} devices along {axis} and is placed on {ways}: "
-                "say the stages of partition by=[...]"
-            )
-        rules[chunk] = rule
     chosen.refuse_unused()
     return replace(dag, tensor=rules)
+
+
+def with_rule(
+    dag: Dag, name: str, rules: tuple[TensorRule, ...], rule: TensorRule
+) -> tuple[TensorRule, ...]:
+    """``rules`` of the chunk of node ``name`` and one more, unless it is there."""
+    for earlier in rules:
+        if earlier.made_by == rule.made_by and earlier != rule:
+            raise DirectiveError(
+                f"other microbatches of {name} run on a mesh where {rule.axis} has another size or "
+                "place"
+            )
+        if earlier.made_by != rule.made_by and (
+            earlier.axis == rule.axis or (earlier.parameters and rule.parameters)
+        ):
+            raise DirectiveError(
+                f"{name} is sharded already by {dag.history[earlier.made_by]}: its parameters are "
+                "sharded along one axis"
+            )
+    return rules if rule in rules else (*rules, rule)
+
+
+def refuse_other_ways(dag: Dag) -> None:
+    """The regions must be cut into segments for the devices that they are placed on."""
+    for chunk, rules in dag.tensor.items():
+        ways = {segment.axis: segment.ways for segment in dag.model.chunks[chunk].segments}
+        for rule in rules:
+            if ways and ways.get(rule.axis, 1) != rule.ways:
+                raise DirectiveError(
+                    f"{region_of(dag, chunk)} was cut for {ways.get(rule.axis, 1)} devices along "
+                    f"{rule.axis} and is placed on {rule.ways}: say the stages of partition, "
+                    "by=[...]"
+                )
 
 
 def _division(node: Node, axis: str, name: str) -> tuple[int, int]:

@@ -201,8 +201,10 @@ class TensorRule:
     made_by: int
     parameters: Mapping[str, int | Style]
     """The dimension along which each is sharded, or how; the others are replicated."""
-    sequence: int | None
+    sequence: int | None = None
     """The dimension along which activations are sharded that would be replicated."""
+    split: int | None = None
+    """The dimension along which the tensors of the batch are sharded: the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +291,8 @@ class Dag:
     """By chunk."""
     shards: Mapping[int, ShardRule] = field(default_factory=dict)
     """By chunk."""
-    tensor: Mapping[int, TensorRule] = field(default_factory=dict)
-    """By chunk."""
+    tensor: Mapping[int, tuple[TensorRule, ...]] = field(default_factory=dict)
+    """By chunk, one for each axis."""
     remat: Mapping[int, RematPolicy] = field(default_factory=dict)
     """By chunk, where it is not the model's own policy."""
     streams: Mapping[str, StreamRule] = field(default_factory=dict)
@@ -333,13 +335,17 @@ class Dag:
         """How a parameter of a chunk is sharded, as one of experts or by tensor parallelism."""
         if (experts := self.shards.get(chunk)) is not None:
             return experts
-        segment = self.model.chunks[chunk].segment
-        if segment is None or (found := segment.parameters.get(parameter)) is None:
-            return None
-        rule = self.tensor[chunk]
-        return ShardRule(
-            rule.ways, found.dim, rule.stream, rule.made_by, rule.stride, found.sections
-        )
+        for segment in self.model.chunks[chunk].segments:
+            if (found := segment.parameters.get(parameter)) is not None:
+                rule = self.rule(chunk, segment.axis)
+                return ShardRule(
+                    rule.ways, found.dim, rule.stream, rule.made_by, rule.stride, found.sections
+                )
+        return None
+
+    def rule(self, chunk: int, axis: str) -> TensorRule:
+        """How a chunk is sharded along an axis."""
+        return next(rule for rule in self.tensor[chunk] if rule.axis == axis)
 
     def ways(self, chunk: int, parameter: str) -> int:
         """Over how many devices a parameter of a chunk is sharded."""

@@ -85,8 +85,13 @@ class ChunkFacts:
     gradients: Mapping[Ref, Stored] = field(default_factory=dict)
     """How the gradients of its inputs lie that it makes; those that are not here lie as the value
     does."""
-    segment: Segment | None = None
-    """Which part of a region it is under tensor parallelism."""
+    segments: tuple[Segment, ...] = ()
+    """Which part of a region it is under tensor and context parallelism, one for each axis."""
+
+    @property
+    def moving(self) -> Segment | None:
+        """The segment that is a redistribution, if it is one."""
+        return next((s for s in self.segments if s.redistribution is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +235,7 @@ def facts_of(
                 if ref.kind is Kind.INPUT_GRAD
                 and (stored := Stored.of(spec)) != values[chunk.inputs[ref.index]].stored
             },
-            segment=chunk.segment,
+            segments=chunk.segments,
         )
         for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)
     )

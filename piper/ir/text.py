@@ -77,8 +77,8 @@ def _label(dag: Dag, node: Node) -> str:
 
 def _segment(dag: Dag, node: Node) -> list[str]:
     """Which part of its region a pass is under tensor parallelism."""
-    segment = dag.model.chunks[node.op.chunk].segment if isinstance(node.op, Compute) else None
-    return [] if segment is None else [f"segment[{segment.number}]"]
+    segments = dag.model.chunks[node.op.chunk].segments if isinstance(node.op, Compute) else ()
+    return [f"segment[{'.'.join(str(s.number) for s in segments)}]"] if segments else []
 
 
 def _scalar(dag: Dag, node: Node) -> list[str]:

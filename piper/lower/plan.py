@@ -142,8 +142,8 @@ class Instruction:
     to their end. What nobody waits for at all is, at the end of the step."""
     buckets: tuple[int, ...] = ()
     """The buckets on which the optimizer steps, or of whose gradients the norm is taken."""
-    shard: int = 0
-    """Of a segment that computes on shards, which one."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """The place of the device along axes, where a computation depends on it."""
     weights: tuple[float, ...] = ()
     """By how much each loss counts in their sum; what is read after the losses are counts."""
 

@@ -81,15 +81,15 @@ def _line(x: Instruction) -> str:
     }
     words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
     about = "" if x.role is None else f" {x.role.value} {x.of}"
-    what = f"{x.node} {_op(x.op, x.group, x.shard)}{about}"
+    what = f"{x.node} {_op(x.op, x.group, x.ranks)}{about}"
     line = " ".join([f"{name}: {reads} -> {writes}", *words])
     return f"[{_quoted(x.stream, _STREAM)}] {x.verb.value} {line} # {what}"
 
 
-def _op(op: Op, group: Group, shard: int) -> str:
+def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
     match op:
         case Compute(chunk=chunk, which=which, microbatch=microbatch):
-            where = f" shard {shard}" if shard else ""
+            where = "".join(f" {axis}={rank}" for axis, rank in ranks)
             return f"{chunk}{which.value}{microbatch} on {_numbers(group)}{where}"
         case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
             return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}"
@@ -143,7 +143,7 @@ _INSTRUCTION = re.compile(
     r"(?P<node>\d+) (?P<op>.+)"
 )
 _OPS = {
-    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)(?: shard (\d+))?"),
+    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)((?: \w+=\d+)*)"),
     Verb.SEND: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
     Verb.RECV: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
     Verb.COLLECTIVE: re.compile(r"(\w+) (\S+) (\w+) (\d+)"),
@@ -216,7 +216,7 @@ def _parsed(line: str) -> Instruction:
         role=role,
         of=of,
         group=group,
-        shard=int(what.groups()[4] or 0) if verb is Verb.COMPUTE else 0,
+        ranks=_ranks(what.groups()[4]) if verb is Verb.COMPUTE else (),
         reads=tuple(_integers(found["reads"])),
         writes=tuple(_integers(found["writes"])),
         adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", found["writes"])))),
@@ -247,6 +247,11 @@ def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, 
     source, ours, target, theirs, dim, *_ = row
     replicas = int(ours), int(theirs)
     return Transfer(_range(source), _range(target), int(dim), replicas), role, of, ()
+
+
+def _ranks(written: str) -> tuple[tuple[str, int], ...]:
+    pairs = (word.split("=") for word in written.split())
+    return tuple((axis, int(rank)) for axis, rank in pairs)
 
 
 def _integers(written: str | None) -> Iterator[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from piper.capture.chunks import RANK
 from piper.errors import DirectiveError
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import (
@@ -195,17 +196,21 @@ class _Planner:
         of those that compute on shards, each."""
         place = maker.devices.index(self.members[0]) % maker.replicas
         if isinstance(maker.op, Compute):
-            segment = self.dag.model.chunks[maker.op.chunk].segment
-            if segment is not None and segment.sharded:
-                rule = self.dag.tensor[maker.op.chunk]
-                place -= place // rule.stride % rule.ways * rule.stride
+            for segment in self.dag.model.chunks[maker.op.chunk].segments:
+                if segment.sharded:
+                    rule = self.dag.rule(maker.op.chunk, segment.axis)
+                    place -= place // rule.stride % rule.ways * rule.stride
         return place == 0
 
-    def _shard(self, node: Node) -> int:
-        """The place of this class along the axis on whose shards a node computes."""
-        if not isinstance(node.op, Compute) or (rule := self.dag.tensor.get(node.op.chunk)) is None:
-            return 0
-        return node.devices.index(self.members[0]) // rule.stride % rule.ways
+    def _ranks(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The place of this class along the axes on whose shards a node computes."""
+        if not isinstance(node.op, Compute):
+            return ()
+        names = self.dag.model.chunks[node.op.chunk].buffers
+        axes = [name.removeprefix(RANK) for name in names if name.startswith(RANK)]
+        rules = [self.dag.rule(node.op.chunk, axis) for axis in axes]
+        place = node.devices.index(self.members[0]) if rules else 0
+        return tuple((rule.axis, place // rule.stride % rule.ways) for rule in rules)
 
     def _rows(self, node: Node) -> Group:
         """The devices, those of this class among them, that divide the rows of what a node
@@ -263,7 +268,7 @@ class _Planner:
                 waits=waits,
                 ends=tuple([w for w in waits if w in self.under_way]),
                 buckets=self._buckets(verb, role, of, reads),
-                shard=self._shard(node),
+                ranks=self._ranks(node),
                 weights=self._weights(reads) if role is ExtraRole.LOSS else (),
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.capture.chunks import Move, Redistribution
+from piper.capture.chunks import Move, Segment
 from piper.capture.program import Pass
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Collective, Compute, Dag, Group, Node, Op, Select
@@ -34,13 +34,13 @@ def add_redistributions(dag: Dag) -> Dag:
     """Nodes that do nothing, and those that they come after."""
     nodes: dict[int, Node] = {}
     for number, node in enumerate(dag.nodes):
-        found = _redistribution(dag, node)
-        if found is None:
+        segment = _moving(dag, node)
+        if segment is None or (found := segment.redistribution) is None:
             nodes[number] = node
             continue
+        rule = dag.rule(node.compute.chunk, segment.axis)
         forward = node.compute.which is Pass.F
         move = found.forward if forward else found.backward
-        rule = dag.tensor[node.compute.chunk]
         if move is Move.NOTHING:
             (read,), (made,) = node.reads, node.writes
             same[made] = read
@@ -56,11 +56,8 @@ def add_redistributions(dag: Dag) -> Dag:
     return _renumbered(dag, nodes, same, gone)
 
 
-def _redistribution(dag: Dag, node: Node) -> Redistribution | None:
-    if not isinstance(node.op, Compute):
-        return None
-    segment = dag.model.chunks[node.op.chunk].segment
-    return segment.redistribution if segment else None
+def _moving(dag: Dag, node: Node) -> Segment | None:
+    return dag.model.chunks[node.op.chunk].moving if isinstance(node.op, Compute) else None
 
 
 class _Ops:

@@ -44,10 +44,11 @@ def compute(
                 fixed[position] = context.state.views[name]
             else:
                 nested.append((position, gathered[context.state.bucket_of[name]], name))
-        elif ref.kind is Kind.BUFFER and piece.buffers[ref.index] == RANK:
-            fixed[position] = torch.tensor(x.shard, device=context.where)
+        elif ref.kind is Kind.BUFFER and (name := piece.buffers[ref.index]).startswith(RANK):
+            rank = dict(x.ranks)[name.removeprefix(RANK)]
+            fixed[position] = torch.tensor(rank, device=context.where)
         elif ref.kind is Kind.BUFFER:
-            fixed[position] = context.buffer(piece.buffers[ref.index])
+            fixed[position] = context.buffer(name)
         elif ref.kind in BUNDLES:
             nested.append((position, read[Ref(ref.kind, 0)], ref.index))
         else:

@@ -200,5 +200,7 @@ def _buffer_names(given: Assignment) -> Iterable[str]:
         chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
         for chunk in sorted(chunks):
             yield from (
-                n for n in code.pieces[chunk].buffers if n not in code.constants and n != RANK
+                n
+                for n in code.pieces[chunk].buffers
+                if n not in code.constants and not n.startswith(RANK)
             )
