@@ -325,7 +325,7 @@ _OWN = (*SAVED, Kind.BI_SAVED, Kind.INPUT)
 
 
 def _placed(dag: Dag, facts: Facts, code: Code) -> None:
-    """Every chunk recomputes and is divided as its code is, and has code for all its groups."""
+    """Every chunk recomputes and is sharded as its code is, and has code for all its groups."""
     for node in dag.nodes:
         if node.devices and node.parts not in code.programs:
             raise MalformedError(f"there is none for groups of {node.parts} devices")
@@ -334,7 +334,7 @@ def _placed(dag: Dag, facts: Facts, code: Code) -> None:
             with within(f"programs of {piece.name}"):
                 for model in (facts.whole, facts.models[n]):
                     _recomputed(model.chunks[place].variants[dag.policy(place)], made)
-                _values(made, piece, code.values[n], divided=place in dag.shards)
+                _values(made, piece, code.values[n], sharded=place in dag.shards)
                 for i, name in enumerate(piece.parameters):
                     shape = list(code.parameters[name].shape)
                     if (rule := dag.shard(place, name)) is not None:
@@ -345,14 +345,14 @@ def _placed(dag: Dag, facts: Facts, code: Code) -> None:
 
 
 def _values(
-    made: ChunkProgram, piece: Piece, values: Sequence[TensorSpec], *, divided: bool
+    made: ChunkProgram, piece: Piece, values: Sequence[TensorSpec], *, sharded: bool
 ) -> None:
-    """What goes from piece to piece is what both ends say; experts that are divided take as much,
+    """What goes from piece to piece is what both ends say; experts that are sharded take as much,
     in another shape."""
     for kind, ends in ((Kind.INPUT, piece.inputs), (Kind.OUTPUT, piece.outputs)):
         for i, value in enumerate(ends):
             own, other = made.specs.get(Ref(kind, i), values[value]), values[value]
-            same = own.numel == other.numel if divided else own.shape == other.shape
+            same = own.numel == other.numel if sharded else own.shape == other.shape
             if not same or own.dtype != other.dtype:
                 raise MalformedError(f"its {kind.value} {i} is {own}, but value {value} is {other}")
 

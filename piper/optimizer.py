@@ -170,15 +170,15 @@ def check_factory(
 
 def _check_divisible(factory: OptimizerFactory, dag: Dag, device: torch.device) -> None:
     """Refuse to give an optimizer parts of what it looks at together."""
-    divided = [b for b in dag.buckets if b.trained and b.level]
+    sharded = [b for b in dag.buckets if b.trained and b.level]
     with _trying("optimizer="):
-        elementwise = not divided or works_on_parts(partial(make, factory))
+        elementwise = not sharded or works_on_parts(partial(make, factory))
     if not elementwise:
-        rule = divided[0].rule
+        rule = sharded[0].rule
         raise DirectiveError(
             f"{dag.history[rule.made_by]}: the optimizer {_name(factory)}, as given, does not "
             "treat each element of a parameter by itself (or looks at its shape, for instance for "
-            f"weight decay), so its state cannot be divided with zero={rule.zero}: use zero=0 for "
+            f"weight decay), so its state cannot be sharded with zero={rule.zero}: use zero=0 for "
             "these regions, or an elementwise optimizer that treats all parameters alike"
         )
     apart = _apart(dag.buckets)

@@ -318,22 +318,22 @@ class _Checker:
                 self._check_blocks(i, p)
 
     def _check_blocks(self, i: int, p: str) -> None:
-        """The holders of a parameter are those of its bucket, and a copy is divided as its rule
+        """The replicas of a parameter are those of its bucket, and a copy is sharded as its rule
         says: where it must be gathered, among devices that compute together."""
         bucket, held = self.dag.buckets[i], self.holding[p]
         groups = [sorted(group) for group in bucket.groups]
         if groups != [sorted(held.devices[part]) for part in sorted(held.devices)]:
             raise PlanError(f"bucket {i} is over {groups}, but {p} is held by {held.devices}")
         rule = bucket.rule
-        divided = rule.zero == 3 or (rule.zero > 0 and bucket.trained)
-        most = len(groups[0]) if divided else 1
+        sharded = rule.zero == 3 or (rule.zero > 0 and bucket.trained)
+        most = len(groups[0]) if sharded else 1
         if rule.zero == 3:
             alike = [
                 Counter(frozenset(g for g in held.places if d in g) for d in group)
                 for group in groups
             ]
             most = math.gcd(*(n for counts in alike for n in counts.values()))
-        wanted = rule.within if rule.within is not None and divided else most
+        wanted = rule.within if rule.within is not None and sharded else most
         if bucket.within != wanted:
             raise PlanError(f"bucket {i} divides a copy over {bucket.within}, not {wanted}")
         for group in bucket.groups:
@@ -554,10 +554,10 @@ class _Checker:
         used: set[int] = set()
         if chunk.variants[policy].passes[op.which].uses_parameters:
             used = {self.bucket_of[p] for p in chunk.parameters}
-        divided = {b for b in used if self._divided(b)}
+        sharded = {b for b in used if self._sharded(b)}
         renewed = {b for b in used if self._renewed(b)}
         carried = self._carried(at, x.reads[len(rows) :])
-        gathered = divided | renewed if op.which is Pass.F else divided
+        gathered = sharded | renewed if op.which is Pass.F else sharded
         extra = len(gathered) + bool(carried)
         self._must(len(x.reads) == len(rows) + extra, at, "reads the wrong number of slots")
         for (value, *added), slot in zip(rows, x.reads, strict=False):
@@ -578,7 +578,7 @@ class _Checker:
         self._must(set(whole) == expected, at, f"wants {expected}, reads {whole}")
         for bucket in renewed:
             self._must((c, bucket) in self.fresh, at, f"uses bucket {bucket} as it was")
-        for bucket in used - divided:
+        for bucket in used - sharded:
             self.uses[c, bucket].append(at[1])
         self._must(len(x.writes) == len(writes), at, "writes the wrong number of slots")
         for value, slot in zip(writes, x.writes, strict=True):
@@ -829,7 +829,7 @@ class _Checker:
             self._must((c, bucket) not in self.fresh, at, f"gathers bucket {bucket} again")
             self.fresh.add((c, bucket))
         else:
-            self._must(self._divided(bucket), at, "gathers what is whole")
+            self._must(self._sharded(bucket), at, "gathers what is whole")
         self._is(at, ExtraRole.GATHERED, bucket)
         for group in op.groups:
             self._must(group in self._blocks(bucket), at, f"is among {group}, who have no copy")
@@ -1016,7 +1016,7 @@ class _Checker:
         of = {g.bucket for g in contents}
         self._must(of in ({None}, {op.bucket}), at, f"reads gradients of buckets {of}")
         scattered = {g.scattered for g in contents}
-        self._must(len(scattered) == 1, at, "reads whole and divided gradients")
+        self._must(len(scattered) == 1, at, "reads whole and sharded gradients")
         for d in self.plans[c].devices:
             found: Counter[tuple[int, int]] = sum((g.parts[d] for g in contents), Counter())
             for p in bucket.parameters:
@@ -1155,7 +1155,7 @@ class _Checker:
             self.bucket_of[p] for p, h in self.holding.items() if plan.devices[0] in h.parts
         }:
             rule = self.dag.buckets[bucket]
-            kept = self._part(bucket, c) if self._divided(bucket) else self._whole(bucket, c)
+            kept = self._part(bucket, c) if self._sharded(bucket) else self._whole(bucket, c)
             held[Holder.PARAMETERS] += kept * rule.dtype.itemsize
             copied = rule.gradient != rule.dtype
             updated = self._part(bucket, c) * rule.gradient.itemsize
@@ -1358,7 +1358,7 @@ class _Checker:
             case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
                 found = self.dag.buckets[bucket]
                 whole = self._whole(bucket, c) * found.dtype.itemsize
-                return whole if self._divided(bucket) else 0
+                return whole if self._sharded(bucket) else 0
             case _OfAll(role=ExtraRole.LOSS):
                 return 2 * SCALAR
         return SCALAR
@@ -1441,7 +1441,7 @@ class _Checker:
     def _role(self, value: int) -> Role:
         return self.dag.table.value(value)[0].role
 
-    def _divided(self, bucket: int) -> bool:
+    def _sharded(self, bucket: int) -> bool:
         found = self.dag.buckets[bucket]
         return found.rule.zero == 3 and found.within > 1
 

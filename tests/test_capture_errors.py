@@ -52,7 +52,7 @@ class Net(nn.Module):
             return self.b(x)
 
 
-# --- the model decides by the data
+# --- data-dependent control flow
 
 
 def branches(net: Net, x: Tensor) -> Tensor:

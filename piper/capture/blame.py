@@ -48,7 +48,7 @@ def explain(
     if is_data_dependent(error):
         first = text.splitlines()[0] if text else type(error).__name__
         return CaptureError(
-            f"{what} decides by the data{at}\n"
+            f"{what} has data-dependent control flow{at}\n"
             "a step is planned before any data is seen, so control flow and shapes cannot depend "
             "on tensor values: use torch.where, a mask or a fixed capacity, or compute the "
             f"decision outside the model\n({first})"

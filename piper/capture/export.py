@@ -393,7 +393,7 @@ def _refuse_dynamic(graph: fx.Graph, model: str) -> None:
             if dynamic:
                 where = user_frames(node.meta.get("stack_trace") or "")
                 raise CaptureError(
-                    f"{model} decides by the data: the op {node.target} yields a shape or number "
-                    f"known only at run time\n{where}\n"
+                    f"{model} has data-dependent control flow: the op {node.target} yields a shape "
+                    f"or number known only at run time\n{where}\n"
                     "use an op of fixed shape (a mask, a capacity, torch.where)"
                 )

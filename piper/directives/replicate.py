@@ -1,9 +1,9 @@
 """``replicate``: keeps parameters that several devices hold equal, and divides their state.
 
 zero=0  gradients summed          everything whole on every device
-zero=1  … optimizer state divided
-zero=2  … and gradients divided
-zero=3  … and parameters divided, gathered when they are used
+zero=1  … optimizer state sharded
+zero=2  … and gradients sharded
+zero=3  … and parameters sharded, gathered when they are used
 
 within=2 divides over two neighbours only, and keeps such copies equal:
 
@@ -50,8 +50,8 @@ class Replicate(Directive):
             positive("within", self.within)
             if self.zero == 0:
                 raise DirectiveError(
-                    f"within={self.within} says over how many devices state is divided, but zero=0 "
-                    "divides nothing: use zero=1, 2 or 3"
+                    f"within={self.within} says over how many devices state is sharded, but zero=0 "
+                    "shards nothing: use zero=1, 2 or 3"
                 )
         check_stream("reduce_stream", self.reduce_stream)
         check_stream("gather_stream", self.gather_stream)

@@ -126,10 +126,10 @@ class Shard(Directive):
             )
 
     def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
-        """A parameter is divided for all regions that use it or for none."""
-        divided = {name for chunk in shards for name in dag.model.chunks[chunk].parameters}
+        """A parameter is sharded for all regions that use it or for none."""
+        sharded = {name for chunk in shards for name in dag.model.chunks[chunk].parameters}
         for chunk in dag.model.chunks:
-            shared = divided.intersection(chunk.parameters)
+            shared = sharded.intersection(chunk.parameters)
             if shared and chunk.index not in shards:
                 raise DirectiveError(
                     f"the parameter {min(shared)!r} is used by a region that the filter does not "

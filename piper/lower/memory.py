@@ -175,10 +175,10 @@ def _beside(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
         # all that is reduced lies in one buffer: of a sum for everyone that is the result itself
         there = any(plan.slots[slot].bucket == x.of for slot in x.reads)
         added = sum(plan.slots[slot].nbytes for slot in x.adds)
-        if there or not (x.adds or sizes.divided(x.of)):
+        if there or not (x.adds or sizes.sharded(x.of)):
             return 0
         whole = sizes.whole(x.of) * dag.buckets[x.of].gradient.itemsize
-        return whole + (added if sizes.divided(x.of) else 0)
+        return whole + (added if sizes.sharded(x.of) else 0)
     if x.role is ExtraRole.UNCOMBINED:  # its rows in another order
         return plan.slots[x.reads[0]].nbytes + _copied(dag, sizes, x)
     return _copied(dag, sizes, x)

@@ -310,7 +310,7 @@ class _Planner:
     def _in_place(self, role: ExtraRole | None, of: int, reads: list[int]) -> bool:
         """Whether what is read last becomes what is written."""
         if role is ExtraRole.REDUCED and reads and reads[-1] < 0:  # a buffer
-            return not self.shared.sizes.divided(of)
+            return not self.shared.sizes.sharded(of)
         return role is ExtraRole.SUMMED and bool(reads)
 
     def _buckets(

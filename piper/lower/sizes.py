@@ -129,7 +129,7 @@ class Sizes:
             updated = min(updated, max(math.prod(shape) // found.ways for shape in shapes))
         return int(updated * found.gradient.itemsize * per_byte)
 
-    def divided(self, bucket: int) -> bool:
+    def sharded(self, bucket: int) -> bool:
         """Whether each replica of a bucket updates a part of its own."""
         return self.shards(bucket, 1) > 1
 

@@ -58,7 +58,7 @@ class BucketLayout:
         return self.index % self.bucket.within
 
     @property
-    def divided(self) -> bool:
+    def sharded(self) -> bool:
         """Whether each device updates a part of its own."""
         return self.bucket.level >= 1
 

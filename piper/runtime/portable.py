@@ -90,7 +90,7 @@ def _own_range(held: HeldBucket) -> Tensor:
 
 def _in_memory_order(layout: BucketLayout, fragment: Fragment, item: Tensor) -> Tensor:
     """State of a whole parameter as a flat row in the order of the parameter's own memory."""
-    if layout.divided:
+    if layout.sharded:
         return item
     whole = torch.empty(layout.padded, dtype=item.dtype, device=item.device)
     layout.view(whole, fragment.name).copy_(item)
@@ -181,7 +181,7 @@ def _fragment_of(layout: BucketLayout, fragment: Fragment, whole: Tensor, like: 
     local = layout.shard(whole)
     flat = torch.zeros(layout.padded, dtype=whole.dtype)
     layout.view(flat, fragment.name).copy_(local)
-    if not layout.divided:
+    if not layout.sharded:
         found = layout.view(flat, fragment.name)
     else:
         low, _ = layout.mine

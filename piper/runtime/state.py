@@ -171,7 +171,7 @@ class DeviceState:
         flat = whole.to(bucket.dtype) if bucket.dtype != bucket.gradient else whole
         trained: tuple[nn.Parameter, ...] = ()
         if bucket.trained:
-            whole_shapes = not layout.divided
+            whole_shapes = not layout.sharded
             trained = tuple(
                 nn.Parameter(
                     layout.view(updated, f.name) if whole_shapes else updated[f.start : f.stop]

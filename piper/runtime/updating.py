@@ -42,7 +42,7 @@ def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
                     view.zero_()  # this device computes none of the sum's parts
                 for first, (slot, i) in enumerate(places):
                     view.add_(slots[slot][i]) if first else view.copy_(slots[slot][i])
-        if layout.divided:
+        if layout.sharded:
             out = torch.empty(layout.share, dtype=kind, device=where)
             handle = begin(flat, out)
         else:
@@ -164,7 +164,7 @@ def _gradients(
     reduced = [slot for slot in reads if context.plan.slots[slot].bucket == bucket]
     if reduced:
         (slot,) = reduced
-        if layout.divided:
+        if layout.sharded:
             return lambda: [slots[slot][f.start : f.stop] for f in layout.fragments]
         return lambda: [layout.view(slots[slot], f.name) for f in layout.fragments]
     sources = _sources(context, held, reads)

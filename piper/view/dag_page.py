@@ -197,7 +197,7 @@ def _notes(before: Dag, dag: Dag) -> list[str]:
 
     notes = [
         ruled(dag.state, before.state, lambda rule: f"replicated, ZeRO {rule.zero}"),
-        ruled(dag.shards, before.shards, lambda rule: f"experts divided {rule.ways} ways"),
+        ruled(dag.shards, before.shards, lambda rule: f"experts sharded {rule.ways} ways"),
         ruled(dag.remat, before.remat, lambda policy: f"recomputes {policy.value}"),
         *(
             f"stream {name}: priority {rule.priority}, {_sms(rule.sms)}"
