@@ -26,6 +26,7 @@ _STYLES = {
     "rowwise": Style.ROW,
     "rowwise_rep": Style.ROW,
     "rowwise_split_input": Style.ROW,
+    "embedding_rowwise": Style.ROW,
     "packed_rowwise": Style.ROW,
 }
 """Ours and those of ``transformers``: what else those say of activations is derived here."""

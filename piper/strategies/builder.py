@@ -20,6 +20,7 @@ from piper.capture.program import Pass
 from piper.directives import Directive, order, place
 from piper.directives.base import positive
 from piper.errors import DirectiveError
+from piper.ir.mesh import Mesh
 from piper.strategies.action import Action
 from piper.strategies.timing import timed
 
@@ -143,14 +144,17 @@ class Schedule:
 
     def directives(
         self,
-        groups: Sequence[Sequence[int]] | None = None,
+        groups: Sequence[Sequence[int] | Mesh] | None = None,
         *,
         stage: str = "PP",
         microbatch: str = "MB",
         stream: str = "p2p",
+        batch: str | Sequence[str] | None = None,
+        sequence: str | None = None,
     ) -> list[Directive]:
         """Where the stages run and in which order; ``groups`` are the devices of each rank,
-        ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make."""
+        ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make; ``batch`` and
+        ``sequence`` are as in ``place``."""
         timed(self)  # it goes through
         groups = [[rank] for rank in range(self.ranks)] if groups is None else groups
         if len(groups) != self.ranks:
@@ -164,7 +168,11 @@ class Schedule:
                 where: dict[str, int | list[int]] = {stage: number}
                 if len(homes) > 1:  # the stage lives on several ranks, each for some microbatches
                     where[microbatch] = list(row.stages[number])
-                found.append(place(where, devices=groups[rank], stream=stream))
+                found.append(
+                    place(
+                        where, devices=groups[rank], stream=stream, batch=batch, sequence=sequence
+                    )
+                )
         for row in self.rows:
             filters = [
                 [{stage: a.stage, microbatch: a.microbatch, "PASS": a.which.value} for a in group]

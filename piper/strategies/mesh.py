@@ -1,4 +1,4 @@
-"""``mesh``: pipeline, data and expert parallelism composed, as plain directives."""
+"""``mesh``: pipeline, data, tensor, context and expert parallelism composed, as plain directives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import Enum
 from piper.directives import Directive, partition, replicate, shard, split
 from piper.directives.base import positive
 from piper.errors import DirectiveError
+from piper.ir.mesh import Mesh
 from piper.strategies.breadth_first import breadth_first
 from piper.strategies.builder import Schedule
 from piper.strategies.dualpipe import dualpipe
@@ -75,6 +76,8 @@ def mesh(
     *,
     pp: int = 1,
     dp: int = 1,
+    tp: int = 1,
+    cp: int = 1,
     ep: int = 1,
     schedule: str | Schedule = "1f1b",
     zero: int = 0,
@@ -87,28 +90,39 @@ def mesh(
     experts: str = "EP",
     by: str | Sequence[int] | Mapping[int, float] = "flops",
     bucket_mb: float = 25.0,
+    parameters: Mapping[str, int | str] | None = None,
+    sequence_parallel: bool = False,
 ) -> Strategy:
-    """``pp`` pipeline ranks of ``dp`` devices each, on pp * dp devices.
+    """``pp`` pipeline ranks of ``dp`` * ``cp`` * ``tp`` devices each.
 
     The regions named ``regions`` are cut into stages ``by`` their cost, which ``schedule`` orders:
     the name of one of ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp``
     devices with ``zero``, each copy of the state divided ``within`` so many; the regions named
     ``experts`` are divided over ``ep`` of them, and replicated over the rest with ``expert_zero``,
     which is ``zero`` unless given.
+    ``tp`` devices shard the parameters that the model declares, or ``parameters`` (as in
+    ``piper.shard``), with ``sequence_parallel`` also activations between them; ``cp`` devices shard
+    the sequence. Devices along ``tp`` have neighbouring numbers, then those along ``cp``.
     ``virtual`` is the number of stages a rank, for schedules that leave it open. ``microbatches``
     is 1, or as many as a schedule of your own has.
     """
-    for name, value in (("pp", pp), ("dp", dp), ("ep", ep)):
+    for name, value in (("pp", pp), ("dp", dp), ("tp", tp), ("cp", cp), ("ep", ep)):
         positive(name, value)
     if dp % ep:
         fits = [n for n in range(1, dp + 1) if dp % n == 0]
         raise DirectiveError(f"ep={ep} does not divide the dp={dp} devices of a stage: {fits} do")
     order = _schedule(schedule, pp, microbatches, virtual)
-    groups = [_group(rank, pp, dp, layout) for rank in range(pp)]
+    groups = [_group(rank, pp, dp, cp * tp, layout) for rank in range(pp)]
+    axes = {"dp": dp, **({"cp": cp} if cp > 1 else {}), **({"tp": tp} if tp > 1 else {})}
+    named = len(axes) > 1
     directives: list[Directive] = [
         partition(regions, into="PP", parts=order.stages, by=by),
         split(into="MB", parts=order.microbatches),
-        *order.directives(groups),
+        *order.directives(
+            [Mesh(group, **axes) for group in groups] if named else groups,
+            batch="dp" if named else None,
+            sequence="cp" if cp > 1 else None,
+        ),
     ]
     placed = 2 + sum(d.name == "place" for d in directives)
     state: list[Directive] = []
@@ -120,6 +134,12 @@ def mesh(
         state.append(replicate({}, zero=zero, bucket_mb=bucket_mb, within=within))
     if ep > 1:
         state.append(shard({experts: "*"}, ways=ep))
+    if tp > 1:
+        where: dict[str, str] = {experts: "-"} if ep > 1 else {}
+        tensor = shard(where, axis="tp", parameters=parameters, sequence=sequence_parallel)
+        state.append(tensor)
+    elif parameters is not None or sequence_parallel:
+        raise DirectiveError("parameters= and sequence_parallel= are of tensor parallelism: tp=")
     return Strategy([*directives[:placed], *state, *directives[placed:]])
 
 
@@ -142,13 +162,15 @@ def _schedule(
     return schedule
 
 
-def _group(rank: int, pp: int, dp: int, layout: str | MeshLayout) -> list[int]:
-    """The devices of one pipeline rank."""
+def _group(rank: int, pp: int, dp: int, inner: int, layout: str | MeshLayout) -> list[int]:
+    """The devices of one pipeline rank: ``dp`` times ``inner`` neighbours."""
     try:
         kind = MeshLayout(layout)
     except ValueError:
         names = ", ".join(kind.value for kind in MeshLayout)
         raise DirectiveError(f"layout={layout!r} is unknown: one of {names}") from None
     if kind is MeshLayout.PIPELINE_INNER:
-        return [replica * pp + rank for replica in range(dp)]
-    return [rank * dp + replica for replica in range(dp)]
+        firsts = [replica * pp + rank for replica in range(dp)]
+    else:
+        firsts = [rank * dp + replica for replica in range(dp)]
+    return [first * inner + i for first in firsts for i in range(inner)]
