@@ -9,11 +9,19 @@ from contextlib import contextmanager
 
 import torch
 
+from piper.capture.chunks import Draw
+
 
 def fold(seed: int, *, step: int, chunk: int, microbatch: int, replica: int = 0) -> int:
     """The seed of the draws that one chunk makes for one microbatch in one step."""
     key = struct.pack("<5q", seed, step, chunk, microbatch, replica)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def noise(draw: Draw, device: torch.device) -> torch.Tensor:
+    """What a dropout of the whole multiplies by."""
+    ones = torch.ones(draw.shape, dtype=draw.dtype, device=device)
+    return torch.dropout(ones, draw.probability, True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -111,6 +112,24 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """A dropout of the whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Where a segment is in the random numbers that its whole chunk draws one after another."""
+
+    chunk: int
+    before: tuple[Draw, ...] = ()
+    """What other segments draw before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A maximal run of ops with one stack of regions, and what its body's arguments are."""
 
@@ -124,6 +143,8 @@ class Chunk:
     body: Body
     segments: tuple[Segment, ...] = ()
     """Which part of a region it is under tensor and context parallelism, one for each axis."""
+    draws: Draws | None = None
+    """Of a segment that draws random numbers."""
 
     @property
     def name(self) -> str:

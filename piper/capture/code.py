@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from piper.capture.chunks import Draws
 from piper.capture.model import Captured
 from piper.capture.program import ChunkProgram, Kind, Ref
 from piper.capture.tensors import TensorSpec
@@ -23,6 +24,8 @@ class Piece:
     updates: tuple[str, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    draws: Draws | None = None
+    """If it is a segment that draws random numbers, which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Code:
         first = next(iter(captured.values()))
         return Code(
             pieces=tuple(
-                Piece(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs)
+                Piece(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs, c.draws)
                 for c in first.chunks
             ),
             programs=programs,

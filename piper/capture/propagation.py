@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.chunks import Body, Move, Redistribution
+from piper.capture.chunks import Body, Draw, Move, Redistribution
 from piper.capture.graphs import is_random
 from piper.capture.resizing import resized
 from piper.capture.shard_rewrites import rewritten, wanted_target
@@ -80,6 +80,8 @@ class Local:
     """Of the results."""
     rank: fx.Node | None
     """The device's place along the axis, if it is needed."""
+    draws: tuple[tuple[fx.Node, Draw | None], ...]
+    """What draws random numbers, in the order of the whole; None for what is no dropout."""
 
 
 def propagate(
@@ -118,6 +120,7 @@ class _Propagation:
         self._mode = body.fakes()[0].fake_mode
         self._device = body.fakes()[0].device
         self._rank: fx.Node | None = None
+        self._draws: list[tuple[fx.Node, Draw | None]] = []
         self._graph = fx.Graph()
         self._made: dict[fx.Node, Any] = {}
         """How each node of the body is placed."""
@@ -171,6 +174,8 @@ class _Propagation:
         needs, made = self._placed(node)
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
         if is_random(node) and sharded:
+            if self._dropped_out(node, needs, made):
+                return
             raise CaptureError(
                 f"region {self._name} draws random numbers in {node.target} on a shard of a value: "
                 "set dropout to 0 there"
@@ -188,6 +193,31 @@ class _Propagation:
             self._local[node] = self._call(aten.div.Scalar, (local, self._ways), sharded=True)
         else:
             self._emit(node, node.target, args, kwargs, sharded)
+
+    def _dropped_out(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> bool:
+        """A dropout on a shard: this device's part of what the whole would have drawn."""
+        if node.target is not aten.dropout.default or not isinstance(made, Shard):
+            return False
+        whole = self._whole[node]
+        (source,) = node.all_input_nodes
+        kwargs = {"dtype": whole.dtype, "device": self._device}
+        ones = self._graph.call_function(aten.ones.default, (list(whole.shape),), kwargs)
+        self._constants.add(self._noted(ones, True))
+        noise = self._call(aten.dropout.default, (ones, *node.args[1:]), True)
+        self._drawn(node, noise)
+        part = self._slice(noise, made.dim)
+        self._made[node] = made
+        read = self._form(source, needs[source], True)
+        self._local[node] = self._call(aten.mul.Tensor, (read, part), True)
+        return True
+
+    def _drawn(self, node: fx.Node, local: fx.Node) -> None:
+        draw = None
+        if node.target is aten.dropout.default:
+            whole, probability = self._whole[node], node.args[1]
+            assert isinstance(probability, float)
+            draw = Draw(tuple(whole.shape), whole.dtype, probability)
+        self._draws.append((local, draw))
 
     def _rewrite(self, node: fx.Node) -> bool:
         """Compute ``node`` otherwise than the whole does, where shards must."""
@@ -240,6 +270,7 @@ class _Propagation:
             frozenset(self._constants),
             tuple(placements),
             self._rank,
+            tuple(self._draws),
         )
 
     def _natural(self, node: fx.Node) -> Placement:
@@ -447,6 +478,8 @@ class _Propagation:
         self._local[node] = self._noted(local, sharded)
         if all(x in self._constants for x in taken) and not is_random(node):
             self._constants.add(local)
+        if is_random(node):
+            self._drawn(node, local)
         local.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         self._check(node, local)
         return local

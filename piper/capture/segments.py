@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.chunks import RANK, Body, Chunk, ChunkValue, Cut, Move, ParameterShard, Segment
+from piper.capture.chunks import RANK, Body, Chunk, Draws, ChunkValue, Cut, Move, ParameterShard, Segment
 from piper.capture.cut import body_key
 from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
@@ -135,6 +135,7 @@ class _Segmenter:
                 index=index,
                 inputs=tuple(self._numbers[v] for v in chunk.inputs),
                 outputs=tuple(self._numbers[v] for v in chunk.outputs),
+                draws=chunk.draws or Draws(chunk.index),
             )
         )
 
@@ -206,6 +207,7 @@ class _Segmenter:
         updates: Sequence[str],
         inputs: Sequence[int],
         outputs: Sequence[tuple[str, TensorSpec]],
+        draws: Draws | None = None,
     ) -> list[int]:
         """One more chunk; gives the numbers of what it makes."""
         index = len(self._chunks)
@@ -222,6 +224,7 @@ class _Segmenter:
                 updates=tuple(updates),
                 body=body,
                 segments=(*chunk.segments, segment),
+                draws=draws,
             )
         )
         return made
@@ -275,6 +278,7 @@ class _Pieces:
         outputs = [n for n in nodes if self._leaves(n, inside)]
         body = _body(ordered, parameters, buffers, inputs, outputs, list(updates.values()))
         names = [self._parameters[n] for n in parameters]
+        draws = self._draws(ordered)
         shards = self._sharding.parameters
         made = self._out.add(
             self._chunk,
@@ -285,6 +289,7 @@ class _Pieces:
             list(updates),
             [self.numbers[n] for n in inputs],
             [(n.name, TensorSpec.of(n.meta["val"])) for n in outputs],
+            draws,
         )
         self.numbers |= zip(outputs, made, strict=True)
 
@@ -312,6 +317,21 @@ class _Pieces:
         it = self._sharding
         number, self._count = self._count, self._count + 1
         return Segment(number, it.axis, it.ways, sharded, {n: it.parameters[n] for n in names})
+
+    def _draws(self, nodes: list[fx.Node]) -> Draws | None:
+        """Where the segment with ``nodes`` is in what the chunk draws."""
+        drawn = self._share.draws
+        mine = [i for i, (node, _) in enumerate(drawn) if node in set(nodes)]
+        if not mine:
+            return None
+        before = [draw for _, draw in drawn[: mine[0]]]
+        if mine != list(range(mine[0], mine[-1] + 1)) or None in before:
+            raise CaptureError(
+                f"region {self._chunk.name} draws random numbers that its shards cannot draw alike: "
+                "only dropout can be sharded; set it to 0 there, or make the regions smaller"
+            )
+        earlier = self._chunk.draws or Draws(self._chunk.index)
+        return Draws(earlier.chunk, (*earlier.before, *(d for d in before if d is not None)))
 
     def _leaves(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         if not isinstance(node.meta["val"], Tensor):

@@ -60,6 +60,9 @@ class Rules:
     ) -> Placements | None:
         if target is _ATTENTION:
             return _attention(args, kwargs, given)
+        if target is torch.ops.aten.dropout.default:
+            placed = given.get(id(args[0]), REPLICATED)
+            return placed if type(placed) is Shard else None
         fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
         asking = _Asking(self._mesh, given)
         try:

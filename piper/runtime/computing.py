@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.capture.chunks import RANK
+from piper.capture.chunks import RANK, Draws
 from piper.capture.program import BUNDLES, Kind, Ref
 from piper.capture.tensors import TensorSpec
 from piper.ir.dag import Compute
 from piper.lower.plan import Instruction
-from piper.random import fold, seeded
+from piper.random import fold, noise, seeded
 from piper.runtime.context import ExecutionContext, Made
 from piper.runtime.pending import BoundInstruction
 from piper.runtime.streams import Free
@@ -111,9 +111,13 @@ def compute(
     state, where = context.state, context.where
     part = op.microbatch * group + x.group.index(context.device)
 
+    draws = piece.draws or Draws(op.chunk)
+
     def drawing() -> None:
-        draws = fold(state.training.seed, step=state.steps, chunk=op.chunk, microbatch=part)
-        with seeded(where, draws):
+        seed = fold(state.training.seed, step=state.steps, chunk=draws.chunk, microbatch=part)
+        with seeded(where, seed):
+            for draw in draws.before:
+                noise(draw, where)
             execute()
 
     return drawing
