@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from piper.capture.batch import Batch
+from piper.capture.chunks import ParameterShard
 from piper.capture.code import Code
 from piper.capture.codegen import CompilerName, Eager
 from piper.capture.experts import trace_share
@@ -240,13 +241,18 @@ class Capture:
 
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
         """The model as one device has it under tensor parallelism."""
+        weights: dict[str, ParameterShard] = {}
+        for chunk, rules in dag.tensor.items():
+            for rule in rules:
+                found = weight_shards(captured.chunks[chunk], rule.parameters, rule.ways)
+                weights = {**found, **weights}  # a tied weight is sharded as where it is used first
         shardings = {
             chunk: tuple(
                 Sharding(
                     rule.axis,
                     rule.ways,
                     rule.stride,
-                    weight_shards(captured.chunks[chunk], rule.parameters, rule.ways),
+                    {n: shard for n, shard in weights.items() if n in rule.parameters},
                     rule.sequence,
                     rule.split,
                 )
@@ -255,9 +261,9 @@ class Capture:
             )
             for chunk, rules in dag.tensor.items()
         }
-        for kept, of, found in self._segmented:
+        for kept, of, known in self._segmented:
             if kept is captured and of == shardings:
-                return found
+                return known
         self._segmented.append((captured, shardings, captured.sharded(shardings)))
         return self._segmented[-1][2]
 

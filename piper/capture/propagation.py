@@ -24,10 +24,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from piper.capture.chunks import Body, Draw, Move, Redistribution
+from piper.capture.fused import SPLITS, Packed, dim_of, section
 from piper.capture.graphs import is_random
 from piper.capture.resizing import resized
-from piper.capture.shard_rewrites import rewritten, wanted_target
+from piper.capture.sharding_rewrites import rewritten
 from piper.capture.sharding_rules import REPLICATED, Placement, Placements, Rules
+from piper.capture.vocabulary import on_shards, wanted_target
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
@@ -49,14 +51,8 @@ _PASS_PARTIAL = {
 }
 """What a partial sum may pass before it is reduced: it is reduced once, where it is made."""
 _ADD = {aten.add.Tensor, aten.sub.Tensor}
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Each of several sections of a dimension is sharded for itself, as in a fused weight."""
-
-    dim: int
-    sections: tuple[int, ...]
+_TRIED = 512
+"""Ways to read the inputs of an operation, before they are all gathered."""
 
 
 Given = Placement | Packed
@@ -132,8 +128,11 @@ class _Propagation:
         self._moves: dict[fx.Node, Redistribution] = {}
         self._constants: set[fx.Node] = set()
         self._fixed: set[fx.Node] = set()
-        """Parameters and buffers: they stay as they are."""
-        self._source = _without_row_bias(body.module.graph, given)
+        """Parameters and buffers."""
+        self._derived: set[fx.Node] = set()
+        """What is computed of parameters alone: those who compute on shards do it again, so that
+        its gradient is summed with that of the parameters, once a step."""
+        self._source = rewritten(body.module.graph, given, ways)
         placeholders = self._source.find_nodes(op="placeholder")
         for number, (node, placement) in enumerate(zip(placeholders, given, strict=True)):
             fake = node.meta["val"]
@@ -172,6 +171,8 @@ class _Propagation:
         if self._rewrite(node):
             return
         needs, made = self._placed(node)
+        if made == REPLICATED and self._is_derived(node):
+            self._derived.add(node)
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
         if is_random(node) and sharded:
             if self._dropped_out(node, needs, made):
@@ -227,7 +228,7 @@ class _Propagation:
         }
         placed |= wanted_target(node, placed)
         local = _Read(self, placed)
-        found = rewritten(node, placed, local, self)
+        found = on_shards(node, placed, local, self)
         if found is None:
             return False
         self._local[node], self._made[node] = found.local, found.placement
@@ -248,7 +249,7 @@ class _Propagation:
     def moved(
         self, local: fx.Node, made: Placement, wanted: Placement, *, sharded: bool
     ) -> fx.Node:
-        return self._redistributed(local, made, wanted, True, sharded)
+        return self._redistributed(local, local, made, wanted, True, sharded)
 
     def finished(self, wanted: Sequence[Placement | None]) -> Local:
         ends = pytree.tree_leaves(self._source.output_node().args[0])
@@ -261,13 +262,15 @@ class _Propagation:
             for node, placement in zip(ends, placements, strict=True)
         ]
         self._graph.output(tuple(results))
+        self._graph.eliminate_dead_code()
+        left = set(self._graph.nodes)
         return Local(
             self._graph,
             self._arguments,
             tuple(results),
-            frozenset(self._sharded),
-            self._moves,
-            frozenset(self._constants),
+            frozenset(self._sharded & left),
+            {node: move for node, move in self._moves.items() if node in left},
+            frozenset(self._constants & left),
             tuple(placements),
             self._rank,
             tuple(self._draws),
@@ -289,7 +292,7 @@ class _Propagation:
             found = self._packed(node, now)
             if found is not None:
                 return now, found
-            self._refuse(node, now)
+            now = {x: REPLICATED if isinstance(p, Packed) else p for x, p in now.items()}
         partial = [x for x, p in now.items() if isinstance(p, Partial)]
         passes = not any(self._is_resolved(x) for x in partial) and (
             node.target in _PASS_PARTIAL
@@ -308,30 +311,36 @@ class _Propagation:
         placement = self._resolved(self._whole[node])
         return any((node, placement, sharded) in self._forms for sharded in (True, False))
 
+    def _is_derived(self, node: fx.Node) -> bool:
+        inputs = node.all_input_nodes
+        known = all(x in self._fixed or x in self._derived for x in inputs)
+        return bool(inputs) and known and not is_random(node)
+
     def _search(
         self, node: fx.Node, now: dict[fx.Node, Any]
     ) -> tuple[dict[fx.Node, Any], Placements]:
-        """The cheapest way to read the inputs for which there is a rule."""
-        free = [x for x in now if x not in self._fixed]
-        choices = [self._choices(x, now) for x in free]
-        tried = sorted(
-            itertools.product(*choices),
-            key=lambda row: sum(self._cost(x, p) for x, p in zip(free, row, strict=True)),
-        )
-        for row in tried[:512]:
-            needs = {**now, **dict(zip(free, row, strict=True))}
+        """The cheapest way to read the inputs for which there is a rule; of equals, that which
+        shards most."""
+        choices = [self._choices(x, placement) for x, placement in now.items()]
+        tried = sorted(itertools.product(*choices), key=lambda row: self._costs(now, row))
+        for row in tried[:_TRIED]:
+            needs = dict(zip(now, row, strict=True))
             made = self._ask(node, needs)
             if made is not None:
                 return needs, made
-        self._refuse(node, now)
-        raise AssertionError
+        return dict.fromkeys(now, REPLICATED), _like(self._whole[node], REPLICATED)
 
-    def _choices(self, x: fx.Node, now: dict[fx.Node, Any]) -> list[Placement]:
+    def _choices(self, x: fx.Node, now: Placement) -> list[Placement]:
         whole = self._whole[x]
-        if not isinstance(whole, Tensor):
-            return [now[x]]
+        fixed = x in self._fixed and (now != REPLICATED or len(whole.shape) > 1)
+        if fixed or not isinstance(whole, Tensor):
+            return [now]
         dims = [d for d, n in enumerate(whole.shape) if n % self._ways == 0 and n > 1]
-        return list(dict.fromkeys([now[x], REPLICATED, *map(Shard, dims)]))
+        return list(dict.fromkeys([now, REPLICATED, *map(Shard, dims)]))
+
+    def _costs(self, now: dict[fx.Node, Any], row: Sequence[Placement]) -> tuple[int, int]:
+        total = sum(self._cost(x, p) for x, p in zip(now, row, strict=True))
+        return total, sum(p == REPLICATED for p in row)
 
     def _cost(self, x: fx.Node, placement: Placement) -> int:
         """Bytes that reading a value so communicates, in both directions."""
@@ -346,6 +355,8 @@ class _Propagation:
         return nbytes + (nbytes if made != REPLICATED else 0)
 
     def _ask(self, node: fx.Node, needs: dict[fx.Node, Any]) -> Any:
+        if all(p == REPLICATED for p in needs.values()):
+            return _like(self._whole[node], REPLICATED)
         for x, placement in needs.items():
             if isinstance(placement, Shard) and isinstance(self._whole[x], Tensor):
                 shape = self._whole[x].shape
@@ -370,43 +381,26 @@ class _Propagation:
         return made in (REPLICATED, SUM, Partial("avg"))
 
     def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
-        """The placement of what is made of a fused weight's sections, up to where they part."""
-        packed = [p for p in now.values() if isinstance(p, Packed)]
-        first = packed[0]
-        plain = {x: Shard(p.dim) if isinstance(p, Packed) else p for x, p in now.items()}
+        """The placement of what is made of a fused weight's sections, up to where they part; None
+        where they cannot stay packed."""
+        first = next(p for p in now.values() if isinstance(p, Packed))
         whole = self._whole[node]
-        if node.target in (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor):
-            sizes = tuple(int(x.shape[first.dim]) for x in whole)
-            dim = _dim(node, 2) % len(self._whole[node.args[0]].shape)  # type: ignore[index]
-            return (
-                (Shard(dim),) * len(sizes) if (dim, sizes) == (first.dim, first.sections) else None
-            )
-        if node.target is aten.chunk.default:
+        if node.target in SPLITS and dim_of(node, 2) == first.dim:
             sizes = tuple(int(x.shape[first.dim]) for x in whole)
             return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
-        if node.target is aten.slice.Tensor and _dim(node, 1) % len(whole.shape) == first.dim:
-            return Shard(first.dim) if self._section(node, first) is not None else None
-        made = self._ask(node, plain)
-        if isinstance(made, Shard) and whole.shape[made.dim] == sum(first.sections):
-            return Packed(made.dim, first.sections)
-        return None
-
-    def _section(self, node: fx.Node, packed: Packed) -> int | None:
-        """Which section a slice takes."""
-        start, stop = (*node.args[2:4], None, None)[:2]
-        total = sum(packed.sections)
-        begin = 0 if start is None else int(start) % (total + 1)  # type: ignore[call-overload]
-        end = total if stop is None else min(int(stop), total)  # type: ignore[call-overload]
-        edges = [0, *itertools.accumulate(packed.sections)]
-        for i, (a, b) in enumerate(itertools.pairwise(edges)):
-            if (begin, end) == (a, b):
-                return i
-        return None
+        if node.target is aten.slice.Tensor and dim_of(node, 1) == first.dim:
+            return Shard(first.dim) if section(node, first) is not None else None
+        made = self._ask(node, {x: _plain(p) for x, p in now.items()})
+        if not isinstance(made, Shard):
+            return None
+        found = first.on(made.dim, whole.shape[made.dim], self._ways)
+        others = [p for p in now.values() if isinstance(p, Packed) and p.dim == first.dim]
+        return found if all(p.sections == first.sections for p in others) else None
 
     def _form(self, node: fx.Node, placement: Any, sharded: bool) -> fx.Node:
         """``node`` at local shapes as one reader needs it, who computes on shards or not."""
         made, local = self._made[node], self._local[node]
-        if placement is None or isinstance(made, tuple | Packed):
+        if placement is None or isinstance(made, tuple):
             return local
         made_sharded = made != REPLICATED or local in self._sharded
         plain = node in self._fixed or local in self._constants or not _differentiable(local)
@@ -416,22 +410,45 @@ class _Propagation:
             return local  # what shards make that is the same everywhere has no gradient
         key = node, placement, sharded
         if key not in self._forms:
-            self._forms[key] = self._redistributed(local, made, placement, made_sharded, sharded)
+            if made == REPLICATED == placement and node in self._derived:
+                self._forms[key] = self._again(node)
+            else:
+                self._forms[key] = self._redistributed(
+                    node, local, made, placement, made_sharded, sharded
+                )
         return self._forms[key]
 
+    def _again(self, node: fx.Node) -> fx.Node:
+        """What is computed of parameters, for those who compute on shards."""
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda x: self._form(x, REPLICATED, True), (node.args, dict(node.kwargs))
+        )
+        return self._noted(self._graph.call_function(node.target, args, kwargs), True)  # type: ignore[arg-type]
+
     def _redistributed(
-        self, local: fx.Node, made: Placement, wanted: Placement, before: bool, after: bool
+        self,
+        node: fx.Node,
+        local: fx.Node,
+        made: Given,
+        wanted: Placement,
+        before: bool,
+        after: bool,
     ) -> fx.Node:
         if (made, before, after) == (REPLICATED, False, True) and isinstance(wanted, Shard):
             if local in self._constants or not _differentiable(local):
                 return self._slice(local, wanted.dim)
+        if node in self._fixed:  # what is moved is a value
+            local = self._call(aten.clone.default, (local,), before)
         packed = local
         if isinstance(wanted, Shard):
             packed = self._pack(local, wanted.dim, before)
-        moves = _MOVES[type(made), type(wanted), after]
-        moved = self._graph.call_function(_moved, (packed, moves[0], self._ways))
-        moved.meta["val"] = self._on_fakes(_moved, (packed, moves[0], self._ways), {})
+        moves = _MOVES[type(_plain(made)), type(wanted), after]
+        args: Any = (packed, moves[0], self._ways)
+        moved = self._graph.call_function(_moved, args)
+        moved.meta["val"] = self._on_fakes(_moved, args, {})
         self._moves[moved] = Redistribution(*moves, f"{made} -> {wanted}")
+        if isinstance(made, Packed):
+            return self._unpack_sections(moved, made, after)
         if isinstance(made, Shard):
             return self._unpack(moved, made.dim, after)
         return moved
@@ -448,6 +465,16 @@ class _Propagation:
         if x in self._constants:
             self._constants.add(part)
         return part
+
+    def _unpack_sections(self, x: fx.Node, packed: Packed, sharded: bool) -> fx.Node:
+        """The sections of a fused weight's result, each with the parts of all devices."""
+        sizes = [n // self._ways for n in packed.sections]
+        parts = self._call(aten.split_with_sizes.default, (x, sizes, packed.dim + 1), sharded)
+        whole = [
+            self._unpack(self._call(operator.getitem, (parts, i), sharded), packed.dim, sharded)
+            for i in range(len(sizes))
+        ]
+        return self._call(aten.cat.default, (whole, packed.dim), sharded)
 
     def _pack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
         """``x`` with its parts along ``dim`` in a first dimension."""
@@ -472,8 +499,9 @@ class _Propagation:
 
     def _emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool) -> fx.Node:
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
-        for x in [x for x in node.all_input_nodes if isinstance(self._made[x], Packed)]:
-            target, args, kwargs = self._parting(node, x, target, args, kwargs)
+        for x in node.all_input_nodes:
+            if isinstance(self._made[x], Packed) and self._local[x] in taken:
+                target, args, kwargs = self._parting(node, self._made[x], target, args, kwargs)
         local = self._graph.call_function(target, tuple(args), dict(kwargs))
         self._local[node] = self._noted(local, sharded)
         if all(x in self._constants for x in taken) and not is_random(node):
@@ -484,16 +512,13 @@ class _Propagation:
         self._check(node, local)
         return local
 
-    def _parting(self, node: fx.Node, x: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+    def _parting(self, node: fx.Node, packed: Packed, target: Any, args: Any, kwargs: Any) -> Any:
         """Where the sections of a fused weight part: their sizes on a shard."""
-        packed = self._made[x]
         local = [n // self._ways for n in packed.sections]
-        if target in (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor):
+        if target in SPLITS and dim_of(node, 2) == packed.dim:
             return aten.split_with_sizes.default, (args[0], local, packed.dim), {}
-        if target is aten.chunk.default:
-            return aten.split_with_sizes.default, (args[0], local, packed.dim), {}
-        if target is aten.slice.Tensor and _dim(node, 1) % len(self._whole[x].shape) == packed.dim:
-            which = self._section(node, packed)
+        if target is aten.slice.Tensor and dim_of(node, 1) == packed.dim:
+            which = section(node, packed)
             assert which is not None
             start = sum(local[:which])
             return target, (args[0], packed.dim, start, start + local[which]), {}
@@ -542,17 +567,6 @@ class _Propagation:
                 )
             return torch.empty(shape, dtype=fake.dtype, device=fake.device)
 
-    def _refuse(self, node: fx.Node, now: dict[fx.Node, Any]) -> None:
-        placed = ", ".join(
-            f"{x.name} {list(self._whole[x].shape)} {p}"
-            for x, p in now.items()
-            if isinstance(self._whole[x], Tensor)
-        )
-        raise CaptureError(
-            f"region {self._name} cannot be sharded: there is no rule for {node.target} on "
-            f"{placed}; shard its parameters along another dimension, or leave them out"
-        )
-
 
 class _Read(Mapping[fx.Node, fx.Node]):
     """Local values as a rewrite reads them."""
@@ -598,45 +612,8 @@ def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:
     return lambda x: _moved(x, move, ways)
 
 
-def _without_row_bias(graph: fx.Graph, given: Sequence[Given]) -> fx.Graph:
-    """``graph`` where a bias is added after a product that is a partial sum, not within it."""
-    copy = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    placeholders = graph.find_nodes(op="placeholder")
-    placed = dict(zip(placeholders, given, strict=True))
-    for node in graph.nodes:
-        weight, bias = None, None
-        if node.target is aten.linear.default and len(node.args) == 3:
-            _, weight, bias = node.args
-            summed = placed.get(weight) == Shard(1)
-        elif node.target is aten.addmm.default and not node.kwargs:
-            bias, _, weight = node.args
-            summed = placed.get(weight) == Shard(0)
-        else:
-            summed = False
-        if not summed or bias is None:
-            new[node] = copy.node_copy(node, new.__getitem__)
-            continue
-        assert isinstance(bias, fx.Node)
-        if node.target is aten.linear.default:
-            target: Any = aten.linear.default
-            args: tuple[Any, ...] = tuple(new[x] for x in node.args[:2])
-        else:
-            target = aten.mm.default
-            args = tuple(new[x] for x in node.args[1:])
-        product = copy.call_function(target, args)
-        product.meta = dict(node.meta)
-        total = copy.call_function(aten.add.Tensor, (product, new[bias]))
-        total.meta = dict(node.meta)
-        new[node] = total
-    return copy
-
-
-def _dim(node: fx.Node, position: int) -> int:
-    """The dimension that an operation is along: an argument that may be left out."""
-    found = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-    assert isinstance(found, int)
-    return found
+def _plain(placement: Given) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Packed) else placement
 
 
 def _differentiable(local: fx.Node) -> bool:

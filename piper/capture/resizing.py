@@ -1,4 +1,4 @@
-"""Sizes written into operations (``view``, ``expand``, ``zeros``) are replaced by those of a shard."""
+"""Sizes written into operations (``view``, ``expand``, ``zeros``) become those of a shard."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Tensor parallelism on a cut model: chunks whose parameters are sharded along an axis are replaced
 by their segments, at the shapes of one device's share.
 
-    layer ─▶      norm ─▶ [R -> R] ─▶ attention ─▶ [P -> R] ─▶ add, norm ─▶ [R -> R] ─▶ mlp ─▶ [P -> R] ─▶ add
+    layer ─▶      norm ─▶ [R -> R] ─▶ attention ─▶ [P -> R] ─▶ add, norm ─▶ [R -> R] ─▶ mlp ─▶ ...
 
-A segment is a chunk like any other, and so is a redistribution, until lowering makes collectives of
-it: order, overlap, memory, remat and BI/BW know nothing of tensor parallelism.
+A segment is a chunk like any other, and so is a redistribution, until lowering makes collectives
+of it: order, overlap, memory, remat and BI/BW know nothing of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.chunks import RANK, Body, Chunk, Draws, ChunkValue, Cut, Move, ParameterShard, Segment
+from piper.capture.chunks import (
+    RANK,
+    Body,
+    Chunk,
+    ChunkValue,
+    Cut,
+    Draws,
+    Move,
+    ParameterShard,
+    Segment,
+)
 from piper.capture.cut import body_key
-from piper.capture.propagation import Given, Local, Packed, propagate, stand_in
+from piper.capture.fused import Packed
+from piper.capture.propagation import Given, Local, propagate, stand_in
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError

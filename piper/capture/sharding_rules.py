@@ -22,12 +22,13 @@ from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piper.capture.sharding_rewrites import ATTENTION
+
 Placement = Shard | Replicate | Partial
 Placements = Placement | tuple["Placements | None", ...]
 """Of one tensor, or of an operation with several results."""
 
 REPLICATED = Replicate()
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Rules:
@@ -58,7 +59,7 @@ class Rules:
         kwargs: Mapping[str, Any],
         given: Mapping[int, Placement],
     ) -> Placements | None:
-        if target is _ATTENTION:
+        if target is ATTENTION:
             return _attention(args, kwargs, given)
         if target is torch.ops.aten.dropout.default:
             placed = given.get(id(args[0]), REPLICATED)
@@ -68,7 +69,13 @@ class Rules:
         try:
             with torch.no_grad(), fake.fake_mode, asking:
                 made = target(*args, **kwargs)
-        except (_Redistribution, NotImplementedError, RuntimeError, ValueError, AssertionError):
+        except (
+            _RedistributionError,
+            NotImplementedError,
+            RuntimeError,
+            ValueError,
+            AssertionError,
+        ):
             return None  # the rules raise these for what they do not know
         return _each(made, asking.placement)
 
@@ -85,15 +92,25 @@ def _key(
     return target, tuple(map(shown, leaves)), str(tree)
 
 
-class _Redistribution(Exception):
+class _RedistributionError(Exception):
     """An operation needs its inputs placed otherwise."""
+
+
+_UNKNOWN = (
+    _RedistributionError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    AssertionError,
+)
+"""What the rules raise for what they do not know."""
 
 
 class _Asking(TorchDispatchMode):
     """Runs operations on fake tensors of the whole, and notes how the results are placed."""
 
     def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
         self._placed = dict(given)
         self._alive: list[Tensor] = []  # so that identities stay theirs
@@ -119,16 +136,16 @@ class _Asking(TorchDispatchMode):
 
     def _rule(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         rules = DTensor._op_dispatcher.sharding_propagator
-        wanted = pytree.tree_map_only(Tensor, self._spec, (tuple(args), dict(kwargs)))
+        taken, named = pytree.tree_map_only(Tensor, self._spec, (tuple(args), dict(kwargs)))
         info = rules.op_to_schema_info.get(func) or getattr(
             rules, "op_to_schema_info_for_single_dim_strategy", {}
         ).get(func)
-        schema = OpSchema(func, *wanted, schema_info=info or RuntimeSchemaInfo())
+        schema = OpSchema(func, taken, named, schema_info=info or RuntimeSchemaInfo())
         found = rules.propagate_op_sharding_non_cached(schema)
         if found.redistribute_schema is not None:
             pairs = zip(_specs(schema), _specs(found.redistribute_schema), strict=True)
             if any(had.placements != needs.placements for had, needs in pairs):
-                raise _Redistribution
+                raise _RedistributionError
         return found.output_spec
 
     def _spec(self, x: Tensor) -> DTensorSpec:

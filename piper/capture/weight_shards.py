@@ -1,18 +1,19 @@
 """How a parameter is sharded that a person calls "column" or "row": the dimension follows from the
 product that it is the weight of, and the sections of a fused weight from where its result is split.
 
-    linear(x, w [out, in])    column 0    row 1          addmm(b, x, w [in, out])    column 1    row 0
+    linear(x, w [out, in])      column 0    row 1
+    addmm(b, x, w [in, out])    column 1    row 0
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
 from piper.capture.chunks import Chunk, ParameterShard, Style
+from piper.capture.fused import sections_of
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
@@ -25,13 +26,6 @@ _PRODUCTS = {
 }
 """The argument that is the weight, its dimension that the result has, and the one summed over."""
 _BIASES = {aten.linear.default: 2, aten.addmm.default: 0}
-_SPLITS = (
-    aten.split_with_sizes.default,
-    aten.split.sizes,
-    aten.split.Tensor,
-    aten.chunk.default,
-)
-_THROUGH = (aten.add.Tensor, aten.reshape.default, aten.view.default)
 
 
 def weight_shards(
@@ -57,11 +51,11 @@ def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> Parameter
             at, out, summed = _PRODUCTS[user.target]
             if len(args) > at and args[at] is node:
                 dim = {Style.COLUMN: out, Style.ROW: summed}[how] if isinstance(how, Style) else how
-                return ParameterShard(dim, _sections(user) if dim == out else ())
+                return ParameterShard(dim, sections_of(user) if dim == out else ())
         if user.target in _BIASES and len(args) > (at := _BIASES[user.target]) and args[at] is node:
             if how is Style.ROW:
                 return None  # it is added once, to the sum
-            return ParameterShard(0, _sections(user))
+            return ParameterShard(0, sections_of(user))
     if isinstance(how, int):
         return ParameterShard(how)
     if len(node.meta["val"].shape) == 1:
@@ -70,32 +64,6 @@ def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> Parameter
         f"{name!r} in region {region} is to be sharded by {how.value}, but it is not the weight of "
         "a linear layer there: give the number of the dimension"
     )
-
-
-def _sections(product: fx.Node) -> tuple[int, ...]:
-    """The sizes into which the last dimension of a product is split, if it is."""
-    size = product.meta["val"].shape[-1]
-    node = product
-    while len(node.users) == 1 and (user := next(iter(node.users))).target in _THROUGH:
-        if user.meta["val"].shape[-1] != size:
-            break
-        node = user
-    edges: set[tuple[int, int]] = set()
-    rank = len(node.meta["val"].shape)
-    for user in node.users:
-        if user.target in _SPLITS:
-            sizes = [int(x.shape[-1]) for x in user.meta["val"]]
-            if sum(sizes) == size:
-                return tuple(sizes) if len(sizes) > 1 else ()
-        if user.target is aten.slice.Tensor and user.args[1] in (rank - 1, -1):
-            start, stop = (*user.args[2:4], None, None)[:2]
-            begin = int(start or 0)  # type: ignore[call-overload]
-            edges.add((begin, min(size if stop is None else int(stop), size)))  # type: ignore[call-overload]
-    ordered = sorted(edges)
-    tiles = all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
-    if len(ordered) > 1 and tiles and (ordered[0][0], ordered[-1][1]) == (0, size):
-        return tuple(stop - start for start, stop in ordered)
-    return ()
 
 
 def _check(name: str, node: fx.Node, shard: ParameterShard, ways: int, region: str) -> None:

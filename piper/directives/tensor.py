@@ -57,6 +57,7 @@ def tensor_rules(
                 "the experts' region out of the filter"
             )
     chosen.refuse_unused()
+    chosen.refuse_half(rules)
     return replace(dag, tensor=rules)
 
 
@@ -142,6 +143,18 @@ class _Chosen:
             )
 
 
+    def refuse_half(self, rules: Mapping[int, tuple[TensorRule, ...]]) -> None:
+        """A parameter is sharded for all regions that use it or for none."""
+        sharded = {name for row in rules.values() for rule in row for name in rule.parameters}
+        for chunk in self._dag.model.chunks:
+            shared = sharded.intersection(chunk.parameters)
+            if shared and chunk.index not in rules:
+                raise DirectiveError(
+                    f"the parameter {min(shared)!r} is used by a region that the filter does not "
+                    f"match too ({dict(chunk.tags)}): shard all of its regions in one directive"
+                )
+
+
 def _matches(name: str, pattern: str) -> bool:
     """Whether a pattern names a parameter, or the module that it is of."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
@@ -161,6 +174,10 @@ def _style(pattern: str, how: object) -> int | Style | None:
 
 
 _OTHERS = (
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicate",
+    "all_reduce",
     "sequence_parallel",
     "replicated",
     "replicated_with_grad_allreduce",

@@ -1,5 +1,5 @@
-"""Redistributions inside regions become what they are: collectives on the rule's stream, a selection
-of one's own part, or nothing.
+"""Redistributions inside regions become what they are: collectives on the rule's stream, a
+selection of one's own part, or nothing.
 
     F attention ─v─▶ F [P -> R] ─v'─▶ F add         F attention ─v─▶ all_reduce ─v'─▶ F add
     B add ─g'─▶ B [P -> R] ─g─▶ B attention         B add ─g'─▶ B attention

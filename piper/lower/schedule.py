@@ -145,7 +145,7 @@ _REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 
 
 def _reduces(dag: Dag, node: Node) -> bool:
-    """Whether it reduces gradients of parameters, or scalars: nothing of the step waits for that."""
+    """Whether it reduces gradients of parameters, or scalars: nothing of the step waits for it."""
     if node.writes[0] < dag.first_extra:
         return False
     return isinstance(node.op, Collective) and node.op.kind in _REDUCING

@@ -4,7 +4,8 @@ B head MB[0] ─dw─▶ Σ                 B head MB[0] ─dw─▶ B embed MB[
 B embed MB[0] ─dw─▶ Σ                (adds what it gets to its own)
 
 One device alone sums in this order, so the sums come out bit for bit the same. Chunks on different
-devices are summed by the reduction.
+devices are summed by the reduction, and so are gradients that are partial sums along an axis and
+those that are not.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ def tie_gradients(dag: Dag) -> Dag:
     users = dag.table.ties
     if not users:
         return dag
-    makers: defaultdict[tuple[int, ...], dict[int, tuple[int, int]]] = defaultdict(dict)
+    makers: defaultdict[tuple[object, ...], dict[int, tuple[int, int]]] = defaultdict(dict)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Compute) and node.op.chunk in users:
             for value in node.writes:
                 if value < dag.first_extra:
                     found, microbatch = dag.table.value(value)
                     if found.role is Role.TIED_GRADIENT:
-                        group = id(node.devices), node.replicas
+                        segments = dag.model.chunks[node.op.chunk].segments
+                        partial = tuple(s.axis for s in segments if s.sharded)
+                        group = id(node.devices), node.replicas, partial
                         key = (users[node.op.chunk], microbatch, *group)
                         makers[key][node.op.chunk] = (number, value)
     changed: dict[int, Node] = {}

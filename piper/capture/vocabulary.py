@@ -48,7 +48,7 @@ class Rewrite:
     sharded: bool
 
 
-def rewritten(
+def on_shards(
     node: fx.Node, placed: Mapping[fx.Node, Any], local: Mapping[fx.Node, fx.Node], emit: Emitter
 ) -> Rewrite | None:
     """The rewrite of ``node`` for inputs that are placed so, if there is one."""

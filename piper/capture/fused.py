@@ -1,0 +1,141 @@
+"""Fused weights: the result of one product is split into several (q, k and v; gate and up), each of
+which is sharded for itself.
+
+    [q q q q k k v v] over 2 devices     [q q k v] [q q k v]
+
+The sections follow from where the result is split, be it after it was viewed as heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+SPLITS = (
+    aten.split_with_sizes.default,
+    aten.split.sizes,
+    aten.split.Tensor,
+    aten.chunk.default,
+)
+_VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int, aten._unsafe_view.default)
+_TURNS = (aten.transpose.int, aten.permute.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Each of several sections of a dimension is sharded for itself."""
+
+    dim: int
+    sections: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"S({self.dim}) of {list(self.sections)}"
+
+    def on(self, dim: int, size: int, ways: int) -> Packed | None:
+        """The same where the sections lie along ``dim`` of ``size``; None where shards would not be
+        even there."""
+        unit, rest = divmod(sum(self.sections), size)
+        if rest or any(n % (unit * ways) for n in self.sections):
+            return None
+        return Packed(dim, tuple(n // unit for n in self.sections))
+
+
+def sections_of(product: fx.Node) -> tuple[int, ...]:
+    """The sizes into which the last dimension of a product is split; none if it is not."""
+    node, dim, unit = product, len(product.meta["val"].shape) - 1, 1
+    while True:
+        size = node.meta["val"].shape[dim]
+        found = _split(node, dim, size)
+        if found:
+            return tuple(n * unit for n in found)
+        if len(node.users) != 1:
+            return ()
+        node, before = next(iter(node.users)), node
+        moved = _followed(node, before, dim)
+        if moved is None:
+            return ()
+        dim = moved
+        unit *= size // node.meta["val"].shape[dim]
+
+
+def _split(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
+    """The sizes into which those who read a node split it along ``dim``."""
+    edges: set[tuple[int, int]] = set()
+    for user in node.users:
+        if user.target in SPLITS and dim_of(user, 2) == dim:
+            sizes = tuple(int(x.shape[dim]) for x in user.meta["val"])
+            return sizes if len(sizes) > 1 else ()
+        if user.target is aten.slice.Tensor and dim_of(user, 1) == dim:
+            edges.add(bounds(user, size))
+    ordered = sorted(edges)
+    tiles = all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
+    if len(ordered) > 1 and tiles and (ordered[0][0], ordered[-1][1]) == (0, size):
+        return tuple(stop - start for start, stop in ordered)
+    return ()
+
+
+def _followed(node: fx.Node, before: fx.Node, dim: int) -> int | None:
+    """Where the dimension ``dim`` of what ``before`` makes is in what ``node`` makes of it."""
+    if node.op != "call_function":
+        return None
+    value = node.meta["val"]
+    if node.target is aten.add.Tensor and value.shape == before.meta["val"].shape:
+        return dim
+    if node.target in _TURNS:
+        return _turned(node, len(value.shape)).index(dim)
+    if node.target in _VIEWS:
+        return _viewed(before.meta["val"].shape, value.shape, dim)
+    return None
+
+
+def _turned(node: fx.Node, rank: int) -> list[int]:
+    """The order in which dimensions come after a transposition."""
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [d % rank for d in _integers(node.args[1])]
+    a, b = (d % rank for d in _integers(node.args[1:3]))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _viewed(shape: Sequence[int], other: Sequence[int], dim: int) -> int | None:
+    """The dimension of ``other`` that has the outer part of dimension ``dim`` of ``shape``."""
+    before = math.prod(shape[:dim])
+    for place, size in enumerate(other):
+        if math.prod(other[:place]) == before and size > 1:
+            return place if shape[dim] % size == 0 else None
+    return None
+
+
+def section(node: fx.Node, packed: Packed) -> int | None:
+    """Which of the sections a slice takes, if it is one."""
+    taken = bounds(node, sum(packed.sections))
+    edges = itertools.pairwise([0, *itertools.accumulate(packed.sections)])
+    return next((i for i, edge in enumerate(edges) if edge == taken), None)
+
+
+def bounds(node: fx.Node, size: int) -> tuple[int, int]:
+    """From where to where a slice goes."""
+    start, stop, *_ = (*node.args[2:4], None, None)
+    assert start is None or isinstance(start, int)
+    assert stop is None or isinstance(stop, int)
+    begin, end, _ = slice(start, stop).indices(size)
+    return begin, end
+
+
+def dim_of(node: fx.Node, position: int) -> int:
+    """The dimension that an operation on one tensor is along: an argument that may be left out."""
+    found: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    (source, *_) = node.all_input_nodes
+    return int(found) % max(1, len(source.meta["val"].shape))
+
+
+def _integers(given: Any) -> list[int]:
+    return [int(n) for n in given]
