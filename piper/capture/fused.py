@@ -25,7 +25,12 @@ SPLITS = (
     aten.chunk.default,
 )
 _VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int, aten._unsafe_view.default)
-_TURNS = (aten.transpose.int, aten.permute.default)
+TURNS = (
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.numpy_T.default,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +93,20 @@ def _followed(node: fx.Node, before: fx.Node, dim: int) -> int | None:
     value = node.meta["val"]
     if node.target is aten.add.Tensor and value.shape == before.meta["val"].shape:
         return dim
-    if node.target in _TURNS:
-        return _turned(node, len(value.shape)).index(dim)
+    if node.target in TURNS:
+        return turned(node, len(value.shape)).index(dim)
     if node.target in _VIEWS:
         return _viewed(before.meta["val"].shape, value.shape, dim)
     return None
 
 
-def _turned(node: fx.Node, rank: int) -> list[int]:
+def turned(node: fx.Node, rank: int) -> list[int]:
     """The order in which dimensions come after a transposition."""
     order = list(range(rank))
     if node.target is aten.permute.default:
         return [d % rank for d in _integers(node.args[1])]
+    if node.target is not aten.transpose.int:
+        return order[::-1]
     a, b = (d % rank for d in _integers(node.args[1:3]))
     order[a], order[b] = order[b], order[a]
     return order

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,6 +138,11 @@ def plain_layouts(value: Any) -> Layouts:
     return tuple(DimLayout.of(x.shape) if isinstance(x, Tensor) else None for x in value)
 
 
+@cache
+def _decompositions() -> Any:
+    return dict(core_aten_decompositions())  # torch makes the table anew each time, slowly
+
+
 def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
     """The layout of what ``node`` makes, from the operations that it consists of."""
     inputs = node.all_input_nodes
@@ -156,9 +162,8 @@ def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
             fake if layout.shape(1) == fake.shape else fake.new_empty(layout.shape(1))
             for fake, layout in zip(fakes, given, strict=True)
         ]
-        table: Any = core_aten_decompositions()
         try:
-            parts = make_fx(call, decomposition_table=table)(*examples).graph
+            parts = make_fx(call, decomposition_table=_decompositions())(*examples).graph
         except (RuntimeError, ValueError, TypeError, IndexError):  # it names the number of rows
             raise UnknownOperation(str(node.target)) from None
     if any(part.target is node.target for part in parts.nodes):

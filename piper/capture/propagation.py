@@ -390,12 +390,13 @@ class _Propagation:
             return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
         if node.target is aten.slice.Tensor and dim_of(node, 1) == first.dim:
             return Shard(first.dim) if section(node, first) is not None else None
+        others = [p for p in now.values() if p != REPLICATED]
+        if any(not isinstance(p, Packed) or p.sections != first.sections for p in others):
+            return None
         made = self._ask(node, {x: _plain(p) for x, p in now.items()})
         if not isinstance(made, Shard):
             return None
-        found = first.on(made.dim, whole.shape[made.dim], self._ways)
-        others = [p for p in now.values() if isinstance(p, Packed) and p.dim == first.dim]
-        return found if all(p.sections == first.sections for p in others) else None
+        return first.on(made.dim, whole.shape[made.dim], self._ways)
 
     def _form(self, node: fx.Node, placement: Any, sharded: bool) -> fx.Node:
         """``node`` at local shapes as one reader needs it, who computes on shards or not."""

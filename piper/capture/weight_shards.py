@@ -8,16 +8,17 @@ product that it is the weight of, and the sections of a fused weight from where 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from piper.capture.chunks import Chunk, ParameterShard, Style
-from piper.capture.fused import sections_of
+from piper.capture.fused import TURNS, sections_of, turned
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
-_PRODUCTS = {
+_PRODUCTS: dict[Any, tuple[int, int, int]] = {
     aten.linear.default: (1, 0, 1),
     aten.addmm.default: (2, 1, 0),
     aten.mm.default: (1, 1, 0),
@@ -25,7 +26,7 @@ _PRODUCTS = {
     aten.embedding.default: (0, 1, 0),
 }
 """The argument that is the weight, its dimension that the result has, and the one summed over."""
-_BIASES = {aten.linear.default: 2, aten.addmm.default: 0}
+_BIASES: dict[Any, int] = {aten.linear.default: 2, aten.addmm.default: 0}
 
 
 def weight_shards(
@@ -45,25 +46,49 @@ def weight_shards(
 
 
 def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> ParameterShard | None:
-    for user in node.users:
-        args = list(user.args)
-        if user.target in _PRODUCTS:
-            at, out, summed = _PRODUCTS[user.target]
-            if len(args) > at and args[at] is node:
-                dim = {Style.COLUMN: out, Style.ROW: summed}[how] if isinstance(how, Style) else how
-                return ParameterShard(dim, sections_of(user) if dim == out else ())
-        if user.target in _BIASES and len(args) > (at := _BIASES[user.target]) and args[at] is node:
-            if how is Style.ROW:
-                return None  # it is added once, to the sum
-            return ParameterShard(0, sections_of(user))
+    shape = node.meta["val"].shape
+    found = _of_product(node, how, list(range(len(shape))))
+    if found is not None:
+        return found
+    if len(shape) == 1 and how is Style.ROW:
+        return None  # a bias is added once, to the sum
+    if len(shape) == 1:
+        return ParameterShard(0, _bias_sections(node) if how in (0, Style.COLUMN) else ())
     if isinstance(how, int):
         return ParameterShard(how)
-    if len(node.meta["val"].shape) == 1:
-        return None if how is Style.ROW else ParameterShard(0)
     raise CaptureError(
         f"{name!r} in region {region} is to be sharded by {how.value}, but it is not the weight of "
         "a linear layer there: give the number of the dimension"
     )
+
+
+def _of_product(node: fx.Node, how: int | Style, dims: list[int]) -> ParameterShard | None:
+    """How the weight of a product is sharded; ``dims`` are those of the parameter, in the order in
+    which ``node`` has them. None if it is not a weight."""
+    for user in node.users:
+        if user.target in TURNS:
+            found = _of_product(user, how, [dims[d] for d in turned(user, len(dims))])
+            if found is not None:
+                return found
+        if user.target not in _PRODUCTS or len(dims) != 2:
+            continue
+        at, out, summed = _PRODUCTS[user.target]
+        if len(user.args) > at and user.args[at] is node:
+            styles = {Style.COLUMN: dims[out], Style.ROW: dims[summed]}
+            dim = styles[how] if isinstance(how, Style) else how
+            return ParameterShard(dim, sections_of(user) if dim == dims[out] else ())
+    return None
+
+
+def _bias_sections(node: fx.Node) -> tuple[int, ...]:
+    """The sections of the product that a bias is added to, in it or after it."""
+    for user in node.users:
+        at = _BIASES.get(user.target)
+        within = at is not None and len(user.args) > at and user.args[at] is node
+        after = user.target is aten.add.Tensor
+        if (within or after) and user.meta["val"].shape[-1] == node.meta["val"].shape[0]:
+            return sections_of(user)
+    return ()
 
 
 def _check(name: str, node: fx.Node, shard: ParameterShard, ways: int, region: str) -> None:

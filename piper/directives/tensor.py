@@ -57,8 +57,31 @@ def tensor_rules(
                 "the experts' region out of the filter"
             )
     chosen.refuse_unused()
-    chosen.refuse_half(rules)
+    _refuse_half_sharded(dag, rules)
     return replace(dag, tensor=rules)
+
+
+def _refuse_half_sharded(dag: Dag, rules: Mapping[int, tuple[TensorRule, ...]]) -> None:
+    """A parameter is sharded alike for all regions that use it."""
+    first: dict[str, tuple[int, TensorRule]] = {}
+    for chunk, row in rules.items():
+        for rule in row:
+            for name in rule.parameters if rule.ways > 1 else ():
+                first.setdefault(name, (chunk, rule))
+    for user in dag.model.chunks:
+        for name in first.keys() & set(user.parameters):
+            chunk, one = first[name]
+            others = [r for r in rules.get(user.index, ()) if name in r.parameters]
+            if any(
+                (r.ways, r.parameters[name]) == (one.ways, one.parameters[name]) for r in others
+            ):
+                continue
+            raise DirectiveError(
+                f"the parameter {name!r} is sharded {one.ways} ways along {one.axis} in "
+                f"{region_of(dag, chunk)} and otherwise in {region_of(dag, user.index)}, which "
+                "uses it too: shard it in both, over equal numbers of devices, or leave it out of "
+                "parameters="
+            )
 
 
 def with_rule(
@@ -141,18 +164,6 @@ class _Chosen:
                 f"parameters: the pattern {unused[0]!r} matches no parameter of the regions; there "
                 f"are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
             )
-
-
-    def refuse_half(self, rules: Mapping[int, tuple[TensorRule, ...]]) -> None:
-        """A parameter is sharded for all regions that use it or for none."""
-        sharded = {name for row in rules.values() for rule in row for name in rule.parameters}
-        for chunk in self._dag.model.chunks:
-            shared = sharded.intersection(chunk.parameters)
-            if shared and chunk.index not in rules:
-                raise DirectiveError(
-                    f"the parameter {min(shared)!r} is used by a region that the filter does not "
-                    f"match too ({dict(chunk.tags)}): shard all of its regions in one directive"
-                )
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -296,8 +296,8 @@ class _Planner:
         else:
             for made in summed.buffers(value):
                 buffer = _buffer(made)
-                if buffer in self.slots:
-                    before += self.made_at[buffer]
+                if buffer in self.slots:  # made earlier, or for another value of this instruction
+                    before += [pc for pc in self.made_at[buffer] if pc < len(self.out)]
                 else:
                     allocates.append(self._new(buffer, summed.buffer(made)))
                     self.made_at[buffer] = [len(self.out)]
