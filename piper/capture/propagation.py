@@ -289,9 +289,10 @@ class _Propagation:
         if all(p == REPLICATED for p in now.values()):
             return now, _like(self._whole[node], REPLICATED)
         if any(isinstance(p, Packed) for p in now.values()):
-            found = self._packed(node, now)
+            apart = {x: p if isinstance(p, Packed) else REPLICATED for x, p in now.items()}
+            found = self._packed(node, apart)
             if found is not None:
-                return now, found
+                return apart, found
             now = {x: REPLICATED if isinstance(p, Packed) else p for x, p in now.items()}
         partial = [x for x, p in now.items() if isinstance(p, Partial)]
         passes = not any(self._is_resolved(x) for x in partial) and (
@@ -390,8 +391,7 @@ class _Propagation:
             return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
         if node.target is aten.slice.Tensor and dim_of(node, 1) == first.dim:
             return Shard(first.dim) if section(node, first) is not None else None
-        others = [p for p in now.values() if p != REPLICATED]
-        if any(not isinstance(p, Packed) or p.sections != first.sections for p in others):
+        if any(isinstance(p, Packed) and p.sections != first.sections for p in now.values()):
             return None
         made = self._ask(node, {x: _plain(p) for x, p in now.items()})
         if not isinstance(made, Shard):

@@ -1,0 +1,605 @@
+"""Tensor parallelism: parameters sharded along an axis whose devices have the same rows train to
+the numbers of one device, and communicate as often as Megatron does.
+
+Sums are in another order than on one device: fp64 within 1e-12, fp32 within 1e-6.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper import CaptureError, DirectiveError
+from piper.directives import Directive, place, remat, replicate, shard, split
+from piper.ir.values import ExtraRole
+from piper.models import DenseConfig, DenseTransformer
+from piper.models.layers import lm_loss
+from tests.tensor import DENSE, tensor_mesh
+from tests.training import (
+    Batch,
+    Run,
+    adamw,
+    assert_same,
+    compiled,
+    plain,
+    shared_captures,
+    steps,
+    train,
+)
+
+VOCAB, SEQ, STEPS = 32, 8, 3
+CLOSE = 1e-12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captures() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+@functools.cache
+def dense(layers: int = 2, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab": VOCAB, "dim": 16, "layers": layers, "heads": 4, "mlp_dim": 24, "max_seq": SEQ}
+    model = DenseTransformer(DenseConfig(**{**sizes, **changes}))
+    return moved(model.to(dtype))
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """``model`` with parameters that are not ones and zeros where they begin as these."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.05)
+    return model
+
+
+@functools.cache
+def batches(rows: int = 8) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randint(VOCAB, (2, rows, SEQ), generator=generator) for _ in range(STEPS)]
+    return [((x,), (y,)) for x, y in found]
+
+
+@functools.cache
+def expected(model: nn.Module, rows: int = 8, clip_norm: float | None = None) -> Run:
+    return plain(model, lm_loss, batches(rows), microbatches=1, clip_norm=clip_norm)
+
+
+def check(model: nn.Module, strategy: list[Directive], rows: int = 8, **options: Any) -> None:
+    program = compiled(model, strategy, lm_loss, batches(rows), **options)
+    found = train(program, batches(rows))
+    assert_same(found, expected(model, rows, options.get("clip_norm")), CLOSE)
+
+
+def tensor(
+    tp: int = 2, dp: int = 1, microbatches: int = 2, zero: int = 0, **how: Any
+) -> list[Directive]:
+    """One stage."""
+    return [
+        split(parts=microbatches),
+        place({}, devices=piper.Mesh(range(dp * tp), dp=dp, tp=tp), batch="dp"),
+        replicate({}, zero=zero),
+        shard({}, axis="tp", **{"parameters": DENSE, **how}),
+    ]
+
+
+# strategies
+
+
+CASES = {
+    "tp2": tensor(),
+    "tp2-sequence": tensor(sequence=True),
+    "tp4": tensor(4),
+    "tp4-sequence": tensor(4, sequence=True),
+    "dp2-zero1": tensor(dp=2, zero=1),
+    "dp2-zero2": tensor(dp=2, zero=2),
+    "dp2-zero3": tensor(dp=2, zero=3),
+    "dp2-zero3-sequence": tensor(dp=2, zero=3, sequence=True),
+    "remat": [remat({}, "all"), *tensor()],
+    "remat-sequence": [remat({"layer": 0}, "all"), *tensor(sequence=True)],
+}
+QUICK = ("tp2", "dp2-zero3-sequence")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+)
+def test_it_trains_as_one_device(name: str) -> None:
+    check(dense(), CASES[name], clip_norm=0.05)
+
+
+PIPELINES = [
+    (schedule, pp, dp, tp, zero, sequence)
+    for schedule in ("1f1b", "interleaved", "zb-v", "dualpipev")
+    for pp, dp, tp, zero, sequence in (
+        (2, 1, 2, 0, False),
+        (2, 2, 2, 1, True),
+        (2, 2, 2, 3, False),
+        (2, 1, 4, 0, True),
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES, ids=lambda c: "-".join(map(str, c)))
+def test_pipelines_train_as_one_device(case: tuple[str, int, int, int, int, bool]) -> None:
+    schedule, pp, dp, tp, zero, sequence = case
+    strategy = tensor_mesh(
+        schedule=schedule,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        zero=zero,
+        sequence=sequence,
+        microbatches=4,
+        parameters=DENSE,
+    )
+    check(dense(4), strategy, rows=16, clip_norm=0.05)
+
+
+def test_a_pipeline_whose_stages_have_axes_of_different_sizes() -> None:
+    strategy = [
+        piper.partition("layer", into="PP", parts=2, by=[1, 1]),
+        split(parts=2),
+        place({"PP": 0}, devices=piper.Mesh(range(2), dp=1, tp=2), batch="dp"),
+        place({"PP": 1}, devices=piper.Mesh([2], dp=1, tp=1), batch="dp"),
+        shard({}, axis="tp", parameters=DENSE, sequence=True),
+    ]
+    check(dense(), strategy, clip_norm=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("only", ["*.w_qkv", "*.attention.w_out", "*.mlp.w_in", "*.mlp.*"])
+def test_a_part_of_the_parameters(only: str, sequence: bool) -> None:
+    how = {
+        pattern: how
+        for pattern, how in DENSE.items()
+        if pattern == only or (only == "*.mlp.*" and ".mlp." in pattern)
+    }
+    check(dense(), tensor(parameters=how, sequence=sequence))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"*norm.weight": 0},
+        {"*.attention_norm.weight": 0, "*.w_qkv": "row"},
+        {"embedding.weight": 1, "head": "row"},
+        {"head": "column"},
+        {"embedding.weight": 0},
+        {"*.w_in.weight": 1, "*.mlp.w_out.weight": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_layouts_that_nobody_would_choose(how: dict[str, int | str], sequence: bool) -> None:
+    """What cannot be computed on shards is gathered."""
+    check(dense(), tensor(parameters=how, sequence=sequence))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tied_weights(sequence: bool) -> None:
+    """The head's gradient is a partial sum along the sequence, the embedding's is not."""
+    check(dense(tie_embeddings=True), tensor(sequence=sequence))
+    check(dense(tie_embeddings=True), tensor(dp=2, zero=3, sequence=sequence))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fewer_heads_of_keys_than_devices(kv_heads: int, sequence: bool) -> None:
+    check(dense(kv_heads=kv_heads), tensor(4, sequence=sequence))
+
+
+@pytest.mark.slow
+def test_adamw_and_fp32() -> None:
+    model = dense(dtype=torch.float32)
+    program = compiled(model, tensor(dp=2, zero=1), lm_loss, batches(), optimizer=adamw)
+    reference = plain(model, lm_loss, batches(), microbatches=1, optimizer=adamw)
+    found = train(program, batches())
+    for mine, theirs in zip(found.losses, reference.losses, strict=True):
+        assert float(mine) == pytest.approx(float(theirs), rel=1e-5)
+    program = compiled(model, tensor(dp=2, zero=1, sequence=True), lm_loss, batches())
+    reference = plain(model, lm_loss, batches(), microbatches=1)
+    assert_same(train(program, batches()), reference, 3e-6)
+
+
+@pytest.mark.slow
+def test_bf16() -> None:
+    """Partial sums are rounded once more than on one device."""
+    model = dense(dtype=torch.float32)
+    reference = plain(model, lm_loss, batches(), microbatches=2, bf16=True)
+    for sequence in (False, True):
+        strategy = tensor(sequence=sequence)
+        program = compiled(model, strategy, lm_loss, batches(), precision="bf16")
+        assert_same(train(program, batches()), reference, 0.03)
+
+
+def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
+    """A checkpoint of one layout is read in another, and evaluation computes on shards."""
+    model = dense()
+    reference = expected(model)
+    program = compiled(model, tensor(sequence=True), lm_loss, batches())
+    with piper.launch(program, on="virtual") as trainer:
+        (x,), (y,) = batches()[0]
+        with torch.no_grad():
+            assert float(trainer.evaluate(x, y)) == pytest.approx(
+                float(lm_loss(model(x), y)), rel=1e-12
+            )
+        trainer.step(x, y)
+        trainer.save(tmp_path / "checkpoint")
+    alone = compiled(model, tensor(1, 1), lm_loss, batches())
+    with piper.launch(alone, on="virtual") as trainer:
+        trainer.load(tmp_path / "checkpoint")
+        found = steps(trainer, batches()[1:])
+    assert_same(found, Run(reference.losses[1:], (), reference.state), CLOSE)
+
+
+@pytest.mark.slow
+def test_on_processes() -> None:
+    program = compiled(dense(), tensor(sequence=True), lm_loss, batches())
+    with piper.launch(program, on="processes", threads=1) as trainer:
+        assert_same(steps(trainer, batches()), expected(dense()), CLOSE)
+
+
+# what is communicated
+
+
+def redistributions(program: piper.Program) -> Counter[str]:
+    """How often device 0 communicates activations and their gradients, by kind."""
+    found: Counter[str] = Counter()
+    for x in program.plans[0].instructions:
+        if x.role is ExtraRole.REDISTRIBUTED:
+            found[x.op.kind.value] += 1  # type: ignore[union-attr]
+    return found
+
+
+def test_a_layer_communicates_as_often_as_megatrons() -> None:
+    """Two all-reduces a layer forward, two backward: as few bytes as the theory has it."""
+    counts = []
+    for layers in (1, 3):
+        program = compiled(dense(layers), tensor(microbatches=1), lm_loss, batches())
+        counts.append(redistributions(program))
+    one, three = counts
+    assert three - one == Counter(all_reduce=2 * 4)
+    nbytes = 8 * SEQ * 16 * 8
+    sent = next(f for f in program.traffic[0].flows if f.stream == "tp")
+    assert sent.nbytes == 3 * 4 * nbytes
+
+
+def test_a_layer_with_sequence_parallelism_communicates_as_often_as_megatrons() -> None:
+    """An all-gather before each of the two products and a reduce-scatter behind it, and the other
+    way round in the backward: the bytes of the all-reduces, and activations of a share."""
+    counts = []
+    for layers in (1, 3):
+        strategy = tensor(microbatches=1, sequence=True)
+        program = compiled(dense(layers), strategy, lm_loss, batches())
+        counts.append(redistributions(program))
+    one, three = counts
+    assert three - one == Counter(all_gather=2 * 4, reduce_scatter=2 * 4)
+
+
+# models of transformers
+
+
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+GROUPED = {"num_key_value_heads": 2}
+PLAN: dict[str, int | str] = {
+    "*.q_proj": "column",
+    "*.k_proj": "column",
+    "*.v_proj": "column",
+    "*.o_proj": "row",
+    "*.gate_proj": "column",
+    "*.up_proj": "column",
+    "*.down_proj": "row",
+}
+FUSED: dict[str, int | str] = {
+    "*.query_key_value": "column",
+    "*.dense": "row",
+    "*.dense_h_to_4h": "column",
+    "*.dense_4h_to_h": "row",
+}
+
+
+def _causal(name: str, **changes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        library = transformers()
+        config = getattr(library, f"{name}Config")(**{**SIZES, **changes})
+        made: nn.Module = getattr(library, f"{name}ForCausalLM")(config)
+        return made
+
+    return make
+
+
+def _gpt2() -> nn.Module:
+    library = transformers()
+    config = library.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    made: nn.Module = library.GPT2LMHeadModel(config)
+    return made
+
+
+def _bert() -> nn.Module:
+    library = transformers()
+    config = library.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    made: nn.Module = library.BertForMaskedLM(config)
+    return made
+
+
+def _falcon(**changes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        library = transformers()
+        config = library.FalconConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_hidden_size=24,
+            use_cache=False,
+            new_decoder_architecture=False,
+            **NO_DROPOUT,
+            **changes,
+        )
+        made: nn.Module = library.FalconForCausalLM(config)
+        return made
+
+    return make
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int | str]]] = {
+    "llama": (_causal("Llama"), PLAN),
+    "llama-gqa": (_causal("Llama", **GROUPED), PLAN),
+    "llama-tied": (_causal("Llama", tie_word_embeddings=True), PLAN),
+    "mistral": (_causal("Mistral", **GROUPED, sliding_window=4), PLAN),
+    "qwen2": (_causal("Qwen2", **GROUPED), PLAN),
+    "qwen3": (_causal("Qwen3", **GROUPED), PLAN),
+    "gemma": (_causal("Gemma", **GROUPED), PLAN),
+    "gemma2": (_causal("Gemma2", **GROUPED, sliding_window=4), PLAN),
+    "gemma3": (_causal("Gemma3", **GROUPED, sliding_window=4), PLAN),
+    "olmo": (_causal("Olmo"), PLAN),
+    "olmo2": (_causal("Olmo2", **GROUPED), PLAN),
+    "phi3": (
+        _causal("Phi3", **GROUPED),
+        {
+            "*.qkv_proj": "column",
+            "*.o_proj": "row",
+            "*.gate_up_proj": "column",
+            "*.down_proj": "row",
+        },
+    ),
+    "gpt2": (
+        _gpt2,
+        {
+            "*.c_attn": "column",
+            "*.attn.c_proj": "row",
+            "*.c_fc": "column",
+            "*.mlp.c_proj": "row",
+        },
+    ),
+    "gpt-neox": (_causal("GPTNeoX", **NO_DROPOUT), FUSED),
+    "falcon": (_falcon(multi_query=False, parallel_attn=True), FUSED),
+    "falcon-multi-query": (_falcon(multi_query=True), FUSED),
+    "bert": (
+        _bert,
+        {
+            "*.query": "column",
+            "*.key": "column",
+            "*.value": "column",
+            "*.attention.output.dense": "row",
+            "*.intermediate.dense": "column",
+            "bert.encoder.layer.?.output.dense": "row",
+        },
+    ),
+}
+DECLARE_NOTHING = ("gpt2", "falcon", "falcon-multi-query", "bert")
+SINGLE_SUMS = ("olmo2",)
+"""Models that sum over shards in fp32, whatever their dtype is."""
+
+
+@functools.cache
+def library_model(name: str) -> nn.Module:
+    transformers().logging.set_verbosity_error()
+    torch.manual_seed(0)
+    return moved(MODELS[name][0]().double().train())
+
+
+def logits_loss(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+@functools.cache
+def tokens() -> list[Batch]:
+    return [({"input_ids": x}, y) for (x,), y in batches(4)]
+
+
+@functools.cache
+def library_run(name: str) -> Run:
+    return plain(library_model(name), logits_loss, tokens(), microbatches=1)
+
+
+def check_library(name: str, strategy: list[Directive]) -> None:
+    program = compiled(library_model(name), strategy, logits_loss, tokens())
+    close = 1e-5 if name in SINGLE_SUMS else CLOSE
+    assert_same(train(program, tokens()), library_run(name), close)
+
+
+HOW = {
+    "tp2": {"tp": 2},
+    "tp4": {"tp": 4},
+    "tp2-sequence": {"tp": 2, "sequence": True},
+    "tp4-sequence": {"tp": 4, "sequence": True},
+    "dp2-zero3": {"tp": 2, "dp": 2, "zero": 3, "microbatches": 1},
+}
+QUICK_MODELS = (("gpt2", "tp2"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=() if (name, how) in QUICK_MODELS else pytest.mark.slow)
+        for name in MODELS
+        for how in HOW
+    ],
+)
+def test_models_by_patterns(name: str, how: str) -> None:
+    check_library(name, tensor(**HOW[how], parameters=MODELS[name][1]))
+
+
+QUICK_PLANS = (("llama-gqa", "tp2"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=() if (name, how) in QUICK_PLANS else pytest.mark.slow)
+        for name in MODELS
+        if name not in DECLARE_NOTHING
+        for how in HOW
+    ],
+)
+def test_models_by_their_own_plan(name: str, how: str) -> None:
+    check_library(name, tensor(**HOW[how], parameters=None))
+
+
+# what is refused
+
+
+class Odd(nn.Module):
+    """A product that 2 devices cannot share, one of 5 and 3 fused, and a weight that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 15)
+        self.down = nn.Linear(15, 4)
+        self.fused = nn.Linear(4, 8)
+        self.scale = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.fused(x).split([5, 3], -1)
+        x = self.down(self.up(x)) + a.sum(-1, keepdim=True) * b.sum(-1, keepdim=True)
+        return x * self.scale
+
+
+def mean(output: Tensor, y: Tensor) -> Tensor:
+    return (output - y).square().mean()
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"parameters": {"up": "column"}},
+        CaptureError,
+        r"'up.weight' in region model has 15 along dimension 0, which 2 devices cannot share "
+        r"evenly; numbers that work: 1, 3, 5, 15",
+    ),
+    (
+        {"parameters": {"fused": "column"}},
+        CaptureError,
+        r"'fused.weight' in region model has 5 along dimension 0 \(\[5, 3\], fused\), which 2",
+    ),
+    (
+        {"parameters": {"scale": "column"}},
+        CaptureError,
+        r"'scale' in region model is to be sharded by column, but it is not the weight of a linear",
+    ),
+    (
+        {"parameters": {"up.weight": 2}},
+        CaptureError,
+        r"'up.weight' in region model has shape \[15, 4\] and no dimension 2 to shard",
+    ),
+    (
+        {"parameters": {"gate": "column"}},
+        DirectiveError,
+        r"the pattern 'gate' matches no parameter of the regions; there are up.weight, ",
+    ),
+    (
+        {"parameters": {"up": "columns"}},
+        DirectiveError,
+        r"'up' is to be sharded 'columns': give the number of a dimension, 'column' or 'row'",
+    ),
+    ({"parameters": None}, DirectiveError, r"the model declares no plan for tensor parallelism"),
+    (
+        {"axis": None, "parameters": {"up": "column"}},
+        DirectiveError,
+        r"parameters= and sequence= are of tensor parallelism: name the axis",
+    ),
+    (
+        {"axis": "dp", "parameters": {"fused": "row"}},
+        DirectiveError,
+        r"axis='dp' shards the batch in .*leave it out of place\(batch=\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "words"), REFUSED)
+def test_mistakes_are_refused(how: dict[str, Any], kind: type[Exception], words: str) -> None:
+    x = torch.ones(4, 4)
+    strategy = [
+        place({}, devices=piper.Mesh(range(4), dp=2, tp=2), batch="dp"),
+        shard({}, **{"axis": "tp", **how}),
+    ]
+    with pytest.raises(kind, match=words):
+        compiled(Odd(), strategy, mean, [((x,), (x,))])
+
+
+def test_two_rules_for_a_region_are_refused() -> None:
+    with pytest.raises(DirectiveError, match=r"is sharded already by shard.*has one axis"):
+        compiled(dense(), [*tensor(), tensor()[-1]], lm_loss, batches())
+
+
+def test_a_parameter_that_another_region_has_whole_is_refused() -> None:
+    model = dense(tie_embeddings=True)
+    strategy = tensor()[:-1]
+    rule = shard({"head": 0}, axis="tp", parameters={"embedding.weight": 0})
+    words = (
+        r"'embedding.weight' is sharded 2 ways along tp in head\[0\] and otherwise in embed\[0\]"
+    )
+    with pytest.raises(DirectiveError, match=words):
+        compiled(model, [*strategy, rule], lm_loss, batches())
