@@ -123,6 +123,14 @@ def test_groups_of_different_size(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_and_context_parallelism(ranks: int, tmp_path: Path) -> None:
+    names = [name for name in CASES[ranks] if name.startswith(("tensor", "context"))]
+    cases = saved(ranks, names, tmp_path)
+    wrong = compared(cases, *replayed(ranks, tmp_path, "--seeds", "20"))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_delayed_streams_change_nothing(ranks: int, tmp_path: Path) -> None:
     cases = saved(ranks, SHAKEN[ranks], tmp_path)
     wrong = compared(cases, *replayed(ranks, tmp_path, "--seeds", str(SEEDS[ranks])))

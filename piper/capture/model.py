@@ -72,7 +72,8 @@ class Captured:
     master: torch.dtype | None = None
     """What trained parameters are kept in, where the programs take copies in another precision."""
     declared: Mapping[str, str] = field(default_factory=dict)
-    """How the model says that its modules can be sharded (``_tp_plan`` of transformers models)."""
+    """How the model says that its modules can be sharded (``tensor_plan``, or ``_tp_plan`` of
+    transformers models)."""
     whole: Mapping[str, TensorSpec] = field(default_factory=dict)
     """The parameters of which the programs take shards, whole."""
 
@@ -224,8 +225,14 @@ def _capture(
         traced=exported.traced,
         checkpoints=exported.checkpoints,
         master=torch.float32 if precision is Precision.BF16 else None,
-        declared=dict(getattr(model, "_tp_plan", None) or {}),
+        declared=_declared(model),
     )
+
+
+def _declared(model: nn.Module) -> dict[str, str]:
+    """The attribute ``tensor_plan``, or what transformers models have."""
+    plan = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
+    return {str(pattern): str(how) for pattern, how in dict(plan).items()}
 
 
 def _programs(

@@ -7,8 +7,9 @@ Regions "embed", "layer" (one a block) and "head" cover every operation of the f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +139,17 @@ class Decoder(nn.Module):
 
 class DenseTransformer(Decoder):
     """The decoder with a SwiGLU MLP in each block."""
+
+    tensor_plan: ClassVar[Mapping[str, str]] = {
+        "embedding": "row",
+        "*.w_qkv": "column",
+        "*.attention.w_out": "row",
+        "*.mlp.w_in": "column",
+        "*.mlp.w_gate": "column",
+        "*.mlp.w_out": "row",
+        "head": "column",
+    }
+    """How its parameters are sharded by tensor parallelism."""
 
     def __init__(self, config: DenseConfig) -> None:
         mlps = (SwiGLU(config.dim, config.mlp_dim) for _ in range(config.layers))

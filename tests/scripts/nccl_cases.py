@@ -78,7 +78,7 @@ def source(config: DenseConfig) -> piper.Source:
 
 def batch(seed: int, config: DenseConfig = CONFIG) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(seed)
-    length = LENGTH if config in (CONFIG, ROOMY) else config.max_seq + 1
+    length = LENGTH if config in (CONFIG, ROOMY, PLAIN) else config.max_seq + 1
     x = torch.randint(config.vocab, (ROWS, length), generator=draws)
     return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
@@ -140,6 +140,14 @@ def experts_apart(attention: Sequence[int], experts: piper.Mesh) -> piper.Strate
     )
 
 
+PLAIN = DenseConfig(vocab=68, dim=32, layers=4, heads=4, mlp_dim=48, max_seq=16)
+
+
+def tensor(**options: Any) -> Case:
+    """A dense model under tensor or context parallelism."""
+    return Case(mesh(**options), config=PLAIN, exact=False)
+
+
 SMALL = {"bucket_mb": 0.02}
 """So that there are several buckets."""
 
@@ -162,6 +170,10 @@ ON_TWO: dict[str, Case] = {
     "bf16": Case(mesh(pp=2, schedule="dualpipev", microbatches=4), {"precision": "bf16"}),
     "Inductor": Case(mesh(pp=2, microbatches=4), {"compiler": "inductor"}),
     "recomputed": Case(mesh(pp=2, schedule="zb-v", microbatches=4), {"remat": "all"}),
+    "tensor": replace(tensor(tp=2, microbatches=2), saves=True),
+    "tensor, sequence": tensor(tp=2, microbatches=2, sequence_parallel=True),
+    "tensor in pairs": tensor(tp=2, schedule="dualpipev", microbatches=4),
+    "context": tensor(cp=2, microbatches=2),
 }
 
 ON_FOUR: dict[str, Case] = {
@@ -185,6 +197,15 @@ ON_FOUR: dict[str, Case] = {
     "experts along the first axis": Case(
         experts_apart([0, 2], piper.Mesh([0, 1, 2, 3], ep=2, dp=2)), config=ROOMY
     ),
+    **{
+        f"tensor, sequence, ZeRO-{z}": tensor(
+            dp=2, tp=2, zero=z, microbatches=2, sequence_parallel=True, **SMALL
+        )
+        for z in range(4)
+    },
+    "tensor four ways": tensor(tp=4, microbatches=2),
+    "tensor in stages": tensor(pp=2, tp=2, schedule="zb-h1", microbatches=4),
+    "tensor and context": tensor(tp=2, cp=2, microbatches=2, zero=1),
     "clipped in bf16": Case(
         mesh(pp=2, dp=2, ep=2, zero=3, schedule="dualpipev", microbatches=4, **SMALL),
         {"precision": "bf16", "clip_norm": 0.1},
