@@ -121,10 +121,10 @@ class Nccl:
         begin, backend = definition.begin, self._backends[collective(stream, group)]
         options = _in_order(definition.options())
 
-        def execute(*tensors: Tensor) -> None:
+        def on_stream(*tensors: Tensor) -> None:
             begin(backend, options, *tensors)
 
-        return begin
+        return on_stream
 
 
 def _in_order(options: Any) -> Any:
