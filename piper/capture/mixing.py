@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.blame import user_frames
 from piper.capture.layouts import Axis, DimLayout, Factor, Mixed, broadcast, matched, once
+from piper.capture.quiet import hushed_loggers
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
@@ -163,7 +164,8 @@ def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
             for fake, layout in zip(fakes, given, strict=True)
         ]
         try:
-            parts = make_fx(call, decomposition_table=_decompositions())(*examples).graph
+            with hushed_loggers():
+                parts = make_fx(call, decomposition_table=_decompositions())(*examples).graph
         except (RuntimeError, ValueError, TypeError, IndexError):  # it names the number of rows
             raise UnknownOperation(str(node.target)) from None
     if any(part.target is node.target for part in parts.nodes):

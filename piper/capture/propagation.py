@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from piper.capture.chunks import Body, Draw, Move, Redistribution
 from piper.capture.fused import SPLITS, Packed, dim_of, section
 from piper.capture.graphs import is_random
+from piper.capture.quiet import hushed_loggers
 from piper.capture.resizing import resized
 from piper.capture.sharding_rewrites import rewritten
 from piper.capture.sharding_rules import REPLICATED, Placement, Placements, Rules
@@ -101,6 +102,10 @@ def propagate(
     return found.finished(wanted)
 
 
+class _MisfitError(Exception):
+    """An operation names sizes, or the like, that are those of the whole."""
+
+
 class _Propagation:
     def __init__(
         self,
@@ -173,6 +178,13 @@ class _Propagation:
         needs, made = self._placed(node)
         if made == REPLICATED and self._is_derived(node):
             self._derived.add(node)
+        try:
+            self._compute(node, needs, made)
+        except _MisfitError:
+            whole = _like(self._whole[node], REPLICATED)
+            self._compute(node, dict.fromkeys(needs, REPLICATED), whole)
+
+    def _compute(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> None:
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
         if is_random(node) and sharded:
             if self._dropped_out(node, needs, made):
@@ -504,13 +516,17 @@ class _Propagation:
             if isinstance(self._made[x], Packed) and self._local[x] in taken:
                 target, args, kwargs = self._parting(node, self._made[x], target, args, kwargs)
         local = self._graph.call_function(target, tuple(args), dict(kwargs))
-        self._local[node] = self._noted(local, sharded)
+        try:
+            self._noted(local, sharded)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise _MisfitError from error
+        self._check(node, local)
+        self._local[node] = local
         if all(x in self._constants for x in taken) and not is_random(node):
             self._constants.add(local)
         if is_random(node):
             self._drawn(node, local)
         local.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-        self._check(node, local)
         return local
 
     def _parting(self, node: fx.Node, packed: Packed, target: Any, args: Any, kwargs: Any) -> Any:
@@ -526,18 +542,16 @@ class _Propagation:
         return target, args, kwargs
 
     def _check(self, node: fx.Node, local: fx.Node) -> None:
+        """What is made on a shard must have its shape."""
         made = self._made[node]
         values = local.meta["val"]
         pairs = zip(values, made, strict=True) if isinstance(made, tuple) else [(values, made)]
         wholes = self._whole[node] if isinstance(made, tuple) else [self._whole[node]]
         for whole, (value, placement) in zip(wholes, pairs, strict=True):
-            if isinstance(value, Tensor) and placement is not None:
-                expected = self._shape(whole, placement)
-                if tuple(value.shape) != expected:
-                    raise CaptureError(
-                        f"region {self._name}: {node.target} makes {list(value.shape)} on a shard, "
-                        f"not {list(expected)}: leave its sizes to its inputs (-1)"
-                    )
+            if not isinstance(value, Tensor) or placement is None:
+                continue
+            if tuple(value.shape) != self._shape(whole, placement):
+                raise _MisfitError
 
     def _call(self, target: Any, args: tuple[Any, ...], sharded: bool) -> fx.Node:
         return self._noted(self._graph.call_function(target, args), sharded)
@@ -550,7 +564,7 @@ class _Propagation:
 
     def _on_fakes(self, target: Any, args: Any, kwargs: Any) -> Any:
         fakes = pytree.tree_map_only(fx.Node, lambda x: x.meta["val"], (args, dict(kwargs)))
-        with self._mode, torch.no_grad():
+        with self._mode, torch.no_grad(), hushed_loggers():
             return target(*fakes[0], **fakes[1])
 
     def _shape(self, whole: Tensor, placement: Given) -> tuple[int, ...]:

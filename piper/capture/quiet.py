@@ -25,7 +25,7 @@ def quiet_tracing() -> Iterator[None]:
     dumps: list[str] = []
     try:
         with (
-            _hushed_loggers(),
+            hushed_loggers(),
             traceback.preserve_node_meta(),
             _own_warnings_only(),
             redirect_stderr(said),
@@ -54,7 +54,8 @@ def _own_warnings_only() -> Iterator[None]:
 
 
 @contextmanager
-def _hushed_loggers() -> Iterator[None]:
+def hushed_loggers() -> Iterator[None]:
+    """Keep to itself what torch logs of an error that is expected."""
     known = logging.root.manager.loggerDict
     loggers = [logging.getLogger(name) for name in known if name.split(".")[0] == "torch"]
     handlers = [handler for logger in loggers for handler in logger.handlers]
