@@ -82,8 +82,8 @@ class Captured:
         return self.cut.chunks
 
     def sharded(self, shardings: Mapping[int, Sequence[Sharding]]) -> Captured:
-        """The same model under tensor or context parallelism: the chunks in ``shardings`` as their segments,
-        on one device's share."""
+        """The same model under tensor or context parallelism: the chunks in ``shardings`` as their
+        segments, on one device's share."""
         ends = [
             (name, program.specs, i)
             for chunk, program in zip(self.chunks, self.programs, strict=True)

@@ -447,9 +447,9 @@ class _Propagation:
         before: bool,
         after: bool,
     ) -> fx.Node:
-        if (made, before, after) == (REPLICATED, False, True) and isinstance(wanted, Shard):
-            if local in self._constants or not _differentiable(local):
-                return self._slice(local, wanted.dim)
+        fixed = local in self._constants or not _differentiable(local)
+        if made == REPLICATED and not before and after and isinstance(wanted, Shard) and fixed:
+            return self._slice(local, wanted.dim)
         if node in self._fixed:  # what is moved is a value
             local = self._call(aten.clone.default, (local,), before)
         packed = local

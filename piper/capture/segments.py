@@ -338,7 +338,7 @@ class _Pieces:
         before = [draw for _, draw in drawn[: mine[0]]]
         if mine != list(range(mine[0], mine[-1] + 1)) or None in before:
             raise CaptureError(
-                f"region {self._chunk.name} draws random numbers that its shards cannot draw alike: "
+                f"region {self._chunk.name} draws random numbers that shards cannot draw alike: "
                 "only dropout can be sharded; set it to 0 there, or make the regions smaller"
             )
         earlier = self._chunk.draws or Draws(self._chunk.index)

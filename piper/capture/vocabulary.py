@@ -73,10 +73,10 @@ def on_shards(
 
 def wanted_target(node: fx.Node, placed: Mapping[fx.Node, Any]) -> dict[fx.Node, Placement]:
     """How else the inputs of an operation must be placed for its rewrite."""
-    if node.target is aten.cross_entropy_loss.default and (loss := _Loss.of(node)) is not None:
-        if placed[loss.logits] == Shard(0) and placed[loss.target] == REPLICATED:
-            return {loss.target: Shard(0)}
-    return {}
+    loss = _Loss.of(node) if node.target is aten.cross_entropy_loss.default else None
+    if loss is None or (placed[loss.logits], placed[loss.target]) != (Shard(0), REPLICATED):
+        return {}
+    return {loss.target: Shard(0)}
 
 
 def _embedding(weight: fx.Node, indices: fx.Node, padding: int, emit: Emitter) -> Rewrite:
@@ -121,7 +121,7 @@ class _Loss:
         plain = weight is None and smoothing == 0.0 and indices
         if not plain or len(logits.meta["val"].shape) != 2:
             return None
-        return _Loss(logits, target, int(reduction), int(ignored))  # type: ignore[arg-type]
+        return _Loss(logits, target, int(reduction), int(ignored))
 
 
 _MEAN, _SUM = 1, 2

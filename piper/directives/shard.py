@@ -191,7 +191,7 @@ def shard(
     Tensor parallelism: along an ``axis`` that is not in ``place(batch=)``, whose devices have the
     same rows. ``parameters`` maps patterns of parameters' names to the dimension that is sharded,
     or of modules' names to "column" or "row"; without it, what the model itself declares
-    (its attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards what would be replicated between the
-    sharded products along dimension 1 (sequence parallelism).
+    (its attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards
+    what would be replicated between the sharded products along dimension 1 (sequence parallelism).
     """
     return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence)

@@ -1,4 +1,4 @@
-"""``mesh``: pipeline, data, tensor, context and expert parallelism composed, as plain directives."""
+"""``mesh``: pipeline, data, tensor, context and expert parallelism, as plain directives."""
 
 from __future__ import annotations
 
