@@ -102,10 +102,10 @@ class StateNames:
         """How many numbers each key's tensor has."""
         return {key: math.prod(shape) for key, shape in self.shapes.items()}
 
-    def checked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a state dict by their first names; another model's are refused."""
-        missing = sorted(self.keys.keys() - state.keys())
-        unknown = sorted(state.keys() - self.keys.keys() - set(self.added))
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a state dict whose tensors have these shapes if it is another model's."""
+        missing = sorted(self.keys.keys() - shapes.keys())
+        unknown = sorted(shapes.keys() - self.keys.keys() - set(self.added))
         if missing or unknown:
             raise PiperError(
                 "the state dict is not this model's: "
@@ -115,15 +115,19 @@ class StateNames:
                     if names
                 )
             )
-        for key in self.keys:
-            if not isinstance(state[key], Tensor):
-                raise PiperError(f"{key} is a {type(state[key]).__name__}, not a tensor")
         for key, shape in self.shapes.items():
-            if tuple(state[key].shape) != shape:
+            if shapes[key] != shape:
                 raise PiperError(
-                    f"{key} has shape {list(state[key].shape)} in the state dict, but "
+                    f"{key} has shape {list(shapes[key])} in the state dict, but "
                     f"{list(shape)} in the model"
                 )
+
+    def checked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a state dict by their first names; another model's are refused."""
+        for key in self.keys.keys() & state.keys():
+            if not isinstance(state[key], Tensor):
+                raise PiperError(f"{key} is a {type(state[key]).__name__}, not a tensor")
+        self.check({key: tuple(getattr(x, "shape", ())) for key, x in state.items()})
         return {self.keys[key]: state[key] for key in self.keys}
 
     def named(self, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -122,8 +122,9 @@ def test_an_interrupt_waits_for_the_end_of_the_step(on: str, once: Path, tmp_pat
         assert trainer.steps == 3
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         trainer.save(tmp_path / "state")
-    saved = torch.load(tmp_path / "state", weights_only=True)
-    assert_equal(saved["tensors"], after(3))
+    with piper.launch(program(Pressed)) as trainer:
+        trainer.load(tmp_path / "state")
+        assert_equal(trainer.state_dict(), after(3))
 
 
 def test_a_handler_of_the_users_is_called_when_the_step_is_over(once: Path) -> None:

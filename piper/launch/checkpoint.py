@@ -1,62 +1,47 @@
-"""The state of training as whole tensors under original names, in memory and in one file."""
+"""Checkpoints: the devices write and read their parts, one process looks after the whole.
+
+A save is prepared, written by all devices and committed by one rename. A load first finds out
+whether it can be done at all (the index fits the program, every file is what was written), and only
+then changes anything.
+"""
 
 from __future__ import annotations
 
 import os
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from piper.codec import Format, MalformedError
+from piper.checkpoint import folder as folders
+from piper.checkpoint.boxes import Box
+from piper.checkpoint.files import Given, Reader
+from piper.checkpoint.index import INDEX, GroupEntry, Index, Tensors
+from piper.checkpoint.values import to_json
+from piper.codec import MalformedError
 from piper.errors import PiperError, warn
 from piper.launch.fetching import fetcher
-from piper.launch.state_checks import check_state
-from piper.launch.worker_group import Restored
-from piper.optimizer import make
+from piper.launch.state_checks import check_index
+from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.program import Program
-from piper.runtime.groups import Group
+from piper.runtime.parts import Collected, Part, read_box
 from piper.runtime.portable import Portions, assemble
 
-_FORMAT = Format("training state", 1)
 _AT_ONCE = 4 * 1024 * 1024
 """Elements that are brought together, or handed out, at a time."""
 
 
-def whole_state(program: Program, portions: list[Portions], rest: Mapping[str, Tensor]) -> Restored:
+# whole tensors in memory
+
+
+def whole_state(
+    program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """All devices' portions put together, and what no device holds: from ``rest``, or as it was
     at first."""
-    tensors = program.names.named(tensor_of(program, portions, rest))
-    kinds = dict.fromkeys(kind for found in portions for kind in found.optimizer)
-    return Restored(
-        tensors=tensors,
-        optimizer={
-            kind: assemble(
-                program.parameters,
-                program.buckets,
-                [p for f in portions for p in f.optimizer.get(kind, ())],
-            )
-            for kind in kinds
-        },
-        numbers={key: item for found in portions for key, item in found.numbers.items()},
-        steps=portions[0].steps,
-        scheduler=next((f.scheduler for f in portions if f.scheduler is not None), None),
-        groups=_distinct([group for found in portions for group in found.groups]),
-        kind=next((f.kind for f in portions if f.kind), ""),
-    )
-
-
-def _distinct(groups: Sequence[Group]) -> list[Group]:
-    """Each group once: replicas have the same ones."""
-    found: dict[tuple[str, ...], Group] = {}
-    for group in groups:
-        found.setdefault(group.names, group)
-    return list(found.values())
+    return program.names.named(tensor_of(program, portions, rest))
 
 
 def tensor_of(
@@ -89,136 +74,159 @@ def in_turn(keys: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[list[
         yield run
 
 
-def write(path: str | Path, program: Program, state: Restored) -> None:
-    """Write the state to ``path``: a new file takes the old one's place only when it is whole."""
-    content = {
-        "format": str(_FORMAT),
-        "tensors": dict(state.tensors),
-        "added": _added(program, state.tensors),
-        "optimizer": {k: dict(v) for k, v in (state.optimizer or {}).items()},
-        "numbers": [(name, kind, item) for (name, kind), item in (state.numbers or {}).items()],
-        "steps": state.steps,
-        "scheduler": state.scheduler,
-        "groups": [[list(g.names), dict(g.settings), dict(g.schedule)] for g in state.groups],
-        "kind": state.kind,
-    }
-    target = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise PiperError(f"the state cannot be saved to {target}: {error}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            with _checksums():
-                torch.save(content, file)
+# folders
+
+
+def save(
+    group: WorkerGroup,
+    program: Program,
+    path: str | Path,
+    rest: Mapping[str, Tensor],
+    *,
+    data: Any = None,
+    keep: int | None = None,
+) -> None:
+    """Write a checkpoint. ``rest`` are tensors of the model that no device holds, if they are not
+    the first ones any more; ``data`` says where in the data training is."""
+    target = _absolute(path)
+    _check_keep(target, keep)
+    written = group.once(lambda: folders.prepare(target))
+    parts = group.write_parts(written)
+    group.once(lambda: _finish(program, target, parts, rest, data, keep))
+
+
+def _absolute(path: str | Path) -> Path:
+    """Workers may have another working directory."""
+    return Path(os.path.abspath(path))
+
+
+def _check_keep(target: Path, keep: int | None) -> None:
+    if keep is None:
+        return
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise PiperError(f"keep={keep!r} must be a whole number from 1 on, or None to keep all")
+    folders.numbered(target)
+
+
+def _finish(
+    program: Program,
+    target: Path,
+    parts: Sequence[Part | Refusal],
+    rest: Mapping[str, Tensor],
+    data: Any,
+    keep: int | None,
+) -> None:
+    """All devices have written: make it a checkpoint."""
+    with folders.failing(target):
+        folder = folders.saving(target)
+        good = []
+        for part in parts:
+            if isinstance(part, Refusal):
+                raise PiperError(part.why)
+            good.append(part)
+        good.append(_write_rest(program, folder, good, rest))
+        if absent := [p.file for p in good if p.facts and not (folder / p.file).exists()]:
+            raise PiperError(
+                f"{absent[0]} was written on another machine: all machines must share the folder"
+            )
+        index = _index_of(program, good, data)
+        with (folder / INDEX).open("xb") as file:
+            file.write(index.to_bytes())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException as error:
-        Path(name).unlink(missing_ok=True)
-        if not isinstance(error, Exception):
-            raise
-        raise PiperError(
-            f"the state cannot be saved to {target}: {error}; what was there before is untouched"
-        ) from error
+        folders.commit(target)
+    if keep is not None:
+        folders.keep_last(target, keep)
 
 
-def _added(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the model's modules add to a state dict, as far as a file can hold it that runs no code
-    when it is read."""
-    if program.source is None:
-        return {}
-    whole = program.names.with_added(program.source, tensors)
-    found = {key: whole[key] for key in program.names.added if key in whole}
-    for key in [key for key, item in found.items() if not _is_data(item)]:
-        warn(
-            f"{key} of the model's state dict is not in the checkpoint: it is a "
-            f"{type(found.pop(key)).__name__}, and a file holds tensors, numbers, text and "
-            "containers of these only"
-        )
-    return found
+def _write_rest(
+    program: Program, folder: Path, parts: Iterable[Part], rest: Mapping[str, Tensor]
+) -> Part:
+    """What the model has and no device wrote."""
+    there = {name for part in parts for name in part.tensors.model}
+    names = [n for n in dict.fromkeys(program.names.keys.values()) if n not in there]
+    found = Collected("rest.safetensors")
+    if names:
+        source = program.source
+        known: dict[str, Tensor] = {}
+        if source is not None:
+            known = {**dict(source.parameters()), **dict(source.buffers())}
+        fetch = fetcher(program)
+        for name in names:
+            like = rest.get(name, known[name])
+            shape = tuple(like.shape)
+
+            def get(name: str = name) -> Tensor:
+                return rest[name] if name in rest else fetch(name)
+
+            given = Given(name, like.dtype, shape, get)
+            found.add(found.model, "", name, shape, Box.whole(shape), given)
+    facts, tensors = found.write(folder)
+    return Part("rest.safetensors", facts, tensors)
 
 
-def _is_data(item: Any) -> bool:
-    if isinstance(item, dict):
-        return all(map(_is_data, (*item.keys(), *item.values())))
-    if isinstance(item, list | tuple | set):
-        return all(map(_is_data, item))
-    return isinstance(item, Tensor | str | bytes | int | float | None)
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Whatever else the process saves without."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def read(path: str | Path, program: Program) -> Restored:
-    """The state in a file."""
-    try:
-        _refuse_damage(path)
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise PiperError(f"there is no state at {path}") from error
-    except Exception as error:
-        raise PiperError(f"{path} cannot be read as a state of training: {error}") from error
-    try:
-        content = _FORMAT.content(content)
-    except MalformedError as error:
-        raise PiperError(f"{path} is no state of training that Piper saved: {error}") from None
-    missing = _FIELDS - content.keys()
-    if missing:
-        raise PiperError(f"{path} is incomplete: it lacks {', '.join(sorted(missing))}")
-    try:
-        check_state(content, program)
-    except MalformedError as error:
-        raise PiperError(f"{path} cannot be used: {error}") from None
-    _refuse_other_optimizer(path, program, content["kind"])
-    return Restored(
-        tensors=program.names.checked(content["tensors"]),
-        optimizer=content["optimizer"],
-        numbers={(name, kind): item for name, kind, item in content["numbers"]},
-        steps=content["steps"],
-        scheduler=content["scheduler"],
-        groups=[_group(item) for item in content["groups"]],
-        kind=content["kind"],
+def _index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
+    groups: dict[tuple[str, ...], GroupEntry] = {}
+    for part in parts:
+        for one in part.groups:  # replicas have the same ones
+            groups.setdefault(one.names, one)
+    return Index(
+        tensors=Tensors.joined(part.tensors for part in parts),
+        keys=program.names.keys,
+        files={part.file: part.facts for part in parts if part.facts is not None},
+        steps=parts[0].steps,
+        seed=program.training.seed,
+        strategy=str(program.strategy),
+        kind=next((part.kind for part in parts if part.kind), ""),
+        groups=tuple(groups.values()),
+        scheduler=next((p.scheduler for p in parts if p.scheduler is not None), None),
+        data=to_json(data),
     )
 
 
-_FIELDS = {"tensors", "optimizer", "numbers", "steps", "scheduler", "groups", "kind"}
-
-
-def _group(item: Any) -> Group:
-    """A group as it was saved; older files have the settings alone."""
-    if isinstance(item, dict):
-        return Group((), item, {})
-    names, settings, schedule = item
-    return Group(tuple(names), settings, schedule)
-
-
-def _refuse_damage(path: str | Path) -> None:
-    """Torch reads whatever the numbers have become; a file has a checksum for each tensor."""
-    with zipfile.ZipFile(path) as file:
-        if (damaged := file.testzip()) is not None:
-            raise zipfile.BadZipFile(f"it is damaged: the checksum of {damaged} differs")
-        for record in file.infolist():
-            if record.external_attr:  # to torch a directory, whose content it does not read
-                raise zipfile.BadZipFile(f"it is damaged: {record.filename} is not a plain file")
-
-
-def _refuse_other_optimizer(path: str | Path, program: Program, kind: str) -> None:
-    """An optimizer cannot go on from another kind's state."""
-    factory = program.training.optimizer
-    if factory is None or not kind:
-        return
-    mine = type(make(factory, [nn.Parameter(torch.zeros(1))])).__name__
-    if mine != kind:
-        raise PiperError(
-            f"{path} was saved with the optimizer {kind}, but this program trains with {mine}: use "
-            "load_state_dict to take over the weights alone"
+def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index, dict[str, Tensor]]:
+    """Go on from a checkpoint, or refuse it and change nothing. Gives its index, and those tensors
+    of the model that no device holds."""
+    target = _absolute(path)
+    folder, index = group.once(lambda: read_index(target, program))
+    if whys := group.refusals(folder, index):
+        raise PiperError(f"{path} cannot be loaded, and nothing has changed: {whys[0]}")
+    if index.seed != program.training.seed:
+        warn(
+            f"{path} was saved with seed={index.seed}, but the program was compiled with "
+            f"seed={program.training.seed}: random numbers, as of dropout, go on differently"
         )
+    group.read_parts(folder, index)
+    rest: dict[str, Tensor] = {}
+    with Reader(folder) as reader:
+        for name in dict.fromkeys(program.names.keys.values()):
+            if name not in program.held_names:
+                entry = index.entry(name)
+                rest[name] = torch.zeros(entry.shape, dtype=entry.dtype)
+                read_box(reader, entry, Box.whole(entry.shape), rest[name])
+    return index, rest
+
+
+def read_index(target: Path, program: Program) -> tuple[Path, Index]:
+    """Where a checkpoint lies and what it says, which is something that ``program`` can go on
+    from."""
+    folder = folders.found(target)
+    if folder.is_file():
+        raise PiperError(
+            f"{target} is a file: a checkpoint is a folder. One that an earlier Piper saved as a "
+            "file must be loaded, and its state_dict taken, with that version"
+        )
+    if not folder.exists():
+        raise PiperError(f"there is no checkpoint at {target}")
+    try:
+        content = (folder / INDEX).read_bytes()
+    except FileNotFoundError as error:
+        raise PiperError(f"{target} is no checkpoint: it has no {INDEX}") from error
+    except OSError as error:
+        raise PiperError(f"{target} cannot be read: {error}") from error
+    try:
+        index = Index.from_bytes(content)
+        check_index(index, program)
+    except MalformedError as error:
+        raise PiperError(f"{target} cannot be used: {INDEX}: {error}") from None
+    return folder, index

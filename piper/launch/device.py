@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from piper.capture.codegen import Runners
-from piper.launch.worker_group import ProfileKind, Report, Restored
+from piper.checkpoint.damage import damage
+from piper.checkpoint.index import Index
+from piper.errors import PiperError
+from piper.launch.worker_group import ProfileKind, Refusal, Report
 from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
-from piper.runtime.groups import restore_groups
+from piper.runtime.parts import Part, read_part, refusal, write_part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
 from piper.runtime.shaking import Shaker
-from piper.runtime.state import DeviceState, Fetch
+from piper.runtime.state import DeviceState, Fetch, buffer_names
 from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
 
@@ -48,6 +52,7 @@ class LoadedDevice:
         streams = streams_for(where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(self.state, comm, streams, runners)
         self._given = given
+        self._program = program
         self._training = self.executor.load(given.plan, given.code)
         self._evaluation = self.executor.load(given.evaluation_plan, given.evaluation_code)
 
@@ -110,17 +115,41 @@ class LoadedDevice:
         self._training.context.abandon()
         self._evaluation.context.abandon()
 
-    def export(self, *, optimizer: bool, only: frozenset[str] | None) -> Portions:
-        return export(self.state, optimizer=optimizer, only=only)
+    def export(self, only: frozenset[str] | None) -> Portions:
+        return export(self.state, only)
 
-    def restore(self, restored: Restored) -> None:
-        state = self.state
-        restore(state, restored.tensors, restored.optimizer, restored.numbers)
-        if restored.steps is not None:
-            state.steps = restored.steps
-        restore_groups(state, restored.groups, restored.scheduler)
-        if restored.optimizer is not None:
-            state.changing = False
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        restore(self.state, tensors)
+
+    def write_part(self, folder: Path) -> Part | Refusal:
+        """Write this device's part of a checkpoint."""
+        file = f"device-{self.number:05}.safetensors"
+        try:
+            return write_part(self.state, folder, file, _own_buffers(self._program, self.number))
+        except (OSError, PiperError) as error:
+            return Refusal(str(error))
+
+    def refusals(self, folder: Path, index: Index, share: tuple[int, int]) -> list[str]:
+        """Why this device cannot go on from a checkpoint. It looks at its ``share`` of the files:
+        the number of a device among so many."""
+        place, count = share
+        files = sorted(index.files)[place::count]
+        found = damage(folder, index, files)
+        why = refusal(self.state, index)
+        return found if why is None else [*found, why]
+
+    def read_part(self, folder: Path, index: Index) -> None:
+        read_part(self.state, folder, index)
+
+
+def _own_buffers(program: Program, device: int) -> tuple[str, ...]:
+    """The buffers of the model's state that this device writes: it is the first to have them."""
+    kept = set(program.names.keys.values())
+    owners: dict[str, int] = {}
+    for one in program.devices:
+        for name in buffer_names(_assignment(program, one)):
+            owners.setdefault(name, one)
+    return tuple(name for name, owner in owners.items() if owner == device and name in kept)
 
 
 def _assignment(program: Program, device: int) -> Assignment:

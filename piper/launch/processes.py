@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -27,13 +27,15 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from piper.checkpoint.index import Index
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, WorkerTask, dumped, receive
 from piper.launch.rank import refuse_too_few_gpus
-from piper.launch.worker_group import ProfileKind, Report, Restored
+from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
+from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
 
 KEEPING = {
@@ -80,11 +82,10 @@ class _Worker:
 class ProcessWorkerGroup:
     """A process for each device of a program."""
 
-    is_rank_zero = True
     damaged = False  # workers end with a step that fails
 
-    def barrier(self) -> None:
-        return
+    def once(self, call: Callable[[], T]) -> T:
+        return call()
 
     def __init__(
         self,
@@ -142,13 +143,25 @@ class ProcessWorkerGroup:
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
         return self._run("evaluate", batch)
 
-    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
-        self._running = ()
-        return self._ask([dumped(Call("export", (optimizer, only)))] * len(self._workers))
+    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+        return self._all("export", only)
 
-    def restore(self, state: Restored) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self._all("restore", dict(tensors))
+
+    def write_parts(self, folder: Path) -> list[Part | Refusal]:
+        return self._all("write part", folder)
+
+    def refusals(self, folder: Path, index: Index) -> list[str]:
+        return [why for row in self._all("refusals", (folder, index)) for why in row]
+
+    def read_parts(self, folder: Path, index: Index) -> None:
+        self._all("read part", (folder, index))
+
+    def _all(self, method: str, argument: Any) -> list[Any]:
+        """What the workers answer to a call that is the same for all of them."""
         self._running = ()
-        self._ask([dumped(Call("restore", state))] * len(self._workers))
+        return self._ask([dumped(Call(method, argument))] * len(self._workers))
 
     def close(self, error: BaseException | None = None) -> None:
         """End all workers: those that wait for a call by themselves, others by force."""

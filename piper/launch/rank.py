@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from piper.capture.codegen import Runners
+from piper.checkpoint.index import Index
 from piper.errors import PiperError
 from piper.launch.device import LoadedDevice
 from piper.launch.faults import described
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.torch_profiler import profiled
-from piper.launch.worker_group import ProfileKind, Report, Restored
+from piper.launch.worker_group import ProfileKind, Refusal, Report
 from piper.lower.plan import COMMUNICATING
 from piper.program import Program
 from piper.runtime.executor import CommunicationError
 from piper.runtime.gloo import Gloo
 from piper.runtime.nccl import Nccl
+from piper.runtime.parts import Part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.shaking import Shaker
@@ -84,11 +87,25 @@ class Rank:
         run = self.device.profile(given, what)
         return profiled(lambda: self._finished(run), what, self.where)
 
-    def export(self, *, optimizer: bool, only: frozenset[str] | None) -> Portions:
-        return self.device.export(optimizer=optimizer, only=only)
+    def export(self, only: frozenset[str] | None) -> Portions:
+        return self.device.export(only)
 
-    def restore(self, state: Restored) -> None:
-        self.device.restore(state)
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.device.restore(tensors)
+        self._forget_graph()
+
+    def write_part(self, folder: Path) -> Part | Refusal:
+        return self.device.write_part(folder)
+
+    def refusals(self, folder: Path, index: Index) -> list[str]:
+        devices = self.program.devices
+        return self.device.refusals(folder, index, (devices.index(self.number), len(devices)))
+
+    def read_part(self, folder: Path, index: Index) -> None:
+        self.device.read_part(folder, index)
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
         if self._graph is not None:
             self.device.state.make_capturable()
             self._graph.forget()

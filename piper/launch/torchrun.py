@@ -9,15 +9,17 @@ from __future__ import annotations
 import atexit
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from piper.checkpoint.index import Index
 from piper.errors import PiperError
 from piper.launch.agreeing import (
     Batches,
@@ -30,9 +32,10 @@ from piper.launch.agreeing import (
 from piper.launch.clock import seconds_ahead
 from piper.launch.guard import Guard
 from piper.launch.rank import Rank, choose_gpu
-from piper.launch.worker_group import ProfileKind, Report, Restored
+from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.program import Program
 from piper.runtime.feeding import cut
+from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
 from piper.runtime.state import Fetch
 
@@ -75,7 +78,6 @@ class TorchrunWorkerGroup:
         self._batches = Batches(check_batches, self._objects)
         self._evaluated = Batches(check_batches, self._objects)
         weights = Weights(fetch)
-        self.is_rank_zero = dist.get_rank() == 0
         store = _own_store(self._objects)
         self._guard: Guard | None = None
         if where.type == "cuda":
@@ -102,8 +104,17 @@ class TorchrunWorkerGroup:
     def damaged(self) -> bool:
         return self._rank.device.state.changing
 
-    def barrier(self) -> None:
-        lost_peers(lambda: dist.barrier(group=self._objects))
+    def once(self, call: Callable[[], T]) -> T:
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                found = [call()]
+            except PiperError as error:
+                found = [Refusal(str(error))]
+        lost_peers(lambda: dist.broadcast_object_list(found, group=self._objects, group_src=0))
+        if isinstance(found[0], Refusal):
+            raise PiperError(found[0].why)
+        return cast(T, found[0])
 
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         program = self._program
@@ -131,12 +142,34 @@ class TorchrunWorkerGroup:
             given = cut(plan, program.evaluation_code, self._number, batch)
             return self._rank.evaluate(given)
 
-    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
-        mine = self._rank.export(optimizer=optimizer, only=only)
-        return everyone(mine, self._objects)
+    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+        return everyone(self._rank.export(only), self._objects)
 
-    def restore(self, state: Restored) -> None:
-        self._rank.restore(state)
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self._rank.restore(tensors)
+
+    def write_parts(self, folder: Path) -> list[Part | Refusal]:
+        mine = self._rank.write_part(folder)
+        first = dist.get_rank() == 0
+        found: list[Any] = [None] * dist.get_world_size() if first else []
+        lost_peers(
+            lambda: dist.gather_object(mine, found or None, group=self._objects, group_dst=0)
+        )
+        return found
+
+    def refusals(self, folder: Path, index: Index) -> list[str]:
+        rows = everyone(self._rank.refusals(folder, index), self._objects)
+        return [why for row in rows for why in row]
+
+    def read_parts(self, folder: Path, index: Index) -> None:
+        failed = ""
+        try:
+            self._rank.read_part(folder, index)
+        except (OSError, PiperError) as error:
+            failed = f"rank {dist.get_rank()}: {error}"
+        if whys := [why for why in everyone(failed, self._objects) if why]:
+            self._rank.device.state.changing = True
+            raise PiperError(f"the checkpoint could not be read to its end: {whys[0]}")
 
     def close(self, error: BaseException | None = None) -> None:
         if self._guard is None:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.errors import PiperError
-from piper.launch.checkpoint import in_turn, read, tensor_of, whole_state, write
+from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
 from piper.launch.interrupts import held_back
 from piper.launch.profile import Profile
-from piper.launch.worker_group import ProfileKind, Report, Restored, WorkerGroup
+from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
 from piper.program import Program
 from piper.tracking import Alive
 
@@ -203,10 +204,10 @@ class Trainer:
         """The model's parameters and buffers, whole, under their own names, and what its modules
         add to a state dict (extra state, hooks)."""
         with held_back():
-            portions = self._whole.export(optimizer=False)
-        state = whole_state(self.program, portions, self._rest).tensors
+            portions = self._whole.export()
+        state = whole_state(self.program, portions, self._rest)
         source = self.program.source
-        return dict(state) if source is None else self.program.names.with_added(source, state)
+        return state if source is None else self.program.names.with_added(source, state)
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """What ``state_dict`` gives, a few tensors at a time: nobody ever holds the whole model,
@@ -215,7 +216,7 @@ class Trainer:
         for keys in in_turn(names.keys, names.elements):
             only = frozenset(names.keys[key] for key in keys)
             with held_back():
-                portions = self._whole.export(optimizer=False, only=only)
+                portions = self._whole.export(only)
             find = tensor_of(self.program, portions, self._rest)
             for key in keys:
                 yield key, find(names.keys[key])
@@ -223,31 +224,28 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from other parameters and buffers; the optimizer's state stays as it is."""
         self._refuse_closed()
-        self._restore(Restored(self.program.names.checked(state)))
-
-    def save(self, path: Any) -> None:
-        """Write the state of training to one file, whole or not at all."""
-        with held_back():
-            portions = self._whole.export(optimizer=True)
-        if self._devices.is_rank_zero:
-            write(path, self.program, whole_state(self.program, portions, self._rest))
-        self._devices.barrier()
-
-    def load(self, path: Any) -> None:
-        """Go on from a file that ``save`` wrote, under this or another strategy."""
-        self._refuse_closed()
-        restored = read(path, self.program)
-        self._restore(restored)
-        self.steps = restored.steps or 0
-
-    def _restore(self, state: Restored) -> None:
-        names = {name: name for name in state.tensors}
-        sizes = {name: tensor.numel() for name, tensor in state.tensors.items()}
+        tensors = self.program.names.checked(state)
+        names = {name: name for name in tensors}
+        sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         with held_back():
             for run in in_turn(names, sizes):  # no device is sent the whole model
-                self._devices.restore(state.part(run))
+                self._devices.restore({name: tensors[name] for name in run})
             held = self.program.held_names
-            self._rest = {n: x.clone() for n, x in state.tensors.items() if n not in held}
+            self._rest = {n: x.clone() for n, x in tensors.items() if n not in held}
+
+    def save(self, path: str | Path, *, keep: int | None = None) -> None:
+        """Write a checkpoint, the state of training, to the folder ``path``: whole or not at all.
+        Every device writes what it has. ``keep`` says how many to keep of the checkpoints in the
+        same folder whose names, like this one's, end in a number."""
+        with held_back():
+            save(self._whole, self.program, path, self._rest, keep=keep)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint that ``save`` wrote, under this or another strategy. Every device
+        reads the slices that it needs; a checkpoint that is refused changes nothing."""
+        with held_back():
+            index, self._rest = load(self._devices, self.program, path)
+        self.steps = index.steps
 
     def _refuse_closed(self) -> None:
         if self._worker_group is None:

@@ -6,21 +6,24 @@ waits for whom.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
+from piper.checkpoint.index import Index
 from piper.errors import PiperError
 from piper.launch.device import LoadedDevice
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.torch_profiler import profiled
-from piper.launch.worker_group import ProfileKind, Report, Restored
+from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.loopback import Hub, Loopback
+from piper.runtime.parts import Part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.shaking import Shaker
@@ -30,14 +33,12 @@ from piper.runtime.state import Fetch
 class VirtualWorkerGroup:
     """Every device of a program as an object of this process."""
 
-    is_rank_zero = True
-
     @property
     def damaged(self) -> bool:
         return any(device.state.changing for device in self._devices)
 
-    def barrier(self) -> None:
-        return
+    def once(self, call: Callable[[], T]) -> T:
+        return call()
 
     def __init__(
         self,
@@ -96,15 +97,33 @@ class VirtualWorkerGroup:
         parts = self._cut(program.evaluation_plans, program.evaluation_code, batch)
         return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
 
-    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
-        return [device.export(optimizer=optimizer, only=only) for device in self._devices]
+    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+        return [device.export(only) for device in self._devices]
 
-    def restore(self, state: Restored) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for device in self._devices:
-            device.restore(state)
-            if self._graph is not None:
-                device.state.make_capturable()
+            device.restore(tensors)
+        self._forget_graph()
+
+    def write_parts(self, folder: Path) -> list[Part | Refusal]:
+        return [device.write_part(folder) for device in self._devices]
+
+    def refusals(self, folder: Path, index: Index) -> list[str]:
+        count = len(self._devices)
+        rows = [d.refusals(folder, index, (i, count)) for i, d in enumerate(self._devices)]
+        return [why for row in rows for why in row]
+
+    def read_parts(self, folder: Path, index: Index) -> None:
+        for device in self._devices:
+            device.state.changing = True
+        for device in self._devices:
+            device.read_part(folder, index)
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
         if self._graph is not None:
+            for device in self._devices:
+                device.state.make_capturable()
             self._graph.forget()
 
     def close(self, error: BaseException | None = None) -> None:

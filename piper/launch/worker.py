@@ -32,7 +32,7 @@ from piper.launch.calls import Call, Failure, WorkerTask, receive, send
 from piper.launch.faults import described
 from piper.launch.monitor import Monitor
 from piper.launch.rank import Rank, choose_gpu
-from piper.launch.worker_group import Report, Restored
+from piper.launch.worker_group import Report
 from piper.program import Program
 from piper.runtime.executor import CommunicationError, InstructionError
 from piper.runtime.state import Fetch
@@ -148,10 +148,17 @@ def _serve(connection: Connection, folder: Path) -> None:
                 _answer(connection, _settled(rank, monitor, lambda: rank.profile(given, what)))
             case Call("evaluate", (given, _)):
                 _answer(connection, _settled(rank, monitor, lambda: rank.evaluate(given)))
-            case Call("export", (optimizer, only)):
-                _answer(connection, rank.export(optimizer=optimizer, only=only))
-            case Call("restore", Restored() as state):
-                rank.restore(state)
+            case Call("export", only):
+                _answer(connection, rank.export(only))
+            case Call("restore", tensors):
+                rank.restore(tensors)
+                _answer(connection, None)
+            case Call("write part", checkpoint):
+                _answer(connection, rank.write_part(checkpoint))
+            case Call("refusals", (checkpoint, index)):
+                _answer(connection, rank.refusals(checkpoint, index))
+            case Call("read part", (checkpoint, index)):
+                rank.read_part(checkpoint, index)
                 _answer(connection, None)
             case Call("stop"):
                 if monitor is not None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from piper.runtime.groups import Group
+from piper.checkpoint.index import Index
 from piper.runtime.kernels import Kernel
+from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
 from piper.runtime.recording import Measured
 from piper.tracking import Alive
+
+T = TypeVar("T")
 
 
 class ProfileKind(Enum):
@@ -86,44 +90,23 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """A state to go on from, as whole tensors."""
+class Refusal:
+    """Why a device could not do what it was asked; its state is as it was."""
 
-    tensors: Mapping[str, Tensor]
-    optimizer: Mapping[str, Mapping[str, Tensor]] | None = None
-    numbers: Mapping[tuple[str, str], Any] | None = None
-    steps: int | None = None
-    scheduler: Mapping[str, Any] | None = None
-    groups: Sequence[Group] = ()
-    kind: str = ""
-    """The name of the optimizer's class."""
-
-    def part(self, names: Sequence[str]) -> Restored:
-        """The same with some of the tensors only."""
-        of = frozenset(names)
-        kinds, numbers = self.optimizer, self.numbers
-        return replace(
-            self,
-            tensors={n: self.tensors[n] for n in names},
-            optimizer=kinds
-            and {k: {n: x for n, x in row.items() if n in of} for k, row in kinds.items()},
-            numbers=numbers and {key: item for key, item in numbers.items() if key[0] in of},
-        )
+    why: str
 
 
 class WorkerGroup(Protocol):
     """All devices of a program."""
-
-    is_rank_zero: bool
-    """Whether this process is the one that writes files for all."""
 
     @property
     def damaged(self) -> bool:
         """Whether a step has ended in the middle of its changes."""
         ...
 
-    def barrier(self) -> None:
-        """Return when all processes that have a trainer are here."""
+    def once(self, call: Callable[[], T]) -> T:
+        """What ``call`` gives in one of the processes that have a trainer; an error of Piper's is
+        raised in all of them. They wait for each other."""
         ...
 
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
@@ -138,12 +121,25 @@ class WorkerGroup(Protocol):
         """The loss of one batch; nothing changes."""
         ...
 
-    def export(self, *, optimizer: bool, only: frozenset[str] | None = None) -> list[Portions]:
-        """The state of all devices, or of the tensors named in ``only``."""
+    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+        """The parameters and buffers of all devices, or those named in ``only``."""
         ...
 
-    def restore(self, state: Restored) -> None:
-        """Go on from another state."""
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from other parameters and buffers."""
+        ...
+
+    def write_parts(self, folder: Path) -> list[Part | Refusal]:
+        """Every device writes its part of a checkpoint; what they have written, where ``once``
+        calls."""
+        ...
+
+    def refusals(self, folder: Path, index: Index) -> list[str]:
+        """Why devices cannot go on from a checkpoint; they share the reading of its files."""
+        ...
+
+    def read_parts(self, folder: Path, index: Index) -> None:
+        """Go on from a checkpoint that no device refuses."""
         ...
 
     def close(self, error: BaseException | None = None) -> None:

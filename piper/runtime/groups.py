@@ -23,7 +23,7 @@ class Group:
     """One group of one device's optimizer."""
 
     names: tuple[str, ...]
-    """The parameters it holds, whole or in part; none if that is not known."""
+    """The parameters it holds, whole or in part."""
     settings: Mapping[str, Any]
     schedule: Mapping[str, Any]
     """What a scheduler keeps for this group."""
@@ -46,6 +46,14 @@ def export_groups(state: DeviceState) -> list[Group]:
     ]
 
 
+def match_groups(state: DeviceState, groups: Sequence[Group]) -> list[Group | None]:
+    """For each group of a device's optimizer, one of those that held the same parameters; they must
+    agree."""
+    if state.optimizer is None:
+        return []
+    return [_match(names, groups) for names in _names(state)]
+
+
 def restore_groups(
     state: DeviceState, groups: Sequence[Group], schedule: Mapping[str, Any] | None
 ) -> None:
@@ -53,7 +61,7 @@ def restore_groups(
     if state.optimizer is None:
         return
     mine = state.optimizer.param_groups
-    found = [_match(names, groups, i) for i, names in enumerate(_names(state))]
+    found = match_groups(state, groups)
     for group, other in zip(mine, found, strict=True):
         if other is not None:
             here = group.get("capturable")  # a matter of how it runs, not of what it computes
@@ -80,10 +88,8 @@ def _names(state: DeviceState) -> list[tuple[str, ...]]:
     return [tuple(dict.fromkeys(name_of[id(p)] for p in g["params"])) for g in groups]
 
 
-def _match(names: tuple[str, ...], groups: Sequence[Group], place: int) -> Group | None:
-    """The group that held these parameters; by its place, where it is not known what they held."""
-    if groups and not any(group.names for group in groups):
-        return groups[place] if place < len(groups) else None
+def _match(names: tuple[str, ...], groups: Sequence[Group]) -> Group | None:
+    """The group that held these parameters."""
     wanted = set(names)
     found = [group for group in groups if not wanted.isdisjoint(group.names)]
     for other in found[1:]:

@@ -68,7 +68,7 @@ class DeviceState:
                     self.views[name] = held.layout.view(held.flat, name)
         self.bucket_of = {n: i for i, h in self.held.items() for n in h.layout.bucket.parameters}
         self.buffers: dict[str, Tensor] = {}
-        for name in _buffer_names(given):
+        for name in buffer_names(given):
             self.buffers[name] = fetch(name).to(where, copy=True)
         self.optimizer = self._optimizer(given.order)
         for held in self.held.values():
@@ -193,7 +193,7 @@ class DeviceState:
         return make(factory, trained) if factory is not None and trained else None
 
 
-def _buffer_names(given: Assignment) -> Iterable[str]:
+def buffer_names(given: Assignment) -> Iterable[str]:
     """The buffers of the chunks that a device runs, in training or evaluation."""
     rows = ((given.plan, given.code), (given.evaluation_plan, given.evaluation_code))
     for plan, code in rows:

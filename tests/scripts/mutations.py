@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import piper
 from piper import PiperError
 from piper.cost import Cluster, toml
-from piper.launch.checkpoint import read
+from piper.launch.checkpoint import read_index
 from piper.lower.plan import Plan
 from tests.training import pipeline
 
@@ -133,8 +133,7 @@ class Fuzzer:
         self.trainer = piper.launch(self.program)
         self.trainer.step(*self.batch)
         self.trainer.save(folder / "state")
-        self.state = (folder / "state").read_bytes()
-        self.content = torch.load(folder / "state")
+        self.state = {path.name: path.read_bytes() for path in (folder / "state").iterdir()}
         self.losses = self._losses(folder / "state")
 
     def kinds(self) -> dict[str, Callable[[random.Random], Outcome]]:
@@ -244,29 +243,37 @@ class Fuzzer:
     # checkpoints
 
     def damaged_checkpoint(self, rng: random.Random) -> Outcome:
-        path = self.folder / "damaged"
-        path.write_bytes(flipped(self.state, rng))
+        name = rng.choice(sorted(self.state))
         try:
-            losses = self._losses(path)
+            with _Written(self.folder / "state" / name, flipped(self.state[name], rng)):
+                losses = self._losses(self.folder / "state")
         except PiperError:
             return REFUSED
         assert losses == self.losses
         return SAME
 
     def forged_checkpoint(self, rng: random.Random) -> Outcome:
-        path = self.folder / "forged"
-        torch.save(mutated(self.content, rng), path)
+        content = json.loads(self.state["index.json"])
         try:
-            self._losses(path)
+            with _Written(self.folder / "state" / "index.json", sealed(mutated(content, rng))):
+                self._losses(self.folder / "state")
         except PiperError:
             return REFUSED
         return OTHER
 
     def _losses(self, path: Path) -> list[float]:
-        read(path, self.program)
+        read_index(path, self.program)
         with piper.launch(self.program) as trainer:
             trainer.load(path)
             return [trainer.step(*self.batch).loss.item() for _ in range(2)]
+
+
+def sealed(index: Any) -> bytes:
+    """The index of a checkpoint with the checksum that it needs."""
+    if isinstance(index, dict):
+        index.pop("sha256", None)
+    rest = json.dumps(index)[1:].encode()
+    return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",\n'.encode() + rest
 
 
 class _Written:

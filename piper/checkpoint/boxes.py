@@ -1,0 +1,110 @@
+"""Rectangular slices of tensors: where they begin and how far they reach along each dimension.
+
+What a device has of a parameter is a range of a flat shard, which is not rectangular. It is a few
+boxes: the rest of a row, whole rows, the beginning of a row, and so on inward.
+
+    [0 0 0 1]
+    [1 1 1 1]     elements 3 to 9 of a 4 x 4 tensor: three boxes
+    [1 1 0 0]
+    [0 0 0 0]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular slice of a tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def text(self) -> str:
+        """As Python writes slices."""
+        pairs = zip(self.start, self.shape, strict=True)
+        return "[" + ", ".join(f"{low}:{low + n}" for low, n in pairs) + "]"
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This slice of ``whole``."""
+        for dim, (low, n) in enumerate(zip(self.start, self.shape, strict=True)):
+            whole = whole.narrow(dim, low, n)
+        return whole
+
+    def common(self, other: Box) -> Box | None:
+        """What is in both, if anything is."""
+        start, shape = [], []
+        for low, n, other_low, m in zip(
+            self.start, self.shape, other.start, other.shape, strict=True
+        ):
+            first, last = max(low, other_low), min(low + n, other_low + m)
+            if first >= last:
+                return None
+            start.append(first)
+            shape.append(last - first)
+        return Box(tuple(start), tuple(shape))
+
+    def seen_from(self, other: Box) -> Box:
+        """The same box, counted from where ``other`` begins."""
+        return Box(tuple(a - b for a, b in zip(self.start, other.start, strict=True)), self.shape)
+
+    def moved(self, dim: int, by: int) -> Box:
+        start = list(self.start)
+        start[dim] += by
+        return Box(tuple(start), self.shape)
+
+    def between(self, dim: int, low: int, high: int) -> Box | None:
+        """What of it lies between two places along a dimension."""
+        first, last = max(self.start[dim], low), min(self.start[dim] + self.shape[dim], high)
+        if first >= last:
+            return None
+        start, shape = list(self.start), list(self.shape)
+        start[dim], shape[dim] = first, last - first
+        return Box(tuple(start), tuple(shape))
+
+    def reordered(self, dims: Sequence[int]) -> Box:
+        """The box whose dimension ``dims[i]`` is this one's dimension i."""
+        start, shape = [0] * len(dims), [0] * len(dims)
+        for i, dim in enumerate(dims):
+            start[dim], shape[dim] = self.start[i], self.shape[i]
+        return Box(tuple(start), tuple(shape))
+
+
+def boxes_of_range(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
+    """The elements from ``low`` up to ``high`` of a tensor, counted row by row, as boxes in that
+    order; at most two for each dimension."""
+    if low >= high:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-low // row), high // row
+    if first > last:  # inside one row
+        yield from _inside(shape, last, low - last * row, high - last * row)
+        return
+    if low < first * row:
+        yield from _inside(shape, first - 1, low - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    if last * row < high:
+        yield from _inside(shape, last, 0, high - last * row)
+
+
+def _inside(shape: Sequence[int], row: int, low: int, high: int) -> Iterator[Box]:
+    for box in boxes_of_range(shape[1:], low, high):
+        yield Box((row, *box.start), (1, *box.shape))

@@ -1,0 +1,276 @@
+"""Safetensors files, written and read in pieces of a few megabytes.
+
+The safetensors library takes all tensors of a file at once, as bytes beside the tensors themselves.
+Here no process holds more than two times ``BLOCK`` bytes beside its own state, on a GPU or not.
+Each tensor, and the header, has a CRC-32, so that damage is found and named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from piper.checkpoint.boxes import Box
+from piper.errors import PiperError
+
+BLOCK = 4 * 2**20
+"""Bytes that are copied, written or read at a time."""
+_SMALL = 2**16
+"""Bytes below which another thread does not pay."""
+_OPEN = 64
+"""Files that are held open at a time."""
+
+NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format calls the types that it has."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor to be written."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor]
+    """Gives it when its turn comes."""
+
+    @staticmethod
+    def of(key: str, tensor: Tensor) -> Given:
+        return Given(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a file must be: its length, and that of its header with the header's checksum."""
+
+    bytes: int
+    header: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file as it was written, and where in it each tensor begins, with its checksum."""
+
+    facts: FileFacts
+    tensors: Mapping[str, tuple[int, int]]
+
+
+def in_order(tensors: Sequence[Given]) -> list[Given]:
+    """As they lie in a file: the widest types first, so that every one is aligned."""
+    return sorted(tensors, key=lambda x: -x.dtype.itemsize)
+
+
+def write_file(path: Path, tensors: Sequence[Given]) -> Written:
+    """A new safetensors file at ``path``, which is on the disk when this returns."""
+    header = _header(tensors)
+    at = len(header)
+    found = {}
+    with path.open("xb", buffering=BLOCK) as file, ThreadPoolExecutor(1) as pool:
+        file.write(header)
+        for given in in_order(tensors):
+            crc = 0
+            for piece in _pieces(given.get().detach()):
+                crc = _copied(_bytes_of(piece.cpu().contiguous()), file, crc, pool)
+            found[given.key] = (at, crc)
+            at += given.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(FileFacts(at, len(header), zlib.crc32(header)), found)
+
+
+def _header(tensors: Sequence[Given]) -> bytes:
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for x in in_order(tensors):
+        if x.dtype not in NAMES:
+            raise PiperError(f"{x.key} is {x.dtype}, which safetensors files cannot hold")
+        content[x.key] = {
+            "dtype": NAMES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [at, at + x.nbytes],
+        }
+        at += x.nbytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor, itself."""
+    flat = x.as_strided((x.numel(),), (1,))  # one element may have any stride
+    data: Any = flat.view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def _pieces(x: Tensor) -> Iterator[Tensor]:
+    """``x`` in pieces that may be copied, one after another in the order of their elements."""
+    if not x.numel():
+        return
+    copied = x.device.type != "cpu" or not x.is_contiguous()
+    if not copied or x.nbytes <= BLOCK:
+        yield x
+        return
+    dim = next(i for i, n in enumerate(x.shape) if n > 1)
+    for part in x.chunk(min(x.shape[dim], -(-x.nbytes // BLOCK)), dim):
+        yield from _pieces(part)
+
+
+def _copied(data: memoryview, file: BinaryIO, crc: int, pool: ThreadPoolExecutor) -> int:
+    """Write ``data``, and bring the checksum up to date meanwhile."""
+    for at in range(0, len(data), BLOCK):
+        block = data[at : at + BLOCK]
+        if len(block) < _SMALL:
+            file.write(block)
+            crc = zlib.crc32(block, crc)
+            continue
+        total = pool.submit(zlib.crc32, block, crc)
+        try:
+            file.write(block)
+        finally:
+            crc = total.result()
+    return crc
+
+
+def checksum(file: BinaryIO, start: int, size: int) -> int:
+    """The CRC-32 of a range of a file, as far as there is one."""
+    buffer = memoryview(bytearray(min(BLOCK, size)))
+    file.seek(start)
+    crc = 0
+    while size:
+        n = _filled(file, buffer[: min(BLOCK, size)])
+        if not n:
+            break
+        crc = zlib.crc32(buffer[:n], crc)
+        size -= n
+    return crc
+
+
+def _filled(file: BinaryIO, buffer: memoryview) -> int:
+    at = 0
+    while at < len(buffer):
+        n: int = file.readinto(buffer[at:])  # type: ignore[attr-defined]
+        if not n:
+            break
+        at += n
+    return at
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: a slice of a larger one."""
+
+    file: str
+    offset: int
+    dtype: torch.dtype
+    box: Box
+
+
+class Reader:
+    """Reads slices of what lies in the files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {}
+        self._stack = ExitStack()
+        self._buffer = bytearray()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def read(self, into: Tensor, stored: Stored, box: Box) -> None:
+        """Copy ``box``, which lies inside what is stored, to ``into``, which has its shape."""
+        self._read(into, stored, box.seen_from(stored.box))
+
+    def _read(self, into: Tensor, stored: Stored, box: Box) -> None:
+        """``box`` is counted from where the stored slice begins."""
+        strides = _strides(stored.box.shape)
+        first = sum(a * s for a, s in zip(box.start, strides, strict=True))
+        span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
+        size = stored.dtype.itemsize
+        at = stored.offset + first * size
+        direct = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
+        if direct and span == box.numel:
+            self._fill(stored.file, at, _bytes_of(into))
+        elif span * size <= BLOCK:
+            buffer = self._scratch(span * size)
+            self._fill(stored.file, at, buffer)
+            flat = torch.frombuffer(buffer, dtype=stored.dtype, count=span)
+            into.copy_(flat.as_strided(box.shape, strides))
+        else:
+            dim = next(i for i, n in enumerate(box.shape) if n > 1)
+            half = box.shape[dim] // 2
+            low = box.start[dim]
+            for start, stop in ((0, half), (half, box.shape[dim])):
+                part = box.between(dim, low + start, low + stop)
+                assert part is not None
+                self._read(into.narrow(dim, start, stop - start), stored, part)
+
+    def _scratch(self, size: int) -> memoryview:
+        if len(self._buffer) < size:
+            self._buffer = bytearray(min(BLOCK, 2 * size))
+        return memoryview(self._buffer)[:size]
+
+    def _fill(self, name: str, at: int, into: memoryview) -> None:
+        file = self._open(name)
+        file.seek(at)
+        if (n := _filled(file, into)) < len(into):
+            raise PiperError(f"{self._folder / name} ends after {at + n} bytes")
+
+    def _open(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            if len(self._files) == _OPEN:
+                self._close()
+            file = (self._folder / name).open("rb", buffering=0)
+            self._files[name] = self._stack.enter_context(file)
+        return self._files[name]
+
+    def _close(self) -> None:
+        self._stack.close()
+        self._files.clear()
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

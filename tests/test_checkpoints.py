@@ -1,0 +1,619 @@
+"""Checkpoints: folders that every device writes its part of, and reads its slices from."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import json
+import random
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import piper
+from piper import Mesh, PiperError, annotate, place, replicate, shard, split
+from piper.checkpoint import files
+from piper.checkpoint.boxes import boxes_of_range
+from piper.checkpoint.index import Index
+from piper.checkpoint.values import from_json, to_json
+from piper.directives import Directive
+from piper.errors import PiperWarning
+from tests.scripts.mutations import sealed
+from tests.training import (
+    Batch,
+    adamw,
+    compiled,
+    data_parallel,
+    one_f_one_b,
+    pipeline,
+    shared_captures,
+    zero_bubble,
+)
+
+WIDTH, ROWS, STEPS = 8, 64, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captures() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+class Net(nn.Module):
+    """A tensor of each kind: fused, with strides of its own, of experts, tied, a single number,
+    frozen, unused, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+        self.turned = nn.Parameter(torch.randn(WIDTH, 3, 5).permute(2, 0, 1))
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) * 0.3)
+        self.tied = self.down[0].bias
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.register_buffer("table", torch.randn(WIDTH))
+        self.unused = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            with annotate("layer"):
+                gate, value = up(x).chunk(2, -1)
+                x = x + down(F.silu(gate) * value)
+                if i == 1:
+                    rows = x.unflatten(0, (-1, 4)).transpose(0, 1)
+                    with annotate("EP"):
+                        rows = torch.tanh(torch.bmm(rows, self.experts))
+                    x = x + rows.transpose(0, 1).flatten(0, 1)
+                if i == 2:
+                    x = x * self.table + self.shift + self.turned.sum((0, 2)) + self.tied
+                if i == 3:
+                    x = x * self.gain
+        return x
+
+
+class Small(nn.Module):
+    """For what does not depend on the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with annotate("layer"):
+                x = F.dropout(torch.tanh(layer(x)), 0.2, self.training)
+        return x
+
+
+@functools.cache
+def net(kind: type[nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+@functools.cache
+def batches() -> tuple[Batch, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, STEPS, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return tuple(((a,), (b,)) for a, b in zip(x, y, strict=True))
+
+
+def given(step: int) -> tuple[Tensor, Tensor]:
+    (x,), (y,) = batches()[step]
+    return x, y
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+COLUMNS = {"up.*": "column", "down.*": "row"}
+
+
+def in_stages(devices: list[list[int]], *more: Directive) -> list[Directive]:
+    stages = len(devices)
+    return [*pipeline(devices, 2, *one_f_one_b(stages, 2), by=[4 // stages] * stages), *more]
+
+
+STRATEGIES: dict[str, list[Directive]] = {
+    "one": data_parallel(1, 2),
+    "dp4": [
+        split({}, into="MB", parts=2),
+        place({}, devices=[0, 1, 2, 3]),
+        replicate({}, bucket_mb=1e-3),
+    ],
+    "zero1": [place({}, devices=[0, 1]), split({}, into="MB", parts=2), replicate({}, zero=1)],
+    "zero2": [place({}, devices=[0, 1, 2, 3]), replicate({}, zero=2, bucket_mb=1e-3)],
+    "zero3": [place({}, devices=[0, 1, 2, 3]), replicate({}, zero=3)],
+    "zero3-hsdp": [place({}, devices=[0, 1, 2, 3]), replicate({}, zero=3, within=2)],
+    "pp2": in_stages([[0], [1]]),
+    "pp4-zb": [*pipeline([[0], [1], [2], [3]], 4, *zero_bubble(4, 4), by=[1, 1, 1, 1])],
+    "pp2-zero1": in_stages([[0, 1], [2, 3]], replicate({}, zero=1)),
+    "pp2-zero3": in_stages([[0, 1], [2, 3]], replicate({}, zero=3, bucket_mb=1e-3)),
+    "ep2": [place({}, devices=[0, 1]), shard({"EP": "*"}), replicate({"EP": "-"}, zero=1)],
+    "ep4-zero3": [
+        place({}, devices=[0, 1, 2, 3]),
+        shard({"EP": "*"}),
+        replicate({"EP": "-"}, zero=3),
+    ],
+    "tp2": [
+        place({}, devices=Mesh([0, 1], tp=2), batch=()),
+        shard({"layer": 0}, axis="tp", parameters=COLUMNS),
+    ],
+    "dp2-tp2-zero1": [
+        place({}, devices=Mesh(range(4), dp=2, tp=2), batch="dp"),
+        shard({"layer": [0, 3]}, axis="tp", parameters=COLUMNS),
+        replicate({}, zero=1),
+    ],
+}
+"""Over pipelines, data, tensor and expert parallelism, and ZeRO."""
+
+
+@functools.cache
+def made(name: str, kind: type[nn.Module] = Net, **options: Any) -> piper.Program:
+    options = {"optimizer": adamw, "scheduler": halving, **options}
+    return compiled(net(kind), STRATEGIES[name], F.mse_loss, batches(), **options)
+
+
+def contents(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
+    """All tensors of the state of training, the optimizer's too, put together from a checkpoint."""
+    trainer.save(path)
+    index = Index.from_bytes((path / "index.json").read_bytes())
+    found = {}
+    for table, entries in index.tensors.tables():
+        for name, entry in entries.items():
+            whole = torch.zeros(entry.shape, dtype=entry.dtype)
+            seen = torch.zeros(entry.shape, dtype=torch.int8)
+            for one in entry.slices:
+                with safe_open(path / one.file, framework="pt") as file:
+                    one.box.of(whole).copy_(file.get_tensor(one.key))
+                one.box.of(seen).add_(1)
+            assert bool((seen == 1).all()), f"{name} is not there once"
+            found[f"{table} {name}"] = whole
+    return found
+
+
+# any strategy to any other
+
+
+def assert_goes_on(before: str, after: str, tmp_path: Path, **options: Any) -> None:
+    """Two steps under one strategy and the rest under another, beside all of them under the first:
+    the same bits if they are the same strategy, up to the order of sums else."""
+    with piper.launch(made(before, **options)) as trainer:
+        for step in range(2):
+            trainer.step(*given(step))
+        saved = contents(trainer, tmp_path / "saved")
+        expected = [trainer.step(*given(step)).loss for step in range(2, STEPS)]
+        last = contents(trainer, tmp_path / "last")
+    with piper.launch(made(after, **options)) as trainer:
+        trainer.load(tmp_path / "saved")
+        assert trainer.steps == 2
+        again = contents(trainer, tmp_path / "again")
+        assert again.keys() == saved.keys()
+        assert all(torch.equal(x, again[name]) for name, x in saved.items())
+        losses = [trainer.step(*given(step)).loss for step in range(2, STEPS)]
+        found = contents(trainer, tmp_path / "found")
+    exact = before == after
+    close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), **close)
+    for name, x in last.items():
+        torch.testing.assert_close(found[name], x, msg=lambda text, n=name: f"{n}: {text}", **close)
+
+
+PAIRS = list(itertools.product(STRATEGIES, STRATEGIES))
+random.Random(0).shuffle(PAIRS)
+ALWAYS = PAIRS[:12]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*pair, id="-to-".join(pair), marks=() if i < 12 else pytest.mark.slow)
+        for i, pair in enumerate(PAIRS[:72])
+    ],
+)
+def test_going_on_under_another_strategy(before: str, after: str, tmp_path: Path) -> None:
+    assert_goes_on(before, after, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zero3-hsdp", "pp2-zero1"])
+def test_going_on_under_the_same_strategy_is_bit_for_bit(name: str, tmp_path: Path) -> None:
+    assert_goes_on(name, name, tmp_path)
+
+
+def test_tensors_larger_than_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, parts of rows, and tensors that do not lie row by row."""
+    monkeypatch.setattr(files, "BLOCK", 96)
+    assert_goes_on("dp2-tp2-zero1", "zero3", tmp_path)
+
+
+def test_processes_write_and_read_for_themselves(tmp_path: Path) -> None:
+    program = made("pp2-zero1", kind=Small)
+    with piper.launch(program) as virtual:
+        virtual.step(*given(0))
+        virtual.save(tmp_path / "a")
+        loss = virtual.step(*given(1)).loss
+        after = contents(virtual, tmp_path / "after")
+    with piper.launch(program, on="processes", timeout=120) as trainer:
+        trainer.load(tmp_path / "a")
+        assert torch.equal(trainer.step(*given(1)).loss, loss)
+        found = contents(trainer, tmp_path / "b")
+        assert all(torch.equal(x, after[name]) for name, x in found.items())
+        flip(tmp_path / "b", "device-00002.safetensors", -9)
+        with pytest.raises(PiperError, match=r"device-00002\.safetensors: .* checksum"):
+            trainer.load(tmp_path / "b")
+        trainer.step(*given(2))  # the workers are there, and as they were
+
+
+# what a folder holds
+
+
+def test_files_are_safetensors_and_the_index_is_json(tmp_path: Path) -> None:
+    with piper.launch(made("pp2-zero3")) as trainer:
+        trainer.step(*given(0))
+        trainer.save(tmp_path / "state")
+        state = trainer.state_dict()
+        found = contents(trainer, tmp_path / "again")
+    index = json.loads((tmp_path / "state" / "index.json").read_text())
+    assert index["format"] == "piper checkpoint 2"
+    assert index["steps"] == 1
+    assert index["keys"]["down.0.bias"] == "tied"
+    assert "replicate({}, zero=3" in index["strategy"]
+    names = {path.name for path in (tmp_path / "state").iterdir()}
+    assert names == {
+        "index.json",
+        "rest.safetensors",
+        *(f"device-0000{i}.safetensors" for i in range(4)),
+    }
+    for key, tensor in state.items():
+        assert torch.equal(found[f"model {index['keys'][key]}"], tensor)
+    for name, entry in index["model"].items():
+        for start, shape, file, key, offset, _ in entry["slices"]:
+            with safe_open(tmp_path / "state" / file, framework="pt") as content:
+                tensor = content.get_tensor(key)
+            raw = (tmp_path / "state" / file).read_bytes()[offset : offset + tensor.nbytes]
+            assert raw == tensor.numpy().tobytes(), name
+            assert list(tensor.shape) == shape
+            assert len(start) == len(shape)
+
+
+@pytest.mark.parametrize("name", ["dp4", "zero1", "zero3-hsdp"])
+def test_copies_write_a_share_each(name: str, tmp_path: Path) -> None:
+    """Nothing twice, and nobody much more than another."""
+    with piper.launch(made(name)) as trainer:
+        trainer.step(*given(0))
+        trainer.save(tmp_path / "state")
+    index = Index.from_bytes((tmp_path / "state" / "index.json").read_bytes())
+    sizes = [facts.bytes - facts.header for name, facts in index.files.items() if "device" in name]
+    assert len(sizes) == (2 if name == "zero1" else 4)
+    assert max(sizes) < 1.25 * min(sizes)
+
+
+def test_a_range_is_a_few_boxes() -> None:
+    for shape in ((), (1,), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)):
+        numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        for low in range(numbers.numel() + 1):
+            for high in range(low, numbers.numel() + 1):
+                boxes = list(boxes_of_range(shape, low, high))
+                found = [n for box in boxes for n in box.of(numbers).flatten().tolist()]
+                assert found == list(range(low, high))
+                assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+# damage
+
+
+def flip(folder: Path, name: str, place: int, bit: int = 0) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[place] ^= 1 << bit
+    (folder / name).write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[piper.Trainer]:
+    with piper.launch(made("pp2-zero1")) as found:
+        found.step(*given(0))
+        yield found
+
+
+def test_any_flipped_bit_is_found_and_named(tmp_path: Path, trainer: piper.Trainer) -> None:
+    folder = tmp_path / "state"
+    before = contents(trainer, folder)
+    index = Index.from_bytes((folder / "index.json").read_bytes())
+    rng = random.Random(0)
+    for path in sorted(folder.iterdir()):
+        size = path.stat().st_size
+        for at in {0, 9, size - 1, *(rng.randrange(size) for _ in range(12))}:
+            bit = rng.randrange(8)
+            flip(folder, path.name, at, bit)
+            with pytest.raises(PiperError) as caught:
+                trainer.load(folder)
+            flip(folder, path.name, at, bit)
+            assert path.name in str(caught.value)
+            for table, entries in index.tensors.tables():
+                for name, entry in entries.items():
+                    for one in entry.slices:
+                        size_of = one.box.numel * entry.dtype.itemsize
+                        if one.file == path.name and 0 <= at - one.offset < size_of:
+                            assert f"{table} {name}[" in str(caught.value)
+    after = contents(trainer, tmp_path / "after")
+    assert all(torch.equal(x, before[name]) for name, x in after.items())
+    trainer.load(folder)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_truncated_file_is_found_and_named(
+    tmp_path: Path, trainer: piper.Trainer, share: float
+) -> None:
+    for name in ("index.json", "device-00001.safetensors", "rest.safetensors"):
+        trainer.save(tmp_path / name)
+        path = tmp_path / name / name
+        content = path.read_bytes()
+        path.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(PiperError, match=re.escape(name)):
+            trainer.load(tmp_path / name)
+
+
+def changed(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Another index, with a checksum that is right."""
+
+    def harm(folder: Path) -> None:
+        index = json.loads((folder / "index.json").read_text())
+        change(index)
+        (folder / "index.json").write_bytes(sealed(index))
+
+    return harm
+
+
+def as_file(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    torch.save({"format": "piper training state 1"}, folder)
+
+
+def renamed(index: Any) -> None:
+    index["model"] = {f"other.{name}": x for name, x in index["model"].items()}
+    index["keys"] = {f"other.{key}": f"other.{name}" for key, name in index["keys"].items()}
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda p: p.rename(p.parent / "moved"), "there is no checkpoint at"),
+        (as_file, "is a file: a checkpoint is a folder"),
+        (lambda p: (p / "index.json").unlink(), "is no checkpoint: it has no index.json"),
+        (lambda p: (p / "index.json").write_text("no"), "index.json: this is not JSON"),
+        (lambda p: (p / "index.json").write_text("[1]"), "nothing that Piper wrote"),
+        (lambda p: (p / "rest.safetensors").unlink(), "rest.safetensors: it is not there"),
+        (changed(lambda c: c.update(format="piper checkpoint 9")), "this holds 'piper ch"),
+        (changed(lambda c: c.pop("optimizer")), "it lacks optimizer"),
+        (changed(renamed), "not this model's: it lacks down.0.bias"),
+        (changed(lambda c: c["model"].pop("gain")), "keys.gain: there is no tensor 'gain'"),
+        (
+            changed(lambda c: c["model"]["gain"].update(shape=[4])),
+            "model.gain.slices[0]",
+        ),
+        (changed(lambda c: c.update(steps="2")), "steps: '2' is not a whole number from 0 on"),
+        (changed(lambda c: c.update(groups=[[[], {"params": []}, {}]])), "settings have no params"),
+        (changed(lambda c: c.update(values=[[1, 2]])), "values[0]: [1, 2] is not a parameter"),
+        (changed(lambda c: c["optimizer"].update(a={"b": c["model"]["gain"]})), "no parameter 'b'"),
+        (changed(lambda c: c.update(kind=3)), "kind: 3 is not a string"),
+        (changed(lambda c: c.update(kind="SGD")), "was saved with the optimizer SGD"),
+        (changed(lambda c: c["scheduler"].pop("gamma")), "scheduler: it is not this program's"),
+        (
+            changed(lambda c: c["files"].update({"../x.safetensors": [0, 0, 0]})),
+            "is not the name of a file",
+        ),
+        (changed(lambda c: c["values"][0].__setitem__(4, {"!os": 1})), "is not a kind of value"),
+    ],
+)  # fmt: skip
+def test_checkpoints_that_are_refused(
+    tmp_path: Path, trainer: piper.Trainer, harm: Callable[[Path], Any], words: str
+) -> None:
+    """And the trainer is as it was."""
+    before = contents(trainer, tmp_path / "state")
+    steps = trainer.steps
+    harm(tmp_path / "state")
+    with pytest.raises(PiperError) as caught:
+        trainer.load(tmp_path / "state")
+    assert words in str(caught.value)
+    assert trainer.steps == steps
+    after = contents(trainer, tmp_path / "after")
+    assert all(torch.equal(x, before[name]) for name, x in after.items())
+
+
+# the folder
+
+
+def test_a_save_replaces_the_former_one(tmp_path: Path, trainer: piper.Trainer) -> None:
+    trainer.save(tmp_path / "state")
+    (tmp_path / "state" / "note").touch()
+    trainer.save(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert not (tmp_path / "state" / "note").exists()
+    trainer.load(tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere/state", "No such file"),
+        ("file", "there is a file"),
+        ("other", "a folder with something else in it"),
+    ],
+)
+def test_paths_that_cannot_be_saved_to(
+    tmp_path: Path, trainer: piper.Trainer, path: str, words: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis").touch()
+    with pytest.raises(PiperError, match=f"cannot be saved to .*{words}"):
+        trainer.save(tmp_path / path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "other", "thesis"]
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path, trainer: piper.Trainer) -> None:
+    for name in (".step-3.saving", ".step-17.saving"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "device-00000.safetensors").touch()
+    (tmp_path / ".other.saving").mkdir()
+    trainer.save(tmp_path / "step-4")
+    assert {path.name for path in tmp_path.iterdir()} == {"step-4", ".other.saving"}
+
+
+def test_a_save_that_was_killed_between_two_renames(tmp_path: Path, trainer: piper.Trainer) -> None:
+    trainer.save(tmp_path / "state")
+    (tmp_path / "state").rename(tmp_path / ".state.previous")
+    trainer.load(tmp_path / "state")
+    trainer.save(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_the_last_ones_are_kept(tmp_path: Path, trainer: piper.Trainer) -> None:
+    (tmp_path / "step-1").mkdir()  # not a checkpoint
+    trainer.save(tmp_path / "best-1")
+    for step in (2, 9, 10, 11):
+        trainer.save(tmp_path / f"step-{step}", keep=2)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step-1", "best-1", "step-10", "step-11"}
+    with pytest.raises(PiperError, match="keep= keeps the last of several checkpoints"):
+        trainer.save(tmp_path / "state", keep=2)
+    with pytest.raises(PiperError, match="keep=0 must be a whole number"):
+        trainer.save(tmp_path / "step-12", keep=0)
+
+
+# plain values
+
+
+class Kind(enum.Enum):
+    COSINE = "cosine"
+
+
+class Number(enum.IntEnum):
+    TWO = 2
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        None, True, 3, -0.0, 1e-300, "x", [1, (2, 3)], {"a": {1: 2}}, {"!a": 1}, {1, 2},
+        float("inf"), 2 + 3j, torch.float16, Counter([3, 3]), deque([1], 4), {(1, 2): [None]},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_values_come_back_as_they_were(item: Any) -> None:
+    found = from_json(json.loads(json.dumps(to_json(item), allow_nan=False)))
+    assert found == item
+    assert type(found) is type(item)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_small_tensors_come_back_as_they_were(dtype: torch.dtype) -> None:
+    item = torch.tensor([[0.1, float("nan") if dtype.is_floating_point else 3.0]]).to(dtype)
+    found = from_json(json.loads(json.dumps(to_json(item), allow_nan=False)))
+    torch.testing.assert_close(found, item, rtol=0, atol=0, equal_nan=True)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    assert to_json([np.float64(0.5), np.int32(3), np.bool_(True), Number.TWO]) == [0.5, 3, True, 2]
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (Kind.COSINE, r"Kind\.COSINE is an enum: use its value, 'cosine'"),
+        (np.zeros(3), "is a ndarray: a checkpoint holds"),
+        (len, "is a builtin_function_or_method"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_when_saving(item: Any, words: str, tmp_path: Path) -> None:
+    def odd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        found = torch.optim.SGD(parameters, lr=0.1)
+        found.param_groups[0]["rule"] = [item]
+        return found
+
+    message = rf"param_groups\[0\]\.rule\[0\]: .*{words}"
+    with (
+        piper.launch(made("one", kind=Small, optimizer=odd)) as trainer,
+        pytest.raises(PiperError, match=message),
+    ):
+        trainer.save(tmp_path / "state")
+    assert not list(tmp_path.iterdir())
+
+
+def with_numpy(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    found = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
+    found.factor = np.float64(0.25)  # type: ignore[attr-defined]
+    return found
+
+
+def in_sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    kinds = torch.optim.lr_scheduler
+    return kinds.SequentialLR(
+        optimizer, [kinds.LinearLR(optimizer), kinds.ExponentialLR(optimizer, 0.5)], [1]
+    )
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        with_numpy,
+        in_sequence,
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    ],
+)
+def test_schedulers_go_on(scheduler: Any, tmp_path: Path) -> None:
+    assert_goes_on("one", "one", tmp_path, kind=Small, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["SGD", "NAdam", "RAdam", "Adagrad", "ASGD", "Adafactor", "Rprop", "Adadelta"]
+)
+def test_optimizers_go_on(optimizer: str, tmp_path: Path) -> None:
+    """Those too that keep what has not their parameters' shape."""
+    factory = functools.partial(getattr(torch.optim, optimizer), lr=0.01)
+    assert_goes_on("pp2", "pp2", tmp_path, kind=Small, optimizer=factory, scheduler=None)
+
+
+def test_state_of_a_shard_that_is_not_the_parameters(tmp_path: Path) -> None:
+    """Adafactor's rows and columns of two experts are not those of four."""
+    strategy = [place({}, devices=[0, 1]), shard({"EP": "*"})]
+    options: dict[str, Any] = {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.01)}
+    sharded = compiled(net(), strategy, F.mse_loss, batches(), **options)
+    with piper.launch(sharded) as trainer:
+        trainer.step(*given(0))
+        trainer.save(tmp_path / "state")
+        loss = trainer.step(*given(1)).loss
+        trainer.load(tmp_path / "state")
+        assert torch.equal(trainer.step(*given(1)).loss, loss)
+    with (
+        piper.launch(made("one", scheduler=None, **options)) as trainer,
+        pytest.raises(PiperError, match=r"of experts was kept for each of 2 shards"),
+    ):
+        trainer.load(tmp_path / "state")
+
+
+def test_another_seed_is_told(tmp_path: Path) -> None:
+    with piper.launch(made("one", kind=Small, seed=3)) as trainer:
+        trainer.save(tmp_path / "state")
+    with (
+        piper.launch(made("one", kind=Small)) as trainer,
+        pytest.warns(PiperWarning, match=r"was saved with seed=3"),
+    ):
+        trainer.load(tmp_path / "state")
