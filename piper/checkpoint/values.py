@@ -53,6 +53,8 @@ def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
             return int(item)
         case str():
             return str(item)
+        case bytes():
+            return {"!bytes": item.hex()}
         case float():
             return float(item) if math.isfinite(item) else {"!float": repr(float(item))}
         case complex():
@@ -135,6 +137,8 @@ def _tagged(kind: str, content: Any, each: Callable[[Any], list[Any]], find: Fin
         case "!complex":
             real, imaginary = (_real(x) for x in row(each(content), 2))
             return complex(real, imaginary)
+        case "!bytes":
+            return _bytes(content)
         case "!dtype":
             return _dtype(content)
         case "!tuple":
@@ -169,6 +173,13 @@ def _real(item: Any) -> Any:
     if type(item) not in (int, float):
         raise wrong(item, "a number")
     return item
+
+
+def _bytes(item: Any) -> bytes:
+    try:
+        return bytes.fromhex(string(item))
+    except ValueError:
+        raise wrong(item, "bytes") from None
 
 
 def _dtype(item: Any) -> torch.dtype:

@@ -87,6 +87,9 @@ class ProcessWorkerGroup:
     def once(self, call: Callable[[], T]) -> T:
         return call()
 
+    def any_of(self, flag: bool) -> bool:
+        return flag
+
     def __init__(
         self,
         program: Program,

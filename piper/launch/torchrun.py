@@ -116,6 +116,11 @@ class TorchrunWorkerGroup:
             raise PiperError(found[0].why)
         return cast(T, found[0])
 
+    def any_of(self, flag: bool) -> bool:
+        found = torch.tensor(int(flag))
+        lost_peers(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=self._objects))
+        return bool(found)
+
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         program = self._program
         plan = program.plan_of(self._number)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from piper.checkpoint.values import from_json
 from piper.errors import PiperError
 from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
+from piper.launch.fitting import Checkpoints, Stop
 from piper.launch.interrupts import held_back
+from piper.launch.positions import Batches, Position
 from piper.launch.profile import Profile
+from piper.launch.progress_bar import shown_progress
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
 from piper.program import Program
 from piper.tracking import Alive
@@ -176,29 +180,68 @@ class Trainer:
         return dict(sorted(report.alive.items()))
 
     def fit(
-        self, batches: Iterable[Sequence[Any]], *, steps: int | None = None, progress: bool = True
+        self,
+        batches: Batches,
+        *,
+        steps: int | None = None,
+        checkpoint: str | Path | None = None,
+        every: int | None = None,
+        resume: bool = False,
+        keep: int | None = None,
+        progress: bool = True,
     ) -> Iterator[StepResult]:
         """Train on batches, each ``(*inputs, *targets)``, with a progress display; yields the
-        result of each step."""
-        from rich.console import Console  # workers import this file, and show no progress
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        result of each step. ``batches`` is an iterable, a loader with a ``state_dict``, or a
+        function from the number of a step to its batch.
 
-        console = Console(stderr=True)
-        columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}")
-        texts = [TextColumn(c) if isinstance(c, str) else c for c in columns]
-        with Progress(
-            *texts,
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (progress and console.is_terminal),
-        ) as bar:
-            task = bar.add_task("training", total=steps, loss=float("nan"), rate=0.0)
-            for batch in itertools.islice(batches, steps):
+        With ``checkpoint``, a folder, the state is saved there every ``every`` steps and at the
+        end, also when SIGTERM asks the process to end; ``keep`` says how many of them to keep.
+        With ``resume`` the run goes on from the last one, if there is one, with the same losses as
+        if it had not ended; ``steps`` are then those of the whole run.
+        """
+        if checkpoint is None and (every is not None or resume or keep is not None):
+            raise PiperError("every=, resume= and keep= need checkpoint=, a folder")
+        position = Position(batches, self.steps)
+        last = None if steps is None else self.steps + steps
+        saved = None
+        if checkpoint is not None:
+            saved = Checkpoints(self, checkpoint, every, keep)
+            saved.begin(position, resume=resume, group=self._devices)
+            last = steps
+        return self._fitted(position, last, saved, progress)
+
+    def _fitted(
+        self, position: Position, last: int | None, saved: Checkpoints | None, progress: bool
+    ) -> Iterator[StepResult]:
+        stop = Stop()
+        guarded = nullcontext() if saved is None else stop.on_sigterm()
+        with shown_progress(last, self.steps, shown=progress) as show, guarded:
+            while saved is None or not self._devices.any_of(stop.asked):
+                if last is not None and self.steps >= last:
+                    break
+                if (batch := position.take()) is None:
+                    break
                 result = self.step(*batch)
-                rate = result.tokens_per_second
-                bar.update(task, advance=1, loss=float(result.loss), rate=rate)
+                show(result)
                 yield result
+                if saved is not None:  # now that it was seen: a run that goes on leaves no gap
+                    saved.after_step(position)
+            if saved is not None:
+                saved.save(position)
+                if self._devices.any_of(stop.asked):
+                    stop.end()
+
+    def save_at(self, path: Path, data: Any, keep: int | None) -> None:
+        """``save``, with the position in the data."""
+        with held_back():
+            save(self._whole, self.program, path, self._rest, data=data, keep=keep)
+
+    def load_at(self, path: Path) -> Any:
+        """``load``; gives the position in the data that was saved with the state."""
+        with held_back():
+            index, self._rest = load(self._devices, self.program, path)
+            self.steps = index.steps
+        return from_json(index.data)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's parameters and buffers, whole, under their own names, and what its modules
@@ -237,15 +280,12 @@ class Trainer:
         """Write a checkpoint, the state of training, to the folder ``path``: whole or not at all.
         Every device writes what it has. ``keep`` says how many to keep of the checkpoints in the
         same folder whose names, like this one's, end in a number."""
-        with held_back():
-            save(self._whole, self.program, path, self._rest, keep=keep)
+        self.save_at(Path(path), None, keep)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint that ``save`` wrote, under this or another strategy. Every device
         reads the slices that it needs; a checkpoint that is refused changes nothing."""
-        with held_back():
-            index, self._rest = load(self._devices, self.program, path)
-        self.steps = index.steps
+        self.load_at(Path(path))
 
     def _refuse_closed(self) -> None:
         if self._worker_group is None:

@@ -13,6 +13,7 @@ import importlib
 import mmap
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -46,6 +47,7 @@ class _NobodyThereError(Exception):
 
 def main(descriptor: int, folder: Path) -> None:
     """Serve until told to stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends the run, and this with it
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     with Connection(descriptor) as connection:
         try:

@@ -109,6 +109,10 @@ class WorkerGroup(Protocol):
         raised in all of them. They wait for each other."""
         ...
 
+    def any_of(self, flag: bool) -> bool:
+        """Whether ``flag`` is true in any of the processes that have a trainer; all of them ask."""
+        ...
+
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         """Train on one batch."""
         ...

@@ -1,0 +1,33 @@
+"""How far training is, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def shown_progress(last: int | None, first: int, *, shown: bool) -> Iterator[Callable[[Any], None]]:
+    """Inside, a line tells how far training has got from step ``first`` to ``last``; it is told the
+    result of each step."""
+    from rich.console import Console  # workers import the trainer, and show no progress
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+    ) as bar:
+        task = bar.add_task("training", total=last, completed=first, loss=float("nan"), rate=0.0)
+
+        def show(result: Any) -> None:
+            rate = result.tokens_per_second
+            bar.update(task, advance=1, loss=float(result.loss), rate=rate)
+
+        yield show

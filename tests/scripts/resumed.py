@@ -1,0 +1,70 @@
+"""A run that may be killed at any moment, and started again.
+
+    resumed.py FOLDER LAUNCHER STEPS
+
+Writes a line with the number and the loss of each step to ``FOLDER/log`` and saves every third step
+in ``FOLDER/run``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+
+ROWS, WIDTH = 8, 16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("layer"):
+                x = F.dropout(torch.tanh(layer(x)), 0.2, self.training)
+        return x
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=generator)
+    return x, y
+
+
+def compiled() -> piper.Program:
+    torch.manual_seed(0)
+    x, y = batch(0)
+    return piper.compile(
+        Net(),
+        piper.Strategy([piper.place({}, devices=[0, 1]), piper.replicate({}, zero=1)]),
+        inputs=(x,),
+        targets=(y,),
+        loss=F.mse_loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+    )
+
+
+def main(folder: Path, on: str, steps: int) -> None:
+    run = {"checkpoint": folder / "run", "every": 3, "keep": 2, "resume": True}
+    rank = os.environ.get("RANK", "0")
+    with (
+        piper.launch(compiled(), on=on) as trainer,
+        (folder / f"log.{rank}").open("a", buffering=1) as log,
+    ):
+        for result in trainer.fit(batch, steps=steps, progress=False, **run):
+            log.write(f"{trainer.steps} {float(result.loss).hex()}\n")
+        log.write("done\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
