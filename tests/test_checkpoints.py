@@ -510,7 +510,8 @@ class Number(enum.IntEnum):
     "item",
     [
         None, True, 3, -0.0, 1e-300, "x", [1, (2, 3)], {"a": {1: 2}}, {"!a": 1}, {1, 2},
-        float("inf"), b"\0x", 2 + 3j, torch.float16, Counter([3, 3]), deque([1], 4), {(1, 2): [None]},
+        float("inf"), b"\0x", 2 + 3j, torch.float16, Counter([3, 3]), deque([1], 4),
+        {(1, 2): [None]},
     ],
     ids=repr,
 )  # fmt: skip

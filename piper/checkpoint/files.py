@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -97,15 +97,15 @@ def in_order(tensors: Sequence[Given]) -> list[Given]:
 
 def write_file(path: Path, tensors: Sequence[Given]) -> Written:
     """A new safetensors file at ``path``, which is on the disk when this returns."""
-    header = _header(tensors)
+    header = header_of([(x.key, x.dtype, x.shape) for x in in_order(tensors)])
     at = len(header)
     found = {}
     with path.open("xb", buffering=BLOCK) as file, ThreadPoolExecutor(1) as pool:
         file.write(header)
         for given in in_order(tensors):
             crc = 0
-            for piece in _pieces(given.get().detach()):
-                crc = _copied(_bytes_of(piece.cpu().contiguous()), file, crc, pool)
+            for piece in pieces_in_order(given.get().detach()):
+                crc = _copied(memory_of(piece.cpu().contiguous()), file, crc, pool)
             found[given.key] = (at, crc)
             at += given.nbytes
         file.flush()
@@ -113,31 +113,29 @@ def write_file(path: Path, tensors: Sequence[Given]) -> Written:
     return Written(FileFacts(at, len(header), zlib.crc32(header)), found)
 
 
-def _header(tensors: Sequence[Given]) -> bytes:
+def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+    """The beginning of a file with these tensors, one after another."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for x in in_order(tensors):
-        if x.dtype not in NAMES:
-            raise PiperError(f"{x.key} is {x.dtype}, which safetensors files cannot hold")
-        content[x.key] = {
-            "dtype": NAMES[x.dtype],
-            "shape": list(x.shape),
-            "data_offsets": [at, at + x.nbytes],
-        }
-        at += x.nbytes
+    for key, dtype, shape in tensors:
+        if dtype not in NAMES:
+            raise PiperError(f"{key} is {dtype}, which safetensors files cannot hold")
+        end = at + math.prod(shape) * dtype.itemsize
+        content[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(x: Tensor) -> memoryview:
+def memory_of(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor, itself."""
     flat = x.as_strided((x.numel(),), (1,))  # one element may have any stride
     data: Any = flat.view(torch.uint8).numpy()
     return memoryview(data)
 
 
-def _pieces(x: Tensor) -> Iterator[Tensor]:
+def pieces_in_order(x: Tensor) -> Iterator[Tensor]:
     """``x`` in pieces that may be copied, one after another in the order of their elements."""
     if not x.numel():
         return
@@ -147,7 +145,7 @@ def _pieces(x: Tensor) -> Iterator[Tensor]:
         return
     dim = next(i for i, n in enumerate(x.shape) if n > 1)
     for part in x.chunk(min(x.shape[dim], -(-x.nbytes // BLOCK)), dim):
-        yield from _pieces(part)
+        yield from pieces_in_order(part)
 
 
 def _copied(data: memoryview, file: BinaryIO, crc: int, pool: ThreadPoolExecutor) -> int:
@@ -233,7 +231,7 @@ class Reader:
         at = stored.offset + first * size
         direct = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
         if direct and span == box.numel:
-            self._fill(stored.file, at, _bytes_of(into))
+            self._fill(stored.file, at, memory_of(into))
         elif span * size <= BLOCK:
             buffer = self._scratch(span * size)
             self._fill(stored.file, at, buffer)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from piper.checkpoint.index import INDEX
@@ -50,10 +50,11 @@ def discard(target: Path) -> None:
     shutil.rmtree(saving(target), ignore_errors=True)
 
 
-def prepare(target: Path) -> Path:
-    """An empty folder in which a checkpoint can be written that is to become ``target``."""
+def prepare(target: Path, marks: Sequence[str] = (INDEX,)) -> Path:
+    """An empty folder in which a checkpoint can be written that is to become ``target``. A folder
+    that is replaced has one of the files ``marks``."""
     with failing(target):
-        _refuse_other(target)
+        _refuse_other(target, marks)
         _recover(target)
         for path in _leftovers(target):
             shutil.rmtree(path)
@@ -69,12 +70,12 @@ def _leftovers(target: Path) -> list[Path]:
     return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
 
 
-def _refuse_other(target: Path) -> None:
+def _refuse_other(target: Path, marks: Sequence[str]) -> None:
     """What is replaced must be a checkpoint, or nothing."""
     if not target.name:
         raise PiperError("this is no name for a checkpoint")
     if target.is_dir():
-        if any(target.iterdir()) and not (target / INDEX).exists():
+        if any(target.iterdir()) and not any((target / name).exists() for name in marks):
             raise PiperError("there is a folder with something else in it: use another name")
     elif target.exists():
         raise PiperError("there is a file: a checkpoint is a folder, so use another name")

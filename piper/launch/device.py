@@ -14,13 +14,14 @@ from torch import Tensor
 from piper.capture.codegen import Runners
 from piper.checkpoint.damage import damage
 from piper.checkpoint.index import Index
+from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.worker_group import ProfileKind, Refusal, Report
 from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
-from piper.runtime.parts import Part, read_part, refusal, write_part
+from piper.runtime.parts import Part, export_part, read_part, refusal, write_part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
@@ -126,6 +127,14 @@ class LoadedDevice:
         file = f"device-{self.number:05}.safetensors"
         try:
             return write_part(self.state, folder, file, _own_buffers(self._program, self.number))
+        except (OSError, PiperError) as error:
+            return Refusal(str(error))
+
+    def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
+        """Write this device's share of the model's tensors."""
+        try:
+            buffers = _own_buffers(self._program, self.number)
+            return export_part(self.state, folder, targets, buffers)
         except (OSError, PiperError) as error:
             return Refusal(str(error))
 

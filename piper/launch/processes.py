@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from piper.checkpoint.index import Index
+from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, WorkerTask, dumped, receive
 from piper.launch.rank import refuse_too_few_gpus
@@ -154,6 +155,9 @@ class ProcessWorkerGroup:
 
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
         return self._all("write part", folder)
+
+    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+        return self._all("export part", (folder, dict(targets)))
 
     def refusals(self, folder: Path, index: Index) -> list[str]:
         return [why for row in self._all("refusals", (folder, index)) for why in row]

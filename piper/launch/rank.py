@@ -13,6 +13,7 @@ from torch import Tensor
 
 from piper.capture.codegen import Runners
 from piper.checkpoint.index import Index
+from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.device import LoadedDevice
 from piper.launch.faults import described
@@ -96,6 +97,9 @@ class Rank:
 
     def write_part(self, folder: Path) -> Part | Refusal:
         return self.device.write_part(folder)
+
+    def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
+        return self.device.export_part(folder, targets)
 
     def refusals(self, folder: Path, index: Index) -> list[str]:
         devices = self.program.devices

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.checkpoint.index import Index
+from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.agreeing import (
     Batches,
@@ -154,9 +155,14 @@ class TorchrunWorkerGroup:
         self._rank.restore(tensors)
 
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
-        mine = self._rank.write_part(folder)
-        first = dist.get_rank() == 0
-        found: list[Any] = [None] * dist.get_world_size() if first else []
+        return self._at_first(self._rank.write_part(folder))
+
+    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+        return self._at_first(self._rank.export_part(folder, targets))
+
+    def _at_first(self, mine: Any) -> list[Any]:
+        """What every process has, in the first one."""
+        found: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
         lost_peers(
             lambda: dist.gather_object(mine, found or None, group=self._objects, group_dst=0)
         )

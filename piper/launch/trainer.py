@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from piper.checkpoint.values import from_json
 from piper.errors import PiperError
 from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
+from piper.launch.exporting import export
 from piper.launch.fitting import Checkpoints, Stop
 from piper.launch.interrupts import held_back
 from piper.launch.positions import Batches, Position
@@ -286,6 +287,16 @@ class Trainer:
         """Go on from a checkpoint that ``save`` wrote, under this or another strategy. Every device
         reads the slices that it needs; a checkpoint that is refused changes nothing."""
         self.load_at(Path(path))
+
+    def export(
+        self, path: str | Path, *, dtype: torch.dtype | None = None, file_gb: float = 5.0
+    ) -> None:
+        """Write the model to the folder ``path`` as ``from_pretrained`` of the transformers library
+        loads it: its configuration, if it has one, and its weights in safetensors files of about
+        ``file_gb`` GB, in its own or another ``dtype``. Every device writes what it has."""
+        size = int(file_gb * 10**9)
+        with held_back():
+            export(self._whole, self.program, path, self._rest, dtype=dtype, file_bytes=size)
 
     def _refuse_closed(self) -> None:
         if self._worker_group is None:

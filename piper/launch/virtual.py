@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.checkpoint.index import Index
+from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.device import LoadedDevice
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
@@ -110,6 +112,9 @@ class VirtualWorkerGroup:
 
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
         return [device.write_part(folder) for device in self._devices]
+
+    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+        return [device.export_part(folder, targets) for device in self._devices]
 
     def refusals(self, folder: Path, index: Index) -> list[str]:
         count = len(self._devices)

@@ -157,6 +157,8 @@ def _serve(connection: Connection, folder: Path) -> None:
                 _answer(connection, None)
             case Call("write part", checkpoint):
                 _answer(connection, rank.write_part(checkpoint))
+            case Call("export part", (exported, targets)):
+                _answer(connection, rank.export_part(exported, targets))
             case Call("refusals", (checkpoint, index)):
                 _answer(connection, rank.refusals(checkpoint, index))
             case Call("read part", (checkpoint, index)):

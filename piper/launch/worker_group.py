@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from piper.checkpoint.index import Index
+from piper.checkpoint.pretrained import Target
 from piper.runtime.kernels import Kernel
 from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
@@ -136,6 +137,11 @@ class WorkerGroup(Protocol):
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
         """Every device writes its part of a checkpoint; what they have written, where ``once``
         calls."""
+        ...
+
+    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+        """Every device writes its share of the model's tensors; the names that each has written, or
+        why it could not, where ``once`` calls."""
         ...
 
     def refusals(self, folder: Path, index: Index) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from piper.checkpoint.boxes import Box
 from piper.checkpoint.files import FileFacts, Given, Reader, write_file
 from piper.checkpoint.index import Entry, GroupEntry, Index, Slice, Tensors, Value
+from piper.checkpoint.pretrained import SliceWriter, Target
 from piper.checkpoint.values import from_json, stored_names, to_json
 from piper.codec import within
 from piper.errors import PiperError
@@ -146,6 +147,30 @@ def _of_state(
     first = held.layout.fragments[place].start
     row = item[fragment.start - first : fragment.stop - first]
     return piece.of_range(row, held.layout, fragment)
+
+
+def export_part(
+    state: DeviceState, folder: Path, targets: Mapping[str, Target], buffers: Collection[str]
+) -> list[str]:
+    """Write this device's share of the model's tensors to where they are to lie; their names."""
+    found: dict[str, None] = {}
+    with SliceWriter.opened(folder) as out:
+        for held in state.held.values():
+            layout = held.layout
+            for _, fragment in written_by(layout):
+                if fragment.name not in targets:
+                    continue
+                row = held.updated[fragment.start : fragment.stop]
+                for piece in pieces_of(layout, fragment):
+                    tensor = piece.of_range(row, layout, fragment)
+                    out.write(targets[fragment.name], piece.whole, tensor)
+                found[fragment.name] = None
+        for name in buffers:
+            if name in targets:
+                tensor = state.buffers[name]
+                out.write(targets[name], Box.whole(tensor.shape), tensor)
+                found[name] = None
+    return list(found)
 
 
 # reading

@@ -1,0 +1,114 @@
+"""The model as the transformers library loads it: configuration, names, tied weights once, sharded
+files. Every device writes what it has; no process holds the model."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.blame import LOSS_PREFIX
+from piper.checkpoint import folder as folders
+from piper.checkpoint.boxes import Box
+from piper.checkpoint.pretrained import WEIGHTS, WEIGHTS_INDEX, SliceWriter, Target, lay_out
+from piper.errors import PiperError
+from piper.launch.fetching import fetcher
+from piper.launch.worker_group import Refusal, WorkerGroup
+from piper.program import Program
+
+
+def export(
+    group: WorkerGroup,
+    program: Program,
+    path: str | Path,
+    rest: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> None:
+    """Write the model to the folder ``path``. ``rest`` are tensors that no device holds, if they
+    are not the first ones any more."""
+    target = Path(os.path.abspath(path))
+
+    def prepare() -> tuple[Path, dict[str, Target]]:
+        folder = folders.prepare(target, (WEIGHTS, WEIGHTS_INDEX))
+        with folders.failing(target):
+            return folder, lay_out(folder, _tensors(program, dtype), file_bytes)
+
+    folder, targets = group.once(prepare)
+    parts = group.export_parts(folder, targets)
+    group.once(lambda: _finish(program, target, targets, parts, rest, dtype))
+
+
+def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
+    """Every tensor of the model once, by its first name."""
+    source = program.source
+    if source is None:
+        raise PiperError("this program was loaded without its model: give source= to Program.load")
+    known = {**dict(source.parameters()), **dict(source.buffers())}
+    prefix, _ = _pretrained(source.model)
+    found = {}
+    for key, name in program.names.keys.items():
+        if name in found or key.startswith(LOSS_PREFIX):
+            continue
+        own = known[name].dtype
+        kept = dtype if dtype is not None and own.is_floating_point else own
+        shape = program.names.shapes[key]
+        found[name] = Target(key.removeprefix(prefix), kept, shape)
+    return found
+
+
+def _pretrained(model: nn.Module) -> tuple[str, nn.Module | None]:
+    """The part of the model that has a configuration, and what its names begin with."""
+    if hasattr(getattr(model, "config", None), "save_pretrained"):
+        return "", model
+    inner = [
+        (f"{name}.", child)
+        for name, child in model.named_children()
+        if hasattr(getattr(child, "config", None), "save_pretrained")
+    ]
+    return inner[0] if len(inner) == 1 else ("", None)
+
+
+def _finish(
+    program: Program,
+    target: Path,
+    targets: Mapping[str, Target],
+    parts: Iterable[Any],
+    rest: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> None:
+    with folders.failing(target):
+        folder = folders.saving(target)
+        written: set[str] = set()
+        for part in parts:
+            if isinstance(part, Refusal):
+                raise PiperError(part.why)
+            written.update(part)
+        with SliceWriter.opened(folder) as out:
+            for name, one in targets.items():
+                if name not in written:
+                    tensor = rest[name] if name in rest else fetcher(program)(name)
+                    out.write(one, Box.whole(one.shape), tensor)
+        assert program.source is not None
+        _, model = _pretrained(program.source.model)
+        if model is not None:
+            _write_config(model, folder, dtype)
+        folders.commit(target)
+
+
+def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    kept = dtype or getattr(model, "dtype", None)
+    if kept is not None:
+        config.dtype = str(kept).removeprefix("torch.")
+    config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)

@@ -1,0 +1,147 @@
+"""``from_pretrained`` loads what ``trainer.export`` writes: the same logits, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import piper
+from piper import PiperError, annotate
+from tests.training import data_parallel, pipeline
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 31
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 16,
+    "use_cache": False,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, tied": ("Llama", {**SIZES, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", GPT2),
+    "llama": ("Llama", SIZES),
+    "qwen3": ("Qwen3", SIZES),
+    "gemma2": ("Gemma2", SIZES),
+    "mistral": ("Mistral", SIZES),
+}
+TAGS = {
+    "model.embed_tokens": "embed",
+    "model.layers.*": "layer",
+    "transformer.wte": "embed",
+    "transformer.h.*": "layer",
+    "lm_head": "head",
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+
+
+def made(name: str) -> tuple[Any, Any]:
+    """A model of the library, and its class."""
+    family, sizes = MODELS[name]
+    kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, family + kind)
+    return model(getattr(transformers, family + "Config")(**sizes)), model
+
+
+def loss(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
+
+
+def compiled(model: nn.Module) -> tuple[piper.Program, dict[str, Tensor], Tensor]:
+    x, y = torch.randint(VOCAB, (2, 4, 8))
+    strategy = [*pipeline([[0, 1], [2, 3]], 2, by=[1, 1]), piper.replicate({}, zero=3)]
+    tags = {path: tag for path, tag in TAGS.items() if hasattr(model, path.split(".")[0])}
+    program = piper.compile(
+        model,
+        piper.Strategy(strategy),
+        inputs={"input_ids": x},
+        targets=(y,),
+        loss=loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        tags=tags,
+    )
+    return program, {"input_ids": x}, y
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if i < 2 else pytest.mark.slow) for i, n in enumerate(MODELS)],
+)
+def test_from_pretrained_loads_it(name: str, tmp_path: Path) -> None:
+    model, kind = made(name)
+    program, inputs, targets = compiled(model)
+    with piper.launch(program) as trainer:
+        trainer.step(inputs, targets)
+        trainer.export(tmp_path / "out", file_gb=1e-5)
+        trainer.export(tmp_path / "out", file_gb=1e-5)
+        state = trainer.state_dict()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert ("lm_head.weight" in index["weight_map"]) == (not model.config.tie_word_embeddings)
+    found, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    model.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, found.eval()(**inputs).logits)
+
+
+class Wrapped(nn.Module):
+    """With a parameter that no device uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("layer"):
+            return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("on", ["virtual", pytest.param("processes", marks=pytest.mark.slow)])
+def test_models_without_a_configuration(on: str, tmp_path: Path) -> None:
+    model, x = Wrapped(), torch.randn(4, 4)
+    program = piper.compile(
+        model, piper.Strategy(data_parallel(2, 1)), inputs=(x,), targets=(x,), loss=F.mse_loss
+    )
+    with piper.launch(program, on=on) as trainer:
+        trainer.export(tmp_path / "out", dtype=torch.bfloat16)
+        (tmp_path / "file").touch()
+        with pytest.raises(PiperError, match=r"cannot be saved to .*there is a file"):
+            trainer.export(tmp_path / "file")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    assert found.keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(found[key], tensor.bfloat16())
