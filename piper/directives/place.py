@@ -135,7 +135,8 @@ def place(
     of its axes that divide the batch, by default all: devices along the others have the same rows,
     and compute the same, unless they are sharded. ``sequence`` is the axis along which the sequence
     is sharded, dimension 1 of the tensors of the batch (context parallelism). What the nodes send
-    to other groups goes over ``stream``. A filter on the microbatch may place the same stage on different groups.
+    to other groups goes over ``stream``. A filter on the microbatch may place the same stage on
+    different groups.
     """
     names = (batch,) if isinstance(batch, str) else None if batch is None else tuple(batch)
     axes = dict(devices.axes) if isinstance(devices, Mesh) else None

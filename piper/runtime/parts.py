@@ -142,7 +142,7 @@ def _of_state(
     item: Tensor, held: HeldBucket, place: int, fragment: Fragment, piece: Piece
 ) -> Tensor:
     """A piece of what the optimizer keeps for a fragment: a row, or of the shard's shape."""
-    if not held.layout.divided:
+    if not held.layout.sharded:
         return piece.shard.of(item)
     first = held.layout.fragments[place].start
     row = item[fragment.start - first : fragment.stop - first]
@@ -266,7 +266,7 @@ def _read_state(
             if (entry := entries.get(name)) is None:
                 continue
             kept[kind] = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
-            if layout.divided:
+            if layout.sharded:
                 _read_row(reader, entry, layout, fragment, kept[kind])
                 continue
             for piece in whole_shard(layout, fragment.name):

@@ -89,7 +89,7 @@ def written_by(layout: BucketLayout) -> list[tuple[int, Fragment]]:
 
 def _cut(layout: BucketLayout, copy: int) -> int:
     """Where the share of a copy begins in the range that each of them has."""
-    copies = len(layout.group) // layout.bucket.within
+    copies = layout.bucket.copies
     at = layout.share * copy // copies
     for one in layout.fragments:
         if one.start < at < one.stop and copy < copies:
