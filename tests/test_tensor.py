@@ -588,6 +588,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         DirectiveError,
         r"'up' is to be sharded 'columns': give the number of a dimension, 'column' or 'row'",
     ),
+    ({"parameters": {}}, DirectiveError, r"parameters=\{\} shards nothing: name parameters, or"),
     ({"parameters": None}, DirectiveError, r"the model declares no plan for tensor parallelism"),
     (
         {"axis": None, "parameters": {"up": "column"}},

@@ -167,7 +167,7 @@ def parameters(shape: Shape, rng: random.Random) -> dict[str, int | str]:
         found["embedding.weight"] = rng.choice([0, 1])
     if rng.random() < 0.1:
         found["layers.1.norms.?.weight"] = 0
-    return found
+    return found or {"*.down": "row"}
 
 
 @dataclass(frozen=True)

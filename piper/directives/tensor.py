@@ -136,6 +136,11 @@ class _Chosen:
         self._dag = dag
         self._given = patterns is not None
         found = dag.model.declared if patterns is None else patterns
+        if patterns is not None and not patterns:
+            raise DirectiveError(
+                "parameters={} shards nothing: name parameters, or leave parameters= out for the "
+                "plan that the model declares"
+            )
         if not found:
             raise DirectiveError(
                 "the model declares no plan for tensor parallelism (_tp_plan, as transformers "
