@@ -219,7 +219,7 @@ ALWAYS = PAIRS[:12]
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(*pair, id="-to-".join(pair), marks=() if i < 12 else pytest.mark.slow)
+        pytest.param(*pair, id="-to-".join(pair), marks=() if i < 4 else pytest.mark.slow)
         for i, pair in enumerate(PAIRS[:72])
     ],
 )
@@ -583,6 +583,7 @@ def test_schedulers_go_on(scheduler: Any, tmp_path: Path) -> None:
     assert_goes_on("one", "one", tmp_path, kind=Small, scheduler=scheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", ["SGD", "NAdam", "RAdam", "Adagrad", "ASGD", "Adafactor", "Rprop", "Adadelta"]
 )
