@@ -259,13 +259,13 @@ def _read_state(
         return tensor
 
     for fragment, parameter in zip(layout.fragments, held.trained, strict=False):
-        state.optimizer.state.pop(parameter, None)
+        before = state.optimizer.state.pop(parameter, {})
         kept = state.optimizer.state[parameter]
         name = index.first(fragment.name)
         for kind, entries in index.tensors.optimizer.items():
             if (entry := entries.get(name)) is None:
                 continue
-            kept[kind] = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+            kept[kind] = _like(parameter, entry.dtype, before.get(kind))
             if layout.sharded:
                 _read_row(reader, entry, layout, fragment, kept[kind])
                 continue
@@ -273,6 +273,15 @@ def _read_state(
                 read_box(reader, entry, piece.whole, piece.shard.of(kept[kind]))
         for kind, value in _values(layout, fragment.name, values.get(name, ())).items():
             kept[kind] = _moved(from_json(value, find), parameter, counters=there)
+
+
+def _like(parameter: nn.Parameter, dtype: torch.dtype, before: Any) -> Tensor:
+    """A tensor for state of a parameter: the one that was there, if it fits, since memory that is
+    freed is not always given back."""
+    fits = isinstance(before, Tensor) and before.shape == parameter.shape
+    if fits and (before.dtype, before.device) == (dtype, parameter.device):
+        return before
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _moved(item: Any, parameter: nn.Parameter, *, counters: bool) -> Any:

@@ -1,0 +1,234 @@
+"""Saving and loading the state of training: ours, torch.save of each rank's own tensors, and
+torch's distributed checkpoint (DCP), beside the speed of the disk itself.
+
+    python bench/checkpoints.py [--mb 512] [--ranks 2] [--rounds 3]
+
+All save the same tensors, sharded over the ranks alike (ZeRO-3 with AdamW), and sync them to the
+disk. They take turns in the same processes. Memory is what the process's peak rises by, as a share
+of its own state. Ours also has checksums of all bytes, and checks them before it loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import piper
+
+WIDTH = 1024
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("layer"):
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def trainer_of(mb: int, ranks: int) -> piper.Trainer:
+    """One whose state, on all ranks together, takes about ``mb`` MiB."""
+    torch.manual_seed(0)
+    layers = max(1, mb * 2**20 // (3 * 4 * WIDTH * WIDTH))
+    x = torch.randn(ranks, WIDTH)
+    program = piper.compile(
+        Net(layers),
+        piper.Strategy([piper.place({}, devices=list(range(ranks))), piper.replicate({}, zero=3)]),
+        inputs=(x,),
+        targets=(x,),
+        loss=F.mse_loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+    )
+    trainer = piper.launch(program, on="torchrun")
+    trainer.step(x, x)
+    return trainer
+
+
+def own_tensors(trainer: piper.Trainer) -> dict[str, Tensor]:
+    """The tensors that this rank keeps between steps."""
+    state = trainer._worker_group._rank.device.state  # type: ignore[union-attr]
+    found = {f"p{i}": held.updated for i, held in state.held.items()}
+    for i, kept in enumerate(state.optimizer.state.values()):
+        found |= {f"{kind}{i}": x for kind, x in kept.items() if x.numel() > 1}
+    return found
+
+
+class Ours:
+    name = "piper"
+
+    def __init__(self, trainer: piper.Trainer) -> None:
+        self.trainer = trainer
+
+    def save(self, path: Path) -> None:
+        self.trainer.save(path)
+
+    def load(self, path: Path) -> None:
+        self.trainer.load(path)
+
+
+class TorchSave:
+    name = "torch.save"
+
+    def __init__(self, trainer: piper.Trainer) -> None:
+        self.tensors = own_tensors(trainer)
+        self.file = f"rank{dist.get_rank()}.pt"
+
+    def save(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        with (path / self.file).open("wb") as file:
+            torch.save(self.tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        found = torch.load(path / self.file, weights_only=True)
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(found[name])
+        dist.barrier()
+
+
+class Dcp:
+    name = "DCP"
+
+    def __init__(self, trainer: piper.Trainer) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        own = own_tensors(trainer)
+        self.tensors = {n: DTensor.from_local(x, mesh, [Shard(0)]) for n, x in own.items()}
+
+    def save(self, path: Path) -> None:
+        dcp.save(self.tensors, checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        dcp.load(self.tensors, checkpoint_id=path)
+
+
+class Disk:
+    """As many bytes as this rank has, and nothing else."""
+
+    name = "disk"
+
+    def __init__(self, trainer: piper.Trainer) -> None:
+        self.left = sum(x.nbytes for x in own_tensors(trainer).values())
+        self.block = memoryview(os.urandom(4 * 2**20))
+
+    def save(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        with (path / f"{dist.get_rank()}").open("wb", buffering=0) as file:
+            for at in range(0, self.left, len(self.block)):
+                file.write(self.block[: min(len(self.block), self.left - at)])
+            os.fsync(file.fileno())
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        buffer = bytearray(len(self.block))
+        with (path / f"{dist.get_rank()}").open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+        dist.barrier()
+
+
+def resident(what: str) -> int:
+    """``VmRSS`` or ``VmHWM``, its peak, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(what)
+
+
+def measured(call: Callable[[], None]) -> tuple[float, int]:
+    """Seconds, and by how many bytes the peak rose."""
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start, resident("VmHWM") - before
+
+
+def work(folder: Path, mb: int, rounds: int) -> None:
+    """What one rank does."""
+    torch.set_num_threads(1)
+    with trainer_of(mb, int(os.environ["WORLD_SIZE"])) as trainer:
+        state = sum(x.nbytes for x in own_tensors(trainer).values())
+        rows = []
+        for turn in range(rounds):
+            for kind in (Ours, TorchSave, Dcp, Disk):
+                side: Any = kind(trainer)
+                path = folder / f"{side.name}-{turn}"
+                for what in ("save", "load"):
+                    seconds, rise = measured(partial(getattr(side, what), path))
+                    rows.append([side.name, what, seconds, rise / state])
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    shutil.rmtree(path)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, rows)
+        if dist.get_rank() == 0:
+            (folder / "found.json").write_text(json.dumps([state, found]))
+
+
+def figures(found: list[Any], side: str, what: str) -> tuple[float, float]:
+    """The median of the seconds of the slowest rank, and the most memory of any."""
+    rows = [[(s, m) for name, w, s, m in rank if (name, w) == (side, what)] for rank in found]
+    turns: Iterator[Any] = zip(*rows, strict=True)
+    slowest = [max(seconds for seconds, _ in turn) for turn in turns]
+    return statistics.median(slowest), max(memory for rank in rows for _, memory in rank)
+
+
+def main(
+    mb: Annotated[int, typer.Option(help="MiB of state on all ranks together.")] = 512,
+    ranks: Annotated[int, typer.Option(help="Processes.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 3,
+    at: Annotated[Path | None, typer.Option(help="The folder to write to.")] = None,
+) -> None:
+    """Compare ways to save and load."""
+    with tempfile.TemporaryDirectory(dir=at) as folder:
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        arguments = ["--work", folder, str(mb), str(rounds)]
+        subprocess.run([sys.executable, *command, __file__, *arguments], check=True)
+        state, found = json.loads((Path(folder) / "found.json").read_text())
+    title = f"{state / 2**20:.0f} MiB of state on each of {ranks} ranks, {rounds} rounds"
+    table = Table("", "save s", "to ours", "peak +", "load s", "to ours", "peak +", title=title)
+    ours = {what: figures(found, Ours.name, what)[0] for what in ("save", "load")}
+    for side in (Ours.name, TorchSave.name, Dcp.name, Disk.name):
+        row = [side]
+        for what in ("save", "load"):
+            seconds, memory = figures(found, side, what)
+            row += [f"{seconds:.2f}", f"{ours[what] / seconds:.2f}", f"{memory:.1%}"]
+        table.add_row(*row)
+    Console().print(table)
+    print("to ours: our seconds divided by theirs; peak +: rise of a rank's memory, of its state")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        typer.run(main)
