@@ -139,6 +139,7 @@ def test_a_slow_device_holds_up_its_pipeline_alone() -> None:
     assert program.simulate(plain).seconds < found.seconds <= both.seconds
 
 
+@pytest.mark.slow
 def test_equal_devices_are_one_class_however_many() -> None:
     found = experts().simulate(piper.Cluster.of("H100", 8))
     assert [len(one.devices) for one in found.classes] == [4, 4]

@@ -35,7 +35,7 @@ def name(page: Path) -> str:
     return page.name if page.parent == ROOT else str(page.relative_to(DOCS))
 
 
-LONG = ("tutorial.md", "command_line.md", "regions.md")
+LONG = ("tutorial.md", "command_line.md", "regions.md", "tensor_parallelism.md")
 """Pages whose snippets take a minute."""
 
 

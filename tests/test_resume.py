@@ -212,6 +212,7 @@ def killed_again_and_again(folder: Path, on: str, times: int, seed: int) -> None
     assert names[-1] == f"step-{steps:08}"
 
 
+@pytest.mark.slow
 def test_kill_9_at_some_moments(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, "virtual", 2, seed=0)
 

@@ -329,6 +329,7 @@ def deep() -> nn.Module:
     return Stack(32)
 
 
+@pytest.mark.slow
 def test_divided_state_saves_what_theory_says() -> None:
     """16 bytes a parameter: with n devices 8 + 8/n, 4 + 12/n and 16/n of them, beside what is
     under way, which is a layer or two of each kind."""
@@ -355,6 +356,7 @@ def test_divided_state_saves_what_theory_says() -> None:
         assert -1 <= under_way <= (1, 4, 5)[zero - 1]
 
 
+@pytest.mark.slow
 def test_recomputing_shows_in_the_breakdown() -> None:
     """All of a layer, what is cheap, or nothing: each region as it is told."""
     model, x = decoder(2, 8, 32)
