@@ -505,9 +505,12 @@ HOW = {
 }
 
 
+COMMON = ("llama", "qwen3", "phi3", "gpt2")
+
+
 def chosen(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each model in one way, one after another."""
-    return zip(names, itertools.cycle(HOW), strict=False)
+    """Some of the models, each in one way, one after another."""
+    return zip((n for n in names if n in COMMON), itertools.cycle(HOW), strict=False)
 
 
 @pytest.mark.parametrize(
