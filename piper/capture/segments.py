@@ -31,7 +31,8 @@ from piper.capture.chunks import (
 )
 from piper.capture.cut import body_key
 from piper.capture.fused import Packed
-from piper.capture.propagation import Given, Local, propagate, stand_in
+from piper.capture.local_graph import Given, stand_in
+from piper.capture.propagation import Local, propagate
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
