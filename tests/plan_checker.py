@@ -1331,7 +1331,8 @@ class _Checker:
         facts = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)].passes[x.op.which]
         slots = [s for ref, s in zip(facts.reads, x.reads, strict=False) if ref in facts.last]
         new = sum(kinds[slot].nbytes for slot in x.adds)
-        runs = facts.workspace + new - (facts.eased if set(x.frees).issuperset(slots) else 0)
+        kept = sum(kinds[slot].nbytes for slot in set(slots).difference(x.frees))
+        runs = facts.workspace + new - max(0, facts.eased - kept)
         fresh = 0
         for slot in set(x.writes).difference(x.adds):
             if slot in x.allocates:

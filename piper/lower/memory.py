@@ -226,7 +226,7 @@ def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: Op
         return 0
     facts = sizes.facts(x.op, len(x.group))
     added = sum(plan.slots[slot].nbytes for slot in x.adds)
-    eased = facts.eased if _reads_last(x, facts) else 0
+    eased = max(0, facts.eased - _kept(plan, x, facts))
     found = facts.workspace - eased + added
     copied = sum(_put(x, slot, plan.slots[slot]) for slot in x.writes if slot not in x.adds)
     if copied == 0:
@@ -243,9 +243,9 @@ def _put(x: Instruction, number: int, slot: Slot) -> int:
     return slot.nbytes - slot.own if slot.lies_in else 0
 
 
-def _reads_last(x: Instruction, facts: PassFacts) -> bool:
-    """Whether nobody else on the device needs what no later pass of the chunk does."""
-    return all(
-        slot in x.frees or ref not in facts.last
-        for ref, slot in zip(facts.reads, x.reads, strict=False)
-    )
+def _kept(plan: Plan, x: Instruction, facts: PassFacts) -> int:
+    """Bytes that no later pass of the chunk needs and somebody else on the device does, such as a
+    seed that all microbatches read."""
+    read = zip(facts.reads, x.reads, strict=False)
+    kept = {slot for ref, slot in read if ref in facts.last}.difference(x.frees)
+    return sum(plan.slots[slot].nbytes for slot in kept)
