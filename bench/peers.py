@@ -115,6 +115,108 @@ class Sharded(Divided):
         return step
 
 
+@dataclass(frozen=True, slots=True)
+class Tensored:
+    """``parallelize_module`` with the plan that TorchTitan has for such a model: columns of the
+    first matrices and rows of the second, the vocabulary of embedding and head, and a loss that
+    works on shards of the logits."""
+
+    work: Work
+    sequence: bool
+    """Whether norms and residuals work on shards of the sequence."""
+    device: str = "cpu"
+    reports: bool = False
+    """As for ``Replicated``."""
+
+    def rows(self, x: Tensor, rank: int) -> list[Tensor]:
+        return [part.clone() for part in x.chunk(self.work.microbatches)]
+
+    def begin(self) -> Step:
+        from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+        work, ways = self.work, dist.get_world_size()
+        mesh = dist.init_device_mesh(self.device, (ways,))
+        net = work.model().to(self.device)
+        for block in net.layers:
+            _deal_heads(block.attention, ways)
+        parallelize_module(net, mesh, _plan(len(net.layers), self.sequence))
+        sharded = [p for p in net.parameters() if isinstance(p, DTensor)]
+        others = [p for p in net.parameters() if not isinstance(p, DTensor)]
+        groups = [{"params": group} for group in (sharded, others) if group]
+        optimizer = work.optimizer(groups)
+
+        def step(xs: list[Tensor], ys: list[Tensor]) -> Tensor:
+            total = torch.zeros((), device=self.device)
+            with loss_parallel():
+                for x, y in zip(xs, ys, strict=True):
+                    loss = work.loss(net(x), y) / len(xs)
+                    loss.backward()
+                    found = loss.detach()
+                    total += found.full_tensor() if isinstance(found, DTensor) else found
+            if self.reports:
+                for group in (sharded, others):
+                    norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+                    if isinstance(norm, DTensor):
+                        norm.full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
+
+
+def _deal_heads(attention: Any, ways: int) -> None:
+    """Order the rows of the fused projection so that each of ``ways`` shards has heads of its own
+    of queries, keys and values."""
+    weight, width = attention.w_qkv.weight, attention.head_dim
+    sizes = [n * width for n in (attention.heads, attention.kv_heads, attention.kv_heads)]
+    parts = [section.chunk(ways) for section in weight.detach().split(sizes)]
+    with torch.no_grad():
+        weight.copy_(torch.cat([part for shard in zip(*parts, strict=True) for part in shard]))
+    attention.heads //= ways
+    attention.kv_heads //= ways
+
+
+def _plan(layers: int, sequence: bool) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    between = Shard(1) if sequence else Replicate()
+    rows = {"output_layouts": between}
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), **rows),
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for i in range(layers):
+        plan |= {
+            f"layers.{i}.attention.w_qkv": ColwiseParallel(),
+            f"layers.{i}.attention.w_out": RowwiseParallel(**rows),
+            f"layers.{i}.mlp.w_in": ColwiseParallel(),
+            f"layers.{i}.mlp.w_gate": ColwiseParallel(),
+            f"layers.{i}.mlp.w_out": RowwiseParallel(**rows),
+        }
+        if sequence:
+            plan |= {
+                f"layers.{i}.attention_norm": SequenceParallel(),
+                f"layers.{i}.attention": PrepareModuleInput(
+                    input_layouts=(Shard(1), None, None),
+                    desired_input_layouts=(Replicate(), None, None),
+                ),
+                f"layers.{i}.mlp_norm": SequenceParallel(),
+                f"layers.{i}.mlp": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                ),
+            }
+    return plan | ({"norm": SequenceParallel()} if sequence else {})
+
+
 def _report(loss: Tensor, net: nn.Module) -> None:
     """``loss`` becomes the mean over all ranks, and the norm of all gradients is found."""
     dist.all_reduce(loss, dist.ReduceOp.AVG if loss.is_cuda else dist.ReduceOp.SUM)

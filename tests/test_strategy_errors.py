@@ -30,7 +30,7 @@ from piper.ir import Model, build
 from piper.lower.lower import Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.strategy import Strategy
-from tests.facts import at, chain, changing, masked, moe, reading, tied
+from tests.facts import at, chain, changing, masked, moe, reading, tied, tying
 
 STAGES = partition("layer", into="PP", parts=2)
 ALL_ON_0 = place({}, devices=[0])
@@ -453,6 +453,17 @@ REFUSALS = [
             lambda: moe(1, 4),
         )
         for other, holders in [([0, 2], "[0], [1, 2]"), ([2, 1], "[0, 2], [1]")]
+    ),
+    Refusal(
+        "tied experts in different parts",
+        [
+            partition("layer", into="PP", parts=2),
+            place({"PP": 0}, devices=[0, 1]),
+            place({"PP": 1}, devices=[2, 3, 4, 5]),
+            shard({"EP": "*"}),
+        ],
+        ["'experts.0'", "2 ways by shard({'EP': '*'})", "4 ways by", "shard all of them alike"],
+        lambda: tying(moe(2, 4), "experts.0", "experts.1"),
     ),
     Refusal(
         "a changing buffer on a group",

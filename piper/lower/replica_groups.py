@@ -99,6 +99,7 @@ def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
     known: dict[tuple[object, ...], tuple[tuple[Group, ...], int]] = {}
     for name in devices:
         shard, rule = shards[name], rules[name]
+        _refuse_other_parts(dag, name, [by for _, by in places[name]])
         parts = shard.ways
         # groups are shared objects
         key = (parts, rule, *sorted((id(group), by.stride) for group, by in places[name]))
@@ -171,6 +172,20 @@ def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
                 f"zero=3) for the rest and replicate({{{tag!r}: '*'}}, zero=0); or shard them "
                 "fewer ways="
             )
+
+
+def _refuse_other_parts(dag: Dag, name: str, shards: list[ShardRule]) -> None:
+    """Regions that share a parameter must have the same parts of it."""
+    kinds = {(by.ways, by.dim, by.sections): by for by in shards}
+    if len(kinds) > 1:
+        several = [
+            f"{by.ways} ways by {dag.history[by.made_by]}" if by.ways > 1 else "not at all"
+            for by in kinds.values()
+        ]
+        raise DirectiveError(
+            f"{name!r} is shared by regions that shard it in different ways: "
+            f"{' and '.join(several)}; shard all of them alike (shard, place)"
+        )
 
 
 def _equal_copies(name: str, places: list[tuple[Group, ShardRule]], ways: int) -> tuple[Group, ...]:

@@ -1,0 +1,106 @@
+"""Tensor parallel steps on two workers: ours beside torch's ``parallelize_module``.
+
+One dense transformer, the same weights, batches and AdamW, fp32. The matrices of every block, the
+embedding and the head are sharded over the workers, and the logits stay sharded; with and without
+sequence parallelism. Ours in two orders: microbatch after microbatch, and in pairs that overlap the
+collectives of one microbatch with the computation of another.
+
+With ``--slow`` the workers talk over a link of so many Mbit/s, in a network namespace.
+
+    python bench/tensor_parallel.py [--slow 2000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+import slow_link
+import torch
+import typer
+from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm
+from peers import Tensored
+from report import Case, Comparison, best, theirs
+from turns import turns
+from work import Work, reference
+from workers import ENVIRONMENT, Way, starter
+
+import piper
+from piper.launch.processes import KEEPING
+from piper.strategies import mesh
+
+WORKERS = 2
+
+
+def program(
+    work: Work, sequence: bool, schedule: str, costs: piper.Costs, device: str = "cpu"
+) -> piper.Program:
+    x, y = work.batch(0)
+    strategy = mesh(
+        tp=work.workers,
+        sequence_parallel=sequence,
+        schedule=schedule,
+        microbatches=work.microbatches,
+    )
+    return piper.compile(
+        work.model(),
+        strategy,
+        inputs=(x,),
+        targets=(y,),
+        loss=work.loss,
+        optimizer=work.optimizer,
+        device=device,
+        costs=costs,
+    )
+
+
+def main(
+    layers: Layers = 4,
+    dim: Dim = 256,
+    seq: Seq = 128,
+    vocab: Vocab = 1024,
+    rows: Annotated[int, typer.Option(help="Sequences of a microbatch for each worker.")] = 2,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 4,
+    slow: Annotated[float | None, typer.Option(help="Mbit/s of the link, each way.")] = None,
+    fused: Fused = True,
+    keep: Keep = False,
+    rounds: Rounds = 8,
+    turn: Turn = 2,
+    warm: Warm = 3,
+    file: File = None,
+) -> None:
+    """Compare tensor parallel steps."""
+    if slow is not None:
+        if not slow_link.is_inside():
+            sys.exit(slow_link.again_inside())
+        slow_link.bring_up()
+        slow_link.slow_down(2e6 * slow)  # one loopback carries both directions
+    os.environ |= ENVIRONMENT | (KEEPING if keep else {})
+    work = Work(reference(layers, dim, seq, vocab), WORKERS, microbatches, rows, fused)
+    costs = piper.Cluster.of("CPU", WORKERS).costs()
+    if slow is not None:
+        costs = replace(costs, bytes_per_second=1e6 * slow / 8)
+    cases = []
+    for sequence in (False, True):
+        sides: dict[str, piper.Program | Way] = {"piper": program(work, sequence, "1f1b", costs)}
+        if microbatches > 1:
+            sides["piper, pairs"] = program(work, sequence, "dualpipev", costs)
+        sides["torch parallelize_module"] = Tensored(work, sequence)
+        found = turns(work.batch, sides, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
+        name = "sequence parallel" if sequence else "tensor parallel"
+        cases.append(Case(name, best(found, theirs(found)), found))
+    link = "loopback" if slow is None else f"{slow:g} Mbit/s"
+    several = "es" * (microbatches > 1)
+    comparison = Comparison(
+        f"tensor parallel, {link}, {microbatches} microbatch{several}",
+        f"{WORKERS} workers, {WORKERS * rows} x {seq} tokens a microbatch, "
+        f"torch {torch.__version__}",
+        cases,
+    )
+    comparison.conclude(file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
