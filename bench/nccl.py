@@ -5,6 +5,7 @@ One dense transformer in fp32, the same weights, batches and AdamW; on 2 or 4 ra
     1f1b, interleaved, zb-v, dualpipev   the same schedule of ``torch.distributed.pipelining``
     ddp                                  ``DistributedDataParallel``
     zero-2, zero-3                       ``fully_shard`` that keeps, or frees, gathered parameters
+    tp, tp-sequence                      ``parallelize_module``, without and with sequence parallel
 
 Each side runs without a report, and with one: the loss of all ranks and the norm of all gradients,
 which take communication of their own.
@@ -32,11 +33,12 @@ from typing import Annotated, Any
 
 import data_parallel
 import pipelines
+import tensor_parallel
 import torch
 import torch.distributed as dist
 import typer
 from options import File, Fused, Layers, Seq, Vocab, Warm, chosen
-from peers import Piped, Replicated, Sharded
+from peers import Piped, Replicated, Sharded, Tensored
 from ranks import Here, entered, run_ranks
 from report import Case, Comparison, best, print_cases, theirs
 from rich.console import Console
@@ -46,9 +48,11 @@ from work import Work, reference
 from workers import Way
 
 import piper
+from piper.models import DenseConfig
 
 LEVELS = {"ddp": 0, "zero-2": 2, "zero-3": 3}
-CASES = ("1f1b", *LEVELS, "interleaved", "zb-v", "dualpipev")
+TENSOR = {"tp": False, "tp-sequence": True}
+CASES = ("1f1b", *LEVELS, *TENSOR, "interleaved", "zb-v", "dualpipev")
 """The rarer ones last: where a rank hangs, the cases before it are known."""
 COSTS = piper.Costs(flops_per_second=20e12, bytes_per_second=1e9, overhead=5e-5)
 """About what fp32 kernels and sockets of one machine do."""
@@ -67,7 +71,9 @@ class Side:
 
     def __init__(self, make: Make, here: Here) -> None:
         gc.collect()
-        self._here, self._before, self._held = here, here.allocated(), 0
+        self._here, self._held = here, 0
+        self._forget()
+        self._before = here.allocated()
         self.found = Found()
         what, rank = make(), dist.get_rank()
         if isinstance(what, piper.Program):
@@ -90,6 +96,7 @@ class Side:
         of every turn."""
         given = [(self._rows(x), self._rows(y)) for x, y in batches]
         losses, host = [], []
+        self._forget()
         others = self._here.allocated() - self._held
         if self._here.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -108,9 +115,17 @@ class Side:
             peak = torch.cuda.max_memory_allocated() - others
             self.found.memory = max(self.found.memory, peak)
 
+    def _forget(self) -> None:
+        """Let the workspaces of cuBLAS go, so that every side pays for those of its own streams and
+        threads, and not the first for all."""
+        if self._here.device == "cuda":
+            self._here.barrier()
+            torch._C._cuda_clearCublasWorkspaces()
+
     def settle(self) -> None:
         """Warm from now on, and everything that is kept between steps is there."""
         gc.collect()
+        self._forget()
         self._held = self._here.allocated() - self._before
         self.found.seconds, self.found.host, self.found.memory = [], [], 0
 
@@ -163,6 +178,16 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
     found: dict[str, Make] = {}
     for reports in (False, True):
         more = REPORTING if reports else ""
+        if name in TENSOR:
+            sequence = TENSOR[name]
+            for schedule in ("1f1b", "dualpipev")[: work.microbatches]:
+                found[f"piper {schedule}{more}"] = partial(
+                    tensor_parallel.program, work, sequence, schedule, COSTS, device
+                )
+            found[f"torch parallelize_module{more}"] = partial(
+                Tensored, work, sequence, device, reports
+            )
+            continue
         if name not in LEVELS:
             torchs = pipelines.SCHEDULES[name]
             found[f"piper {name}{more}"] = partial(pipelines.program, work, name, device, COSTS)
@@ -188,7 +213,10 @@ def main(
     sides: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; or all.")] = None,
     device: Annotated[str, typer.Option(help="cuda (NCCL), or cpu (gloo): does it run?")] = "cuda",
     layers: Layers = 8,
-    dim: Annotated[int, typer.Option(help="Its width; 0: 512 over the number of ranks.")] = 0,
+    dim: Annotated[
+        int,
+        typer.Option(help="Its width; 0: 512, divided by the ranks except for tp."),
+    ] = 0,
     seq: Seq = 128,
     vocab: Vocab = 1024,
     microbatches: Annotated[int, typer.Option(help="Of a step of a pipeline.")] = 8,
@@ -212,9 +240,13 @@ def main(
     names = chosen(sides, CASES)
     file = file or Path("bench-results") / f"nccl-{ranks}.json"
     if inside:
-        config = reference(layers, dim or 512 // ranks, seq, vocab)
+
+        def sized(name: str) -> DenseConfig:
+            return reference(layers, dim or (512 if name in TENSOR else 512 // ranks), seq, vocab)
+
         chip = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        size = f"{layers} blocks of {config.dim}, {microbatches * rows * ranks} x {seq} tokens"
+        widths = " or ".join(sorted({str(sized(name).dim) for name in names}))
+        size = f"{layers} blocks of {widths}, {microbatches * rows * ranks} x {seq} tokens"
         comparison = Comparison(
             f"{ranks} ranks over {'NCCL on one GPU' if device == 'cuda' else 'gloo'}",
             f"{chip}, {size}, torch {torch.__version__}",
@@ -224,8 +256,8 @@ def main(
         began = time.monotonic()
         with entered(device, limit) as here:
             for name in names:
-                parts = 1 if name in LEVELS else microbatches
-                work = Work(config, ranks, parts, rows * microbatches // parts, fused)
+                parts = 1 if name in (*LEVELS, *TENSOR) else microbatches
+                work = Work(sized(name), ranks, parts, rows * microbatches // parts, fused)
                 makes = sides_of(name, work, bucket_mb or BUCKETS, device)
                 comparison.cases.extend(measure(here, name, makes, work, rounds, steps, warm))
                 if dist.get_rank() == 0:
