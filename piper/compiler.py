@@ -23,10 +23,10 @@ from piper.capture.codegen import CompilerName, Eager
 from piper.capture.experts import trace_share
 from piper.capture.export import Loss
 from piper.capture.joint import Joint
+from piper.capture.local_chunks import Sharding
 from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
 from piper.capture.rows import Rows, rows_of
-from piper.capture.segments import Sharding
 from piper.capture.weight_shards import weight_shards
 from piper.directives.place import Place
 from piper.directives.remat import Remat

@@ -16,6 +16,15 @@ from piper.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
+class AxisPlacement:
+    """How a value lies along an axis of tensor or context parallelism, if not replicated."""
+
+    axis: str
+    dim: int | None
+    """The dimension along which it is sharded; None for a partial sum."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkValue:
     """A tensor of one microbatch that a chunk takes: a batch input, or what a chunk made."""
 
@@ -24,6 +33,8 @@ class ChunkValue:
     spec: TensorSpec
     producer: int | None
     """The chunk that makes it; None for a tensor of the batch."""
+    placements: tuple[AxisPlacement, ...] = ()
+    """Along the axes where it is not replicated."""
 
 
 @dataclass(frozen=True, slots=True)

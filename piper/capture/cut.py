@@ -98,7 +98,7 @@ class _Builder:
             inputs=tuple(self.numbers[n] for n in inputs),
             outputs=tuple(self._number(n, index) for n in outputs),
             updates=tuple(updates),
-            body=_body(nodes, aliases, buffers, inputs, outputs, list(updates.values())),
+            body=body_of(nodes, aliases, buffers, inputs, outputs, list(updates.values())),
         )
 
     def _constants_for(self, members: list[fx.Node]) -> set[fx.Node]:
@@ -112,7 +112,7 @@ class _Builder:
         return found
 
 
-def _body(
+def body_of(
     nodes: list[fx.Node],
     parameters: dict[fx.Node, int],
     buffers: list[fx.Node],
@@ -120,6 +120,8 @@ def _body(
     outputs: list[fx.Node],
     updates: list[fx.Node],
 ) -> Body:
+    """A function of what ``nodes`` read from outside; ``parameters`` have numbers, and those with
+    the same number are one."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     first: dict[int, fx.Node] = {}

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.chunks import Move, Redistribution
+from piper.capture.chunks import AxisPlacement, Move, Redistribution
 from piper.capture.fused import Packed
 from piper.capture.quiet import hushed_loggers
 from piper.capture.sharding_rules import REPLICATED, Placement
@@ -40,10 +40,10 @@ on shards: what the forward does, and what the backward does with its gradient."
 
 
 class LocalGraph:
-    """A graph on one of ``ways`` devices."""
+    """A graph on one of ``ways`` devices along ``axis``."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device, ways: int) -> None:
-        self._mode, self._device, self._ways = mode, device, ways
+    def __init__(self, mode: FakeTensorMode, device: torch.device, axis: str, ways: int) -> None:
+        self._mode, self._device, self._axis, self._ways = mode, device, axis, ways
         self.graph = fx.Graph()
         self.sharded: set[fx.Node] = set()
         """Operations that devices compute on different shards."""
@@ -83,6 +83,16 @@ class LocalGraph:
             self.sharded.add(local)
         return local
 
+    def placed(self, local: fx.Node, placement: Given, like: fx.Node | None = None) -> None:
+        """Note that ``local`` is placed so, and along earlier axes like ``like``."""
+        earlier = placements_of(local if like is None else like)
+        others = [p for p in earlier if p.axis != self._axis]
+        if isinstance(placement, Shard | Packed):
+            others.append(AxisPlacement(self._axis, placement.dim))
+        elif isinstance(placement, Partial):
+            others.append(AxisPlacement(self._axis, None))
+        local.meta["placements"] = tuple(others)
+
     def redistributed(
         self,
         local: fx.Node,
@@ -105,6 +115,8 @@ class LocalGraph:
         moved = self.graph.call_function(_moved, args)
         moved.meta["val"] = self._on_fakes(_moved, args, {})
         self.moves[moved] = Redistribution(*moves, f"{made} -> {wanted}")
+        self.placed(packed, made, local)
+        self.placed(moved, wanted, local)
         if isinstance(made, Packed):
             return self._unpack_sections(moved, made, after)
         if isinstance(made, Shard):
@@ -172,6 +184,12 @@ def _moved(x: Tensor, move: Move, ways: int) -> Tensor:
     if move in (Move.REDUCE_SCATTER, Move.SELECT):
         return x.select(0, 0).clone()
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def placements_of(local: fx.Node) -> tuple[AxisPlacement, ...]:
+    """How a value of a local graph lies along the axes where it is not replicated."""
+    found: tuple[AxisPlacement, ...] = local.meta.get("placements", ())
+    return found
 
 
 def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:

@@ -24,12 +24,13 @@ from piper.capture.codegen import Compiler, Runner, compile_program, compiler_na
 from piper.capture.cut import cut
 from piper.capture.export import Loss, export, trace_text
 from piper.capture.joint import Joint
+from piper.capture.local_chunks import Sharding
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
 from piper.capture.program import ChunkProgram, Kind, Pass, Ref
 from piper.capture.quiet import quiet_tracing
 from piper.capture.saving import RematPolicy
-from piper.capture.segments import Sharding, segmented
+from piper.capture.segments import segmented
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
 

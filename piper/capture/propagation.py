@@ -65,16 +65,18 @@ def propagate(
     wanted: Sequence[Placement | None],
     resolved: Callable[[Tensor], Placement],
     split: Sequence[int | None],
+    axis: str,
     name: str,
 ) -> Local:
-    """The share of ``body`` on each of ``ways`` devices. ``given`` are the placements of its
-    arguments, ``wanted`` those of its results where they are not open, ``resolved`` what becomes of
-    a partial sum; ``split`` are dimensions along which inputs are sharded that all devices have
-    whole; ``name`` is for errors."""
-    found = _Propagation(body, rules, ways, given, resolved, name)
+    """The share of ``body`` on each of ``ways`` devices along ``axis``. ``given`` are the
+    placements of its arguments, ``wanted`` those of its results where they are not open,
+    ``resolved`` what becomes of a partial sum; ``split`` are dimensions along which inputs are
+    sharded that all devices have whole; ``name`` is for errors."""
+    found = _Propagation(body, rules, ways, given, resolved, axis, name)
     found.split(split)
     for node in found.nodes():
         found.visit(node)
+        found.note(node)
     return found.finished(wanted)
 
 
@@ -90,12 +92,13 @@ class _Propagation:
         ways: int,
         given: Sequence[Given],
         resolved: Callable[[Tensor], Placement],
+        axis: str,
         name: str,
     ) -> None:
         first = body.fakes()[0]
         self._ways, self._device, self._name = ways, first.device, name
         self._placing = Placing(rules, ways, resolved)
-        self._out = LocalGraph(first.fake_mode, first.device, ways)
+        self._out = LocalGraph(first.fake_mode, first.device, axis, ways)
         self._made, self._whole = self._placing.made, self._placing.whole
         self._local: dict[fx.Node, fx.Node] = {}
         self._forms: dict[tuple[fx.Node, Placement, bool], fx.Node] = {}
@@ -148,6 +151,12 @@ class _Propagation:
         except _MisfitError:
             whole = alike(self._whole[node], REPLICATED)
             self._compute(node, dict.fromkeys(needs, REPLICATED), whole)
+
+    def note(self, node: fx.Node) -> None:
+        """Say on the local value how it is placed."""
+        made = self._made[node]
+        if isinstance(made, Placement | Packed):
+            self._out.placed(self._local[node], made, node)
 
     def _compute(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> None:
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())

@@ -178,6 +178,7 @@ class ShardRule:
     """How far apart in the group those are that divide the experts among them."""
     sections: tuple[int, ...] = ()
     """Sizes along ``dim`` that are sharded each for itself, as in a fused weight."""
+    axis: str = "ep"
 
     def part(self, rank: int) -> int:
         """Which shard of the experts the member ``rank`` of a group has."""
@@ -230,6 +231,8 @@ class Bucket:
     """What gradients are summed in; if not ``dtype``, the optimizer has a copy in it."""
     sections: tuple[int, ...] = ()
     """Sizes along ``dim`` that are divided each for itself, as in a fused weight."""
+    axis: str = "ep"
+    """What the axis along which the groups lie is called."""
 
     @property
     def level(self) -> int:
@@ -339,7 +342,13 @@ class Dag:
             if (found := segment.parameters.get(parameter)) is not None:
                 rule = self.rule(chunk, segment.axis)
                 return ShardRule(
-                    rule.ways, found.dim, rule.stream, rule.made_by, rule.stride, found.sections
+                    rule.ways,
+                    found.dim,
+                    rule.stream,
+                    rule.made_by,
+                    rule.stride,
+                    found.sections,
+                    rule.axis,
                 )
         return None
 

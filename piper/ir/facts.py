@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from piper.capture.chunks import Segment
+from piper.capture.chunks import AxisPlacement, Segment
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
@@ -133,6 +133,8 @@ class ValueFacts:
     scrambled: bool = False
     """Whether the rows of the batch are known not to lie one after another in a dimension of it, so
     that devices which divide the batch otherwise cannot get their part."""
+    placements: tuple[AxisPlacement, ...] = ()
+    """Along the axes of tensor and context parallelism where it is not replicated."""
 
     @property
     def stored(self) -> Stored:
@@ -210,7 +212,13 @@ def facts_of(
     joints = captured.joints if joints is None else joints
     known = known or Known()
     values = tuple(
-        ValueFacts(value.name, value.spec.shape, value.spec.nbytes, value.spec.copied)
+        ValueFacts(
+            value.name,
+            value.spec.shape,
+            value.spec.nbytes,
+            value.spec.copied,
+            placements=value.placements,
+        )
         for value in captured.cut.values
     )
     chunks = tuple(

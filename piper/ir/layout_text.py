@@ -43,12 +43,12 @@ def layouts_text(dag: Dag, models: Mapping[int, Model]) -> str:
 
 def layout_lines(dag: Dag, models: Mapping[int, Model]) -> Iterator[LayoutLine]:
     """The layouts of the batch, activations and gradients, then of the parameters' buckets."""
-    seen: set[tuple[str, int, int]] = set()
+    seen: set[tuple[str, str, int, int]] = set()
     for node in dag.nodes:
         if not isinstance(node.op, Compute) or not node.devices:
             continue
         for line in _of_node(dag, models.get(node.parts, dag.model), node):
-            key = line.value, id(node.devices), node.replicas
+            key = line.value, str(line.layout), id(node.devices), node.replicas
             if key not in seen:
                 seen.add(key)
                 yield line
@@ -75,14 +75,28 @@ def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[LayoutLine]:
             case Role.BATCH | Role.ACTIVATION:
                 yield _tensor(dag, model, node, number)
             case Role.PARAMETER_GRADIENT:
-                layout = _rows(node, Partial())
-                if (rule := dag.shards.get(op.chunk)) is not None:
-                    layout = _experts(node, rule, Partial(), rule.dim)
-                yield LayoutLine(
-                    f"dw{op.chunk} {region_of(dag, op.chunk)}", number, node.devices, layout
-                )
+                yield from _gradients(dag, model, node, number)
             case _:
                 pass  # gradients lie as their activations, and what is saved stays where it is
+
+
+def _gradients(dag: Dag, model: Model, node: Node, number: int) -> Iterator[LayoutLine]:
+    """Of a chunk's parameters: one line for all that lie alike."""
+    chunk = node.compute.chunk
+    layout = _rows(node, Partial())
+    if (rule := dag.shards.get(chunk)) is not None:
+        layout = _experts(node, rule, Partial(), rule.dim)
+    several: dict[str, Layout] = {}
+    for name in model.chunks[chunk].parameters:
+        along: dict[str, Placement] = {}
+        for segment in model.chunks[chunk].segments:
+            if (shard := segment.parameters.get(name)) is not None:
+                along[segment.axis] = Shard(shard.dim)
+            elif segment.sharded:
+                along[segment.axis] = Partial()
+        several.setdefault(str(found := layout.along(**along)), found)
+    for found in several.values():
+        yield LayoutLine(f"dw{chunk} {region_of(dag, chunk)}", number, node.devices, found)
 
 
 def _tensor(dag: Dag, model: Model, node: Node, number: int) -> LayoutLine:
@@ -97,7 +111,10 @@ def _tensor(dag: Dag, model: Model, node: Node, number: int) -> LayoutLine:
     if (rule := dag.shards.get(chunk)) is not None and value.role is Role.ACTIVATION:
         layout = _experts(node, rule, across, 0)
         return LayoutLine(f"{name} in {region_of(dag, chunk)}", number, node.devices, layout)
-    return LayoutLine(name, number, node.devices, _rows(node, across))
+    layout = _rows(node, across).along(
+        **{p.axis: Partial() if p.dim is None else Shard(p.dim) for p in facts.placements}
+    )
+    return LayoutLine(name, number, node.devices, layout)
 
 
 def _rows(node: Node, across: Placement) -> Layout:

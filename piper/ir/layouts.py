@@ -43,15 +43,16 @@ def everywhere(mesh: Mesh, placement: Placement) -> Layout:
 
 
 class BucketLayouts:
-    """A bucket of parameters on the devices that hold it: experts sharded along ``ep``, copies
-    replicated along ``replicate``, each sharded along ``shard`` as far as ZeRO does."""
+    """A bucket of parameters on the devices that hold it: sharded along ``ep`` as experts, or along
+    an axis of tensor parallelism; copies replicated along ``replicate``, each sharded along
+    ``shard`` as far as ZeRO does."""
 
     def __init__(self, bucket: Bucket) -> None:
         devices = [device for group in bucket.groups for device in group]
-        self.mesh = Mesh(
-            devices, ep=len(bucket.groups), replicate=bucket.copies, shard=bucket.within
-        )
-        self.in_use = everywhere(self.mesh, Replicate()).along(ep=Shard(bucket.dim))
+        axis = bucket.axis if bucket.axis not in ("replicate", "shard") else "ep"
+        sizes = {axis: len(bucket.groups), "replicate": bucket.copies, "shard": bucket.within}
+        self.mesh = Mesh(devices, **sizes)
+        self.in_use = everywhere(self.mesh, Replicate()).along(**{axis: Shard(bucket.dim)})
         sharded = self.in_use.along(shard=Shard(0))
         self.gradients = self.in_use.along(replicate=Partial(), shard=Partial())
         self.optimizer = sharded if bucket.level >= 1 else self.in_use

@@ -43,6 +43,7 @@ class BucketKey:
     """The chunk that uses them, where gradients or parameters are divided: they come and go with
     its passes."""
     sections: tuple[int, ...] = ()
+    axis: str = "ep"
 
     @property
     def limit(self) -> int:
@@ -64,6 +65,7 @@ class BucketKey:
             dtype=self.dtype,
             gradient=self.gradient,
             sections=self.sections,
+            axis=self.axis,
         )
 
     def fixed(self) -> BucketKey:
@@ -121,6 +123,7 @@ def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
             facts.gradient,
             user,
             shard.sections,
+            shard.axis,
         )
         found[name] = held if facts.trained else held.fixed()
     return found
