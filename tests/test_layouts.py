@@ -69,7 +69,11 @@ def on_one_device() -> list[float]:
 
 @pytest.mark.parametrize(
     "devices",
-    [[[0], [1], [0]], [[0, 1], [2, 3], [2, 3]], [[0], [1, 2], [3, 4]]],
+    [
+        pytest.param([[0], [1], [0]], marks=pytest.mark.slow),
+        pytest.param([[0, 1], [2, 3], [2, 3]], marks=pytest.mark.slow),
+        [[0], [1, 2], [3, 4]],
+    ],
     ids=str,
 )
 def test_what_is_not_contiguous_goes_between_devices(devices: list[list[int]]) -> None:

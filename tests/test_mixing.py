@@ -61,7 +61,12 @@ SEPARATE: dict[str, Body] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [*((name, 3) for name in SEPARATE), ("einsum", 1), ("heads", 1)]
+    ("name", "rows"),
+    [
+        *(pytest.param(n, 3, marks=() if n == "flatten" else pytest.mark.slow) for n in SEPARATE),
+        ("einsum", 1),
+        pytest.param("heads", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_what_treats_experts_and_rows_separately_equals_one_device(name: str, rows: int) -> None:
     model, program, batches = compile_sharded(SEPARATE[name], rows)
@@ -91,7 +96,10 @@ MIXED: dict[str, tuple[Body, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if i < 3 else pytest.mark.slow) for i, n in enumerate(MIXED)],
+)
 def test_what_mixes_them_is_refused_with_operation_and_line(name: str) -> None:
     body, axis, op = MIXED[name]
     with pytest.raises(piper.PiperError, match=f"region EP.0. mixes {axis}: aten.{op}") as caught:

@@ -100,7 +100,7 @@ def more_in_training(net: Modal, i: int, x: Tensor) -> Tensor:
     return net.layers[i](x).tanh() + (net.extra(x) if net.training and i == 3 else 0.0)
 
 
-@pytest.mark.parametrize("by", ["flops", "params"])
+@pytest.mark.parametrize("by", ["flops", pytest.param("params", marks=pytest.mark.slow)])
 def test_evaluation_has_the_stages_of_training(by: str) -> None:
     """By its own cost it would be cut elsewhere, where the parameters are not."""
     net = Modal(more_in_training)

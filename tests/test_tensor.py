@@ -151,6 +151,7 @@ def test_pipelines_train_as_one_device(case: tuple[str, int, int, int, int, bool
     check(dense(4), strategy, rows=16)
 
 
+@pytest.mark.slow
 def test_a_pipeline_whose_stages_have_axes_of_different_sizes() -> None:
     strategy = [
         piper.partition("layer", into="PP", parts=2, by=[1, 1]),
@@ -284,6 +285,23 @@ def test_with_sequence_parallelism_too() -> None:
     needs of the gathered is kept."""
     program = program_of(dense(), CASES["dp2-zero3-sequence"])
     assert redistributions(program, "layer[1]") == Counter(all_gather=4, reduce_scatter=4)
+
+
+def test_layouts_say_what_is_sharded_and_what_is_a_partial_sum() -> None:
+    """Attention of the last layer: norms on shards of the sequence, products on shards of the
+    heads, whose sum is scattered along the sequence."""
+    text = program_of(dense(), CASES["dp2-zero3-sequence"]).layouts
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    found = [line.partition(" ")[2] for line in lines if line.startswith(("v15 ", "v16 ", "v17 "))]
+    assert found == [
+        "rms_norm_default [2, 4, 16] @0,1,2,3 dp S(0), tp S(1)",
+        "rms_norm_default' [2, 2, 4, 16] @0,1,2,3 dp S(1), tp R",
+        "clone_default_1 [2, 2, 4, 16] @0,1,2,3 dp S(1), tp P(sum)",
+    ]
+    weights = [line for line in lines if line.startswith("dw")]
+    assert any(line.endswith("dp P(sum), tp S(1)") for line in weights)
+    assert any(line.endswith("dp P(sum), tp P(sum)") for line in weights)
+    assert any("tp S(0), shard S(0)" in line for line in lines if "at rest" in line)
 
 
 # models of transformers

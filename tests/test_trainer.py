@@ -204,7 +204,7 @@ def helped_in_evaluation(self: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [doubled_in_training, helped_in_training, helped_in_evaluation])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, *(pytest.param(z, marks=pytest.mark.slow) for z in (1, 2, 3))])
 def test_models_that_compute_something_else_in_evaluation(
     forward: Callable[..., Tensor], zero: int
 ) -> None:
@@ -517,7 +517,14 @@ def test_metrics(trainer: piper.Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counted", "clip"), [(False, None), (True, None), (False, 0.1), (True, 0.1)]
+    ("counted", "clip"),
+    [
+        (True, 0.1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(False, None), (True, None), (False, 0.1)]
+        ),
+    ],
 )
 @pytest.mark.parametrize("on", ["virtual", pytest.param("processes", marks=pytest.mark.slow)])
 def test_a_step_that_reports_nothing_trains_the_same(

@@ -157,6 +157,7 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
+@pytest.mark.slow
 def test_t5_whose_attention_learns_its_mask() -> None:
     tags = {"encoder.block.*": "layer", "decoder.block.*": "layer"}
     check(t5(), tags, decoder_input_ids=tokens()[0])

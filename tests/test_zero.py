@@ -223,7 +223,7 @@ def traffic(zero: int, devices: int, microbatches: int, **how: int) -> piper.Tra
     return found
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, slow(4)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_bytes_are_those_of_the_textbook(devices: int, microbatches: int) -> None:
     """With P bytes of parameters on n devices and M microbatches: 2P without and with ZeRO-1, P for
@@ -242,6 +242,7 @@ def test_bytes_are_those_of_the_textbook(devices: int, microbatches: int) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_reduced_or_gathered_twice() -> None:
     counts = {
         zero: [traffic(zero, 2, 3).count(k) for k in ("all_reduce", "reduce_scatter", "all_gather")]
@@ -256,7 +257,7 @@ def test_nothing_is_reduced_or_gathered_twice() -> None:
     }
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [slow(1), slow(2), 3])
 def test_copies_are_summed_once_a_step(zero: int) -> None:
     """Hybrid sharding: within a copy as with fewer devices; across copies a part of P, once."""
     scalars = [f for f in traffic(0, 4, 3).flows if f.stream == "scalars"]
@@ -294,7 +295,8 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-@pytest.mark.parametrize("zero", [slow(0), slow(1), slow(2), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("layers", "width", "tokens"),
     [pytest.param(8, 32, 2, id="state"), slow(4, 8, 32, id="activations")],
@@ -372,6 +374,7 @@ def test_recomputing_shows_in_the_breakdown() -> None:
     assert every < saved("all", "none") < none
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_as_early_as_the_limit_allows() -> None:
     x = torch.zeros(4, 16)
     strategy = mesh(dp=2, zero=3, microbatches=2)
