@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from piper.capture.batch import Batch
-from piper.capture.chunks import ParameterShard
 from piper.capture.code import Code
 from piper.capture.codegen import CompilerName, Eager
 from piper.capture.experts import trace_share
@@ -27,7 +26,6 @@ from piper.capture.local_chunks import Sharding
 from piper.capture.model import Captured
 from piper.capture.owners import consume_inputs
 from piper.capture.rows import Rows, rows_of
-from piper.capture.weight_shards import weight_shards
 from piper.directives.place import Place
 from piper.directives.remat import Remat
 from piper.directives.split import Split
@@ -49,10 +47,12 @@ from piper.optimizer import (
     try_scheduler,
 )
 from piper.program import Program
+from piper.shardings import shardings_of
 from piper.strategy import Strategy
 from piper.traces import Subject, Traces
 from piper.training import Training
 from piper.weights import Init, Source, StateNames
+from piper.wiring import refuse_different, refuse_other_share
 
 
 def capture(
@@ -217,7 +217,7 @@ class Capture:
     def _placed(self, strategy: Strategy, captured: Mapping[int, Captured]) -> _Placed:
         known = self._known
         facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
-        _refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
+        refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
         whole = facts[next(iter(captured))]
         dag = strategy.apply(build(whole))
         if any(rule.ways > 1 for rules in dag.tensor.values() for rule in rules):
@@ -229,7 +229,7 @@ class Capture:
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
         models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
         for n in captured:
-            _refuse_other_share(facts[n], models[n])
+            refuse_other_share(facts[n], models[n])
         models = self._with_rows(models, captured)
         programs = {
             n: consume_inputs(
@@ -241,26 +241,7 @@ class Capture:
 
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
         """The model as one device has it under tensor parallelism."""
-        weights: dict[str, ParameterShard] = {}
-        for chunk, rules in dag.tensor.items():
-            for rule in rules:
-                found = weight_shards(captured.chunks[chunk], rule.parameters, rule.ways)
-                weights = {**found, **weights}  # a tied weight is sharded as where it is used first
-        shardings = {
-            chunk: tuple(
-                Sharding(
-                    rule.axis,
-                    rule.ways,
-                    rule.stride,
-                    {n: shard for n, shard in weights.items() if n in rule.parameters},
-                    rule.sequence,
-                    rule.split,
-                )
-                for rule in rules
-                if rule.ways > 1
-            )
-            for chunk, rules in dag.tensor.items()
-        }
+        shardings = shardings_of(captured, dag)
         for kept, of, known in self._segmented:
             if kept is captured and of == shardings:
                 return known
@@ -387,46 +368,6 @@ def _lowered(
         shapes = {name: spec.shape for name, spec in placed.code.parameters.items()}
         check_factory(training.optimizer, lowered.dag, shapes, device)
     return lowered
-
-
-def _refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:
-    """The model must have the same chunks at every size of group; ``rows`` is what each of its
-    devices has."""
-    (size, first), *others = models.items()
-    for n, other in others:
-        if [_wiring(c) for c in other.chunks] != [_wiring(c) for c in first.chunks]:
-            single = [k for k in (size, n) if rows[k] == 1]
-            reason = (
-                f"of a microbatch each of {single[0]} devices has 1 row, and torch treats "
-                "dimensions of size 1 otherwise; give a larger batch or fewer microbatches, or"
-                if single
-                else "its operations depend on the number of rows;"
-            )
-            raise PiperError(
-                f"the model computes differently on a share of the batch for groups of {n} "
-                f"device{'s' * (n > 1)} than for groups of {size}: {reason} give all regions "
-                "groups of one size"
-            )
-
-
-def _refuse_other_share(whole: Model, share: Model) -> None:
-    """On a share of its experts a region must take and keep what it does with all of them."""
-    for mine, other in zip(whole.chunks, share.chunks, strict=True):
-        if _wiring(mine) != _wiring(other):
-            name = " ".join(f"{k}[{i}]" for k, i in mine.tags.items()) or "model"
-            raise PiperError(
-                f"region {name} computes differently on a share of its experts: torch treats "
-                "dimensions of size 1 otherwise, and there the region has other numbers of experts "
-                "and rows; give a larger batch, or shard fewer ways="
-            )
-
-
-def _wiring(chunk: Any) -> object:
-    passes = {
-        policy: {which: (f.reads, f.writes) for which, f in variant.passes.items()}
-        for policy, variant in chunk.variants.items()
-    }
-    return dict(chunk.tags), chunk.parameters, chunk.inputs, chunk.outputs, passes
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""What a strategy needs of a model: the same chunks with the same values between them, whatever
+part of the batch or of the experts a device has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from piper.errors import PiperError
+from piper.ir.facts import ChunkFacts, Model
+
+
+def refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:
+    """The model must have the same chunks at every size of group; ``rows`` is what each of its
+    devices has."""
+    (size, first), *others = models.items()
+    for n, other in others:
+        if [_wiring(c) for c in other.chunks] != [_wiring(c) for c in first.chunks]:
+            single = [k for k in (size, n) if rows[k] == 1]
+            reason = (
+                f"of a microbatch each of {single[0]} devices has 1 row, and torch treats "
+                "dimensions of size 1 otherwise; give a larger batch or fewer microbatches, or"
+                if single
+                else "its operations depend on the number of rows;"
+            )
+            raise PiperError(
+                f"the model computes differently on a share of the batch for groups of {n} "
+                f"device{'s' * (n > 1)} than for groups of {size}: {reason} give all regions "
+                "groups of one size"
+            )
+
+
+def refuse_other_share(whole: Model, share: Model) -> None:
+    """On a share of its experts a region must take and keep what it does with all of them."""
+    for mine, other in zip(whole.chunks, share.chunks, strict=True):
+        if _wiring(mine) != _wiring(other):
+            name = " ".join(f"{k}[{i}]" for k, i in mine.tags.items()) or "model"
+            raise PiperError(
+                f"region {name} computes differently on a share of its experts: torch treats "
+                "dimensions of size 1 otherwise, and there the region has other numbers of experts "
+                "and rows; give a larger batch, or shard fewer ways="
+            )
+
+
+def _wiring(chunk: ChunkFacts) -> object:
+    passes = {
+        policy: {which: (f.reads, f.writes) for which, f in variant.passes.items()}
+        for policy, variant in chunk.variants.items()
+    }
+    return dict(chunk.tags), chunk.parameters, chunk.inputs, chunk.outputs, passes
