@@ -354,7 +354,7 @@ def _causal(name: str, config_of: str = "", **changes: Any) -> Callable[[], nn.M
     return make
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(dropout: float = 0.0) -> nn.Module:
     library = transformers()
     config = library.GPT2Config(
         vocab_size=VOCAB,
@@ -362,9 +362,9 @@ def _gpt2() -> nn.Module:
         n_embd=16,
         n_layer=2,
         n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         use_cache=False,
     )
     made: nn.Module = library.GPT2LMHeadModel(config)
@@ -551,6 +551,63 @@ QUICK_PLANS = (("llama-gqa", "tp2"),)
 )
 def test_models_by_their_own_plan(name: str, how: str) -> None:
     check_library(name, tensor(**HOW[how], parameters=None))
+
+
+# random numbers
+
+
+class Dropping(nn.Module):
+    """Attention with dropout and some mask, two heads of keys for four of queries."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.embedding, self.mask = nn.Embedding(VOCAB, 16), mask
+        self.q, self.k, self.v = (nn.Linear(16, n, bias=False) for n in (16, 8, 8))
+        self.out, self.head = nn.Linear(16, 16), nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        seen = torch.ones(SEQ, SEQ, dtype=torch.bool).tril(2)
+        masks = {
+            "causal": {"is_causal": True},
+            "bool": {"attn_mask": seen},
+            "float": {"attn_mask": torch.where(seen, 0.5, -1e9).to(x.dtype)},
+            "none": {"scale": 0.3},
+        }
+        dropped = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=0.3, enable_gqa=True, **masks[self.mask]
+        )
+        x = x + self.out(dropped.transpose(1, 2).flatten(2))
+        return self.head(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("mask", ["causal", "bool", "float", "none"])
+def test_attention_draws_its_dropout_as_the_whole_does(mask: str, tp: int, sequence: bool) -> None:
+    torch.manual_seed(0)
+    model = Dropping(mask).double()
+    how = {"q": "column", "k": "column", "v": "column", "out": "row"}
+    one = program_of(model, [split(parts=2), place({}, devices=[0])])
+    several = program_of(model, tensor(tp, parameters=how, sequence=sequence))
+    assert_same(train(several, batches()), train(one, batches()), CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["tp2", "tp4-sequence"])
+def test_gpt2_as_it_is_with_dropout(how: str) -> None:
+    torch.manual_seed(0)
+    model = moved(_gpt2(0.1).double())
+    one, several = (
+        compiled(model, strategy, logits_loss, tokens())
+        for strategy in (
+            [split(parts=2), place({}, devices=[0])],
+            tensor(**HOW[how], parameters=MODELS["gpt2"][1]),
+        )
+    )
+    assert_same(train(several, tokens()), train(one, tokens()), CLOSE)
 
 
 # what is refused

@@ -163,9 +163,11 @@ class LocalChunks:
 
 def _levels(local: Local) -> dict[fx.Node, int]:
     """How many redistributions lie before each operation: even where devices compute the same, odd
-    where they compute on shards."""
+    where they compute on shards. What reads nothing is computed where it is read."""
     levels: dict[fx.Node, int] = {}
     ends = set(local.results)
+    free: dict[fx.Node, None] = {}
+    """Operations that read nothing but constants, such as the noise of a dropout."""
     for node in local.graph.nodes:
         if node.op != "call_function" or (node in local.constants and node not in ends):
             continue
@@ -177,4 +179,9 @@ def _levels(local: Local) -> dict[fx.Node, int]:
         if node not in local.moves and level % 2 != (node in local.sharded):
             level += 1
         levels[node] = level
+        read = node.all_input_nodes
+        if node not in ends and all(a in local.constants or a in free for a in read):
+            free[node] = None
+    for node in reversed(free):
+        levels[node] = min(levels[user] for user in node.users)
     return levels

@@ -3,6 +3,7 @@ than the whole.
 
     linear(x, w S(1), b)       linear(x, w S(1)) + b                the bias is added to the sum
     attention(q, k, v), gqa    attention(q, repeat(k), repeat(v))   2 heads of k for 4 devices
+    attention with dropout     its products, and a dropout          see dropped_attention.py
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
+from piper.capture.dropped_attention import ATTENTION, drops, in_products
+
 aten = torch.ops.aten
-ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def rewritten(graph: fx.Graph, given: Sequence[Any], ways: int) -> fx.Graph:
@@ -26,6 +28,8 @@ def rewritten(graph: fx.Graph, given: Sequence[Any], ways: int) -> fx.Graph:
     for node in graph.nodes:
         if _is_row_product(node, placed):
             new[node] = _bias_apart(copy, node, new)
+        elif drops(node):
+            new[node] = in_products(copy, node, new)
         elif _has_few_heads(node, ways):
             new[node] = _repeated_heads(copy, node, new)
         else:

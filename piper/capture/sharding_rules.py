@@ -22,7 +22,7 @@ from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.capture.sharding_rewrites import ATTENTION
+from piper.capture.dropped_attention import ATTENTION
 
 Placement = Shard | Replicate | Partial
 Placements = Placement | tuple["Placements | None", ...]

@@ -1,0 +1,87 @@
+"""Attention with dropout as the products that torch computes it by on CPUs, so that each of them
+can be sharded, and the dropout draws on a shard what the whole would draw there.
+
+    attention(q, k, v, p)      dropout(softmax(q k' + mask), p) v
+
+On GPUs, fused kernels draw in an order of their own, which shards cannot repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def drops(node: fx.Node) -> bool:
+    """Whether it is attention with dropout on a CPU."""
+    return (
+        node.target is ATTENTION
+        and bool(_arguments(node).get("dropout_p"))
+        and node.meta["val"].device.type == "cpu"
+    )
+
+
+def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The same attention in ``copy``; ``new`` are the values that are there already."""
+    it = _arguments(node)
+    build = _Builder(copy, node)
+    query, key, value = (new[it[name]] for name in ("query", "key", "value"))
+    width = query.meta["val"].shape[-1]
+    scale = math.sqrt(it.get("scale") or 1 / math.sqrt(width))
+    if it.get("enable_gqa"):
+        times = query.meta["val"].shape[-3] // key.meta["val"].shape[-3]
+        repeat = aten.repeat_interleave.self_int
+        key, value = (build.call(repeat, x, times, -3) for x in (key, value))
+    turned = build.call(aten.transpose.int, key, -2, -1)
+    scores = build.call(
+        aten.matmul.default,
+        build.call(aten.mul.Scalar, query, scale),
+        build.call(aten.mul.Scalar, turned, scale),
+    )
+    scores = _masked(build, scores, it, new)
+    weights = build.call(aten.softmax.int, scores, -1)
+    dropped = build.call(aten.dropout.default, weights, it["dropout_p"], True)
+    return build.call(aten.matmul.default, dropped, value)
+
+
+def _masked(
+    build: _Builder, scores: fx.Node, it: dict[str, Any], new: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    mask = None if it.get("attn_mask") is None else new[it["attn_mask"]]
+    if it.get("is_causal"):
+        shape = list(scores.meta["val"].shape[-2:])
+        device = scores.meta["val"].device
+        whole = build.call(aten.ones.default, shape, dtype=torch.bool, device=device)
+        mask = build.call(aten.tril.default, whole)
+    if mask is None:
+        return scores
+    if mask.meta["val"].dtype is not torch.bool:
+        return build.call(aten.add.Tensor, scores, mask)
+    hidden = build.call(aten.logical_not.default, mask)
+    return build.call(aten.masked_fill.Scalar, scores, hidden, -math.inf)
+
+
+class _Builder:
+    """Operations in a graph, in place of one node of another."""
+
+    def __init__(self, copy: fx.Graph, node: fx.Node) -> None:
+        self._copy, self._meta = copy, node.meta
+        self._mode = node.meta["val"].fake_mode
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self._copy.call_function(target, args, kwargs)
+        fakes = fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
+        with self._mode, torch.no_grad():
+            made.meta = {**self._meta, "val": target(*fakes[0], **fakes[1])}
+        return made
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    return {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
