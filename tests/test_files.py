@@ -370,6 +370,39 @@ def numbers(program: piper.Program, x: Tensor) -> list[float]:
         return [*losses, trainer.evaluate(x, x).loss.item()]
 
 
+class Turned(nn.Module):
+    """Parameters that lie across, and gradients that passes must copy: one number for many
+    elements, and a part of another gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3).t())
+        self.shift = nn.Parameter(torch.randn(4, 3).t())
+        self.rows = nn.Parameter(torch.randn(16, 3).t()[:2].t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("layer"):
+            y = x[:, :3] @ self.weight + self.shift.sum(0)
+        with piper.annotate("layer"):
+            return torch.cat([y, self.rows[: len(x)]], 1)[:, 1:5]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_parameters_and_gradients_of_any_strides(zero: int, tmp_path: Path) -> None:
+    x = torch.randn(16, 4)
+    made = piper.compile(
+        Turned(),
+        piper.Strategy([piper.place({}, devices=[0, 1]), piper.replicate({}, zero=zero)]),
+        inputs=(x,),
+        targets=(x,),
+        loss=nn.functional.mse_loss,
+        optimizer=sgd,
+    )
+    made.save(tmp_path)
+    loaded = piper.Program.load(tmp_path, source=made.source, optimizer=sgd)
+    assert numbers(loaded, x) == numbers(made, x)
+
+
 class Counting(torch.optim.SGD):
     """Takes shorter and shorter steps, whatever they are for."""
 

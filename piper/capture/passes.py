@@ -8,6 +8,7 @@ choose for every microbatch anew; those that BW does not read can go after BI.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -75,10 +76,23 @@ def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:
         *bi_saved,
         *joint.gradients,
     )
-    program = ChunkProgram(functions, {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends})
+    specs = {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends}
+    program = ChunkProgram(functions, specs | _copied(functions.values()))
     shared = {base_of(node) for _, node in (*joint.results, *inputs)}
     own = {ref for ref, node in (*saved, *bi_saved) if node not in shared}
     return program.consuming(own)
+
+
+def _copied(functions: Iterable[Function]) -> dict[Ref, TensorSpec]:
+    """The gradients of parameters as passes make them: one that was copied has other strides than
+    in the joint graph. All passes copy the same ones."""
+    found = {}
+    for function in functions:
+        made: Any = function.module.graph.output_node().args[0]
+        for ref, node in zip(function.results, made, strict=True):
+            if ref.kind is Kind.PARAMETER_GRAD:
+                found[ref] = TensorSpec.of(node.meta["val"])
+    return found
 
 
 _FORWARD_ARGUMENTS = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
