@@ -6,6 +6,7 @@ from piper.compiler import Capture, capture, compile
 from piper.cost import Cluster, Device, Link, Machine, Recorded, Sharing, Simulation
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
 from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
+from piper.first_weights import Source
 from piper.ir.mesh import Mesh
 from piper.job import Job
 from piper.launch import Trainer, launch
@@ -16,7 +17,7 @@ from piper.lower.tasks import CostModel, Task
 from piper.lower.traffic import Traffic
 from piper.program import Program
 from piper.strategy import Strategy
-from piper.weights import Source
+from piper.weight_files import weights
 
 __all__ = [
     "Capture",
@@ -56,4 +57,5 @@ __all__ = [
     "split",
     "strategies",
     "stream",
+    "weights",
 ]

@@ -31,6 +31,7 @@ from piper.directives.remat import Remat
 from piper.directives.split import Split
 from piper.directives.tensor import refuse_other_ways
 from piper.errors import DirectiveError, PiperError, warn
+from piper.first_weights import Source, StateNames
 from piper.ir.build import build
 from piper.ir.dag import Dag
 from piper.ir.facts import Facts, Known, Model, facts_of
@@ -51,7 +52,7 @@ from piper.shardings import shardings_of
 from piper.strategy import Strategy
 from piper.traces import Subject, Traces
 from piper.training import Training
-from piper.weights import Init, Source, StateNames
+from piper.weight_files import Init, WeightFiles
 from piper.wiring import refuse_different, refuse_other_share
 
 
@@ -64,7 +65,7 @@ def capture(
     optimizer: OptimizerFactory | None = None,
     scheduler: SchedulerFactory | None = None,
     tags: Mapping[str, str] | None = None,
-    init: Init | None = None,
+    init: Init | WeightFiles | None = None,
     compiler: str = CompilerName.EAGER.value,
     device: torch.device | str | None = None,
     precision: str = "fp32",
@@ -77,8 +78,9 @@ def capture(
     ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
     ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without one nothing
     is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step.
-    ``init`` fills the parameters of a model on the meta device. ``precision="bf16"`` computes in
-    bf16 and keeps fp32 weights for the optimizer. ``clip_norm`` bounds the norm of all gradients.
+    ``init`` fills the parameters of a model on the meta device, or is ``piper.weights(folder)``,
+    which replaces those of any model. ``precision="bf16"`` computes in bf16 and keeps fp32 weights
+    for the optimizer. ``clip_norm`` bounds the norm of all gradients.
     ``seed`` is for ``init`` and for random operations.
     """
     subject = Subject(model, inputs, targets, loss, tags, device, compiler, remat, precision)
@@ -96,7 +98,7 @@ def compile(
     optimizer: OptimizerFactory | None = None,
     scheduler: SchedulerFactory | None = None,
     tags: Mapping[str, str] | None = None,
-    init: Init | None = None,
+    init: Init | WeightFiles | None = None,
     compiler: str = CompilerName.EAGER.value,
     device: torch.device | str | None = None,
     precision: str = "fp32",
@@ -115,10 +117,12 @@ def compile(
     return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
 
 
-def _capture(subject: Subject, training: Training, init: Init | None) -> Capture:
+def _capture(subject: Subject, training: Training, init: Init | WeightFiles | None) -> Capture:
     training.check()
-    if init is not None and not callable(init):
-        raise PiperError(f"init={init!r} must be a function (name, tensor, generator)")
+    if init is not None and not callable(init) and not isinstance(init, WeightFiles):
+        raise PiperError(
+            f"init={init!r} must be a function (name, tensor, generator) or piper.weights(folder)"
+        )
     try_scheduler(training.optimizer, training.scheduler)
     _warn_of_evaluation_mode(subject.model)
     return Capture(subject, training, init)
@@ -129,7 +133,9 @@ class Capture:
     first needs it, once for each number of rows that a device can have; what is traced is kept, so
     the model must stay as it is, but for its weights."""
 
-    def __init__(self, subject: Subject, training: Training, init: Init | None) -> None:
+    def __init__(
+        self, subject: Subject, training: Training, init: Init | WeightFiles | None
+    ) -> None:
         self._size = Batch.of(subject.inputs, subject.targets).size
         self._subject = subject
         self._training = training
@@ -201,6 +207,7 @@ class Capture:
             compiler=first.compiler,
         )
         vars(program)["lowered"] = found  # a cached property: it need not be made again
+        _ = program.located  # files that do not fit are refused now
         return program
 
     def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from piper.lower.tasks import CostModel
 from piper.optimizer import OptimizerFactory, SchedulerFactory
 from piper.program import Program
 from piper.strategy import Strategy
-from piper.weights import Init
+from piper.weight_files import Init, WeightFiles
 
 Batches = Callable[[], Iterable[Sequence[Any]]]
 
@@ -41,7 +41,7 @@ class Job:
     optimizer: OptimizerFactory | None = None
     scheduler: SchedulerFactory | None = None
     tags: Mapping[str, str] | None = None
-    init: Init | None = None
+    init: Init | WeightFiles | None = None
     batches: Batches | None = None
     """Makes the batches, each ``(*inputs, *targets)``; without it, training goes on with the
     example."""

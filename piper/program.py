@@ -23,6 +23,7 @@ from piper.capture.tensors import TensorSpec
 from piper.cost import Cluster, Simulation, simulate
 from piper.directives.partition import Partition
 from piper.errors import PiperError
+from piper.first_weights import Source, StateNames
 from piper.ir.build import build
 from piper.ir.dag import Bucket, Compute, Dag, StreamRule
 from piper.ir.facts import Facts, Model
@@ -34,6 +35,7 @@ from piper.lower.plan import Plan
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import CostModel
 from piper.lower.traffic import Traffic, traffic_of
+from piper.matching import Located, located
 from piper.optimizer import (
     OptimizerFactory,
     SchedulerFactory,
@@ -44,7 +46,7 @@ from piper.optimizer import (
 from piper.strategy import Strategy
 from piper.training import Training
 from piper.view.timetable import Timetable
-from piper.weights import Source, StateNames
+from piper.weight_files import WeightFiles
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,14 @@ class Program:
         """Everything that lowering found out."""
         placed = self.strategy.apply(build(self.facts.whole))
         return lower(placed, self.models, self.settings)
+
+    @cached_property
+    def located(self) -> Located | None:
+        """Where the first weights lie, if they come from files."""
+        source = self.source
+        if source is None or not isinstance(source.init, WeightFiles):
+            return None
+        return located(source, self.names, source.init)
 
     @property
     def models(self) -> Mapping[int, Model]:

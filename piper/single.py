@@ -23,9 +23,10 @@ from piper.capture.model import Captured
 from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.tensors import TensorSpec
 from piper.errors import PiperError
+from piper.first_weights import materialised
 from piper.optimizer import OptimizerFactory
 from piper.random import fold, seeded
-from piper.weights import Init, materialised
+from piper.weight_files import Init
 
 
 @dataclass(frozen=True, slots=True)

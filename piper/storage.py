@@ -54,6 +54,7 @@ from piper.codec import (
     wrong,
 )
 from piper.errors import PiperError
+from piper.first_weights import Source, StateNames
 from piper.ir.build import build
 from piper.ir.facts import Facts, Model
 from piper.lower.answers import Asked
@@ -64,7 +65,6 @@ from piper.optimizer import OptimizerFactory, SchedulerFactory
 from piper.program import Program
 from piper.strategy import Strategy
 from piper.training import Training
-from piper.weights import Source, StateNames
 
 _FORMAT = Format("program", 9)
 

@@ -6,6 +6,7 @@ import enum
 import functools
 import itertools
 import json
+import math
 import random
 import re
 from collections import Counter, deque
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 import piper
 from piper import Mesh, PiperError, annotate, place, replicate, shard, split
 from piper.checkpoint import files
-from piper.checkpoint.boxes import boxes_of_range
+from piper.checkpoint.boxes import boxes_of_range, tile
 from piper.checkpoint.index import Index
 from piper.checkpoint.values import from_json, to_json
 from piper.directives import Directive
@@ -318,6 +319,29 @@ def flip(folder: Path, name: str, place: int, bit: int = 0) -> None:
     content = bytearray((folder / name).read_bytes())
     content[place] ^= 1 << bit
     (folder / name).write_bytes(content)
+
+
+def test_boxes_that_are_all_of_a_tensor() -> None:
+    """Exactly those that have each element once."""
+    choose = random.Random(0)
+    seen = set()
+    for _ in range(2000):
+        shape = [choose.randint(0, 3) for _ in range(choose.randint(0, 3))]
+        cuts = sorted(choose.randint(0, math.prod(shape)) for _ in range(choose.randint(0, 2)))
+        ends = itertools.pairwise([0, *cuts, math.prod(shape)])
+        boxes = [box for low, high in ends for box in boxes_of_range(shape, low, high)]
+        if choose.random() < 0.7 and boxes:
+            other = choose.choice(boxes)
+            boxes.remove(choose.choice(boxes))
+            if choose.random() < 0.7:
+                boxes.append(other)
+        counted = torch.zeros(shape)
+        for box in boxes:
+            box.of(counted).add_(1)
+        expected = bool((counted == 1).all())
+        assert tile(boxes, shape) == expected
+        seen.add(expected)
+    assert len(seen) == 2
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""``from_pretrained`` loads what ``trainer.export`` writes: the same logits, bit for bit."""
+"""``from_pretrained`` loads what ``trainer.export`` writes: the same logits, bit for bit; and
+``piper.weights`` reads what the library writes."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ def loss(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
 
 
-def compiled(model: nn.Module) -> tuple[piper.Program, dict[str, Tensor], Tensor]:
-    x, y = torch.randint(VOCAB, (2, 4, 8))
+def compiled(model: nn.Module, **options: Any) -> tuple[piper.Program, dict[str, Tensor], Tensor]:
+    x, y = torch.randint(VOCAB, (2, 4, 8), generator=torch.Generator().manual_seed(0))
     strategy = [*pipeline([[0, 1], [2, 3]], 2, by=[1, 1]), piper.replicate({}, zero=3)]
     tags = {path: tag for path, tag in TAGS.items() if hasattr(model, path.split(".")[0])}
     program = piper.compile(
@@ -88,6 +89,7 @@ def compiled(model: nn.Module) -> tuple[piper.Program, dict[str, Tensor], Tensor
         loss=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
         tags=tags,
+        **options,
     )
     return program, {"input_ids": x}, y
 
@@ -112,6 +114,76 @@ def test_from_pretrained_loads_it(name: str, tmp_path: Path) -> None:
     model.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(model.eval()(**inputs).logits, found.eval()(**inputs).logits)
+
+
+class Inside(nn.Module):
+    """A model of the library inside another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.inner(input_ids=input_ids)
+
+
+def on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return made(name)[0]
+
+
+SAVED: dict[str, Any] = {
+    "several files": lambda model, folder: model.save_pretrained(folder, max_shard_size="10KB"),
+    "without a head": lambda model, folder: model.base_model.save_pretrained(folder),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(n, how, marks=() if (i, j) == (0, 0) else pytest.mark.slow)
+        for i, n in enumerate(MODELS)
+        for j, how in enumerate(SAVED)
+    ],
+)
+def test_weights_of_the_library_fill_a_model_on_the_meta_device(
+    name: str, how: str, tmp_path: Path
+) -> None:
+    """Rotary frequencies, which no file has, are computed as the library does."""
+    model, _ = made(name)
+    SAVED[how](model, tmp_path / "saved")
+    init = piper.weights(tmp_path / "saved")
+    if how == "without a head" and not model.config.tie_word_embeddings:
+        with pytest.raises(PiperError, match=r"they lack lm_head\.weight"):
+            compiled(on_meta(name), init=init)
+        return
+    program, inputs, targets = compiled(on_meta(name), init=init)
+    with piper.launch(program) as trainer:
+        state, expected = trainer.state_dict(), model.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], x) for key, x in expected.items())
+        found = trainer.evaluate(inputs, targets).loss
+    own, *_ = compiled(model)
+    with piper.launch(own) as trainer:
+        assert torch.equal(trainer.evaluate(inputs, targets).loss, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
+def test_a_model_inside_another_reads_what_it_exports(name: str, tmp_path: Path) -> None:
+    model = Inside(made(name)[0])
+    x, y = torch.randint(VOCAB, (2, 4, 8))
+
+    def program(model: nn.Module, **options: Any) -> piper.Program:
+        strategy = piper.Strategy(data_parallel(2, 1))
+        how = {"inputs": (x,), "targets": (y,), "loss": loss, "tags": {"inner": "layer"}}
+        return piper.compile(model, strategy, **how, **options)
+
+    with piper.launch(program(model)) as trainer:
+        trainer.export(tmp_path / "out")
+    again = program(Inside(on_meta(name)), init=piper.weights(tmp_path / "out"))
+    with piper.launch(again) as trainer:
+        assert all(torch.equal(trainer.state_dict()[k], t) for k, t in model.state_dict().items())
 
 
 class Wrapped(nn.Module):

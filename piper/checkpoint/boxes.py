@@ -12,8 +12,10 @@ boxes: the rest of a row, whole rows, the beginning of a row, and so on inward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from torch import Tensor
 
@@ -82,6 +84,17 @@ class Box:
         for i, dim in enumerate(dims):
             start[dim], shape[dim] = self.start[i], self.shape[i]
         return Box(tuple(start), tuple(shape))
+
+
+def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
+    """Whether ``boxes`` have every element of a tensor of this shape once. How often an element is
+    there is known from the corners alone: the boxes' cancel all but those of the whole."""
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, sign in (*((box, 1) for box in boxes), (Box.whole(shape), -1)):
+        for ends in product((0, 1), repeat=len(shape)) if box.numel else ():
+            rows = zip(box.start, box.shape, ends, strict=True)
+            corners[tuple(a + n * end for a, n, end in rows)] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def boxes_of_range(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:

@@ -218,25 +218,30 @@ class Reader:
     ) -> None:
         self._close()
 
-    def read(self, into: Tensor, stored: Stored, box: Box) -> None:
-        """Copy ``box``, which lies inside what is stored, to ``into``, which has its shape."""
-        self._read(into, stored, box.seen_from(stored.box))
+    def read(self, into: Tensor, stored: Stored, box: Box, via: Sequence[torch.dtype] = ()) -> None:
+        """Copy ``box``, which lies inside what is stored, to ``into``, which has its shape. It is
+        rounded to each dtype of ``via`` on the way."""
+        self._read(into, stored, box.seen_from(stored.box), via)
 
-    def _read(self, into: Tensor, stored: Stored, box: Box) -> None:
+    def _read(self, into: Tensor, stored: Stored, box: Box, via: Sequence[torch.dtype]) -> None:
         """``box`` is counted from where the stored slice begins."""
         strides = _strides(stored.box.shape)
         first = sum(a * s for a, s in zip(box.start, strides, strict=True))
         span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
         size = stored.dtype.itemsize
         at = stored.offset + first * size
-        direct = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
+        same = all(dtype == stored.dtype for dtype in (into.dtype, *via))
+        direct = into.device.type == "cpu" and same and into.is_contiguous()
         if direct and span == box.numel:
             self._fill(stored.file, at, memory_of(into))
         elif span * size <= BLOCK:
             buffer = self._scratch(span * size)
             self._fill(stored.file, at, buffer)
             flat = torch.frombuffer(buffer, dtype=stored.dtype, count=span)
-            into.copy_(flat.as_strided(box.shape, strides))
+            found = flat.as_strided(box.shape, strides)
+            for dtype in via:
+                found = found.to(dtype)
+            into.copy_(found)
         else:
             dim = next(i for i, n in enumerate(box.shape) if n > 1)
             half = box.shape[dim] // 2
@@ -244,7 +249,7 @@ class Reader:
             for start, stop in ((0, half), (half, box.shape[dim])):
                 part = box.between(dim, low + start, low + stop)
                 assert part is not None
-                self._read(into.narrow(dim, start, stop - start), stored, part)
+                self._read(into.narrow(dim, start, stop - start), stored, part, via)
 
     def _scratch(self, size: int) -> memoryview:
         if len(self._buffer) < size:

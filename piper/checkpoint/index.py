@@ -18,14 +18,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from piper.checkpoint.boxes import Box
-from piper.checkpoint.files import DTYPES, NAMES, FileFacts, Stored
+from piper.checkpoint.files import DTYPES, NAMES, FileFacts, Reader, Stored
 from piper.checkpoint.values import from_json, stored_names
 from piper.codec import (
     Format,
@@ -73,6 +74,11 @@ class Entry:
             if (common := box.common(one.box)) is not None:
                 found.append((common, Stored(one.file, one.offset, self.dtype, one.box)))
         return found
+
+    def read(self, reader: Reader, box: Box, into: Tensor, via: Sequence[torch.dtype] = ()) -> None:
+        """Copy ``box`` to ``into``, rounded to each dtype of ``via`` on the way."""
+        for common, stored in self.within(box):
+            reader.read(common.seen_from(box).of(into), stored, common, via)
 
 
 Entries = Mapping[str, Entry]

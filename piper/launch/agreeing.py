@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.capture.serial import program_to_json
+from piper.checkpoint.boxes import Box
 from piper.errors import PiperError
 from piper.program import Program
-from piper.runtime.state import Fetch
+from piper.runtime.first_tensors import Fetch, FirstTensor, InFiles
 
 Fingerprints = dict[str, str]
+_CORNER = 16
+"""Along each dimension, the elements of a tensor in files that are compared."""
 _FIRST = 3
 """Batches that are compared before every n-th is."""
 
@@ -72,9 +75,9 @@ class Weights:
         self._fetch = fetch
         self._seen: Fingerprints = {}
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> FirstTensor:
         found = self._fetch(name)
-        self._seen[name] = of_tensor(found)
+        self._seen[name] = _of_first(found)
         return found
 
     def refuse_others(self, objects: Any) -> None:
@@ -139,6 +142,18 @@ def of_tensor(x: Tensor) -> str:
     sums = rows.sum(1, dtype=torch.int64)  # which no order of adding changes
     head = f"{x.dtype} {list(x.shape)} ".encode()
     return hashlib.blake2b(head + sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _of_first(first: FirstTensor) -> str:
+    """A few bytes that stand for first values. Of those in files, which no process reads whole, it
+    is where they lie and how they begin."""
+    if isinstance(first, InFiles):
+        shape = first.entry.shape
+        corner = Box((0,) * len(shape), tuple(min(n, _CORNER) for n in shape))
+        found = torch.zeros(corner.shape, dtype=first.dtype)
+        first.read(corner, found, first.dtype)
+        return _digest([str(first.entry), of_tensor(found)])
+    return of_tensor(first.whole())
 
 
 def _bits(x: Tensor) -> Tensor:

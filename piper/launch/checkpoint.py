@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from piper.launch.fetching import fetcher
 from piper.launch.state_checks import check_index
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.program import Program
-from piper.runtime.parts import Collected, Part, read_box
+from piper.runtime.parts import Collected, Part
 from piper.runtime.portable import Portions, assemble
 
 _AT_ONCE = 4 * 1024 * 1024
@@ -53,9 +54,10 @@ def tensor_of(
     )
     buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
     known = {**rest, **buffers, **parameters}
+    fetch = cache(lambda: fetcher(program))
 
     def find(name: str) -> Tensor:
-        return known[name].clone() if name in known else fetcher(program)(name).cpu().clone()
+        return known[name].clone() if name in known else fetch()(name).whole().cpu().clone()
 
     return find
 
@@ -157,7 +159,7 @@ def _write_rest(
             shape = tuple(like.shape)
 
             def get(name: str = name) -> Tensor:
-                return rest[name] if name in rest else fetch(name)
+                return rest[name] if name in rest else fetch(name).whole()
 
             given = Given(name, like.dtype, shape, get)
             found.add(found.model, "", name, shape, Box.whole(shape), given)
@@ -203,7 +205,7 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
             if name not in program.held_names:
                 entry = index.entry(name)
                 rest[name] = torch.zeros(entry.shape, dtype=entry.dtype)
-                read_box(reader, entry, Box.whole(entry.shape), rest[name])
+                entry.read(reader, Box.whole(entry.shape), rest[name])
     return index, rest
 
 

@@ -21,12 +21,13 @@ from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
+from piper.runtime.first_tensors import Fetch
 from piper.runtime.parts import Part, export_part, read_part, refusal, write_part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
 from piper.runtime.shaking import Shaker
-from piper.runtime.state import DeviceState, Fetch, buffer_names
+from piper.runtime.state import DeviceState, buffer_names
 from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
 

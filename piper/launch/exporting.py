@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from piper.capture.blame import LOSS_PREFIX
 from piper.checkpoint import folder as folders
@@ -19,6 +19,7 @@ from piper.checkpoint.pretrained import WEIGHTS, WEIGHTS_INDEX, SliceWriter, Tar
 from piper.errors import PiperError
 from piper.launch.fetching import fetcher
 from piper.launch.worker_group import Refusal, WorkerGroup
+from piper.matching import pretrained_part
 from piper.program import Program
 
 
@@ -51,7 +52,7 @@ def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
     if source is None:
         raise PiperError("this program was loaded without its model: give source= to Program.load")
     known = {**dict(source.parameters()), **dict(source.buffers())}
-    prefix, _ = _pretrained(source.model)
+    prefix, _ = pretrained_part(source.model)
     found = {}
     for key, name in program.names.keys.items():
         if name in found or key.startswith(LOSS_PREFIX):
@@ -61,18 +62,6 @@ def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
         shape = program.names.shapes[key]
         found[name] = Target(key.removeprefix(prefix), kept, shape)
     return found
-
-
-def _pretrained(model: nn.Module) -> tuple[str, nn.Module | None]:
-    """The part of the model that has a configuration, and what its names begin with."""
-    if hasattr(getattr(model, "config", None), "save_pretrained"):
-        return "", model
-    inner = [
-        (f"{name}.", child)
-        for name, child in model.named_children()
-        if hasattr(getattr(child, "config", None), "save_pretrained")
-    ]
-    return inner[0] if len(inner) == 1 else ("", None)
 
 
 def _finish(
@@ -90,13 +79,14 @@ def _finish(
             if isinstance(part, Refusal):
                 raise PiperError(part.why)
             written.update(part)
+        fetch = fetcher(program)
         with SliceWriter.opened(folder) as out:
             for name, one in targets.items():
                 if name not in written:
-                    tensor = rest[name] if name in rest else fetcher(program)(name)
+                    tensor = rest[name] if name in rest else fetch(name).whole()
                     out.write(one, Box.whole(one.shape), tensor)
         assert program.source is not None
-        _, model = _pretrained(program.source.model)
+        _, model = pretrained_part(program.source.model)
         if model is not None:
             _write_config(model, folder, dtype)
         folders.commit(target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, WorkerTask, dumped, receive
+from piper.launch.fetching import FirstWeights
 from piper.launch.rank import refuse_too_few_gpus
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.lower.plan import Plan
@@ -208,17 +210,12 @@ class ProcessWorkerGroup:
             raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
         program = self._program
         program.save(folder / "program")
-        if program.source is None:
-            raise PiperError(
-                "this program was loaded without weights: give source= to Program.load, for "
-                "instance piper.Source(model)"
-            )
-        source = program.source
-        weights = {**dict(source.parameters()), **dict(source.buffers())}
-        torch.save({n: x.detach() for n, x in weights.items()}, folder / "weights.pt")
+        first = FirstWeights.of(program)
+        torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
+        (folder / "located").write_bytes(pickle.dumps(first.located))
         training = program.training
         try:
-            callables = by_value((training.optimizer, training.scheduler, source.init))
+            callables = by_value((training.optimizer, training.scheduler, first.init))
         except Exception as error:
             raise PiperError(
                 f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"

@@ -23,13 +23,13 @@ from piper.launch.worker_group import ProfileKind, Refusal, Report
 from piper.lower.plan import COMMUNICATING
 from piper.program import Program
 from piper.runtime.executor import CommunicationError
+from piper.runtime.first_tensors import Fetch
 from piper.runtime.gloo import Gloo
 from piper.runtime.nccl import Nccl
 from piper.runtime.parts import Part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.shaking import Shaker
-from piper.runtime.state import Fetch
 
 
 class Rank:

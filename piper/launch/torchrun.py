@@ -36,9 +36,9 @@ from piper.launch.rank import Rank, choose_gpu
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.program import Program
 from piper.runtime.feeding import cut
+from piper.runtime.first_tensors import Fetch
 from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
-from piper.runtime.state import Fetch
 
 
 class TorchrunWorkerGroup:

@@ -24,12 +24,12 @@ from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
+from piper.runtime.first_tensors import Fetch
 from piper.runtime.loopback import Hub, Loopback
 from piper.runtime.parts import Part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.shaking import Shaker
-from piper.runtime.state import Fetch
 
 
 class VirtualWorkerGroup:

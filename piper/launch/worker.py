@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import mmap
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -31,14 +32,14 @@ from torch import Tensor
 
 from piper.launch.calls import Call, Failure, WorkerTask, receive, send
 from piper.launch.faults import described
+from piper.launch.fetching import FirstWeights
 from piper.launch.monitor import Monitor
 from piper.launch.rank import Rank, choose_gpu
 from piper.launch.worker_group import Report
 from piper.program import Program
 from piper.runtime.executor import CommunicationError, InstructionError
-from piper.runtime.state import Fetch
+from piper.runtime.first_tensors import Fetch
 from piper.storage import load
-from piper.weights import materialised
 
 
 class _NobodyThereError(Exception):
@@ -121,13 +122,8 @@ def _fetcher(folder: Path, program: Program, init: Any) -> Fetch:
     known: dict[str, Tensor] = torch.load(
         folder / "weights.pt", mmap=True, weights_only=True, map_location=None
     )
-    seed = program.training.seed
-
-    def fetch(name: str) -> Tensor:
-        tensor = known[name]
-        return materialised(name, tensor, torch.device("cpu"), init, seed)
-
-    return fetch
+    located = pickle.loads((folder / "located").read_bytes())
+    return FirstWeights(known, init, located, program.training.seed)
 
 
 def _shared_place(path: Path) -> memoryview:

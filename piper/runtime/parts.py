@@ -206,39 +206,26 @@ def read_part(state: DeviceState, folder: Path, index: Index) -> None:
                 _read_state(state, held, reader, index, kept)
         for name, buffer in state.buffers.items():
             if index.first(name) in index.tensors.model:
-                read_box(reader, index.entry(name), Box.whole(buffer.shape), buffer)
+                index.entry(name).read(reader, Box.whole(buffer.shape), buffer)
     state.steps = index.steps
     schedule = None if index.scheduler is None else from_json(index.scheduler)
     restore_groups(state, groups_of(index), schedule)
     state.changing = False
 
 
-def read_box(reader: Reader, entry: Entry, box: Box, into: Tensor) -> None:
-    """Copy ``box`` of a tensor to ``into``."""
-    for common, stored in entry.within(box):
-        reader.read(common.seen_from(box).of(into), stored, common)
-
-
 def _read_bucket(held: HeldBucket, reader: Reader, index: Index) -> None:
-    layout = held.layout
-    if layout.scattered or held.is_copy:
-        for fragment in layout.fragments:
-            row = held.updated[fragment.start : fragment.stop]
-            _read_row(reader, index.entry(fragment.name), layout, fragment, row)
-    if layout.scattered:
+    for name, places in held.places().items():
+        for box, into in places:
+            index.entry(name).read(reader, box, into)
+    if held.layout.scattered:
         held.publish()
-        return
-    for name in layout.bucket.parameters:
-        view = layout.view(held.flat, name)
-        for piece in whole_shard(layout, name):
-            read_box(reader, index.entry(name), piece.whole, piece.shard.of(view))
 
 
 def _read_row(
     reader: Reader, entry: Entry, layout: BucketLayout, fragment: Fragment, row: Tensor
 ) -> None:
     for piece in pieces_of(layout, fragment):
-        read_box(reader, entry, piece.whole, piece.of_range(row, layout, fragment))
+        entry.read(reader, piece.whole, piece.of_range(row, layout, fragment))
 
 
 def _read_state(
@@ -255,7 +242,7 @@ def _read_state(
     def find(key: str) -> Tensor:
         entry = index.tensors.stored[key]
         tensor = torch.zeros(entry.shape, dtype=entry.dtype)
-        read_box(reader, entry, Box.whole(entry.shape), tensor)
+        entry.read(reader, Box.whole(entry.shape), tensor)
         return tensor
 
     for fragment, parameter in zip(layout.fragments, held.trained, strict=False):
@@ -270,7 +257,7 @@ def _read_state(
                 _read_row(reader, entry, layout, fragment, kept[kind])
                 continue
             for piece in whole_shard(layout, fragment.name):
-                read_box(reader, entry, piece.whole, piece.shard.of(kept[kind]))
+                entry.read(reader, piece.whole, piece.shard.of(kept[kind]))
         for kind, value in _values(layout, fragment.name, values.get(name, ())).items():
             kept[kind] = _moved(from_json(value, find), parameter, counters=there)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.chunks import RANK
+from piper.checkpoint.boxes import Box
 from piper.errors import PiperError
 from piper.ir.dag import Bucket, Compute
 from piper.optimizer import make, make_scheduler
 from piper.runtime.assignment import Assignment
+from piper.runtime.first_tensors import Fetch
 from piper.runtime.layout import BucketLayout
-
-Fetch = Callable[[str], Tensor]
+from piper.runtime.pieces import pieces_of, whole_shard
 
 
 @dataclass(slots=True)
@@ -38,6 +39,23 @@ class HeldBucket:
     def is_copy(self) -> bool:
         return self.layout.bucket.gradient != self.layout.bucket.dtype
 
+    def places(self) -> dict[str, list[tuple[Box, Tensor]]]:
+        """By parameter, the boxes of it that this device has, and the memory that each is kept in;
+        ``publish`` brings parts to where they are kept a second time."""
+        layout = self.layout
+        found: dict[str, list[tuple[Box, Tensor]]] = {n: [] for n in layout.bucket.parameters}
+        if layout.scattered or self.is_copy:
+            for fragment in layout.fragments:
+                row = self.updated[fragment.start : fragment.stop]
+                for piece in pieces_of(layout, fragment):
+                    into = piece.of_range(row, layout, fragment)
+                    found[fragment.name].append((piece.whole, into))
+        if not layout.scattered:
+            for name, places in found.items():
+                view = layout.view(self.flat, name)
+                places += [(p.whole, p.shard.of(view)) for p in whole_shard(layout, name)]
+        return found
+
     def publish(self) -> None:
         """Bring what was updated into this device's part of ``flat``."""
         if self.is_copy:
@@ -49,7 +67,7 @@ class DeviceState:
     """Everything that one device holds."""
 
     def __init__(self, given: Assignment, where: torch.device, fetch: Fetch) -> None:
-        """``fetch`` gives a whole parameter or buffer by name."""
+        """``fetch`` gives the first values of a parameter or buffer by name."""
         self.device = given.device
         self.where = where
         self.training = given.training
@@ -69,7 +87,7 @@ class DeviceState:
         self.bucket_of = {n: i for i, h in self.held.items() for n in h.layout.bucket.parameters}
         self.buffers: dict[str, Tensor] = {}
         for name in buffer_names(given):
-            self.buffers[name] = fetch(name).to(where, copy=True)
+            self.buffers[name] = fetch(name).whole().to(where, copy=True)
         self.optimizer = self._optimizer(given.order)
         for held in self.held.values():
             mine = {id(p) for p in held.trained}
@@ -160,25 +178,28 @@ class DeviceState:
         self.changing = False
 
     def _hold(self, layout: BucketLayout, bucket: Bucket, fetch: Fetch) -> HeldBucket:
-        flat = torch.zeros(layout.padded, dtype=bucket.gradient, device=self.where)
-        for name in bucket.parameters:
-            layout.view(flat, name).copy_(layout.shard(fetch(name)))
-        low, high = layout.mine
+        size = layout.share if layout.scattered else layout.padded
+        flat = torch.zeros(size, dtype=bucket.dtype, device=self.where)
+        low, high = (0, layout.share) if layout.scattered else layout.mine
         updated = flat[low:high]
-        if bucket.dtype != bucket.gradient or layout.scattered:
-            updated = updated.clone()
-        whole = updated if layout.scattered else flat
-        flat = whole.to(bucket.dtype) if bucket.dtype != bucket.gradient else whole
-        trained: tuple[nn.Parameter, ...] = ()
+        if bucket.dtype != bucket.gradient:
+            updated = torch.zeros(layout.share, dtype=bucket.gradient, device=self.where)
+        held = HeldBucket(layout, flat, updated, ())
+        for name, places in held.places().items():
+            first = fetch(name)
+            for box, into in places:
+                first.read(box, into, bucket.gradient)
+        if layout.scattered:
+            held.publish()
         if bucket.trained:
             whole_shapes = not layout.sharded
-            trained = tuple(
+            held.trained = tuple(
                 nn.Parameter(
                     layout.view(updated, f.name) if whole_shapes else updated[f.start : f.stop]
                 )
                 for f in layout.fragments
             )
-        return HeldBucket(layout, flat, updated, trained)
+        return held
 
     def _optimizer(self, order: Sequence[str]) -> torch.optim.Optimizer | None:
         """For the parameters in the model's own order: a factory may group them by their place."""

@@ -1,4 +1,5 @@
-"""Where a model's first weights come from: its own tensors, or ``init`` for those without data."""
+"""Where a model's first weights come from: its own tensors, ``init`` for those without data, or
+files."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from torch import Tensor, nn
 
 from piper.capture.blame import LOSS_PREFIX
 from piper.errors import PiperError
-
-Init = Callable[[str, Tensor, torch.Generator], None]
+from piper.weight_files import Init, WeightFiles
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model, its loss if that has parameters, and ``init`` for tensors on the meta device."""
+    """A model, its loss if that has parameters, and ``init`` for tensors on the meta device, or
+    ``piper.weights(folder)``."""
 
     model: nn.Module
     loss: nn.Module | None = None
-    init: Init | None = None
+    init: Init | WeightFiles | None = None
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, by its first name."""
@@ -57,7 +58,7 @@ def materialised(
     if init is None:
         raise PiperError(
             f"{name} is on the meta device and has no values: give init=, a function "
-            "(name, tensor, generator) that fills it"
+            "(name, tensor, generator) that fills it, or piper.weights(folder)"
         )
     data = torch.empty_like(tensor, device=device, requires_grad=False)
     init(name, data, generator_for(name, device, seed))
@@ -66,8 +67,13 @@ def materialised(
 
 def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
     """The generator that fills the parameter of that name."""
+    return torch.Generator(device).manual_seed(seed_for(name, seed))
+
+
+def seed_for(name: str, seed: int) -> int:
+    """What random numbers for the tensor of that name begin with."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
