@@ -27,6 +27,8 @@ from piper.runtime.first_tensors import InFiles
 from tests.test_checkpoints import STRATEGIES, Net, batches, given, net
 from tests.training import adamw, compiled
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
@@ -55,8 +57,8 @@ def equal(found: dict[str, Tensor], state: dict[str, Tensor]) -> bool:
 def test_dcp_reads_what_is_exported(trained: tuple[Path, dict[str, Tensor]]) -> None:
     """Tied tensors are there under one of their names."""
     folder, state = trained
-    once = {key: x for key, x in state.items() if key != "down.0.bias"}
-    assert equal(loaded(HuggingFaceStorageReader(str(folder / "exported")), once), once)
+    there = {key: x for key, x in state.items() if key != "down.0.bias"}
+    assert equal(loaded(HuggingFaceStorageReader(str(folder / "exported")), there), there)
 
 
 def test_dcp_reads_what_is_saved(trained: tuple[Path, dict[str, Tensor]]) -> None:
@@ -64,6 +66,12 @@ def test_dcp_reads_what_is_saved(trained: tuple[Path, dict[str, Tensor]]) -> Non
     assert equal(loaded(CheckpointReader(folder / "saved"), state), state)
     with pytest.raises(CheckpointException, match="there is no folder of weights"):
         loaded(CheckpointReader(folder / "nothing"), state)
+
+
+def once() -> dict[str, Tensor]:
+    """The model's state, tied tensors under one name."""
+    state = net(Net).state_dict()
+    return {key: x.contiguous() for key, x in state.items() if key != "tied"}
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -81,7 +89,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     ids=["one-file", "several", "shards"],
 )
 def test_what_dcp_wrote_is_read(how: dict[str, Any], tmp_path: Path) -> None:
-    state = {key: x.contiguous() for key, x in net(Net).state_dict().items() if key != "tied"}
+    state = once()
     if "fqn_to_index_mapping" in how:
         how = {"fqn_to_index_mapping": {key: i % 2 + 1 for i, key in enumerate(state)}}
     writer = HuggingFaceStorageWriter(str(tmp_path / "dcp"), **how)
@@ -92,7 +100,7 @@ def test_what_dcp_wrote_is_read(how: dict[str, Any], tmp_path: Path) -> None:
 def shards(folder: Path, starts: tuple[int, int]) -> Path:
     """Files as two ranks write them, which have the rows of ``up.0.weight`` from ``starts`` on."""
     folder.mkdir()
-    state = {key: x.contiguous() for key, x in net(Net).state_dict().items() if key != "tied"}
+    state = once()
     weight = state.pop("up.0.weight")
     for rank, start in enumerate(starts):
         mine: dict[str, Tensor] = {**(state if rank else {})}
@@ -109,8 +117,26 @@ def shards(folder: Path, starts: tuple[int, int]) -> Path:
 
 
 def test_shards_of_several_ranks_are_read(tmp_path: Path) -> None:
-    state = {key: x for key, x in net(Net).state_dict().items() if key != "tied"}
+    state = once()
     assert equal(read(shards(tmp_path / "shards", (0, 16))), state)
     for i, starts in enumerate([(0, 15), (0, 17)]):
         with pytest.raises(PiperError, match=r"the slices of up\.0\.weight .* they overlap or"):
             read(shards(tmp_path / f"wrong {i}", starts))
+
+
+@pytest.mark.slow
+def test_ranks_with_shards(tmp_path: Path) -> None:
+    """DTensors along every dimension, by two ranks, both ways."""
+    from tests.test_torchrun import LIMIT, torchrun
+
+    program = compiled(net(Net), STRATEGIES["zero3"], F.mse_loss, batches(), optimizer=adamw)
+    with piper.launch(program) as trainer:
+        trainer.save(tmp_path / "saved")
+    with torchrun(2, "dcp_ranks.py", tmp_path) as run:
+        printed, said = run.communicate(timeout=LIMIT)
+    assert sorted(printed.splitlines()) == ["0 True", "1 True"], said
+    assert len(list((tmp_path / "shards").iterdir())) == 2
+    assert equal(read(tmp_path / "shards"), once())
+    # torch writes zeros for tensors without dimensions when it consolidates
+    there = {key: x for key, x in once().items() if x.dim()}
+    assert equal(read(tmp_path / "consolidated"), there)

@@ -277,7 +277,7 @@ def test_buffers_that_no_module_computes_need_init(tmp_path: Path) -> None:
         assert set(seen) == {"angles"}
 
 
-# what is refused
+# what is found, and what is refused
 
 
 class One(nn.Module):
@@ -333,6 +333,23 @@ CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], str]] = {
 def test_files_of_another_model_are_refused(name: str, tmp_path: Path) -> None:
     state, words = CASES[name]
     assert words.replace("{}", str(tmp_path)) in refused(state(), tmp_path)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+def test_one_file_by_its_name_and_a_loss_that_is_not_in_it(tmp_path: Path) -> None:
+    folder = in_one_file(one(), tmp_path / "files")
+    save_file({"other": torch.ones(1)}, folder / "other.safetensors")
+    source = Source(One(), Scaled())
+    for path in (folder, folder / "model.safetensors"):
+        found = located(source, StateNames.of(source), piper.weights(path))
+        assert found.entries.keys() == {"a.weight", "a.bias", "b.bias", "count"}
 
 
 def test_tensors_that_are_to_be_ignored(tmp_path: Path) -> None:
