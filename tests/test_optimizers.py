@@ -392,7 +392,7 @@ def test_groups_that_were_apart_cannot_be_one(tmp_path: Path) -> None:
     made = compiled(net, ONE, mean_loss, batches, optimizer=adamw)
     with (
         piper.launch(made) as trainer,
-        pytest.raises(PiperError, match=r"first\.weight and scale are in groups"),
+        pytest.raises(PiperError, match=r"first\.weight and scale were in groups"),
     ):
         trainer.load(tmp_path / "state")
 

@@ -29,6 +29,10 @@ class TensorSpec:
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
+    def empty(self, where: torch.device) -> Tensor:
+        """Such a tensor, with whatever is in its memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)

@@ -78,6 +78,34 @@ class Box:
         start[dim], shape[dim] = first, last - first
         return Box(tuple(start), tuple(shape))
 
+    def without(self, other: Box) -> list[Box]:
+        """What of it is not in ``other``."""
+        common = self.common(other)
+        if common is None:
+            return [self]
+        found = []
+        rest: Box | None = self
+        for dim, (low, n) in enumerate(zip(common.start, common.shape, strict=True)):
+            assert rest is not None
+            first, last = rest.start[dim], rest.start[dim] + rest.shape[dim]
+            sides = rest.between(dim, first, low), rest.between(dim, low + n, last)
+            found += [side for side in sides if side is not None]
+            rest = rest.between(dim, low, low + n)
+        return found
+
+    def cut(self, limit: int) -> Iterator[Box]:
+        """The same in boxes of at most ``limit`` elements."""
+        if self.numel <= max(limit, 1):
+            yield self
+            return
+        dim = next(i for i, n in enumerate(self.shape) if n > 1)
+        low, n = self.start[dim], self.shape[dim]
+        rows = max(1, n * limit // self.numel)
+        for at in range(low, low + n, rows):
+            part = self.between(dim, at, at + rows)
+            assert part is not None
+            yield from part.cut(limit)
+
     def reordered(self, dims: Sequence[int]) -> Box:
         """The box whose dimension ``dims[i]`` is this one's dimension i."""
         start, shape = [0] * len(dims), [0] * len(dims)

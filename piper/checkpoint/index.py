@@ -52,10 +52,11 @@ class Slice:
 
     box: Box
     file: str
+    """In memory, the number of a device."""
     key: str
     """What the file calls it."""
     offset: int
-    """Where in the file it begins, in bytes."""
+    """Where in the file it begins, in bytes; in memory, which of the device's slices it is."""
     crc32: int
 
 

@@ -27,7 +27,8 @@ from piper.launch.fetching import fetcher
 from piper.launch.state_checks import check_index
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.program import Program
-from piper.runtime.parts import Collected, Part
+from piper.runtime.holding import MODEL, Holding, whole
+from piper.runtime.parts import Part, write
 from piper.runtime.portable import Portions, assemble
 
 _AT_ONCE = 4 * 1024 * 1024
@@ -131,7 +132,7 @@ def _finish(
             raise PiperError(
                 f"{absent[0]} was written on another machine: all machines must share the folder"
             )
-        index = _index_of(program, good, data)
+        index = index_of(program, good, data)
         with (folder / INDEX).open("xb") as file:
             file.write(index.to_bytes())
             file.flush()
@@ -147,7 +148,7 @@ def _write_rest(
     """What the model has and no device wrote."""
     there = {name for part in parts for name in part.tensors.model}
     names = [n for n in dict.fromkeys(program.names.keys.values()) if n not in there]
-    found = Collected("rest.safetensors")
+    slices = []
     if names:
         source = program.source
         known: dict[str, Tensor] = {}
@@ -156,18 +157,15 @@ def _write_rest(
         fetch = fetcher(program)
         for name in names:
             like = rest.get(name, known[name])
-            shape = tuple(like.shape)
 
             def get(name: str = name) -> Tensor:
                 return rest[name] if name in rest else fetch(name).whole()
 
-            given = Given(name, like.dtype, shape, get)
-            found.add(found.model, "", name, shape, Box.whole(shape), given)
-    facts, tensors = found.write(folder)
-    return Part("rest.safetensors", facts, tensors)
+            slices.append(whole(MODEL, name, Given(name, like.dtype, tuple(like.shape), get)))
+    return write(Holding(slices), folder, "rest.safetensors")
 
 
-def _index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
+def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
     groups: dict[tuple[str, ...], GroupEntry] = {}
     for part in parts:
         for one in part.groups:  # replicas have the same ones

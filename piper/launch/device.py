@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +21,15 @@ from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
+from piper.runtime.filling import refusal
 from piper.runtime.first_tensors import Fetch
-from piper.runtime.parts import Part, export_part, read_part, refusal, write_part
+from piper.runtime.holding import Held, given_by
+from piper.runtime.parts import Part, export_part, in_memory, read_part, write_part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
 from piper.runtime.shaking import Shaker
-from piper.runtime.state import DeviceState, buffer_names
+from piper.runtime.state import DeviceState, buffers_of
 from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
 
@@ -41,16 +43,19 @@ class LoadedDevice:
         number: int,
         where: torch.device,
         comm: Comm,
-        fetch: Fetch,
+        begin: Fetch | DeviceState,
         runners: Runners,
         shaker: Shaker | None = None,
         *,
         tracked: bool = False,
     ) -> None:
-        """``tracked`` says that others ask for the program counter, on a GPU."""
+        """``begin`` gives the first weights by name, or is the state to go on from; ``tracked``
+        says that others ask for the program counter, on a GPU."""
         self.number = number
-        given = _assignment(program, number)
-        self.state = DeviceState(given, where, fetch)
+        given = assignment_of(program, number)
+        if not isinstance(begin, DeviceState):
+            begin = DeviceState(given, where, begin)
+        self.state = begin
         streams = streams_for(where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(self.state, comm, streams, runners)
         self._given = given
@@ -131,6 +136,15 @@ class LoadedDevice:
         except (OSError, PiperError) as error:
             return Refusal(str(error))
 
+    def give(self) -> tuple[Part | Refusal, Sequence[Held]]:
+        """This device's part of the state as it is in memory, and the slices of it."""
+        try:
+            buffers = _own_buffers(self._program, self.number, kept=False)
+            holding = given_by(self.state, buffers)
+        except PiperError as error:
+            return Refusal(str(error)), ()
+        return in_memory(holding, self.number), holding.slices
+
     def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
         """Write this device's share of the model's tensors."""
         try:
@@ -152,17 +166,20 @@ class LoadedDevice:
         read_part(self.state, folder, index)
 
 
-def _own_buffers(program: Program, device: int) -> tuple[str, ...]:
-    """The buffers of the model's state that this device writes: it is the first to have them."""
-    kept = set(program.names.keys.values())
+def _own_buffers(program: Program, device: int, *, kept: bool = True) -> tuple[str, ...]:
+    """The buffers that this device gives, because it is the first to have them; of those that the
+    model's state keeps, or of all."""
+    names = set(program.names.keys.values())
     owners: dict[str, int] = {}
     for one in program.devices:
-        for name in buffer_names(_assignment(program, one)):
+        for name in buffers_of(assignment_of(program, one)):
             owners.setdefault(name, one)
-    return tuple(name for name, owner in owners.items() if owner == device and name in kept)
+    return tuple(
+        name for name, owner in owners.items() if owner == device and (name in names or not kept)
+    )
 
 
-def _assignment(program: Program, device: int) -> Assignment:
+def assignment_of(program: Program, device: int) -> Assignment:
     return Assignment(
         device=device,
         plan=program.plan_of(device),

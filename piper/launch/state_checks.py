@@ -24,6 +24,13 @@ def check_index(index: Index, program: Program) -> None:
             if name not in tensors.model:
                 raise MalformedError(f"there is no tensor {shown(name)}")
     program.names.check({key: index.entry(key).shape for key in index.keys})
+    check_state(index, program)
+    _refuse_other_optimizer(index.kind, program)
+
+
+def check_state(index: Index, program: Program) -> None:
+    """The same for what devices hold, however it has come here."""
+    tensors = index.tensors
     for name, spec in program.parameters.items():
         with within(f"model.{name}"):
             if index.first(name) not in tensors.model:
@@ -49,7 +56,6 @@ def check_index(index: Index, program: Program) -> None:
                 _known(name, index)
     with within("scheduler"):
         _scheduler(from_json(index.scheduler), program)
-    _refuse_other_optimizer(index.kind, program)
 
 
 def _known(name: str, index: Index) -> Any:

@@ -157,6 +157,34 @@ class Gloo:
         return self._threads[stream]
 
 
+class Peers:
+    """Messages between any two of some processes, besides those of plans."""
+
+    def __init__(
+        self,
+        members: Group,
+        device: int,
+        store: dist.Store,
+        timeout: timedelta,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """``store`` is theirs alone; ``alone`` says that they are all on this machine."""
+        self._members = members
+        one = Communicator("peers", members, message=False)
+        self._backend = _backend(one, device, store, timeout, _sockets(alone))
+
+    def send(self, data: Tensor, to: int, tag: int) -> Handle:
+        return _Sent(self._backend.send([data], self._members.index(to), tag))
+
+    def receive(self, out: Tensor, source: int, tag: int) -> Handle:
+        return _Sent(self._backend.recv([out], self._members.index(source), tag))
+
+    def barrier(self) -> None:
+        """Return when all have come here: nobody closes what another still reads from."""
+        self._backend.barrier().wait()
+
+
 def _sockets(alone: bool) -> Any:
     """Where this process listens: as torch's own variable says, or, if all others are on this
     machine, where nobody else can come from."""

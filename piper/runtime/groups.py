@@ -93,23 +93,24 @@ def _match(names: tuple[str, ...], groups: Sequence[Group]) -> Group | None:
     wanted = set(names)
     found = [group for group in groups if not wanted.isdisjoint(group.names)]
     for other in found[1:]:
-        if not _same(other.settings, found[0].settings):
+        if not same(other.settings, found[0].settings):
             one, two = (next(n for n in g.names if n in wanted) for g in (found[0], other))
             raise PiperError(
-                f"in the checkpoint {one} and {two} are in groups of the optimizer with different "
-                "settings, but here they are in one group: group the parameters as they were when "
-                "it was saved, or take over the weights alone with load_state_dict"
+                f"{one} and {two} were in groups of the optimizer with different settings, but "
+                "here they are in one group: group the parameters as they were before, or take "
+                "over the weights alone with load_state_dict"
             )
     return found[0] if found else None
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two settings are equal, tensors in them too."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and bool(a == b)
 
 

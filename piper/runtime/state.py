@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.chunks import RANK
+from piper.capture.program import Kind, Ref
+from piper.capture.tensors import TensorSpec
 from piper.checkpoint.boxes import Box
 from piper.errors import PiperError
 from piper.ir.dag import Bucket, Compute
@@ -66,8 +68,9 @@ class HeldBucket:
 class DeviceState:
     """Everything that one device holds."""
 
-    def __init__(self, given: Assignment, where: torch.device, fetch: Fetch) -> None:
-        """``fetch`` gives the first values of a parameter or buffer by name."""
+    def __init__(self, given: Assignment, where: torch.device, fetch: Fetch | None) -> None:
+        """``fetch`` gives the first values of a parameter or buffer by name; None if all of it is
+        to be filled from elsewhere."""
         self.device = given.device
         self.where = where
         self.training = given.training
@@ -86,8 +89,11 @@ class DeviceState:
                     self.views[name] = held.layout.view(held.flat, name)
         self.bucket_of = {n: i for i, h in self.held.items() for n in h.layout.bucket.parameters}
         self.buffers: dict[str, Tensor] = {}
-        for name in buffer_names(given):
-            self.buffers[name] = fetch(name).whole().to(where, copy=True)
+        for name, spec in buffers_of(given).items():
+            if fetch is None:
+                self.buffers[name] = spec.empty(where)
+            else:
+                self.buffers[name] = fetch(name).whole().to(where, copy=True)
         self.optimizer = self._optimizer(given.order)
         for held in self.held.values():
             mine = {id(p) for p in held.trained}
@@ -177,7 +183,7 @@ class DeviceState:
                 rate.fill_(group["lr"])
         self.changing = False
 
-    def _hold(self, layout: BucketLayout, bucket: Bucket, fetch: Fetch) -> HeldBucket:
+    def _hold(self, layout: BucketLayout, bucket: Bucket, fetch: Fetch | None) -> HeldBucket:
         size = layout.share if layout.scattered else layout.padded
         flat = torch.zeros(size, dtype=bucket.dtype, device=self.where)
         low, high = (0, layout.share) if layout.scattered else layout.mine
@@ -185,12 +191,8 @@ class DeviceState:
         if bucket.dtype != bucket.gradient:
             updated = torch.zeros(layout.share, dtype=bucket.gradient, device=self.where)
         held = HeldBucket(layout, flat, updated, ())
-        for name, places in held.places().items():
-            first = fetch(name)
-            for box, into in places:
-                first.read(box, into, bucket.gradient)
-        if layout.scattered:
-            held.publish()
+        if fetch is not None:
+            self._fill(held, fetch)
         if bucket.trained:
             whole_shapes = not layout.sharded
             held.trained = tuple(
@@ -200,6 +202,15 @@ class DeviceState:
                 for f in layout.fragments
             )
         return held
+
+    def _fill(self, held: HeldBucket, fetch: Fetch) -> None:
+        """With first weights."""
+        for name, places in held.places().items():
+            first = fetch(name)
+            for box, into in places:
+                first.read(box, into, held.layout.bucket.gradient)
+        if held.layout.scattered:
+            held.publish()
 
     def _optimizer(self, order: Sequence[str]) -> torch.optim.Optimizer | None:
         """For the parameters in the model's own order: a factory may group them by their place."""
@@ -214,14 +225,15 @@ class DeviceState:
         return make(factory, trained) if factory is not None and trained else None
 
 
-def buffer_names(given: Assignment) -> Iterable[str]:
+def buffers_of(given: Assignment) -> dict[str, TensorSpec]:
     """The buffers of the chunks that a device runs, in training or evaluation."""
+    found: dict[str, TensorSpec] = {}
     rows = ((given.plan, given.code), (given.evaluation_plan, given.evaluation_code))
     for plan, code in rows:
+        programs = next(iter(code.programs.values()))
         chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
         for chunk in sorted(chunks):
-            yield from (
-                n
-                for n in code.pieces[chunk].buffers
-                if n not in code.constants and not n.startswith(RANK)
-            )
+            for place, name in enumerate(code.pieces[chunk].buffers):
+                if name not in code.constants and not name.startswith(RANK):
+                    found[name] = programs[chunk].specs[Ref(Kind.BUFFER, place)]
+    return found
