@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from piper.checkpoint.index import Index
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
     """What a worker is to be."""
 
     device: int
+    local: int
+    """Which GPU of the machine it takes, if it takes one."""
+    waits: bool
+    """Whether it is to wait for a switch, and not to begin with the program that is there."""
     threads: int
     timeout: float
     start_timeout: float
@@ -22,6 +28,18 @@ class WorkerTask:
     share_gpus: bool
     cuda_graphs: bool
     shake: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTask:
+    """What a worker is to be next."""
+
+    folder: str
+    """That of the program and its callables."""
+    members: tuple[int, ...]
+    """The devices of all workers, before and after."""
+    threads: int
+    index: Index
 
 
 @dataclass(frozen=True, slots=True)

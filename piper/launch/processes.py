@@ -9,6 +9,7 @@ all of them, and the caller is told which device, which instruction and why.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -19,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from torch._ops import OpOverload
 from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
-from piper.launch.calls import Call, Failure, WorkerTask, dumped, receive
+from piper.launch.calls import Call, Failure, SwitchTask, WorkerTask, dumped, receive
 from piper.launch.fetching import FirstWeights
 from piper.launch.rank import refuse_too_few_gpus
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
@@ -40,6 +41,8 @@ from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
+from piper.runtime.resharding import Request
+from piper.weight_files import WeightFiles
 
 KEEPING = {
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
@@ -65,6 +68,8 @@ class WorkerError(PiperError):
 @dataclass(slots=True)
 class _Worker:
     device: int
+    local: int
+    """Its number on this machine: the GPU that it takes."""
     process: subprocess.Popen[bytes]
     connection: Connection
     sender: threading.Thread | None = None
@@ -114,28 +119,39 @@ class ProcessWorkerGroup:
         if program.device.type == "cuda":
             refuse_too_few_gpus(len(program.devices), share=share_gpus)
         self._program = program
+        self._next: tuple[Program, list[_Worker], list[list[Request]]] | None = None
+        """While it switches: the next program, the workers that were started for it, and what each
+        worker lacks."""
+        self._switches = 0
         self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._threads = threads
         self._folder = tempfile.TemporaryDirectory(prefix="piper-")
         self._workers: list[_Worker] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: Sequence[Plan] | None = None
         """The plans that the workers run, if they run any; None until they are ready."""
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
+        self._task = WorkerTask(
+            device=0,
+            local=0,
+            waits=False,
+            threads=self._share(program),
+            timeout=timeout,
+            start_timeout=start_timeout,
+            paths=tuple(sys.path),
+            imports=tuple(imports),
+            share_gpus=share_gpus,
+            cuda_graphs=cuda_graphs,
+            shake=shake,
+        )
+        """What all workers are told alike."""
         try:
-            self._start(
-                lambda device: WorkerTask(
-                    device=device,
-                    threads=threads or max(1, (os.cpu_count() or 1) // len(program.devices)),
-                    timeout=timeout,
-                    start_timeout=start_timeout,
-                    paths=tuple(sys.path),
-                    imports=(*imports, *_modules_of_ops(program)),
-                    share_gpus=share_gpus,
-                    cuda_graphs=cuda_graphs,
-                    shake=shake,
-                ),
-                start_timeout,
-            )
+            self._write(program, "program")
+            self._write_weights(program)
+            self._workers = self._spawn_all(program, program.devices, waits=False)
+            self._answers(start_timeout)
+            self._running = ()
         except BaseException:
             self.close()
             raise
@@ -167,6 +183,67 @@ class ProcessWorkerGroup:
     def read_parts(self, folder: Path, index: Index) -> None:
         self._all("read part", (folder, index))
 
+    def give_parts(self) -> list[Part | Refusal]:
+        return self._all("give part", None)
+
+    def prepare_switch(self, program: Program, index: Index) -> list[str]:
+        """Workers for devices that there were none for are started, and wait; those that the next
+        program has no device for end when it runs."""
+        known = {worker.device for worker in self._workers}
+        devices = [device for device in program.devices if device not in known]
+        if program.device.type == "cuda":
+            try:
+                refuse_too_few_gpus(len(known) + len(devices), share=self._task.share_gpus)
+            except PiperError as error:
+                return [str(error)]
+        self._switches += 1
+        name = f"program.{self._switches}"
+        self._write(program, name)
+        try:
+            new = self._spawn_all(program, devices, waits=True)
+            self._workers += new
+            self._next = program, new, []
+            if new:
+                self._answers_of(new, self._start_timeout)
+        except BaseException:
+            self._end_workers(0.0)
+            raise
+        members = tuple(sorted(worker.device for worker in self._workers))
+        task = SwitchTask(name, members, self._share(program), index)
+        found = self._all("prepare switch", task)
+        self._next = program, new, [requests for _, requests in found]
+        return [why for whys, _ in found for why in whys]
+
+    def finish_switch(self) -> None:
+        assert self._next is not None
+        program, _, requests = self._next
+        pairs = zip(self._workers, requests, strict=True)
+        self._all("finish switch", {worker.device: rows for worker, rows in pairs})
+        self._program, self._next = program, None
+        self._retire([w for w in self._workers if w.device not in program.devices])
+        self._workers.sort(key=lambda worker: worker.device)
+
+    def abandon_switch(self) -> None:
+        if not self._workers:
+            return  # they have ended with an error
+        self._all("abandon switch", None)
+        if self._next is not None:
+            self._retire(self._next[1])
+            self._next = None
+
+    def _retire(self, workers: Sequence[_Worker]) -> None:
+        """End some of the workers."""
+        for worker in workers:
+            worker.send(dumped(Call("stop")))
+        deadline = time.monotonic() + _GRACE
+        for worker in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.process.kill()
+            worker.process.wait()
+            worker.release()
+            self._workers.remove(worker)
+
     def _all(self, method: str, argument: Any) -> list[Any]:
         """What the workers answer to a call that is the same for all of them."""
         self._running = ()
@@ -190,39 +267,58 @@ class ProcessWorkerGroup:
 
     # starting
 
-    def _start(self, task_of: Callable[[int], WorkerTask], timeout: float) -> None:
-        folder = Path(self._folder.name)
-        program = self._program
-        self._write(folder)
-        tasks = [task_of(device) for device in program.devices]
-        for task in tasks:
-            (folder / f"at.{task.device}").write_bytes(_NOWHERE)
-            self._workers.append(self._spawn(task.device, folder))
-        for worker, task in zip(self._workers, tasks, strict=True):
-            worker.send(dumped(Call("start", task)))
-        self._answers(timeout)
-        self._running = ()
+    def _share(self, program: Program) -> int:
+        """The CPU threads of each worker."""
+        return self._threads or max(1, (os.cpu_count() or 1) // len(program.devices))
 
-    def _write(self, folder: Path) -> None:
+    def _spawn_all(self, program: Program, devices: Iterable[int], *, waits: bool) -> list[_Worker]:
+        """Start workers, which answer when they are ready."""
+        folder = Path(self._folder.name)
+        used = {worker.local for worker in self._workers}
+        free = (local for local in itertools.count() if local not in used)
+        imports = (*self._task.imports, *_modules_of_ops(program))
+        found = []
+        for device, local in zip(devices, free, strict=False):
+            (folder / f"at.{device}").write_bytes(_NOWHERE)
+            found.append(self._spawn(device, local, folder))
+        for worker in found:
+            task = replace(
+                self._task,
+                device=worker.device,
+                local=worker.local,
+                waits=waits,
+                threads=self._share(program),
+                imports=imports,
+            )
+            worker.send(dumped(Call("start", task)))
+        return found
+
+    def _write(self, program: Program, name: str) -> None:
+        """Put a program and its callables where workers find them."""
         try:
             from piper.launch.sending import by_value
         except ImportError as error:
             raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
-        program = self._program
-        program.save(folder / "program")
-        first = FirstWeights.of(program)
-        torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
-        (folder / "located").write_bytes(pickle.dumps(first.located))
+        folder = Path(self._folder.name)
+        program.save(folder / name)
+        init = None if program.source is None else program.source.init
+        if isinstance(init, WeightFiles):
+            init = init.init
         training = program.training
         try:
-            callables = by_value((training.optimizer, training.scheduler, first.init))
+            callables = by_value((training.optimizer, training.scheduler, init))
         except Exception as error:
             raise PiperError(
                 f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
             ) from error
-        (folder / "callables").write_bytes(callables)
+        (folder / f"{name}.callables").write_bytes(callables)
 
-    def _spawn(self, device: int, folder: Path) -> _Worker:
+    def _write_weights(self, program: Program) -> None:
+        first, folder = FirstWeights.of(program), Path(self._folder.name)
+        torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
+        (folder / "located").write_bytes(pickle.dumps(first.located))
+
+    def _spawn(self, device: int, local: int, folder: Path) -> _Worker:
         environment = dict(os.environ)
         if sys.platform == "linux":
             for name, value in KEEPING.items():
@@ -240,7 +336,7 @@ class ProcessWorkerGroup:
                 start_new_session=True,  # Ctrl-C is the caller's to handle
             )
         self._processes.append(process)
-        return _Worker(device, process, here)
+        return _Worker(device, local, process, here)
 
     # running
 
@@ -277,10 +373,13 @@ class ProcessWorkerGroup:
 
     def _answers(self, timeout: float) -> list[Any]:
         """What every worker answers; the first that fails or dies ends all."""
+        return self._answers_of(self._workers, timeout)
+
+    def _answers_of(self, workers: Sequence[_Worker], timeout: float) -> list[Any]:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
-        while len(answers) < len(self._workers):
-            waiting = [w for w in self._workers if w.device not in answers]
+        while len(answers) < len(workers):
+            waiting = [w for w in workers if w.device not in answers]
             left = deadline - time.monotonic()
             ready = wait([w.connection for w in waiting], timeout=min(_LOOK, max(0.0, left)))
             for worker in waiting:
@@ -290,7 +389,7 @@ class ProcessWorkerGroup:
                     self._fail_with_death(worker)
             if left <= 0:
                 self._fail_with_silence(timeout, waiting)
-        return [answers[worker.device] for worker in self._workers]
+        return [answers[worker.device] for worker in workers]
 
     def _answer(self, worker: _Worker) -> Any:
         try:

@@ -30,6 +30,7 @@ from piper.runtime.parts import Part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.shaking import Shaker
+from piper.runtime.state import DeviceState
 
 
 class Rank:
@@ -41,14 +42,15 @@ class Rank:
         number: int,
         where: torch.device,
         store: dist.Store,
-        fetch: Fetch,
+        begin: Fetch | DeviceState,
         *,
         timeout: float,
         cuda_graphs: bool = False,
         shake: int | None = None,
         alone: bool = False,
     ) -> None:
-        """``store`` is the job's alone, and shared by all its processes; ``alone`` says that these
+        """``store`` is the job's alone, and shared by all its processes; ``begin`` gives the first
+        weights by name, or is the state to go on from; ``alone`` says that the processes
         are all on this machine. With ``cuda_graphs`` steps are captured and replayed; ``shake`` is
         the seed of random delays of streams."""
         if cuda_graphs:
@@ -65,13 +67,14 @@ class Rank:
             self.comm = Gloo(number, plans, store, limit, alone=alone)
         shaker = None if shake is None else Shaker(shake, number)
         self.device = LoadedDevice(
-            program, number, where, self.comm, fetch, Runners(program.compiler), shaker,
+            program, number, where, self.comm, begin, Runners(program.compiler), shaker,
             tracked=where.type == "cuda",
         )  # fmt: skip
         self._graph: StepGraph | None = None
         if cuda_graphs:
             self._graph = StepGraph(where, lambda rows: finished(self.device.train(*rows)))
-            self.device.state.make_capturable()
+            if not isinstance(begin, DeviceState):
+                self.device.state.make_capturable()
 
     def step(self, given: list[Tensor], *, report: bool = True) -> Report:
         if self._graph is None:

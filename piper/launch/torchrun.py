@@ -33,12 +33,16 @@ from piper.launch.agreeing import (
 from piper.launch.clock import seconds_ahead
 from piper.launch.guard import Guard
 from piper.launch.rank import Rank, choose_gpu
+from piper.launch.switching import Crossing, NextState
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.program import Program
 from piper.runtime.feeding import cut
-from piper.runtime.first_tensors import Fetch
+from piper.runtime.first_tensors import Fetch, FirstTensor
+from piper.runtime.holding import Held
 from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
+from piper.runtime.resharding import Request
+from piper.runtime.state import DeviceState
 
 
 class TorchrunWorkerGroup:
@@ -75,35 +79,53 @@ class TorchrunWorkerGroup:
                 f"{dist.get_world_size()} processes: use --nproc-per-node and --nnodes so that "
                 "they are as many"
             )
+        self._members = devices
+        """The devices that ranks stand for, in the order of ranks."""
         self._number = devices[dist.get_rank()]
+        self._where = where
+        self._timeout = timeout
+        self._share_gpus = share_gpus
+        self._cuda_graphs = cuda_graphs
+        self._shake = shake
+        self._gives: Sequence[Held] = ()
+        self._next: tuple[Program, NextState, list[list[Request]]] | None = None
         self._batches = Batches(check_batches, self._objects)
         self._evaluated = Batches(check_batches, self._objects)
-        weights = Weights(fetch)
-        store = _own_store(self._objects)
+        self._rank: Rank | None = None
+        """None while the program has no device for this process, which then waits."""
         self._guard: Guard | None = None
-        if where.type == "cuda":
-            self._guard = Guard(store, program, self._number, timeout)
-        with self._guarded():
-            if where.type == "cuda":
-                _refuse_shared(store, where, self._number, allowed=share_gpus)
-            self._rank = Rank(
-                program,
-                self._number,
-                where,
-                store,
-                weights if check_weights else fetch,
-                timeout=timeout,
-                cuda_graphs=cuda_graphs,
-                shake=shake,
-            )
-        if self._guard is not None:
-            self._guard.look_at(self._rank.device)
+        weights = Weights(fetch)
+        self._begin(weights if check_weights else fetch)
         if check_weights:
             weights.refuse_others(self._objects)
 
+    def _begin(self, begin: Fetch | DeviceState) -> None:
+        """Load the plans of this process's device."""
+        program, number, where = self._program, self._number, self._where
+        store = _own_store(self._objects)
+        if number not in program.devices:
+            return
+        if where.type == "cuda":
+            self._guard = Guard(store, program, number, self._timeout)
+        with self._guarded():
+            if where.type == "cuda":
+                _refuse_shared(store, where, number, allowed=self._share_gpus)
+            self._rank = Rank(
+                program,
+                number,
+                where,
+                store,
+                begin,
+                timeout=self._timeout,
+                cuda_graphs=self._cuda_graphs,
+                shake=self._shake,
+            )
+        if self._guard is not None:
+            self._guard.look_at(self._rank.device)
+
     @property
     def damaged(self) -> bool:
-        return self._rank.device.state.changing
+        return self._rank is not None and self._rank.device.state.changing
 
     def once(self, call: Callable[[], T]) -> T:
         found: list[Any] = [None]
@@ -123,66 +145,140 @@ class TorchrunWorkerGroup:
         return bool(found)
 
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
-        program = self._program
-        plan = program.plan_of(self._number)
         self._batches.refuse_others(batch)
-        with self._guarded():
-            given = cut(plan, program.code, self._number, batch)
-            return self._rank.step(given, report=report)
+        found = None
+        if self._rank is not None:
+            program = self._program
+            plan = program.plan_of(self._number)
+            with self._guarded():
+                given = cut(plan, program.code, self._number, batch)
+                found = self._rank.step(given, report=report)
+        return self._told(found)
 
     def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
-        program = self._program
-        plan = program.plan_of(self._number)
         self._batches.refuse_others(batch)
-        given = cut(plan, program.code, self._number, batch)
         ahead = seconds_ahead(self._objects)
-        with self._guarded():
-            report = self._rank.profile(given, what).on_host().at_clock(ahead)
-        return Report.joined([report, *everyone(report, self._objects)])
+        report = None
+        if self._rank is not None:
+            program = self._program
+            plan = program.plan_of(self._number)
+            given = cut(plan, program.code, self._number, batch)
+            with self._guarded():
+                report = self._rank.profile(given, what).on_host().at_clock(ahead)
+        found = [one for one in everyone(report, self._objects) if one is not None]
+        return Report.joined([*([] if report is None else [report]), *found])
 
     def evaluate(self, batch: Sequence[Tensor]) -> Report:
-        program = self._program
-        plan = program.evaluation_plan_of(self._number)
         self._evaluated.refuse_others(batch)
-        with self._guarded():
-            given = cut(plan, program.evaluation_code, self._number, batch)
-            return self._rank.evaluate(given)
+        found = None
+        if self._rank is not None:
+            program = self._program
+            plan = program.evaluation_plan_of(self._number)
+            with self._guarded():
+                given = cut(plan, program.evaluation_code, self._number, batch)
+                found = self._rank.evaluate(given)
+        return self._told(found)
+
+    def _told(self, mine: Report | None) -> Report:
+        """The report of a step, for processes that wait too: a device tells them."""
+        if self._members == self._program.devices:
+            assert mine is not None
+            return mine
+        source = self._members.index(self._program.devices[0])
+        found: list[Any] = [None]
+        if dist.get_rank() == source:
+            assert mine is not None
+            found = [mine.on_host()]
+        lost_peers(lambda: dist.broadcast_object_list(found, group=self._objects, group_src=source))
+        return cast(Report, found[0]) if mine is None else mine
 
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:
-        return everyone(self._rank.export(only), self._objects)
+        mine = None if self._rank is None else self._rank.export(only)
+        return [one for one in everyone(mine, self._objects) if one is not None]
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self._rank.restore(tensors)
+        if self._rank is not None:
+            self._rank.restore(tensors)
 
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
-        return self._at_first(self._rank.write_part(folder))
+        return self._at_first(None if self._rank is None else self._rank.write_part(folder))
 
     def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
-        return self._at_first(self._rank.export_part(folder, targets))
+        rank = self._rank
+        return self._at_first(None if rank is None else rank.export_part(folder, targets))
 
     def _at_first(self, mine: Any) -> list[Any]:
-        """What every process has, in the first one."""
+        """What every process that does not wait has, in the first one."""
         found: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
         lost_peers(
             lambda: dist.gather_object(mine, found or None, group=self._objects, group_dst=0)
         )
-        return found
+        return [one for one in found if one is not None]
 
     def refusals(self, folder: Path, index: Index) -> list[str]:
-        rows = everyone(self._rank.refusals(folder, index), self._objects)
-        return [why for row in rows for why in row]
+        mine = [] if self._rank is None else self._rank.refusals(folder, index)
+        return [why for row in everyone(mine, self._objects) for why in row]
 
     def read_parts(self, folder: Path, index: Index) -> None:
         failed = ""
         try:
-            self._rank.read_part(folder, index)
+            if self._rank is not None:
+                self._rank.read_part(folder, index)
         except (OSError, PiperError) as error:
             failed = f"rank {dist.get_rank()}: {error}"
         if whys := [why for why in everyone(failed, self._objects) if why]:
-            self._rank.device.state.changing = True
+            if self._rank is not None:
+                self._rank.device.state.changing = True
             raise PiperError(f"the checkpoint could not be read to its end: {whys[0]}")
 
+    def give_parts(self) -> list[Part | Refusal]:
+        part = None
+        if self._rank is not None:
+            part, self._gives = self._rank.device.give()
+        return self._at_first(part)
+
+    def prepare_switch(self, program: Program, index: Index) -> list[str]:
+        """The ranks stand for the devices that they stood for at first; those that the program has
+        no device for wait."""
+        refuse_other_programs(fingerprints(program), self._objects)
+        for device in program.devices:
+            if device not in self._members:
+                return [
+                    f"there is no process for device {device}: torchrun started "
+                    f"{len(self._members)}, for devices {list(self._members)}"
+                ]
+        room = NextState(
+            program,
+            self._number,
+            self._where,
+            index,
+            None if self._rank is None else self._rank.device,
+            capturable=self._cuda_graphs,
+        )
+        found = everyone((room.refused, room.requests), self._objects)
+        self._next = program, room, [requests for _, requests in found]
+        return [why for whys, _ in found for why in whys]
+
+    def finish_switch(self) -> None:
+        assert self._next is not None
+        program, room, requests = self._next
+        store = _own_store(self._objects)
+        limit = timedelta(seconds=self._timeout)
+        crossing = Crossing(self._members, store, limit, alone=False)
+        wants = dict(zip(self._members, requests, strict=True))
+        room.receive(self._number, self._gives, wants, crossing)
+        self.abandon_switch()
+        self.close()
+        self._rank, self._guard, self._program = None, None, program
+        self._begin(room.settled() if room.state is not None else _nothing)
+
+    def abandon_switch(self) -> None:
+        self._next = None
+        self._gives = ()
+
     def close(self, error: BaseException | None = None) -> None:
+        if self._rank is None:
+            return
         if self._guard is None:
             self._rank.close(abandoned=error is not None)
         elif error is None:
@@ -194,6 +290,10 @@ class TorchrunWorkerGroup:
 
     def _guarded(self) -> AbstractContextManager[None]:
         return nullcontext() if self._guard is None else self._guard.over()
+
+
+def _nothing(name: str) -> FirstTensor:
+    raise AssertionError(f"a process that waits asks for {name}")
 
 
 def _join(timeout: float) -> None:

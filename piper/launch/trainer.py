@@ -23,6 +23,7 @@ from piper.launch.interrupts import held_back
 from piper.launch.positions import Batches, Position
 from piper.launch.profile import Profile
 from piper.launch.progress_bar import shown_progress
+from piper.launch.switching import switch
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
 from piper.program import Program
 from piper.tracking import Alive
@@ -287,6 +288,14 @@ class Trainer:
         """Go on from a checkpoint that ``save`` wrote, under this or another strategy. Every device
         reads the slices that it needs; a checkpoint that is refused changes nothing."""
         self.load_at(Path(path))
+
+    def switch(self, program: Program) -> None:
+        """Go on with another program of the same model and optimizer, under another strategy and on
+        other devices: the state goes from memory to memory, and losses continue as if nothing had
+        happened. A program that is refused changes nothing."""
+        with held_back():
+            switch(self._whole, self.program, program)
+            self.program = program
 
     def export(
         self, path: str | Path, *, dtype: torch.dtype | None = None, file_gb: float = 5.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from piper.capture.code import Code
@@ -19,17 +20,21 @@ from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.device import LoadedDevice
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
+from piper.launch.switching import NextState
 from piper.launch.torch_profiler import profiled
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.first_tensors import Fetch
+from piper.runtime.holding import Held
 from piper.runtime.loopback import Hub, Loopback
 from piper.runtime.parts import Part
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
+from piper.runtime.resharding import copied
 from piper.runtime.shaking import Shaker
+from piper.runtime.state import DeviceState
 
 
 class VirtualWorkerGroup:
@@ -57,6 +62,17 @@ class VirtualWorkerGroup:
         seed of random delays of streams, by which races are found."""
         if cuda_graphs:
             refuse_uncapturable(program)
+        self._cuda_graphs = cuda_graphs
+        self._shake = shake
+        self._given: dict[int, Sequence[Held]] = {}
+        self._next: tuple[Program, Index, dict[int, NextState]] | None = None
+        self._start(program, dict.fromkeys(program.devices, fetch))
+        if self._graph is not None:
+            for device in self._devices:
+                device.state.make_capturable()
+
+    def _start(self, program: Program, begin: Mapping[int, Fetch | DeviceState]) -> None:
+        """Load the plans of all devices."""
         self._program = program
         self._hub = Hub(program.device.type == "cuda")
         runners = Runners(program.compiler)
@@ -66,17 +82,15 @@ class VirtualWorkerGroup:
                 number,
                 program.device,
                 Loopback(self._hub, number),
-                fetch,
+                begin[number],
                 runners,
-                None if shake is None else Shaker(shake, number),
+                None if self._shake is None else Shaker(self._shake, number),
             )
             for number in program.devices
         ]
         self._graph: StepGraph | None = None
-        if cuda_graphs:
+        if self._cuda_graphs:
             self._graph = StepGraph(program.device, self._train)
-            for device in self._devices:
-                device.state.make_capturable()
 
     def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
@@ -133,6 +147,41 @@ class VirtualWorkerGroup:
             for device in self._devices:
                 device.state.make_capturable()
             self._graph.forget()
+
+    def give_parts(self) -> list[Part | Refusal]:
+        parts = []
+        for device in self._devices:
+            part, self._given[device.number] = device.give()
+            parts.append(part)
+        return parts
+
+    def prepare_switch(self, program: Program, index: Index) -> list[str]:
+        present = {device.number: device for device in self._devices}
+        rooms: dict[int, NextState] = {}
+        self._next = program, index, rooms
+        for number in program.devices:
+            rooms[number] = NextState(
+                program, number, program.device, index, present.get(number),
+                capturable=self._cuda_graphs,
+            )  # fmt: skip
+            if rooms[number].refused:
+                break
+        return [why for room in rooms.values() for why in room.refused]
+
+    def finish_switch(self) -> None:
+        assert self._next is not None
+        program, index, rooms = self._next
+        for room in rooms.values():
+            copied(room.missing, index, self._given)
+        states = {number: room.settled() for number, room in rooms.items()}
+        if program.device.type == "cuda":
+            torch.cuda.synchronize(program.device)  # nothing reads the old state any more
+        self.abandon_switch()
+        self._start(program, states)
+
+    def abandon_switch(self) -> None:
+        self._next = None
+        self._given = {}
 
     def close(self, error: BaseException | None = None) -> None:
         self._graph = None

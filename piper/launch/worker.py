@@ -9,37 +9,26 @@ callables. Standard input is a pipe that the parent holds open: when that ends, 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import mmap
 import os
-import pickle
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from piper.launch.calls import Call, Failure, WorkerTask, receive, send
 from piper.launch.faults import described
-from piper.launch.fetching import FirstWeights
 from piper.launch.monitor import Monitor
-from piper.launch.rank import Rank, choose_gpu
+from piper.launch.rank import Rank
+from piper.launch.worker_device import WorkerDevice
 from piper.launch.worker_group import Report
-from piper.program import Program
 from piper.runtime.executor import CommunicationError, InstructionError
-from piper.runtime.first_tensors import Fetch
-from piper.storage import load
 
 
 class _NobodyThereError(Exception):
@@ -80,96 +69,58 @@ def _end_with_parent(folder: Path) -> None:
     os._exit(1)
 
 
-def _start(task: WorkerTask, folder: Path) -> Rank:
-    import cloudpickle
-
-    sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
-    for module in task.imports:
-        importlib.import_module(module)
-    torch.set_num_threads(task.threads)
-    optimizer, scheduler, init = cloudpickle.loads((folder / "callables").read_bytes())
-    program = load(folder / "program", None, optimizer, scheduler)
-    where = program.device
-    if where.type == "cuda":
-        local = program.devices.index(task.device)
-        where = choose_gpu(local, task.device, share=task.share_gpus, alone=True)
-    store = dist.FileStore(str(folder / "store"))  # a port would be open to others
-    store.set_timeout(timedelta(seconds=task.start_timeout))
-    _meet(store, len(program.devices))  # from here on they are given the time of a step
-    rank = Rank(
-        program,
-        task.device,
-        where,
-        dist.PrefixStore("piper", store),
-        _fetcher(folder, program, init),
-        timeout=task.timeout,
-        cuda_graphs=task.cuda_graphs,
-        shake=task.shake,
-        alone=True,
-    )
-    rank.device.show_progress_in(_shared_place(folder / f"at.{task.device}"))
-    return rank
-
-
-def _meet(store: dist.Store, count: int) -> None:
-    """Return when all workers are there."""
-    if store.add("there", 1) == count:
-        store.set("all there", "")
-    store.wait(["all there"])
-
-
-def _fetcher(folder: Path, program: Program, init: Any) -> Fetch:
-    known: dict[str, Tensor] = torch.load(
-        folder / "weights.pt", mmap=True, weights_only=True, map_location=None
-    )
-    located = pickle.loads((folder / "located").read_bytes())
-    return FirstWeights(known, init, located, program.training.seed)
-
-
-def _shared_place(path: Path) -> memoryview:
-    """One number in a file that the parent can read."""
-    with path.open("r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
-
-
 def _serve(connection: Connection, folder: Path) -> None:
     task: WorkerTask = _next(connection).argument
-    rank = _start(task, folder)
-    monitor = _monitored(rank, task.timeout, connection) if rank.where.type == "cuda" else None
+    worker = WorkerDevice(task, folder)
+    monitor = _monitored(worker, task.timeout, connection)
     _answer(connection, None)
-    while True:
-        match call := _next(connection):
-            case Call("step", (given, report)):
-                step = partial(rank.step, given, report=report)
-                _answer(connection, _settled(rank, monitor, step))
-            case Call("profile", (given, what)):
-                _answer(connection, _settled(rank, monitor, lambda: rank.profile(given, what)))
-            case Call("evaluate", (given, _)):
-                _answer(connection, _settled(rank, monitor, lambda: rank.evaluate(given)))
-            case Call("export", only):
-                _answer(connection, rank.export(only))
-            case Call("restore", tensors):
-                rank.restore(tensors)
-                _answer(connection, None)
-            case Call("write part", checkpoint):
-                _answer(connection, rank.write_part(checkpoint))
-            case Call("export part", (exported, targets)):
-                _answer(connection, rank.export_part(exported, targets))
-            case Call("refusals", (checkpoint, index)):
-                _answer(connection, rank.refusals(checkpoint, index))
-            case Call("read part", (checkpoint, index)):
-                rank.read_part(checkpoint, index)
-                _answer(connection, None)
-            case Call("stop"):
-                if monitor is not None:
-                    monitor.close()
-                rank.close()
-                return
-            case _:
-                raise AssertionError(f"a worker cannot {call.method}")
+    while (call := _next(connection)).method != "stop":
+        if call.method in _SWITCHING:
+            found = _SWITCHING[call.method](worker, call.argument)
+            monitor = monitor or _monitored(worker, task.timeout, connection)
+        else:
+            found = _done(worker.rank, monitor, call)
+        _answer(connection, found)
+    if monitor is not None:
+        monitor.close()
+    worker.close()
 
 
-def _settled(rank: Rank, monitor: Monitor | None, run: Callable[[], Report]) -> Report:
+_SWITCHING: Mapping[str, Callable[[WorkerDevice, Any], Any]] = {
+    "give part": lambda worker, _: worker.give(),
+    "prepare switch": WorkerDevice.prepare_switch,
+    "finish switch": WorkerDevice.finish_switch,
+    "abandon switch": lambda worker, _: worker.abandon_switch(),
+}
+"""The calls by which a worker goes to another program."""
+
+
+def _done(rank: Rank, monitor: Monitor | None, call: Call) -> Any:
+    """What a call gives."""
+    match call:
+        case Call("step", (given, report)):
+            return _settled(monitor, partial(rank.step, given, report=report))
+        case Call("profile", (given, what)):
+            return _settled(monitor, lambda: rank.profile(given, what))
+        case Call("evaluate", (given, _)):
+            return _settled(monitor, lambda: rank.evaluate(given))
+        case Call("export", only):
+            return rank.export(only)
+        case Call("restore", tensors):
+            return rank.restore(tensors)
+        case Call("write part", checkpoint):
+            return rank.write_part(checkpoint)
+        case Call("export part", (exported, targets)):
+            return rank.export_part(exported, targets)
+        case Call("refusals", (checkpoint, index)):
+            return rank.refusals(checkpoint, index)
+        case Call("read part", (checkpoint, index)):
+            return rank.read_part(checkpoint, index)
+        case _:
+            raise AssertionError(f"a worker cannot {call.method}")
+
+
+def _settled(monitor: Monitor | None, run: Callable[[], Report]) -> Report:
     """What ``run`` reports, when it is over on the device too."""
     if monitor is None:
         return run().on_host()
@@ -180,12 +131,15 @@ def _settled(rank: Rank, monitor: Monitor | None, run: Callable[[], Report]) -> 
     return report
 
 
-def _monitored(rank: Rank, timeout: float, connection: Connection) -> Monitor:
+def _monitored(worker: WorkerDevice, timeout: float, connection: Connection) -> Monitor | None:
     """Tells the parent which communication hangs, and lets its file know where the GPU is."""
+    if worker.present is None or worker.present.where.type != "cuda":
+        return None
 
     def stuck(seconds: float) -> str | None:
-        pc = rank.device.running.bound.unfinished()
-        if pc is None or not seconds:
+        rank = worker.present
+        pc = None if rank is None else rank.device.running.bound.unfinished()
+        if rank is None or pc is None or not seconds:
             return None
         rank.device.executor.at[0] = pc
         if seconds < timeout:

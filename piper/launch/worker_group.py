@@ -13,6 +13,7 @@ from torch import Tensor
 
 from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
+from piper.program import Program
 from piper.runtime.kernels import Kernel
 from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
@@ -150,6 +151,23 @@ class WorkerGroup(Protocol):
 
     def read_parts(self, folder: Path, index: Index) -> None:
         """Go on from a checkpoint that no device refuses."""
+        ...
+
+    def give_parts(self) -> list[Part | Refusal]:
+        """What every device has of the state in memory, where ``once`` calls."""
+        ...
+
+    def prepare_switch(self, program: Program, index: Index) -> list[str]:
+        """Make room for the state of ``program``, whose content ``index`` says; or why not.
+        ``finish_switch`` or ``abandon_switch`` must follow."""
+        ...
+
+    def finish_switch(self) -> None:
+        """Bring the state to where the next program has it, and go on with that."""
+        ...
+
+    def abandon_switch(self) -> None:
+        """Forget the next program."""
         ...
 
     def close(self, error: BaseException | None = None) -> None:

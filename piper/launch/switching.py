@@ -1,0 +1,228 @@
+"""A change of strategy in the middle of a run: ``Trainer.switch``.
+
+First it is found out whether it can be done at all: the next program trains the same model with the
+same optimizer, and its devices are there. Then every device says which slices of which tensors it
+gives, as in the index of a checkpoint; each device of the next program makes room beside the old
+state, copies what its process has already, and is sent the rest. Until the last slice is there, the
+old program stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from piper.checkpoint.index import Index
+from piper.checkpoint.values import to_json
+from piper.errors import PiperError, warn
+from piper.launch.checkpoint import index_of
+from piper.launch.device import LoadedDevice, assignment_of
+from piper.launch.state_checks import check_state
+from piper.launch.step_graph import refuse_uncapturable
+from piper.launch.worker_group import Refusal, WorkerGroup
+from piper.optimizer import make, make_scheduler
+from piper.program import Program
+from piper.runtime.filling import Wanted, refusal, settle, wanted
+from piper.runtime.gloo import Peers
+from piper.runtime.groups import same
+from piper.runtime.holding import Held, all_held
+from piper.runtime.parts import Part
+from piper.runtime.resharding import Exchange, Request, parcels, requests, still_missing
+from piper.runtime.state import DeviceState
+
+
+def switch(group: WorkerGroup, old: Program, new: Program) -> None:
+    """Go on with ``new``, or refuse it and change nothing."""
+    if not isinstance(new, Program):
+        raise PiperError(f"switch takes what piper.compile returns, not a {type(new).__name__}")
+    if (why := _difference(old, new)) is not None:
+        raise _refused(why)
+    try:
+        parts = group.give_parts()
+        index = group.once(lambda: _index(old, new, parts))
+        if whys := group.prepare_switch(new, index):
+            raise _refused(whys[0])
+    except PiperError:
+        group.abandon_switch()
+        raise
+    if old.training.seed != new.training.seed:
+        warn(
+            f"the program that is switched to was compiled with seed={new.training.seed}, the one "
+            f"before with seed={old.training.seed}: random numbers, as of dropout, go on "
+            "differently"
+        )
+    group.finish_switch()
+
+
+def _refused(why: str) -> PiperError:
+    return PiperError(f"the trainer cannot switch to this program, and nothing has changed: {why}")
+
+
+# whether it can be done
+
+
+def _difference(old: Program, new: Program) -> str | None:
+    """Why ``new`` cannot go on where ``old`` is, as far as the programs tell."""
+    mine, others = new.names, old.names
+    for name in sorted(mine.keys.keys() ^ others.keys.keys()):
+        has = "has" if name in mine.keys else "lacks"
+        return f"it is of another model, which {has} {name}"
+    for name, shape in mine.shapes.items():
+        if shape != others.shapes[name] or mine.keys[name] != others.keys[name]:
+            return f"it is of another model, in which {name} differs"
+    for name in sorted(_trained(old) ^ _trained(new)):
+        trained = "trained" if name in _trained(new) else "frozen"
+        return f"it is of another model, in which {name} is {trained}"
+    if old.device.type != new.device.type:
+        return f"it was compiled for {new.device.type}, the one before for {old.device.type}"
+    return _other_optimizer(old, new)
+
+
+def _trained(program: Program) -> set[str]:
+    return {name for b in program.buckets if b.trained for name in b.parameters}
+
+
+def _other_optimizer(old: Program, new: Program) -> str | None:
+    (was, before), (now, after) = (_tried(program) for program in (old, new))
+    for what, one, two in (("optimizer", was, now), ("scheduler", before, after)):
+        if type(one) is not type(two) and _name(one) != _name(two):
+            return f"its {what} is {_name(two)}, the one before is {_name(one)}"
+    if was is not None and now is not None:
+        for key, value in now.defaults.items():
+            if not same(value, was.defaults.get(key)):
+                return (
+                    f"its optimizer has {key}={value!r}, the one before has "
+                    f"{key}={was.defaults.get(key)!r}"
+                )
+    if _state(before) != _state(after):
+        return "its scheduler has other settings than the one before"
+    return None
+
+
+def _tried(program: Program) -> tuple[torch.optim.Optimizer | None, Any]:
+    """The optimizer and the scheduler that a program makes."""
+    training = program.training
+    if training.optimizer is None:
+        return None, None
+    optimizer = make(training.optimizer, [nn.Parameter(torch.zeros(1))])
+    if training.scheduler is None:
+        return optimizer, None
+    return optimizer, make_scheduler(training.scheduler, optimizer)
+
+
+def _name(item: Any) -> str:
+    return "None" if item is None else type(item).__name__
+
+
+def _state(scheduler: Any) -> Any:
+    """What a scheduler begins with, as far as it can be told."""
+    try:
+        return None if scheduler is None else to_json(scheduler.state_dict())
+    except PiperError:
+        return None
+
+
+def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index:
+    """Which slice of which tensor lies where now, from which ``new`` can go on."""
+    good = []
+    for part in parts:
+        if isinstance(part, Refusal):
+            raise _refused(part.why)
+        good.append(part)
+    try:
+        index = index_of(old, good, None)
+        check_state(index, new)
+    except PiperError as error:
+        raise _refused(str(error)) from error
+    constants = new.code.constants.keys() | new.evaluation_code.constants.keys()
+    if missing := sorted(new.held_names - index.tensors.model.keys() - constants):
+        raise _refused(f"it is of another model, which uses {missing[0]}")
+    return index
+
+
+# how it is done
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """How the processes of a job reach each other while the state goes from one to another."""
+
+    members: tuple[int, ...]
+    """The devices of all processes, before and after."""
+    store: dist.Store
+    """For this switch alone."""
+    timeout: timedelta
+    alone: bool
+    """Whether all processes are on this machine."""
+
+
+class NextState:
+    """The room for a device's state under the next program, beside its present one."""
+
+    def __init__(
+        self,
+        program: Program,
+        number: int,
+        where: torch.device,
+        index: Index,
+        present: LoadedDevice | None,
+        *,
+        capturable: bool,
+    ) -> None:
+        """``number`` may be no device of ``program``, and ``present`` None; with ``capturable``,
+        steps are to be captured as CUDA graphs."""
+        self._index = index
+        self._capturable = capturable
+        self.state: DeviceState | None = None
+        self.missing: list[Wanted] = []
+        """What other devices must give."""
+        self.refused: list[str] = []
+        if number not in program.devices:
+            return
+        try:
+            if capturable:
+                refuse_uncapturable(program)
+            self.state = DeviceState(assignment_of(program, number), where, None)
+            if capturable:
+                self.state.make_capturable()
+        except PiperError as error:
+            self.refused = [str(error)]
+            return
+        if (why := refusal(self.state, index)) is not None:
+            self.refused = [why]
+            return
+        here = () if present is None else all_held(present.state)
+        self.missing = still_missing(wanted(self.state, index), here)
+
+    @property
+    def requests(self) -> list[Request]:
+        return requests(self.missing)
+
+    def receive(
+        self,
+        number: int,
+        gives: Sequence[Held],
+        wants: Mapping[int, Sequence[Request]],
+        crossing: Crossing,
+    ) -> None:
+        """Take part, as device ``number``, in bringing everything to where it is wanted."""
+        link = Peers(
+            crossing.members, number, crossing.store, crossing.timeout, alone=crossing.alone
+        )
+        rows = parcels(self._index, wants, number)
+        Exchange(number, gives, self.missing).run(rows, link)
+        link.barrier()
+
+    def settled(self) -> DeviceState:
+        """The state, all of which is there."""
+        assert self.state is not None
+        settle(self.state, self._index)
+        if self._capturable:
+            self.state.make_capturable()
+        return self.state

@@ -1,0 +1,265 @@
+"""A change of strategy in the middle of a run, from memory to memory: losses and state go on as if
+nothing had happened."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper import PiperError, annotate
+from piper.checkpoint import files
+from piper.checkpoint.boxes import Box
+from piper.errors import PiperWarning
+from piper.launch.checkpoint import index_of
+from piper.launch.switching import NextState
+from piper.runtime.holding import all_held
+from piper.runtime.resharding import parcels
+from tests.scripts import switched
+from tests.scripts.switched import ON_FOUR, WIDTH, Net, batch, losses
+from tests.test_checkpoints import contents
+from tests.training import sgd, shared_captures
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 300
+"""Seconds after which a run hangs."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captures() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+class Small(nn.Module):
+    """Equal layers with dropout: soon compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with annotate("layer"):
+                x = F.dropout(torch.tanh(layer(x)), 0.2, self.training)
+        return x * self.gain
+
+
+@functools.cache
+def net(kind: type[nn.Module]) -> nn.Module:
+    return switched.model(kind)
+
+
+@functools.cache
+def made(name: str, kind: type[nn.Module] = Small, **options: Any) -> piper.Program:
+    return switched.compiled(name, net(kind), **options)
+
+
+@functools.cache
+def expected(steps: int, kind: type[nn.Module] = Small) -> Tensor:
+    """All steps under one strategy."""
+    with piper.launch(made("one", kind)) as trainer:
+        return torch.tensor(losses(trainer, [trainer.program] * steps), dtype=torch.float64)
+
+
+def assert_close(found: list[float], kind: type[nn.Module] = Small) -> None:
+    """Up to the order of sums."""
+    mine = torch.tensor(found, dtype=torch.float64)
+    torch.testing.assert_close(mine, expected(len(found) // 2, kind), rtol=1e-9, atol=0.0)
+
+
+def test_five_strategies_in_one_run(tmp_path: Path) -> None:
+    """Dropout and a scheduler included; the state is the same bits before and after a switch."""
+    names = ["one", "hsdp", "pp2", "zero3", "pp4"]
+    found = []
+    with piper.launch(made("one")) as trainer:
+        for step, name in enumerate(names):
+            if step:
+                before = contents(trainer, tmp_path / "before")
+                trainer.switch(made(name))
+                after = contents(trainer, tmp_path / "after")
+                assert before.keys() == after.keys()
+                assert all(torch.equal(x, after[key]) for key, x in before.items()), name
+            assert trainer.steps == step
+            found.append(float(trainer.step(*batch(step)).loss))
+            found.append(float(trainer.evaluate(*batch(step)).loss))
+    assert_close(found)
+
+
+@pytest.mark.slow
+def test_tensor_and_expert_parallelism() -> None:
+    programs = [made(name, Net) for name in ["tp2", "ep4", "zero3", "tp2", "one"]]
+    with piper.launch(programs[0]) as trainer:
+        assert_close(losses(trainer, programs), Net)
+
+
+@pytest.mark.slow
+def test_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are started and ended as the programs need them; the bits are those of virtual
+    devices, and those that a refused program leaves."""
+    monkeypatch.setattr(files, "BLOCK", 96)
+    programs = [made(name, Net) for name in ["pp2", "zero3", "one", "hsdp", "tp2"]]
+    with piper.launch(programs[0]) as trainer:
+        should = losses(trainer, programs)
+        after = float(trainer.step(*batch(9)).loss)
+    with piper.launch(programs[0], on="processes", timeout=120) as trainer:
+        assert losses(trainer, programs) == should
+        with pytest.raises(PiperError, match="its optimizer is SGD, the one before is AdamW"):
+            trainer.switch(made("hsdp", Net, optimizer=sgd, scheduler=None))
+        assert float(trainer.step(*batch(9)).loss) == after
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path: Path) -> None:
+    """Ranks that the program has no device for wait, and are told the loss."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = ROOT / "tests" / "scripts" / "switched.py"
+    run = subprocess.run(
+        [*command, "4", str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=LIMIT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert not run.returncode, run.stderr
+    programs = [made(name, Net) for name in ON_FOUR]
+    with piper.launch(programs[0]) as trainer:
+        should = losses(trainer, programs)
+        state = trainer.state_dict()
+        trainer.switch(programs[1])
+        should.append(float(trainer.step(*batch(9)).loss))
+    for rank in range(4):
+        found = torch.load(tmp_path / f"found.{rank}")
+        assert found["losses"] == should
+        assert all(torch.equal(x, state[name]) for name, x in found["state"].items())
+        assert "there is no process for device 4: torchrun started 4" in found["why"]
+
+
+# what is sent
+
+
+def test_a_box_without_another() -> None:
+    whole = Box((1, 0, 2), (4, 3, 5))
+    for other in (Box((2, 1, 0), (2, 8, 4)), Box((0, 0, 0), (9, 9, 9)), Box((7, 0, 0), (1, 1, 1))):
+        seen = torch.zeros(9, 9, 9, dtype=torch.int8)
+        rest = [part for box in whole.without(other) for part in box.cut(4)]
+        assert all(box.numel <= 4 for box in rest)
+        for box in rest:
+            box.of(seen).add_(1)
+        should = torch.zeros_like(seen)
+        whole.of(should).fill_(1)
+        if other.start != (7, 0, 0):
+            other.of(should).fill_(0)
+        assert torch.equal(seen, should)
+
+
+@pytest.mark.parametrize(("before", "after"), [("zero3", "pp2"), ("pp4", "hsdp")])
+def test_each_slice_is_sent_once(before: str, after: str) -> None:
+    """To each device that needs it and has it not; together with what it has, that is all."""
+    with piper.launch(made(before)) as trainer:
+        trainer.step(*batch(0))
+        group: Any = trainer._worker_group
+        present = {device.number: device for device in group._devices}
+        parts = [device.give()[0] for device in group._devices]
+        index = index_of(trainer.program, parts, None)
+        wants = {}
+        for number in made(after).devices:
+            room = NextState(
+                made(after), number, torch.device("cpu"), index, present.get(number),
+                capturable=False,
+            )  # fmt: skip
+            wants[number] = room.requests
+    tables = dict(index.tensors.tables())
+    for number, requests in wants.items():
+        for one in requests:
+            seen = torch.zeros(tables[one.table][one.name].shape, dtype=torch.int8)
+            for parcel in parcels(index, {number: requests}, number):
+                for move in parcel.moves:
+                    if requests[move.request] is one:
+                        move.received.of(one.box.of(seen)).add_(1)
+            assert bool((one.box.of(seen) == 1).all())
+            seen.zero_()
+            for held in all_held(present[number].state) if number in present else ():
+                if (held.table, held.name) == (one.table, one.name):
+                    held.box.of(seen).fill_(1)
+            assert not bool(one.box.of(seen).any()), "it was there"
+
+
+# what is refused
+
+
+class Other(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+
+def faster(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def slower(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def with_training(**changes: Any) -> piper.Program:
+    program = made("one")
+    return replace(program, training=replace(program.training, **changes))
+
+
+def frozen() -> piper.Program:
+    program = made("one")
+    buckets = [replace(b, trained="gain" not in b.parameters) for b in program.buckets]
+    return replace(program, buckets=tuple(buckets))
+
+
+REFUSED: list[tuple[Callable[[], piper.Program], str]] = [
+    (lambda: made("one", Other), "it is of another model, in which gain differs"),
+    (frozen, "it is of another model, in which gain is frozen"),
+    (
+        lambda: with_training(optimizer=sgd, scheduler=None),
+        "its optimizer is SGD, the one before is AdamW",
+    ),
+    (
+        lambda: with_training(optimizer=faster),
+        "its optimizer has lr=0.02, the one before has lr=0.01",
+    ),
+    (
+        lambda: with_training(scheduler=slower),
+        "its scheduler has other settings than the one before",
+    ),
+    (lambda: with_training(scheduler=None), "its scheduler is None, the one before is StepLR"),
+]
+
+
+def test_programs_that_are_refused_change_nothing(tmp_path: Path) -> None:
+    with piper.launch(made("one")) as trainer:
+        trainer.step(*batch(0))
+        before = contents(trainer, tmp_path / "before")
+        for program, words in REFUSED:
+            with pytest.raises(PiperError) as caught:
+                trainer.switch(program())
+            assert str(caught.value) == (
+                "the trainer cannot switch to this program, and nothing has changed: " + words
+            )
+            assert trainer.program is made("one")
+        with pytest.raises(PiperError, match=r"switch takes what piper\.compile returns, not a Sm"):
+            trainer.switch(net(Small))  # type: ignore[arg-type]
+        after = contents(trainer, tmp_path / "after")
+        assert all(torch.equal(x, after[key]) for key, x in before.items())
+        assert float(trainer.step(*batch(1)).loss) == expected(2)[2]
+        with pytest.warns(PiperWarning, match="compiled with seed=7, the one before with seed=0"):
+            trainer.switch(with_training(seed=7))
