@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from piper.checkpoint.index import Index
 from piper.checkpoint.values import from_json, to_json
 from piper.directives import Directive
 from piper.errors import PiperWarning
+from piper.runtime import parts
 from tests.scripts.mutations import sealed
 from tests.training import (
     Batch,
@@ -643,3 +645,62 @@ def test_another_seed_is_told(tmp_path: Path) -> None:
         pytest.warns(PiperWarning, match=r"was saved with seed=3"),
     ):
         trainer.load(tmp_path / "state")
+
+
+# in the background
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, usual = threading.Event(), parts.write_file
+
+    def held_up(path: Path, tensors: Any) -> files.Written:
+        writing.wait()
+        return usual(path, tensors)
+
+    with piper.launch(made("zero1", kind=Small)) as trainer:
+        trainer.step(*given(0))
+        expected = contents(trainer, tmp_path / "expected")
+        monkeypatch.setattr(parts, "write_file", held_up)
+        trainer.save(tmp_path / "saved", background=True)
+        for step in range(1, 4):
+            trainer.step(*given(step))
+        assert not (tmp_path / "saved").exists()
+        writing.set()
+        trainer.load(tmp_path / "saved")
+        assert trainer.steps == 1
+        found = contents(trainer, tmp_path / "found")
+        assert all(torch.equal(x, found[name]) for name, x in expected.items())
+        trainer.save(tmp_path / "last", background=True)
+    assert (tmp_path / "last" / "index.json").exists()
+
+
+def test_a_failed_save_in_the_background_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, tensors: Any) -> files.Written:
+        raise OSError("No space left on device")
+
+    words = "cannot be saved to .*: No space left on device; what was there before is untouched"
+    with piper.launch(made("zero1", kind=Small)) as trainer:
+        trainer.step(*given(0))
+        trainer.save(tmp_path / "saved")
+        before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+        trainer.step(*given(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(parts, "write_file", full)
+            trainer.save(tmp_path / "saved", background=True)
+            with pytest.raises(PiperError, match=words):
+                trainer.save(tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+        found = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+        assert found == before
+        trainer.step(*given(2))
+        trainer.save(tmp_path / "other")
+    monkeypatch.setattr(parts, "write_file", full)
+    trainer = piper.launch(made("zero1", kind=Small))
+    trainer.save(tmp_path / "saved", background=True)
+    with pytest.raises(PiperError, match=words):
+        trainer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "saved"]

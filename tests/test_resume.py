@@ -133,14 +133,14 @@ def test_runs_that_are_refused(
 class Run:
     """A script in a process of its own."""
 
-    def __init__(self, folder: Path, on: str, steps: int) -> None:
+    def __init__(self, folder: Path, on: str, steps: int, *how: str) -> None:
         self.folder = folder
         command = [sys.executable]
         if on == "torchrun":
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = str(ROOT / "tests" / "scripts" / "resumed.py")
         self.process = subprocess.Popen(
-            [*command, script, str(folder), on, str(steps)],
+            [*command, script, str(folder), on, str(steps), *how],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
@@ -191,12 +191,12 @@ def test_sigterm_finishes_the_step_saves_and_ends(on: str, tmp_path: Path) -> No
     assert losses(tmp_path) == expected(len(seen) + 4)
 
 
-def killed_again_and_again(folder: Path, on: str, times: int, seed: int) -> None:
+def killed_again_and_again(folder: Path, on: str, times: int, seed: int, *how: str) -> None:
     rng = random.Random(seed)
     for _ in range(times):
         log = folder / "log.0"
         before = log.read_text().count("\n") if log.exists() else 0
-        run = Run(folder, on, 10**6)
+        run = Run(folder, on, 10**6, *how)
         run.wait_for(before + 1)
         time.sleep(rng.uniform(0, 0.3))
         run.kill(signal.SIGKILL)
@@ -204,7 +204,7 @@ def killed_again_and_again(folder: Path, on: str, times: int, seed: int) -> None
             if not path.name.startswith("."):
                 assert (path / "index.json").exists()
     steps = len(losses(folder)) + 4
-    last = Run(folder, on, steps)
+    last = Run(folder, on, steps, *how)
     assert last.process.wait(120) == 0
     assert losses(folder) == expected(steps)
     names = sorted(path.name for path in (folder / "run").iterdir())
@@ -221,3 +221,9 @@ def test_kill_9_at_some_moments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("on", "times"), [("virtual", 14), ("processes", 6)])
 def test_kill_9_at_many_moments(on: str, times: int, tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, on, times, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on", "times"), [("virtual", 6), ("processes", 3), ("torchrun", 3)])
+def test_kill_9_while_saves_are_in_the_background(on: str, times: int, tmp_path: Path) -> None:
+    killed_again_and_again(tmp_path, on, times, 2, "background")

@@ -91,11 +91,16 @@ def save(
 ) -> None:
     """Write a checkpoint. ``rest`` are tensors of the model that no device holds, if they are not
     the first ones any more; ``data`` says where in the data training is."""
+    target, folder = prepare(group, path, keep)
+    parts = group.write_parts(folder)
+    group.once(lambda: finish(program, target, parts, rest, data, keep))
+
+
+def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> tuple[Path, Path]:
+    """Where a checkpoint is to be, and the folder to write it in."""
     target = _absolute(path)
     _check_keep(target, keep)
-    written = group.once(lambda: folders.prepare(target))
-    parts = group.write_parts(written)
-    group.once(lambda: _finish(program, target, parts, rest, data, keep))
+    return target, group.once(lambda: folders.prepare(target))
 
 
 def _absolute(path: str | Path) -> Path:
@@ -111,7 +116,7 @@ def _check_keep(target: Path, keep: int | None) -> None:
     folders.numbered(target)
 
 
-def _finish(
+def finish(
     program: Program,
     target: Path,
     parts: Sequence[Part | Refusal],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,14 @@ from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
 from piper.runtime.filling import refusal
 from piper.runtime.first_tensors import Fetch
 from piper.runtime.holding import Held, given_by
-from piper.runtime.parts import Part, export_part, in_memory, read_part, write_part
+from piper.runtime.parts import (
+    Part,
+    copied_part,
+    export_part,
+    in_memory,
+    read_part,
+    write_part,
+)
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
@@ -130,11 +137,22 @@ class LoadedDevice:
 
     def write_part(self, folder: Path) -> Part | Refusal:
         """Write this device's part of a checkpoint."""
-        file = f"device-{self.number:05}.safetensors"
         try:
-            return write_part(self.state, folder, file, _own_buffers(self._program, self.number))
+            return write_part(self.state, *self._part(folder))
         except (OSError, PiperError) as error:
             return Refusal(str(error))
+
+    def copied_part(self, folder: Path) -> Callable[[], Part | Refusal]:
+        """The same for later, of the state as it is now."""
+        try:
+            return copied_part(self.state, *self._part(folder))
+        except PiperError as error:
+            refusal = Refusal(str(error))
+            return lambda: refusal
+
+    def _part(self, folder: Path) -> tuple[Path, str, tuple[str, ...]]:
+        file = f"device-{self.number:05}.safetensors"
+        return folder, file, _own_buffers(self._program, self.number)
 
     def give(self) -> tuple[Part | Refusal, Sequence[Held]]:
         """This device's part of the state as it is in memory, and the slices of it."""

@@ -29,7 +29,9 @@ class Saver(Protocol):
 
     steps: int
 
-    def save_at(self, path: Path, data: Any, keep: int | None) -> None: ...
+    def save_at(self, path: Path, data: Any, keep: int | None, *, background: bool) -> None: ...
+
+    def settle_save(self) -> None: ...
 
     def load_at(self, path: Path) -> Any: ...
 
@@ -38,7 +40,12 @@ class Checkpoints:
     """The checkpoints of one run, in one folder."""
 
     def __init__(
-        self, trainer: Saver, folder: str | Path, every: int | None, keep: int | None
+        self,
+        trainer: Saver,
+        folder: str | Path,
+        every: int | None,
+        keep: int | None,
+        background: bool,
     ) -> None:
         for name, number in (("every", every), ("keep", keep)):
             whole = isinstance(number, int) and not isinstance(number, bool)
@@ -48,6 +55,7 @@ class Checkpoints:
         self._folder = Path(folder)
         self._every = every
         self._keep = keep
+        self._background = background
         self._last: int | None = None
         """The step of the last checkpoint."""
 
@@ -83,14 +91,18 @@ class Checkpoints:
     def after_step(self, position: Position) -> None:
         """Save if it is time to."""
         if self._every is not None and self._trainer.steps % self._every == 0:
-            self.save(position)
+            self._save(position, background=self._background)
 
-    def save(self, position: Position) -> None:
-        """Save, if that has not happened after this step."""
+    def finish(self, position: Position) -> None:
+        """Save, if that has not happened after this step; all is written when this returns."""
+        self._save(position, background=False)
+        self._trainer.settle_save()
+
+    def _save(self, position: Position, *, background: bool) -> None:
         step = self._trainer.steps
         if self._last != step:
             path = self._folder / _NAME.format(step)
-            self._trainer.save_at(path, position.state(), self._keep)
+            self._trainer.save_at(path, position.state(), self._keep, background=background)
             self._last = step
 
 

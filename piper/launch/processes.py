@@ -174,6 +174,14 @@ class ProcessWorkerGroup:
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
         return self._all("write part", folder)
 
+    def begin_parts(self, folder: Path) -> None:
+        self._all("begin part", folder)
+
+    def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
+        if not wait and not all(self._all("part is written", None)):
+            return None
+        return [part for parts in self._all("written part", None) for part in parts]
+
     def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
         return self._all("export part", (folder, dict(targets)))
 

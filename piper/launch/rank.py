@@ -15,6 +15,7 @@ from piper.capture.codegen import Runners
 from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
+from piper.launch.background import Writing
 from piper.launch.device import LoadedDevice
 from piper.launch.faults import described
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
@@ -70,6 +71,7 @@ class Rank:
             program, number, where, self.comm, begin, Runners(program.compiler), shaker,
             tracked=where.type == "cuda",
         )  # fmt: skip
+        self._writing: Writing | None = None
         self._graph: StepGraph | None = None
         if cuda_graphs:
             self._graph = StepGraph(where, lambda rows: finished(self.device.train(*rows)))
@@ -100,6 +102,15 @@ class Rank:
 
     def write_part(self, folder: Path) -> Part | Refusal:
         return self.device.write_part(folder)
+
+    def begin_part(self, folder: Path) -> None:
+        self._writing = Writing([self.device.copied_part(folder)])
+
+    @property
+    def writing(self) -> Writing:
+        """The part of a checkpoint that was begun last."""
+        assert self._writing is not None
+        return self._writing
 
     def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
         return self.device.export_part(folder, targets)

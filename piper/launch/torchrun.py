@@ -203,6 +203,17 @@ class TorchrunWorkerGroup:
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
         return self._at_first(None if self._rank is None else self._rank.write_part(folder))
 
+    def begin_parts(self, folder: Path) -> None:
+        if self._rank is not None:
+            self._rank.begin_part(folder)
+
+    def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
+        writing = None if self._rank is None else self._rank.writing
+        if not wait and self.any_of(writing is not None and not writing.done):
+            return None
+        found = self._at_first([] if writing is None else writing.result())
+        return [part for parts in found for part in parts]
+
     def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
         rank = self._rank
         return self._at_first(None if rank is None else rank.export_part(folder, targets))

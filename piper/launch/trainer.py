@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.checkpoint.values import from_json
 from piper.errors import PiperError
+from piper.launch.background import BackgroundSave
 from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
 from piper.launch.exporting import export
 from piper.launch.fitting import Checkpoints, Stop
@@ -96,6 +97,7 @@ class Trainer:
         self.program = program
         self.steps = 0
         self._worker_group: WorkerGroup | None = group
+        self._saving: BackgroundSave | None = None
         self._rest: dict[str, Tensor] = {}
         """Tensors of the model that no device holds, if they are not the first ones any more."""
 
@@ -115,7 +117,12 @@ class Trainer:
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._worker_group is not None:
+        if self._worker_group is None:
+            return
+        try:
+            if error is None:
+                self.settle_save()
+        finally:
             self._worker_group.close(error)
             self._worker_group = None
 
@@ -130,6 +137,7 @@ class Trainer:
         them, and cannot be read; under torchrun, all processes must say the same.
         """
         with held_back():
+            self.settle_save(wait=False)
             result = self._run(partial(self._whole.step, report=report), batch, pad)
             self.steps += 1
         return result
@@ -190,6 +198,7 @@ class Trainer:
         every: int | None = None,
         resume: bool = False,
         keep: int | None = None,
+        background: bool = False,
         progress: bool = True,
     ) -> Iterator[StepResult]:
         """Train on batches, each ``(*inputs, *targets)``, with a progress display; yields the
@@ -197,17 +206,18 @@ class Trainer:
         function from the number of a step to its batch.
 
         With ``checkpoint``, a folder, the state is saved there every ``every`` steps and at the
-        end, also when SIGTERM asks the process to end; ``keep`` says how many of them to keep.
+        end, also when SIGTERM asks the process to end; ``keep`` says how many of them to keep, and
+        with ``background`` all but the last are written while training goes on.
         With ``resume`` the run goes on from the last one, if there is one, with the same losses as
         if it had not ended; ``steps`` are then those of the whole run.
         """
-        if checkpoint is None and (every is not None or resume or keep is not None):
-            raise PiperError("every=, resume= and keep= need checkpoint=, a folder")
+        if checkpoint is None and (every is not None or resume or keep is not None or background):
+            raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
         position = Position(batches, self.steps)
         last = None if steps is None else self.steps + steps
         saved = None
         if checkpoint is not None:
-            saved = Checkpoints(self, checkpoint, every, keep)
+            saved = Checkpoints(self, checkpoint, every, keep, background)
             saved.begin(position, resume=resume, group=self._devices)
             last = steps
         return self._fitted(position, last, saved, progress)
@@ -229,18 +239,30 @@ class Trainer:
                 if saved is not None:  # now that it was seen: a run that goes on leaves no gap
                     saved.after_step(position)
             if saved is not None:
-                saved.save(position)
+                saved.finish(position)
                 if self._devices.any_of(stop.asked):
                     stop.end()
 
-    def save_at(self, path: Path, data: Any, keep: int | None) -> None:
+    def save_at(self, path: Path, data: Any, keep: int | None, *, background: bool) -> None:
         """``save``, with the position in the data."""
         with held_back():
-            save(self._whole, self.program, path, self._rest, data=data, keep=keep)
+            self.settle_save()
+            given = self._whole, self.program, path, self._rest
+            if background:
+                self._saving = BackgroundSave(*given, data=data, keep=keep)
+            else:
+                save(*given, data=data, keep=keep)
+
+    def settle_save(self, *, wait: bool = True) -> None:
+        """See to a save in the background, if there is one; an error if it failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None and not saving.settled(wait=wait):
+            self._saving = saving
 
     def load_at(self, path: Path) -> Any:
         """``load``; gives the position in the data that was saved with the state."""
         with held_back():
+            self.settle_save()
             index, self._rest = load(self._devices, self.program, path)
             self.steps = index.steps
         return from_json(index.data)
@@ -278,11 +300,13 @@ class Trainer:
             held = self.program.held_names
             self._rest = {n: x.clone() for n, x in tensors.items() if n not in held}
 
-    def save(self, path: str | Path, *, keep: int | None = None) -> None:
+    def save(self, path: str | Path, *, keep: int | None = None, background: bool = False) -> None:
         """Write a checkpoint, the state of training, to the folder ``path``: whole or not at all.
         Every device writes what it has. ``keep`` says how many to keep of the checkpoints in the
-        same folder whose names, like this one's, end in a number."""
-        self.save_at(Path(path), None, keep)
+        same folder whose names, like this one's, end in a number. With ``background`` it is copied,
+        and written while training goes on; the next save, and the end of the trainer, wait for it,
+        and a call that finds that it failed raises an error."""
+        self.save_at(Path(path), None, keep, background=background)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint that ``save`` wrote, under this or another strategy. Every device
@@ -294,6 +318,7 @@ class Trainer:
         other devices: the state goes from memory to memory, and losses continue as if nothing had
         happened. A program that is refused changes nothing."""
         with held_back():
+            self.settle_save()
             switch(self._whole, self.program, program)
             self.program = program
 

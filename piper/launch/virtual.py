@@ -18,6 +18,7 @@ from piper.capture.codegen import Runners
 from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
+from piper.launch.background import Writing
 from piper.launch.device import LoadedDevice
 from piper.launch.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.switching import NextState
@@ -64,6 +65,7 @@ class VirtualWorkerGroup:
             refuse_uncapturable(program)
         self._cuda_graphs = cuda_graphs
         self._shake = shake
+        self._writing: Writing | None = None
         self._given: dict[int, Sequence[Held]] = {}
         self._next: tuple[Program, Index, dict[int, NextState]] | None = None
         self._start(program, dict.fromkeys(program.devices, fetch))
@@ -126,6 +128,13 @@ class VirtualWorkerGroup:
 
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
         return [device.write_part(folder) for device in self._devices]
+
+    def begin_parts(self, folder: Path) -> None:
+        self._writing = Writing([device.copied_part(folder) for device in self._devices])
+
+    def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
+        assert self._writing is not None
+        return self._writing.result() if wait or self._writing.done else None
 
     def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
         return [device.export_part(folder, targets) for device in self._devices]

@@ -110,6 +110,12 @@ def _done(rank: Rank, monitor: Monitor | None, call: Call) -> Any:
             return rank.restore(tensors)
         case Call("write part", checkpoint):
             return rank.write_part(checkpoint)
+        case Call("begin part", checkpoint):
+            return rank.begin_part(checkpoint)
+        case Call("part is written"):
+            return rank.writing.done
+        case Call("written part"):
+            return rank.writing.result()
         case Call("export part", (exported, targets)):
             return rank.export_part(exported, targets)
         case Call("refusals", (checkpoint, index)):

@@ -140,6 +140,15 @@ class WorkerGroup(Protocol):
         calls."""
         ...
 
+    def begin_parts(self, folder: Path) -> None:
+        """Every device copies its part of a checkpoint, and begins to write the copy."""
+        ...
+
+    def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
+        """What all devices have written, where ``once`` calls; None if one is not done, unless they
+        are to ``wait``."""
+        ...
+
     def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
         """Every device writes its share of the model's tensors; the names that each has written, or
         why it could not, where ``once`` calls."""

@@ -7,7 +7,7 @@ A table is ``model``, ``optimizer.`` and a kind of its state, or ``stored``, as 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +71,16 @@ class Holding:
         model, stored = tables.pop(MODEL, {}), tables.pop(STORED, {})
         optimizer = {name.partition(".")[2]: entries for name, entries in tables.items()}
         return Tensors(model, optimizer, stored, self.values)
+
+
+def on_host(holding: Holding) -> Holding:
+    """A copy of the same, which does not change."""
+
+    def copied(held: Held) -> Held:
+        assert isinstance(held.tensor, Tensor)
+        return replace(held, tensor=held.tensor.detach().to("cpu", copy=True))
+
+    return replace(holding, slices=[copied(held) for held in holding.slices])
 
 
 def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:

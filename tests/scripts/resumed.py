@@ -1,9 +1,9 @@
 """A run that may be killed at any moment, and started again.
 
-    resumed.py FOLDER LAUNCHER STEPS
+    resumed.py FOLDER LAUNCHER STEPS [background]
 
 Writes a line with the number and the loss of each step to ``FOLDER/log`` and saves every third step
-in ``FOLDER/run``.
+in ``FOLDER/run``, in the background if that is said.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +54,9 @@ def compiled() -> piper.Program:
     )
 
 
-def main(folder: Path, on: str, steps: int) -> None:
-    run = {"checkpoint": folder / "run", "every": 3, "keep": 2, "resume": True}
+def main(folder: Path, on: str, steps: int, background: bool) -> None:
+    run: dict[str, Any] = {"checkpoint": folder / "run", "every": 3, "keep": 2, "resume": True}
+    run["background"] = background
     rank = os.environ.get("RANK", "0")
     with (
         piper.launch(compiled(), on=on) as trainer,
@@ -67,4 +69,4 @@ def main(folder: Path, on: str, steps: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "background" in sys.argv)

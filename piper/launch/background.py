@@ -1,0 +1,79 @@
+"""Saves in the background: training goes on while what was copied on the host is written.
+
+Every device copies its part of the state, which the step waits for, and a thread of its process
+writes the copy. When all have written, the next call of the trainer makes it a checkpoint. A save
+that fails leaves the checkpoint before it, and is reported by that call.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from piper.launch.checkpoint import finish, prepare
+from piper.launch.worker_group import Refusal, WorkerGroup
+from piper.program import Program
+from piper.runtime.parts import Part
+
+
+class Writing:
+    """The parts of this process's devices, which a thread writes one after another."""
+
+    def __init__(self, writes: Iterable[Callable[[], Part | Refusal]]) -> None:
+        """Each of ``writes`` has a copy of the state, and lets go of it at the end."""
+        self._writes = deque(writes)
+        self._found: list[Part | Refusal] = []
+        self._thread = threading.Thread(target=self._run, name="piper save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._writes:
+            try:
+                self._found.append(self._writes.popleft()())
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+                self._found.append(Refusal(str(error) or type(error).__name__))
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> list[Part | Refusal]:
+        """What was written; waits for it."""
+        self._thread.join()
+        return self._found
+
+
+class BackgroundSave:
+    """A checkpoint that is being written."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        program: Program,
+        path: str | Path,
+        rest: Mapping[str, Tensor],
+        *,
+        data: Any,
+        keep: int | None,
+    ) -> None:
+        """As ``checkpoint.save``, which returns at the end."""
+        self._group = group
+        self._target, folder = prepare(group, path, keep)
+        self._finish = program, dict(rest), copy.deepcopy(data), keep
+        group.begin_parts(folder)
+
+    def settled(self, *, wait: bool) -> bool:
+        """Whether it is over: a checkpoint now, or an error is raised. All processes that have a
+        trainer ask."""
+        parts = self._group.written_parts(wait=wait)
+        if parts is None:
+            return False
+        program, rest, data, keep = self._finish
+        self._group.once(lambda: finish(program, self._target, parts, rest, data, keep))
+        return True
