@@ -7,9 +7,14 @@ import functools
 import os
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +30,8 @@ from piper.errors import PiperWarning
 from piper.launch.checkpoint import index_of
 from piper.launch.switching import NextState
 from piper.runtime.holding import all_held
-from piper.runtime.resharding import parcels
+from piper.runtime.resharding import IN_FLIGHT, Exchange, parcels
+from piper.tracking import Tracker
 from tests.scripts import switched
 from tests.scripts.switched import ON_FOUR, WIDTH, Net, batch, losses
 from tests.test_checkpoints import contents
@@ -196,6 +202,71 @@ def test_each_slice_is_sent_once(before: str, after: str) -> None:
                 if (held.table, held.name) == (one.table, one.name):
                     held.box.of(seen).fill_(1)
             assert not bool(one.box.of(seen).any()), "it was there"
+
+
+class Queues:
+    """One process's link to others, which are threads."""
+
+    def __init__(self, me: int, queues: defaultdict[tuple[int, int, int], Queue[Tensor]]) -> None:
+        self._me = me
+        self._queues = queues
+
+    def send(self, data: Tensor, to: int, tag: int) -> Any:
+        queue = self._queues[self._me, to, tag]
+        queue.put(data)
+        return SimpleNamespace(wait=queue.join)
+
+    def receive(self, out: Tensor, source: int, tag: int) -> Any:
+        queue = self._queues[source, self._me, tag]
+
+        def wait() -> None:
+            out.copy_(queue.get(timeout=LIMIT))
+            queue.task_done()
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_nobody_holds_more_than_both_states_and_a_few_parcels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted for each process by itself; what arrives is what a switch in one process brings."""
+    monkeypatch.setattr(files, "BLOCK", 256)
+    program = made("pp2")
+    queues: defaultdict[tuple[int, int, int], Queue[Tensor]] = defaultdict(Queue)
+    with piper.launch(made("zero3")) as trainer:
+        trainer.step(*batch(0))
+        group: Any = trainer._worker_group
+        devices = {device.number: device for device in group._devices}
+        given = {number: device.give() for number, device in devices.items()}
+        index = index_of(trainer.program, [part for part, _ in given.values()], None)
+        wants: dict[int, Any] = {}
+        ready = threading.Barrier(len(devices))
+
+        def process(number: int) -> tuple[int, int]:
+            """The most bytes that were made, and those of the state that is left."""
+            with Tracker() as tracker:
+                room = NextState(
+                    program, number, torch.device("cpu"), index, devices[number], capturable=False
+                )
+                wants[number] = room.requests
+                ready.wait(LIMIT)
+                exchange = Exchange(number, given[number][1], room.missing)
+                exchange.run(parcels(index, wants, number), Queues(number, queues))
+                tensors = [] if room.state is None else list(room.settled().tensors())
+            rooms[number] = room.state
+            kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+            return tracker.peak, sum(kept.values())
+
+        rooms: dict[int, Any] = {}
+        with ThreadPoolExecutor(len(devices)) as pool:
+            found = list(pool.map(process, devices))
+        trainer.switch(program)
+        for device in group._devices:
+            pairs = zip(device.state.tensors(), rooms[device.number].tensors(), strict=True)
+            assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert any(kept > 4 * files.BLOCK for _, kept in found)
+    for peak, kept in found:
+        assert peak <= kept + IN_FLIGHT * files.BLOCK
 
 
 # what is refused
