@@ -74,22 +74,22 @@ class VirtualWorkerGroup:
                 device.state.make_capturable()
 
     def _start(self, program: Program, begin: Mapping[int, Fetch | DeviceState]) -> None:
-        """Load the plans of all devices."""
-        self._program = program
-        self._hub = Hub(program.device.type == "cuda")
+        """Load the plans of all devices; whatever fails changes nothing."""
+        hub = Hub(program.device.type == "cuda")
         runners = Runners(program.compiler)
-        self._devices = [
+        devices = [
             LoadedDevice(
                 program,
                 number,
                 program.device,
-                Loopback(self._hub, number),
+                Loopback(hub, number),
                 begin[number],
                 runners,
                 None if self._shake is None else Shaker(self._shake, number),
             )
             for number in program.devices
         ]
+        self._program, self._hub, self._devices = program, hub, devices
         self._graph: StepGraph | None = None
         if self._cuda_graphs:
             self._graph = StepGraph(program.device, self._train)
@@ -185,8 +185,10 @@ class VirtualWorkerGroup:
         states = {number: room.settled() for number, room in rooms.items()}
         if program.device.type == "cuda":
             torch.cuda.synchronize(program.device)  # nothing reads the old state any more
-        self.abandon_switch()
-        self._start(program, states)
+        try:
+            self._start(program, states)
+        finally:
+            self.abandon_switch()
 
     def abandon_switch(self) -> None:
         self._next = None
