@@ -40,14 +40,9 @@ from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.lower.tasks import CostModel
-from piper.optimizer import (
-    OptimizerFactory,
-    SchedulerFactory,
-    check_factory,
-    cost_of,
-    try_scheduler,
-)
-from piper.program import Program
+from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
+from piper.optimizer_factory import OptimizerFactory
+from piper.program import Program, trained_shapes
 from piper.shardings import shardings_of
 from piper.strategy import Strategy
 from piper.traces import Subject, Traces
@@ -123,7 +118,7 @@ def _capture(subject: Subject, training: Training, init: Init | WeightFiles | No
         raise PiperError(
             f"init={init!r} must be a function (name, tensor, generator) or piper.weights(folder)"
         )
-    try_scheduler(training.optimizer, training.scheduler)
+    try_scheduler(training.optimizer, training.scheduler, subject.trained)
     _warn_of_evaluation_mode(subject.model)
     return Capture(subject, training, init)
 
@@ -165,8 +160,10 @@ class Capture:
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)
+            placed = self._placed(strategy, captured)
             if self._cost is None:
-                self._cost = cost_of(self._training.optimizer, first.device)
+                trained = trained_shapes(placed.facts.whole, placed.code)
+                self._cost = cost_of(self._training.optimizer, trained, first.device)
             settings = Settings(
                 clip=self._training.clip_norm is not None,
                 optimizer=self._cost,
@@ -175,7 +172,6 @@ class Capture:
                 fused=not isinstance(first.compiler, Eager),
                 costs=Costs() if costs is None else costs,
             )
-            placed = self._placed(strategy, captured)
             found = _lowered(placed, self._training, settings, first.device)
             evaluation = placed
             if self._traces.depends_on_mode(first.microbatches):
@@ -372,8 +368,8 @@ def _lowered(
     """The plans of a step of training."""
     lowered = lower(placed.dag, placed.facts.models, settings)
     if training.optimizer is not None:
-        shapes = {name: spec.shape for name, spec in placed.code.parameters.items()}
-        check_factory(training.optimizer, lowered.dag, shapes, device)
+        trained = trained_shapes(placed.facts.whole, placed.code)
+        check_factory(training.optimizer, settings.optimizer, lowered.dag, trained, device)
     return lowered
 
 

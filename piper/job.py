@@ -22,7 +22,8 @@ from piper.compiler import Capture, capture
 from piper.cost import Cluster
 from piper.errors import PiperError
 from piper.lower.tasks import CostModel
-from piper.optimizer import OptimizerFactory, SchedulerFactory
+from piper.optimizer import SchedulerFactory
+from piper.optimizer_factory import OptimizerFactory
 from piper.program import Program
 from piper.strategy import Strategy
 from piper.weight_files import Init, WeightFiles

@@ -6,9 +6,10 @@ All is found by trying it on small parameters: there is no list of known optimiz
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,58 +19,32 @@ from piper.errors import DirectiveError, PiperError
 from piper.ir.dag import Bucket, Dag
 from piper.ir.text import group_text
 from piper.lower.memory import OptimizerCost
-from piper.optimizer_trials import OptimizerFactory as OptimizerFactory
+from piper.optimizer_factory import (
+    NamedParameters,
+    OptimizerFactory,
+    kind_of,
+    make,
+    settings_by_parameter,
+    takes_names,
+)
 from piper.optimizer_trials import (
+    UNNAMED,
+    Samples,
     looks_across,
+    looks_at_others,
+    only,
     sample,
+    small,
     step_with,
     steps_by_bucket,
-    works_on_parts,
+    works_on_shards,
+    works_on_slices,
 )
 from piper.tracking import Tracker
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the trained parameters, by name and in the model's order."""
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
-def make(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that ``factory`` makes, which must be one of ``torch.optim``'s kind."""
-    found = factory(parameters)
-    if not isinstance(found, torch.optim.Optimizer):
-        raise PiperError(
-            "optimizer= must be a function from a list of parameters to a torch.optim optimizer, "
-            f"such as lambda params: torch.optim.AdamW(params, lr=3e-4); it returned a "
-            f"{type(found).__name__}"
-        )
-    if inspect.signature(found.step).parameters.get("closure") is not None:
-        closure = inspect.signature(found.step).parameters["closure"]
-        if closure.default is inspect.Parameter.empty:
-            raise PiperError(
-                f"the optimizer {type(found).__name__} evaluates the loss again within a step, "
-                "which a compiled step cannot: use one whose step needs no closure"
-            )
-    _refuse_others(found, parameters)
-    return found
-
-
-def _refuse_others(found: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """An optimizer updates the parameters that it was made for, all of them and no others."""
-    given = set(map(id, parameters))
-    taken = {id(p) for group in found.param_groups for p in group["params"]}
-    name = type(found).__name__
-    if not taken <= given:
-        raise PiperError(
-            f"optimizer= was given {len(given)} parameters, but the {name} that it returned is for "
-            f"{len(taken - given)} others, which a compiled step never trains: make it from the "
-            "list that the function is given, as in lambda params: torch.optim.AdamW(params, "
-            "lr=3e-4), and not from model.parameters()"
-        )
-    if taken != given:
-        raise PiperError(
-            f"the {name} that optimizer= returned leaves out {len(given - taken)} of the "
-            f"{len(given)} parameters that it was given, which would then never be trained: put "
-            "all of them into its groups, and freeze what is not to be trained in the model, by "
-            "requires_grad_(False), before compiling"
-        )
 
 
 def make_scheduler(
@@ -96,11 +71,23 @@ def make_scheduler(
     return found
 
 
-def try_scheduler(factory: OptimizerFactory | None, scheduler: SchedulerFactory | None) -> None:
+def sample_optimizer(factory: OptimizerFactory, trained: Shapes) -> torch.optim.Optimizer:
+    """One for small parameters: of all names, if it is given names."""
+    names = trained if takes_names(factory) else {"0": (0, 0)}
+    return make(factory, _small(names))
+
+
+def _small(shapes: Shapes) -> list[tuple[str, nn.Parameter]]:
+    return [(name, nn.Parameter(sample(0, small(shape)))) for name, shape in shapes.items()]
+
+
+def try_scheduler(
+    factory: OptimizerFactory | None, scheduler: SchedulerFactory | None, trained: Shapes
+) -> None:
     """Refuse a scheduler that cannot work, before anything is compiled."""
     if factory is not None and scheduler is not None:
         with _trying("optimizer="):
-            optimizer = make(factory, [nn.Parameter(sample(0))])
+            optimizer = sample_optimizer(factory, trained)
         with _trying("scheduler="):
             make_scheduler(scheduler, optimizer)
 
@@ -120,15 +107,92 @@ def _trying(argument: str) -> Iterator[None]:
         ) from error
 
 
-def cost_of(factory: OptimizerFactory | None, device: torch.device) -> OptimizerCost:
-    """What the optimizer keeps, what it needs while it updates, and whether it steps as a whole."""
-    if factory is None:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Parameters that a factory treats alike: with as many dimensions, and in one group if it
+    knows their names."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Of a small one."""
+
+    def samples(self, first: int, last: int) -> Samples:
+        return [(name, self.shape) for name in self.names[first:last]]
+
+
+def _kinds(factory: OptimizerFactory, trained: Shapes) -> list[_Kind]:
+    given = _small(trained)
+    groups: dict[int, int] = {}
+    if takes_names(factory):
+        made = make(factory, given).param_groups
+        groups = {id(p): place for place, group in enumerate(made) for p in group["params"]}
+    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, parameter in given:
+        key = (groups.get(id(parameter), 0), tuple(parameter.shape))
+        found.setdefault(key, []).append(name)
+    return [_Kind(tuple(names), shape) for (_, shape), names in found.items()]
+
+
+def _samples(factory: OptimizerFactory, kinds: Sequence[_Kind]) -> Sequence[Samples]:
+    """What a factory is tried with: one parameter of each kind, then, in the other half, one more
+    of each."""
+    if not takes_names(factory):
+        return UNNAMED
+    return ([x for first in (0, 1) for kind in kinds for x in kind.samples(first, first + 1)],)
+
+
+def cost_of(
+    factory: OptimizerFactory | None, trained: Shapes, device: torch.device
+) -> OptimizerCost:
+    """What the optimizer keeps, what it needs while it updates, whether it steps as a whole, and
+    which of the ``trained`` parameters it must be given whole. Of several kinds of parameters, what
+    those cost that cost most."""
+    if factory is None or not trained:
         return OptimizerCost(0.0)
     with _trying("optimizer="), _own_randomness(device):
-        one = _tried(factory, 1, device)
-        two = _tried(factory, 2, device)
-        whole = not steps_by_bucket(partial(make, factory), device)
-    return replace(one, together=two.update > 1.5 * one.update, whole=whole)
+        kinds = _kinds(factory, trained)
+        tried = kinds if takes_names(factory) else [_Kind(("0", "1"), small((0, 0)))]
+        costs = [_cost(factory, kind, _beside(factory, tried, kind), device) for kind in tried]
+        whole = not steps_by_bucket(partial(make, factory), _samples(factory, kinds), device)
+        tensors = [
+            name
+            for kind in kinds
+            if not _sliced(factory, kind, _beside(factory, kinds, kind))
+            for name in kind.names
+        ]
+    return OptimizerCost(
+        state=max(cost.state for cost in costs),
+        update=max(cost.update for cost in costs),
+        together=any(cost.together for cost in costs),
+        scalars=max(cost.scalars for cost in costs),
+        whole=whole,
+        tensors=tuple(tensors),
+    )
+
+
+def _beside(
+    factory: OptimizerFactory, kinds: Sequence[_Kind], kind: _Kind
+) -> list[tuple[str, nn.Parameter]]:
+    """A parameter of each other kind: a factory that knows names may want some of every group."""
+    if not takes_names(factory):
+        return []
+    return _small({other.names[0]: other.shape for other in kinds if other is not kind})
+
+
+def _sliced(factory: OptimizerFactory, kind: _Kind, beside: NamedParameters) -> bool:
+    return works_on_slices(partial(make, factory), kind.names[0], kind.shape, beside)
+
+
+def _cost(
+    factory: OptimizerFactory,
+    kind: _Kind,
+    beside: NamedParameters,
+    device: torch.device,
+) -> OptimizerCost:
+    others = [(name, nn.Parameter(p.detach().to(device))) for name, p in beside]
+    one = _tried(factory, kind.samples(0, 1), others, device)
+    two = _tried(factory, kind.samples(0, 2), others, device)
+    return replace(one, together=two.update > 1.5 * one.update)
 
 
 @contextmanager
@@ -138,16 +202,22 @@ def _own_randomness(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> OptimizerCost:
-    """What a step on ``count`` equal parameters takes."""
-    parameters = [nn.Parameter(sample(0).to(device)) for _ in range(count)]
-    gradients = [sample(1).to(device) for _ in range(count)]
-    optimizer = make(factory, parameters)
+def _tried(
+    factory: OptimizerFactory,
+    samples: Samples,
+    beside: NamedParameters,
+    device: torch.device,
+) -> OptimizerCost:
+    """What a step on small parameters takes; those ``beside`` them are not updated."""
+    parameters = [nn.Parameter(sample(0, shape).to(device)) for _, shape in samples]
+    gradients = [sample(1, shape).to(device) for _, shape in samples]
+    names = [name for name, _ in samples]
+    optimizer = make(factory, [*zip(names, parameters, strict=True), *beside])
     step_with(optimizer, parameters, gradients)
     tracker = Tracker()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    with tracker:
+    with tracker, only(optimizer, parameters):
         optimizer.step()
     state = [x for x in optimizer.state.get(parameters[0], {}).values() if isinstance(x, Tensor)]
     kept = sum(x.nbytes for x in state if x.numel() > 1)
@@ -157,43 +227,69 @@ def _tried(factory: OptimizerFactory, count: int, device: torch.device) -> Optim
 
 
 def check_factory(
-    factory: OptimizerFactory,
-    dag: Dag,
-    shapes: Mapping[str, tuple[int, ...]],
-    device: torch.device,
+    factory: OptimizerFactory, cost: OptimizerCost, dag: Dag, trained: Shapes, device: torch.device
 ) -> None:
-    """Refuse an optimizer for a lowered step whose parameters have these shapes."""
-    trained = {name for bucket in dag.buckets if bucket.trained for name in bucket.parameters}
-    _check_taken(factory, {name: shape for name, shape in shapes.items() if name in trained})
-    _check_divisible(factory, dag, device)
-
-
-def _check_divisible(factory: OptimizerFactory, dag: Dag, device: torch.device) -> None:
-    """Refuse to give an optimizer parts of what it looks at together."""
-    sharded = [b for b in dag.buckets if b.trained and b.level]
+    """Refuse an optimizer for a lowered step whose trained parameters have these shapes; ``cost``
+    is what was found when it was tried."""
+    if takes_names(factory):
+        _check_made_on_devices(factory, dag, trained)
+    else:
+        _check_taken(factory, trained)
     with _trying("optimizer="):
-        elementwise = not sharded or works_on_parts(partial(make, factory))
-    if not elementwise:
-        rule = sharded[0].rule
-        raise DirectiveError(
-            f"{dag.history[rule.made_by]}: the optimizer {_name(factory)}, as given, does not "
-            "treat each element of a parameter by itself (or looks at its shape, for instance for "
-            f"weight decay), so its state cannot be sharded with zero={rule.zero}: use zero=0 for "
-            "these regions, or an elementwise optimizer that treats all parameters alike"
-        )
-    apart = _apart(dag.buckets)
-    if apart:
-        with _trying("optimizer="), _own_randomness(device):
-            across = looks_across(partial(make, factory), device)
-        if across:
+        _check_shards(factory, cost, dag, trained)
+    _check_across(factory, dag, trained, device)
+
+
+def _check_shards(
+    factory: OptimizerFactory, cost: OptimizerCost, dag: Dag, trained: Shapes
+) -> None:
+    """Refuse to give an optimizer shards of tensors that it must have whole."""
+    tensors = set(cost.tensors)
+    kinds = _kinds(factory, trained) if tensors else []
+    known: dict[tuple[_Kind, int], bool] = {}
+    for bucket in (b for b in dag.buckets if b.trained and b.ways > 1):
+        for name in (n for n in bucket.parameters if n in tensors):
+            kind = next(kind for kind in kinds if name in kind.names)
+            key = (kind, bucket.dim)
+            if key not in known:
+                beside = _beside(factory, kinds, kind)
+                known[key] = works_on_shards(
+                    partial(make, factory), kind.names[0], kind.shape, beside, bucket.dim
+                )
+            if known[key]:
+                continue
+            chunk = next(c.index for c in dag.model.chunks if name in c.parameters)
+            shard = dag.shard(chunk, name)
+            assert shard is not None
             raise DirectiveError(
-                f"the optimizer {_name(factory)} looks at all parameters together (as for a norm "
-                "over all of them, an estimate of the learning rate, or groups by the place in the "
-                f"list), but here no device has all: devices {group_text(apart)} have different "
-                "ones. Train with it on one device or on replicas with zero=0, or use an optimizer "
-                "that treats each parameter "
-                "by itself (to clip by the norm of all gradients, give clip_norm= to compile)"
+                f"{dag.history[shard.made_by]}: the optimizer {_name(factory, trained)}, as given, "
+                f"must have the whole of {name!r}, but each device has one of {bucket.ways} shards "
+                f"along dimension {bucket.dim}: do not shard it, or give it an optimizer that "
+                "treats each element by itself, such as torch.optim.AdamW (optimizer= may be a "
+                "function of named_parameters, and return several optimizers)"
             )
+
+
+def _check_across(
+    factory: OptimizerFactory, dag: Dag, trained: Shapes, device: torch.device
+) -> None:
+    """Refuse to give an optimizer some of what it looks at together."""
+    apart = _apart(dag.buckets)
+    if not apart:
+        return
+    with _trying("optimizer="), _own_randomness(device):
+        samples = _samples(factory, _kinds(factory, trained))
+        looks = looks_at_others if takes_names(factory) else looks_across
+        across = looks(partial(make, factory), samples, device)
+    if across:
+        raise DirectiveError(
+            f"the optimizer {_name(factory, trained)} looks at all parameters together (as for a "
+            "norm over all of them, an estimate of the learning rate, or groups by the place in "
+            f"the list), but here no device has all: devices {group_text(apart)} have different "
+            "ones. Train with it on one device or on replicas with zero=0, or use an optimizer "
+            "that treats each parameter "
+            "by itself (to clip by the norm of all gradients, give clip_norm= to compile)"
+        )
 
 
 def _apart(buckets: Sequence[Bucket]) -> tuple[int, ...]:
@@ -212,7 +308,7 @@ def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]
 
     def tried(dimensions: Sequence[int]) -> Exception | None:
         try:
-            make(factory, [nn.Parameter(sample(0, (4,) * n)) for n in dimensions])
+            make(factory, [(str(n), nn.Parameter(sample(0, (4,) * n))) for n in dimensions])
         except PiperError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
@@ -233,5 +329,48 @@ def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]
     ) from error
 
 
-def _name(factory: OptimizerFactory) -> str:
-    return type(make(factory, [nn.Parameter(sample(0))])).__name__
+def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: Shapes) -> None:
+    """Refuse a factory of named parameters that cannot make an optimizer for what some device has,
+    or makes another of it."""
+    held: defaultdict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for bucket in (b for b in dag.buckets if b.trained):
+        for group in bucket.groups:
+            for place, device in enumerate(group):
+                for name in bucket.updated_by(place % bucket.within):
+                    held[device][name] = (0,) if bucket.sliced else trained[name]
+    expected = _settings(factory, trained)
+    tried = set()
+    for device, shapes in sorted(held.items()):
+        if (names := tuple(shapes)) in tried:
+            continue
+        tried.add(names)
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        try:
+            found = _settings(factory, {name: shapes[name] for name in trained if name in shapes})
+        except PiperError:
+            raise
+        except Exception as error:
+            raise PiperError(
+                f"optimizer= cannot make an optimizer for the {len(names)} parameters of device "
+                f"{device} ({shown}): {type(error).__name__}: {error}. A device has only some of "
+                "the parameters, and not of every group: leave out optimizers and groups whose "
+                "list is empty"
+            ) from error
+        for name in names:
+            if found[name] != expected[name]:
+                raise DirectiveError(
+                    f"optimizer= gives the parameter {name!r} other settings where it is given all "
+                    f"parameters than on device {device}, which has only {len(names)} of them, "
+                    "perhaps in slices: group them by their names alone"
+                )
+
+
+def _settings(factory: OptimizerFactory, shapes: Shapes) -> dict[str, str]:
+    """By name, the optimizer and the group of each parameter."""
+    given = _small(shapes)
+    found = settings_by_parameter(make(factory, given))
+    return {name: found[id(parameter)] for name, parameter in given}
+
+
+def _name(factory: OptimizerFactory, trained: Shapes) -> str:
+    return kind_of(sample_optimizer(factory, trained))

@@ -36,17 +36,18 @@ from piper.lower.sizes import Sizes
 from piper.lower.tasks import CostModel
 from piper.lower.traffic import Traffic, traffic_of
 from piper.matching import Located, located
-from piper.optimizer import (
-    OptimizerFactory,
-    SchedulerFactory,
-    check_factory,
-    cost_of,
-    try_scheduler,
-)
+from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
+from piper.optimizer_factory import OptimizerFactory
 from piper.strategy import Strategy
 from piper.training import Training
 from piper.view.timetable import Timetable
 from piper.weight_files import WeightFiles
+
+
+def trained_shapes(model: Model, code: Code) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that have gradients, whole."""
+    trained = (name for name, facts in model.parameters.items() if facts.trained)
+    return {name: code.parameters[name].shape for name in trained}
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,11 @@ class Program:
         return {**self.evaluation_code.parameters, **self.code.parameters}
 
     @cached_property
+    def trained(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the parameters that training changes."""
+        return trained_shapes(self.facts.whole, self.code)
+
+    @cached_property
     def held_names(self) -> frozenset[str]:
         """The parameters and buffers that some device holds."""
         codes = (self.code, self.evaluation_code)
@@ -235,12 +241,11 @@ class Program:
         program = load(Path(path), source, optimizer, scheduler)
         if optimizer is None:
             return program
-        try_scheduler(optimizer, scheduler)
-        cost = cost_of(optimizer, program.device)
+        try_scheduler(optimizer, scheduler, program.trained)
+        cost = cost_of(optimizer, program.trained, program.device)
         if cost != program.settings.optimizer:
             program = with_plans(
                 replace(program, settings=replace(program.settings, optimizer=cost))
             )
-        shapes = {name: spec.shape for name, spec in program.parameters.items()}
-        check_factory(optimizer, program.dag, shapes, program.device)
+        check_factory(optimizer, cost, program.dag, program.trained, program.device)
         return program

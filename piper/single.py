@@ -24,7 +24,7 @@ from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.tensors import TensorSpec
 from piper.errors import PiperError
 from piper.first_weights import materialised
-from piper.optimizer import OptimizerFactory
+from piper.optimizer_factory import OptimizerFactory, make
 from piper.random import fold, seeded
 from piper.weight_files import Init
 
@@ -84,8 +84,8 @@ class SingleDevice:
             self.buffers[name] = constant.to(captured.device)
         self._check_state()
         self._weights = {name: p.detach() for name, p in self.parameters.items()}
-        trained = [p for p in self.parameters.values() if p.requires_grad]
-        self.optimizer = None if optimizer is None else optimizer(trained)
+        trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
+        self.optimizer = None if optimizer is None else make(optimizer, trained)
 
     def step(self, *batch: Any) -> SingleStepResult:
         """Train on one batch: the inputs, then the targets, like the example captured."""

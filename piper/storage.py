@@ -61,7 +61,8 @@ from piper.lower.answers import Asked
 from piper.lower.costs import Costs
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
-from piper.optimizer import OptimizerFactory, SchedulerFactory
+from piper.optimizer import SchedulerFactory
+from piper.optimizer_factory import OptimizerFactory
 from piper.program import Program
 from piper.strategy import Strategy
 from piper.training import Training

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from piper.capture.blame import LOSS_PREFIX
 from piper.capture.export import Loss
 from piper.capture.model import Captured, capture, trace
 from piper.errors import CaptureError
@@ -28,6 +29,18 @@ class Subject:
     compiler: str
     remat: str | None
     precision: str
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters that are not frozen, by the names that they will have."""
+        modules = [("", self.model), (LOSS_PREFIX, self.loss)]
+        return {
+            prefix + name: tuple(parameter.shape)
+            for prefix, module in modules
+            if isinstance(module, nn.Module)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
 
 
 class Traces:

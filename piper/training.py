@@ -8,7 +8,8 @@ import torch
 
 from piper.capture.model import Precision
 from piper.errors import PiperError
-from piper.optimizer import OptimizerFactory, SchedulerFactory
+from piper.optimizer import SchedulerFactory
+from piper.optimizer_factory import OptimizerFactory
 
 
 @dataclass(frozen=True, slots=True)

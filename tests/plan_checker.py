@@ -18,7 +18,7 @@ from typing import Any
 
 from piper.capture.program import Kind, Pass, Ref
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Add, Collective, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import Add, Bucket, Collective, Compute, Dag, Group, Node, Transfer, Update
 from piper.ir.facts import Model
 from piper.ir.values import ExtraRole, Role
 from piper.lower.memory import Memory
@@ -316,6 +316,22 @@ class _Checker:
                 if (facts.trained, facts.dtype, facts.gradient) != alike:
                     raise PlanError(f"{p} is {facts}, in bucket {i}: {bucket}")
                 self._check_blocks(i, p)
+            self._check_places(i, bucket)
+
+    def _check_places(self, i: int, bucket: Bucket) -> None:
+        """Parameters lie in the flat buffer side by side, one after another or each in one part."""
+        sizes = []
+        for p in bucket.parameters:
+            parts = len(self.holding[p].devices)
+            sizes.append(math.prod(self.dag.model.parameters[p].shape) // parts)
+        taken = sorted((at, at + n) for at, n in zip(bucket.offsets, sizes, strict=True) if n)
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
+        inside = not taken or (taken[0][0] >= 0 and taken[-1][1] <= bucket.share * bucket.within)
+        even = bucket.share == -(-sum(sizes) // bucket.within)
+        if bucket.within > 1 and not bucket.sliced:
+            even = all(a // bucket.share == (b - 1) // bucket.share for a, b in taken)
+        if tuple(sizes) != bucket.sizes or not (apart and inside and even):
+            raise PlanError(f"the parameters of bucket {i} do not lie well: {bucket}")
 
     def _check_blocks(self, i: int, p: str) -> None:
         """The replicas of a parameter are those of its bucket, and a copy is sharded as its rule
@@ -1384,6 +1400,8 @@ class _Checker:
 
     def _part(self, bucket: int, c: int) -> int:
         """Elements of one holder's part, if the bucket's rule divides anything; else all."""
+        if not self.dag.buckets[bucket].sliced and self._sharing(bucket, c) > 1:
+            return self.dag.buckets[bucket].share  # judged by check_buckets
         count = 0
         for p in self.dag.buckets[bucket].parameters:
             parts = len(self.holding[p].devices)

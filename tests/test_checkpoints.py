@@ -619,10 +619,37 @@ def test_optimizers_go_on(optimizer: str, tmp_path: Path) -> None:
     assert_goes_on("pp2", "pp2", tmp_path, kind=Small, optimizer=factory, scheduler=None)
 
 
-def test_state_of_a_shard_that_is_not_the_parameters(tmp_path: Path) -> None:
-    """Adafactor's rows and columns of two experts are not those of four."""
+class Rowwise(torch.optim.Optimizer):
+    """Scales the first dimension, each of its rows by its own gradients: may be sharded there."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    rows = p.grad.square().flatten(1).sum(1) if p.dim() > 1 else p.grad.square()
+                    kept = self.state[p].setdefault("rows", torch.zeros_like(rows))
+                    kept.add_(rows)
+                    scale = (kept + 1e-6).rsqrt()
+                    shape = (*scale.shape, *(1,) * (p.dim() - 1))
+                    p.sub_(p.grad * scale.view(shape), alpha=group["lr"])
+
+
+def test_an_optimizer_that_must_have_all_experts_is_refused() -> None:
+    """Adafactor looks at the root mean square of all of them."""
     strategy = [place({}, devices=[0, 1]), shard({"EP": "*"})]
-    options: dict[str, Any] = {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.01)}
+    optimizer = functools.partial(torch.optim.Adafactor, lr=0.01)
+    with pytest.raises(piper.DirectiveError, match=r"Adafactor.* must have the whole of 'experts'"):
+        compiled(net(), strategy, F.mse_loss, batches(), optimizer=optimizer)
+
+
+def test_state_of_a_shard_that_is_not_the_parameters(tmp_path: Path) -> None:
+    """What is kept for the rows of two experts is not that of four."""
+    strategy = [place({}, devices=[0, 1]), shard({"EP": "*"})]
+    options: dict[str, Any] = {"optimizer": Rowwise}
     sharded = compiled(net(), strategy, F.mse_loss, batches(), **options)
     with piper.launch(sharded) as trainer:
         trainer.step(*given(0))

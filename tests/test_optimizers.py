@@ -239,11 +239,7 @@ def test_groups_by_the_place_in_the_list_are_the_models_or_refused() -> None:
     [
         (pipeline([[0], [1]], 2), Normed, "Normed looks at all parameters together"),
         (data_parallel(2, 2), Counting, None),  # its plans are those of one step for all
-        (
-            [*data_parallel(2, 2), replicate({}, zero=1)],
-            torch.optim.Adafactor,
-            r"replicate\({}, zero=1\): the optimizer Adafactor, as given, does not treat each",
-        ),
+        ([*data_parallel(2, 2), replicate({}, zero=1)], torch.optim.Adafactor, None),
         (data_parallel(2, 2), lambda ps: torch.optim.SGD(ps[:1], lr=0.1), "SGD .* leaves out"),
         (data_parallel(2, 2), torch.optim.AdamW, None),
     ],
@@ -257,6 +253,9 @@ def test_a_loaded_program_tries_the_optimizer_that_it_is_given(
         program = piper.Program.load(tmp_path, optimizer=other)
         assert program.training.optimizer is other
         assert program.settings.optimizer.whole is (other is Counting)
+        whole = other is torch.optim.Adafactor
+        assert bool(program.settings.optimizer.tensors) is whole
+        assert not any(bucket.sliced for bucket in program.buckets)
         return
     with pytest.raises(PiperError, match=message):
         piper.Program.load(tmp_path, optimizer=other)
@@ -290,9 +289,9 @@ def test_trying_an_optimizer_draws_nothing_from_the_users_generator() -> None:
         torch.rand(3)
         return Counting(parameters)
 
-    piper.optimizer.cost_of(Counting, torch.device("cpu"))
+    piper.optimizer.cost_of(Counting, {"w": (4, 4)}, torch.device("cpu"))
     before = torch.get_rng_state()
-    piper.optimizer.cost_of(noisy, torch.device("cpu"))
+    piper.optimizer.cost_of(noisy, {"w": (4, 4)}, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
 
 

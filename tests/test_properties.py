@@ -54,13 +54,15 @@ class Case:
     name: str
     clip: bool = False
     whole: bool = False
+    tensors: int = 0
+    """Each how many-th parameter the optimizer must have whole; 0 for none."""
     forward_only: bool = False
     first: int = 1
     """The size of group at whose shapes the strategy is applied."""
 
     def __repr__(self) -> str:
         how = f"clip={self.clip}, whole={self.whole}, forward_only={self.forward_only}"
-        how += f", first={self.first}"
+        how += f", first={self.first}, tensors={self.tensors}"
         return f"{self.name}, {how}\n{self.strategy}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -310,6 +312,7 @@ def cases(draw: st.DrawFn) -> Case:
         name,
         clip=draw(st.booleans(), label="clip"),
         whole=draw(st.booleans(), label="whole"),
+        tensors=draw(st.sampled_from([0, 0, 1, 2]), label="tensors"),
         forward_only=draw(st.sampled_from([False] * 9 + [True])),
         first=draw(st.sampled_from(SIZES)),
     )
@@ -376,7 +379,8 @@ def outcome(case: Case) -> str:
         dag = case.strategy.apply(build(models[case.first]))
         if case.forward_only:
             dag = forwards(dag)
-        cost = OptimizerCost(1.5, whole=case.whole)
+        tensors = tuple(sorted(case.model.parameters)[:: case.tensors]) if case.tensors else ()
+        cost = OptimizerCost(1.5, whole=case.whole, tensors=tensors)
         lowered = lower(dag, models, Settings(clip=case.clip, optimizer=cost))
     except DirectiveError as error:
         if DIRECTIVE.search(str(error)):

@@ -219,8 +219,15 @@ class Bucket:
     """Over how many neighbours in a group one copy is divided; there are several copies if the
     group has more."""
     rule: StateRule
-    elements: int
-    """Numbers in one of the equal copies."""
+    sizes: tuple[int, ...]
+    """Numbers in each parameter, or in a device's shard of it."""
+    offsets: tuple[int, ...]
+    """Where each begins in the flat buffer that holds a copy: one after another, or, if they are
+    not ``sliced``, each within one of the parts."""
+    share: int
+    """Numbers in one of the equal parts of that buffer, of which there are ``within``."""
+    sliced: bool
+    """Whether a parameter may lie in several parts."""
     ways: int
     """Over how many devices the parameters are divided as experts."""
     dim: int
@@ -233,6 +240,19 @@ class Bucket:
     """Sizes along ``dim`` that are divided each for itself, as in a fused weight."""
     axis: str = "ep"
     """What the axis along which the groups lie is called."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers in one of the equal copies."""
+        return sum(self.sizes)
+
+    def updated_by(self, rank: int) -> list[str]:
+        """The parameters of which member ``rank`` of those that divide a copy updates all or
+        some."""
+        low = rank * self.share if self.level else 0
+        high = low + self.share if self.level else self.share * self.within
+        places = zip(self.parameters, self.offsets, self.sizes, strict=True)
+        return [name for name, start, size in places if max(low, start) < min(high, start + size)]
 
     @property
     def level(self) -> int:

@@ -26,6 +26,7 @@ from piper.errors import PiperError, warn
 from piper.launch.fetching import fetcher
 from piper.launch.state_checks import check_index
 from piper.launch.worker_group import Refusal, WorkerGroup
+from piper.optimizer_factory import joined_kinds
 from piper.program import Program
 from piper.runtime.holding import MODEL, Holding, whole
 from piper.runtime.parts import Part, write
@@ -182,7 +183,7 @@ def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
         steps=parts[0].steps,
         seed=program.training.seed,
         strategy=str(program.strategy),
-        kind=next((part.kind for part in parts if part.kind), ""),
+        kind=joined_kinds(part.kind for part in parts),
         groups=tuple(groups.values()),
         scheduler=next((p.scheduler for p in parts if p.scheduler is not None), None),
         data=to_json(data),

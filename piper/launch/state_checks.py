@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from piper.checkpoint.index import Index
 from piper.checkpoint.values import from_json
 from piper.codec import MalformedError, shown, within, wrong
 from piper.errors import PiperError
-from piper.optimizer import make, make_scheduler
+from piper.optimizer import make_scheduler, sample_optimizer
+from piper.optimizer_factory import kind_of
 from piper.program import Program
 
 
@@ -69,7 +69,7 @@ def _refuse_other_optimizer(kind: str, program: Program) -> None:
     factory = program.training.optimizer
     if factory is None or not kind:
         return
-    mine = type(make(factory, [nn.Parameter(torch.zeros(1))])).__name__
+    mine = kind_of(sample_optimizer(factory, program.trained))
     if mine != kind:
         raise PiperError(
             f"the checkpoint was saved with the optimizer {kind}, but this program trains with "
@@ -85,7 +85,7 @@ def _scheduler(item: Any, program: Program) -> None:
     training = program.training
     if training.scheduler is None or training.optimizer is None:
         return
-    optimizer = make(training.optimizer, [nn.Parameter(torch.zeros(1))])
+    optimizer = sample_optimizer(training.optimizer, program.trained)
     mine = make_scheduler(training.scheduler, optimizer).state_dict()
     if mine.keys() != item.keys():
         other = sorted(map(str, mine.keys() ^ item.keys()))

@@ -81,7 +81,8 @@ def lower(
     settings = settings or Settings()
     dag = add_up(keep_buffers(_shared_groups(dag), training))
     dag = tie_gradients(add_activations(add_redistributions(dag), models))
-    dag = add_state(dag, training.buckets if training else ())
+    known = training.buckets if training else ()
+    dag = add_state(dag, known, settings.optimizer.tensors)
     if settings.optimizer.whole:
         dag = step_at_once(dag)
     dag = add_scalar_reductions(dag, clip=settings.clip)

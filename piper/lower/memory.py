@@ -54,6 +54,9 @@ class OptimizerCost:
     whole: bool = False
     """Whether its step is about all parameters of a device, and not about one bucket after
     another: then the last update waits for all gradients, and takes the step."""
+    tensors: tuple[str, ...] = ()
+    """Parameters that it must have whole, and not in slices: where they are divided, each device
+    gets some of them."""
 
 
 def memory_of(

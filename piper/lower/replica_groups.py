@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from piper.errors import DirectiveError
 from piper.ir.dag import Bucket, Compute, Dag, Group, ShardRule, StateRule
 from piper.ir.facts import Model
 from piper.ir.text import group_text, name_of, region_of
+from piper.lower.packing import in_a_row, packed
 
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
 _WHOLE = ShardRule(1, 0, "", 0)
@@ -44,6 +45,13 @@ class BucketKey:
     its passes."""
     sections: tuple[int, ...] = ()
     axis: str = "ep"
+    tensors: bool = False
+    """Whether the optimizer must have them whole."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether each device gets whole tensors, and not a slice of the bucket."""
+        return self.tensors and self.within > 1
 
     @property
     def limit(self) -> int:
@@ -52,13 +60,18 @@ class BucketKey:
         return self.rule.bucket_bytes if summed else max(self.rule.bucket_bytes, _ALONE)
 
     def bucket(self, parameters: list[str], model: Model) -> Bucket:
-        sizes = [math.prod(model.parameters[name].shape) for name in parameters]
+        shapes = [model.parameters[name].shape for name in parameters]
+        sizes = tuple(math.prod(shape) // self.ways for shape in shapes)
+        offsets, share = (packed if self.packed else in_a_row)(sizes, self.within)
         return Bucket(
             parameters=tuple(parameters),
             groups=self.groups,
             within=self.within,
-            elements=sum(sizes) // self.ways,
             rule=self.rule,
+            sizes=sizes,
+            offsets=offsets,
+            share=share,
+            sliced=self.within > 1 and not self.packed,
             ways=self.ways,
             dim=self.dim,
             trained=self.trained,
@@ -71,12 +84,13 @@ class BucketKey:
     def fixed(self) -> BucketKey:
         """The same for parameters that are not trained: they are divided as a whole or not."""
         if self.rule.zero == 3:
-            return replace(self, trained=False)
-        return replace(self, trained=False, within=1, chunk=None)
+            return replace(self, trained=False, tensors=False)
+        return replace(self, trained=False, tensors=False, within=1, chunk=None)
 
 
-def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
-    """For each parameter, the groups of devices with equal copies, and the rule for its state."""
+def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, BucketKey]:
+    """For each parameter, the groups of devices with equal copies, and the rule for its state.
+    Those named in ``tensors`` are not sliced."""
     devices: dict[str, None] = {}
     places: defaultdict[str, dict[tuple[Group, ShardRule], None]] = defaultdict(dict)
     shards: dict[str, ShardRule] = {}
@@ -124,6 +138,7 @@ def replica_groups_of(dag: Dag) -> dict[str, BucketKey]:
             user,
             shard.sections,
             shard.axis,
+            name in tensors,
         )
         found[name] = held if facts.trained else held.fixed()
     return found

@@ -104,7 +104,8 @@ class Sizes:
 
     def part(self, bucket: int, level: int) -> int:
         """Elements of a device's part of what ZeRO divides from ``level`` on."""
-        return -(-self.dag.buckets[bucket].elements // self.shards(bucket, level))
+        found = self.dag.buckets[bucket]
+        return found.share if self.shards(bucket, level) > 1 else found.elements
 
     def state(self, bucket: int) -> int:
         """Bytes of a bucket's parameters that stay on a device between uses."""

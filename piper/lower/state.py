@@ -17,7 +17,7 @@ Every trained parameter is in exactly one bucket, and every gradient of it enter
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from piper.capture.program import Pass
@@ -30,11 +30,11 @@ from piper.lower.replica_groups import BucketKey, refuse_elsewhere, replica_grou
 from piper.lower.rewriter import Rewriter
 
 
-def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
+def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str] = ()) -> Dag:
     """``dag`` with its buckets, and the gathers, reductions and updates of each. ``known`` buckets
-    come first, as they are."""
+    come first, as they are. The parameters named in ``tensors`` are not sliced."""
     refuse_elsewhere(dag, known)
-    dag = replace(dag, buckets=(*known, *_buckets(dag, known)))
+    dag = replace(dag, buckets=(*known, *_buckets(dag, known, frozenset(tensors))))
     out = Rewriter(dag)
     contributions = _contributions(dag)
     forwards = _passes(dag, Pass.F)
@@ -51,24 +51,29 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = ()) -> Dag:
     return out.dag()
 
 
-def _buckets(dag: Dag, known: tuple[Bucket, ...]) -> Iterable[Bucket]:
+def _buckets(dag: Dag, known: tuple[Bucket, ...], tensors: Collection[str]) -> Iterable[Bucket]:
     """Consecutive parameters with the same replica groups and rule, up to the bucket's size; those
     of one chunk, if they are divided between its passes.
 
     They are filled from the last parameter: what is left over is the bucket of the first, whose sum
-    comes last and hides behind nothing."""
+    comes last and hides behind nothing. Where devices get whole tensors, a bucket has room for as
+    many: with fewer, most of it would be padding."""
     done = {name for bucket in known for name in bucket.parameters}
     keys = {
         name: key.fixed() if known else key  # the step that is known trains none of the others
-        for name, key in replica_groups_of(dag).items()
+        for name, key in replica_groups_of(dag, tensors).items()
         if name not in done
     }
     filled: list[tuple[BucketKey, deque[str]]] = []
     open_: dict[BucketKey, deque[str]] = {}
     sizes: dict[BucketKey, int] = {}
+    limits: defaultdict[BucketKey, int] = defaultdict(int)
+    for name, key in keys.items():
+        room = dag.model.parameters[name].nbytes // key.ways * key.within if key.packed else 0
+        limits[key] = max(limits[key], key.limit, room)
     for name, key in reversed(keys.items()):
         nbytes = dag.model.parameters[name].nbytes // key.ways
-        if key not in open_ or sizes[key] + nbytes > key.limit:
+        if key not in open_ or sizes[key] + nbytes > limits[key]:
             open_[key], sizes[key] = deque(), 0
             filled.append((key, open_[key]))
         open_[key].appendleft(name)

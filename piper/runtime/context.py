@@ -138,8 +138,7 @@ class ExecutionContext:
         others = [name for name in layout.bucket.parameters if name not in kind.names]
 
         def make() -> Tensor:
-            flat = torch.empty(layout.padded, dtype=dtype, device=where)
-            flat[layout.elements :].zero_()
+            flat = layout.buffer(dtype, where)
             for name in others:
                 layout.view(flat, name).zero_()  # this device computes none of its parts
             return flat

@@ -105,7 +105,7 @@ def _of_optimizer(
                 continue
             table = f"optimizer.{kind}"
             kept[kind] = _like(parameter, entry.dtype, before.get(kind))
-            if layout.sharded:
+            if layout.sliced:
                 yield from _row(table, index, layout, fragment, kept[kind])
                 continue
             for piece in whole_shard(layout, fragment.name):

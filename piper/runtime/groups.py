@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from piper.errors import PiperError
+from piper.optimizer_factory import settings
 from piper.runtime.state import DeviceState
 
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
@@ -37,7 +38,7 @@ def export_groups(state: DeviceState) -> list[Group]:
     return [
         Group(
             names,
-            {k: copy.deepcopy(v) for k, v in group.items() if k != "params"},
+            copy.deepcopy(settings(group)),
             _of_group(schedule, i),
         )
         for i, (group, names) in enumerate(

@@ -17,6 +17,7 @@ from piper.checkpoint.files import Given
 from piper.checkpoint.index import Entry, GroupEntry, Slice, Tensors, Value
 from piper.checkpoint.values import to_json
 from piper.codec import within
+from piper.optimizer_factory import kind_of
 from piper.runtime.groups import export_groups
 from piper.runtime.layout import BucketLayout, Fragment
 from piper.runtime.pieces import Piece, pieces_of, written_by
@@ -105,7 +106,7 @@ def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
     if state.scheduler is not None:
         with within("scheduler"):
             scheduler = to_json(state.scheduler.state_dict())
-    kind = type(state.optimizer).__name__ if state.optimizer is not None else ""
+    kind = kind_of(state.optimizer) if state.optimizer is not None else ""
     return Holding(slices, tuple(values), tuple(groups), scheduler, kind, state.steps)
 
 
@@ -159,7 +160,7 @@ def _of_state(
 def _piece_of_state(
     item: Tensor, layout: BucketLayout, place: int, fragment: Fragment, piece: Piece
 ) -> Tensor:
-    if not layout.sharded:
+    if not layout.sliced:
         return piece.shard.of(item)
     first = layout.fragments[place].start
     row = item[fragment.start - first : fragment.stop - first]

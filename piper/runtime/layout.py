@@ -67,6 +67,11 @@ class BucketLayout:
         """Whether the parameters themselves are kept in parts."""
         return self.bucket.level == 3
 
+    @property
+    def sliced(self) -> bool:
+        """Whether what it updates are flat ranges, and not tensors of their own shape."""
+        return self.sharded and self.bucket.sliced
+
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each parameter on this device."""
@@ -79,20 +84,12 @@ class BucketLayout:
     @cached_property
     def offsets(self) -> Mapping[str, int]:
         """Where each parameter begins in the whole buffer."""
-        found, at = {}, 0
-        for name in self.bucket.parameters:
-            found[name] = at
-            at += math.prod(self.shapes[name])
-        return found
+        return dict(zip(self.bucket.parameters, self.bucket.offsets, strict=True))
 
-    @cached_property
-    def elements(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-    @cached_property
+    @property
     def share(self) -> int:
         """Elements of one device's part."""
-        return -(-self.elements // self.bucket.within)
+        return self.bucket.share
 
     @property
     def padded(self) -> int:
@@ -105,6 +102,22 @@ class BucketLayout:
         start = self.rank * self.share
         return start, start + self.share
 
+    def buffer(self, dtype: torch.dtype, where: torch.device) -> Tensor:
+        """A whole buffer to be filled: what belongs to no parameter is zero."""
+        flat = torch.empty(self.padded, dtype=dtype, device=where)
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
+        return flat
+
+    @cached_property
+    def _gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the whole buffer between and after the parameters."""
+        found, end = [], 0
+        for start, size in sorted(zip(self.bucket.offsets, self.bucket.sizes, strict=True)):
+            found.append((end, start))
+            end = start + size
+        return tuple((low, high) for low, high in (*found, (end, self.padded)) if low < high)
+
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter in the whole buffer."""
         start = self.offsets[name]
@@ -116,6 +129,11 @@ class BucketLayout:
         if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
             return row.as_strided(shape, spec.stride)
         return row.view(shape)
+
+    def updated(self, row: Tensor, fragment: Fragment) -> Tensor:
+        """A fragment as the optimizer is given it; ``row`` is this device's range."""
+        mine = row[fragment.start : fragment.stop]
+        return mine if self.sliced else self.shaped(mine, fragment.name)
 
     def shard(self, whole: Tensor) -> Tensor:
         """This device's shard of a whole parameter, of experts or under tensor parallelism."""
@@ -140,7 +158,8 @@ class BucketLayout:
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
-        """What this device updates, parameter by parameter, within its range."""
+        """What this device updates, parameter by parameter, within its range: whole parameters,
+        if they are not sliced."""
         low, high = self.mine
         found = []
         for name in self.bucket.parameters:

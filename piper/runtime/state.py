@@ -16,7 +16,8 @@ from piper.capture.tensors import TensorSpec
 from piper.checkpoint.boxes import Box
 from piper.errors import PiperError
 from piper.ir.dag import Bucket, Compute
-from piper.optimizer import make, make_scheduler
+from piper.optimizer import make_scheduler
+from piper.optimizer_factory import kind_of, make
 from piper.runtime.assignment import Assignment
 from piper.runtime.first_tensors import Fetch
 from piper.runtime.layout import BucketLayout
@@ -131,7 +132,7 @@ class DeviceState:
                 group["capturable"] = True
             elif self.scheduler is not None and not group.get("fused"):
                 raise PiperError(
-                    f"cuda_graphs=True: {type(self.optimizer).__name__} reads the learning rate, "
+                    f"cuda_graphs=True: {kind_of(*self._made())} reads the learning rate, "
                     "which a scheduler changes, on the host: make it fused=True"
                 )
         if self.scheduler is not None:
@@ -160,6 +161,9 @@ class DeviceState:
                 group["params"] = before["params"]
                 if self._rates:
                     group["lr"] = before["lr"]
+
+    def _made(self) -> list[torch.optim.Optimizer]:
+        return [] if self.optimizer is None else [self.optimizer]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
@@ -194,13 +198,7 @@ class DeviceState:
         if fetch is not None:
             self._fill(held, fetch)
         if bucket.trained:
-            whole_shapes = not layout.sharded
-            held.trained = tuple(
-                nn.Parameter(
-                    layout.view(updated, f.name) if whole_shapes else updated[f.start : f.stop]
-                )
-                for f in layout.fragments
-            )
+            held.trained = tuple(nn.Parameter(layout.updated(updated, f)) for f in layout.fragments)
         return held
 
     def _fill(self, held: HeldBucket, fetch: Fetch) -> None:
@@ -216,11 +214,11 @@ class DeviceState:
         """For the parameters in the model's own order: a factory may group them by their place."""
         places = {name: place for place, name in enumerate(order)}
         found = [
-            (places[fragment.name], parameter)
+            (places[fragment.name], fragment.name, parameter)
             for held in self.held.values()
             for fragment, parameter in zip(held.layout.fragments, held.trained, strict=False)
         ]
-        trained = [parameter for _, parameter in sorted(found, key=lambda pair: pair[0])]
+        trained = [(name, parameter) for _, name, parameter in sorted(found, key=lambda x: x[0])]
         factory = self.training.optimizer
         return make(factory, trained) if factory is not None and trained else None
 

@@ -34,8 +34,7 @@ def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
         if buffer is not None:
             flat = slots[buffer]
         else:
-            flat = torch.empty(layout.padded, dtype=kind, device=where)
-            flat[layout.elements :].zero_()
+            flat = layout.buffer(kind, where)
             for name, places in sources:
                 view = layout.view(flat, name)
                 if not places:
@@ -164,9 +163,7 @@ def _gradients(
     reduced = [slot for slot in reads if context.plan.slots[slot].bucket == bucket]
     if reduced:
         (slot,) = reduced
-        if layout.sharded:
-            return lambda: [slots[slot][f.start : f.stop] for f in layout.fragments]
-        return lambda: [layout.view(slots[slot], f.name) for f in layout.fragments]
+        return lambda: [layout.updated(slots[slot], f) for f in layout.fragments]
     sources = _sources(context, held, reads)
 
     def summed() -> list[Tensor]:

@@ -1,0 +1,34 @@
+"""Where the parameters of a bucket lie in its flat buffer, which has as many equal parts as devices
+divide a copy of it: each updates what lies in its part.
+
+    in_a_row    | a a a b | b b c . |     a part may end within a parameter
+    packed      | a a a . | b b b c |     it may not: each device has whole tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Places = tuple[tuple[int, ...], int]
+"""Where each parameter begins, and the size of a part."""
+
+
+def in_a_row(sizes: Sequence[int], parts: int) -> Places:
+    """One after another, and the padding at the end."""
+    offsets, at = [], 0
+    for size in sizes:
+        offsets.append(at)
+        at += size
+    return tuple(offsets), -(-at // parts)
+
+
+def packed(sizes: Sequence[int], parts: int) -> Places:
+    """Each in the part that has least, the largest first; what is missing in a part is padding."""
+    ends = [0] * parts
+    places: dict[int, tuple[int, int]] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        part = min(range(parts), key=ends.__getitem__)
+        places[i] = (part, ends[part])
+        ends[part] += sizes[i]
+    share = max(ends)
+    return tuple(part * share + at for _, (part, at) in sorted(places.items())), share
