@@ -9,9 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from torch import nn
 
-from piper.launch.agreeing import of_tensor
+import piper
+from piper import PiperError
+from piper.launch.agreeing import _refuse_other_rows, of_tensor
+from piper.runtime.feeding import cut, rows_read
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,10 +47,49 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     assert "DistributedSampler" in first.pop("step 2")
     assert "tensor 1 of 2" in first.pop("step 5")
     assert "ranks 0 and 1 differ" in first.pop("evaluate")
+    assert first.pop("rows, mixed").startswith(
+        "rank 0 gives its own rows of the batch (rows=True), and rank 1 a whole one"
+    )
+    assert first.pop("rows, all").endswith(
+        "With rows=True a batch has 4 rows here, those that trainer.rows says, in this order"
+    )
+    assert first.pop("rows") == "4 True True True 32"
     assert not first
     assert lost["lost"].startswith("CommunicationError: device 0, instruction ")
     assert ") with device 1: " in lost["lost"]
     assert "one of them has ended or hangs" in lost["lost, state"]
+
+
+def test_rows_that_two_ranks_have_must_be_the_same() -> None:
+    agreed = [[{0: 5, 1: 6}, {0: 1}], [{1: 6, 2: 7}, {0: 1}]]
+    _refuse_other_rows(agreed)
+    with pytest.raises(PiperError, match="row 1 of the batch differs between ranks 0 and 2, in "):
+        _refuse_other_rows([*agreed, [{1: 8}, {}]])
+
+
+def test_every_row_is_read_by_somebody() -> None:
+    """Of two stages, each on two devices: a process needs the rows of one device, half of each
+    microbatch."""
+    strategy = piper.strategies.mesh(pp=2, dp=2, schedule="1f1b", microbatches=2)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.arange(32.0).reshape(8, 4)
+    program = piper.compile(
+        layers, strategy, inputs=(x,), targets=(x,), loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), tags={"*": "layer"},
+    )  # fmt: skip
+    rows = {d: rows_read(program.plan_of(d), program.code, d) for d in program.devices}
+    assert sorted(map(sorted, rows.values())) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
+    for device in program.devices:
+        plan, mine = program.plan_of(device), sorted(rows[device])
+        whole = cut(plan, program.code, device, [x, -x])
+        own = cut(plan, program.code, device, [x[mine], -x[mine]], mine)
+        assert whole
+        assert all(map(torch.equal, whole, own))
+    with piper.launch(program) as trainer:
+        assert trainer.rows.tolist() == list(range(8))
+        assert torch.equal(trainer.evaluate(x, x, rows=True).loss, trainer.evaluate(x, x).loss)
+        with pytest.raises(PiperError, match=r"pad the batch before taking trainer\.rows"):
+            trainer.step(x, x, rows=True, pad=(0, 0))
 
 
 def test_every_number_and_its_row_counts() -> None:

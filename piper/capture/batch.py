@@ -118,6 +118,16 @@ class Batch:
                 "pass a tensor if it changes, or capture again"
             )
 
+    def resized(self, rows: int) -> Batch:
+        """One like this with another number of rows; its tensors have no content."""
+
+        def changed(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                return leaf
+            return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+        return Batch(tuple(map(changed, self.leaves)), self.spec, self.bare)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))

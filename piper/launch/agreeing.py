@@ -114,13 +114,17 @@ class Batches:
         self._objects = objects
         self._seen = 0
 
-    def refuse_others(self, batch: Sequence[Tensor]) -> None:
-        """Refuse a batch that is not the same in all processes."""
+    def refuse_others(self, batch: Sequence[Tensor], rows: Sequence[int] | None = None) -> None:
+        """Refuse a batch that is not the same in all processes; if each has only its own ``rows``,
+        those that several have must be the same."""
         self._seen += 1
         if not self._every or (self._seen > _FIRST and self._seen % self._every):
             return
-        mine = [of_tensor(x) for x in batch]
-        found = everyone(mine, self._objects)
+        if rows is not None:
+            mine = [_of_rows(x, rows) for x in batch]
+            _refuse_other_rows(_compared(mine, self._objects, own_rows=True))
+            return
+        found = _compared([of_tensor(x) for x in batch], self._objects, own_rows=False)
         for rank, theirs in enumerate(found):
             if theirs == found[0]:
                 continue
@@ -134,14 +138,51 @@ class Batches:
             )
 
 
+def _compared(mine: Any, objects: Any, *, own_rows: bool) -> list[Any]:
+    """What every process says of its batch; all of them give their own rows, or whole ones."""
+    found = everyone((own_rows, mine), objects)
+    kinds = [own for own, _ in found]
+    if len(set(kinds)) > 1:
+        raise PiperError(
+            f"rank {kinds.index(True)} gives its own rows of the batch (rows=True), and rank "
+            f"{kinds.index(False)} a whole one: all processes must do the same"
+        )
+    return [said for _, said in found]
+
+
+def _refuse_other_rows(found: Sequence[Sequence[Mapping[int, int]]]) -> None:
+    """Refuse rows that two processes have, and that differ."""
+    seen: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank, tensors in enumerate(found):
+        for place, rows in enumerate(tensors):
+            for row, bits in rows.items():
+                first, known = seen.setdefault((place, row), (rank, bits))
+                if bits != known:
+                    raise PiperError(
+                        f"row {row} of the batch differs between ranks {first} and {rank}, in "
+                        f"tensor {place} of {len(tensors)}: with rows=True every process must give "
+                        "the rows trainer.rows of one global batch, in this order "
+                        "(check_batches=0 turns this comparison off)"
+                    )
+
+
 def of_tensor(x: Tensor) -> str:
     """A few bytes that stand for shape, dtype and every number of a tensor."""
+    head = f"{x.dtype} {list(x.shape)} ".encode()
+    return hashlib.blake2b(head + _sums(x).cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _of_rows(x: Tensor, rows: Sequence[int]) -> dict[int, int]:
+    """By its number in the global batch, what stands for a row of a tensor."""
+    return dict(zip(rows, _sums(x).tolist(), strict=True)) if x.dim() else {}
+
+
+def _sums(x: Tensor) -> Tensor:
+    """The bits of each row, added up, which no order of adding changes."""
     x = x.detach()
     rows = _bits(x.contiguous())
     rows = rows.reshape(x.shape[0] if x.dim() else 1, -1) if x.numel() else rows.reshape(0, 1)
-    sums = rows.sum(1, dtype=torch.int64)  # which no order of adding changes
-    head = f"{x.dtype} {list(x.shape)} ".encode()
-    return hashlib.blake2b(head + sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+    return rows.sum(1, dtype=torch.int64)
 
 
 def _of_first(first: FirstTensor) -> str:

@@ -156,13 +156,20 @@ class ProcessWorkerGroup:
             self.close()
             raise
 
-    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
+    @property
+    def rows(self) -> None:
+        """All of them."""
+        return
+
+    def step(
+        self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
+    ) -> Report:
         return self._run("step", batch, report)
 
     def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
         return self._run("profile", batch, what)
 
-    def evaluate(self, batch: Sequence[Tensor]) -> Report:
+    def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
         return self._run("evaluate", batch)
 
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:

@@ -1,7 +1,7 @@
 """This process is one device of many that ``torchrun`` started, on one machine or several.
 
-Every process runs the same script, compiles the same program and gives the same global batch; each
-computes its own part, and every one of them gets the same loss.
+Every process runs the same script, compiles the same program and gives the same global batch, or
+its own rows of it; each computes its own part, and every one of them gets the same loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from piper.launch.rank import Rank, choose_gpu
 from piper.launch.switching import Crossing, NextState
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.program import Program
-from piper.runtime.feeding import cut
+from piper.runtime.feeding import cut, rows_read
 from piper.runtime.first_tensors import Fetch, FirstTensor
 from piper.runtime.holding import Held
 from piper.runtime.parts import Part
@@ -103,8 +103,15 @@ class TorchrunWorkerGroup:
         """Load the plans of this process's device."""
         program, number, where = self._program, self._number, self._where
         store = _own_store(self._objects)
+        self._rows: list[int] = []
         if number not in program.devices:
             return
+        plans = (
+            (program.plan_of(number), program.code),
+            (program.evaluation_plan_of(number), program.evaluation_code),
+        )
+        read = (rows_read(plan, code, number) for plan, code in plans)
+        self._rows = sorted(set().union(*read))
         if where.type == "cuda":
             self._guard = Guard(store, program, number, self._timeout)
         with self._guarded():
@@ -127,6 +134,10 @@ class TorchrunWorkerGroup:
     def damaged(self) -> bool:
         return self._rank is not None and self._rank.device.state.changing
 
+    @property
+    def rows(self) -> Sequence[int]:
+        return self._rows
+
     def once(self, call: Callable[[], T]) -> T:
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -144,14 +155,17 @@ class TorchrunWorkerGroup:
         lost_peers(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=self._objects))
         return bool(found)
 
-    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
-        self._batches.refuse_others(batch)
+    def step(
+        self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
+    ) -> Report:
+        rows = self.rows if own_rows else None
+        self._batches.refuse_others(batch, rows)
         found = None
         if self._rank is not None:
             program = self._program
             plan = program.plan_of(self._number)
             with self._guarded():
-                given = cut(plan, program.code, self._number, batch)
+                given = cut(plan, program.code, self._number, batch, rows)
                 found = self._rank.step(given, report=report)
         return self._told(found)
 
@@ -168,14 +182,15 @@ class TorchrunWorkerGroup:
         found = [one for one in everyone(report, self._objects) if one is not None]
         return Report.joined([*([] if report is None else [report]), *found])
 
-    def evaluate(self, batch: Sequence[Tensor]) -> Report:
-        self._evaluated.refuse_others(batch)
+    def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
+        rows = self.rows if own_rows else None
+        self._evaluated.refuse_others(batch, rows)
         found = None
         if self._rank is not None:
             program = self._program
             plan = program.evaluation_plan_of(self._number)
             with self._guarded():
-                given = cut(plan, program.evaluation_code, self._number, batch)
+                given = cut(plan, program.evaluation_code, self._number, batch, rows)
                 found = self._rank.evaluate(given)
         return self._told(found)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from piper.capture.batch import Batch
 from piper.checkpoint.values import from_json
 from piper.errors import PiperError
 from piper.launch.background import BackgroundSave
@@ -126,10 +127,22 @@ class Trainer:
             self._worker_group.close(error)
             self._worker_group = None
 
+    @cached_property
+    def rows(self) -> Tensor:
+        """The numbers of those rows of a global batch that the devices of this process read: all of
+        them, unless it is one of many that ``torchrun`` started."""
+        own = self._devices.rows
+        return torch.arange(self.program.example.size) if own is None else torch.tensor(own).long()
+
     def step(
-        self, *batch: Any, pad: Sequence[float | int] | None = None, report: bool = True
+        self,
+        *batch: Any,
+        pad: Sequence[float | int] | None = None,
+        report: bool = True,
+        rows: bool = False,
     ) -> StepResult:
-        """Train on one global batch: the inputs, then the targets.
+        """Train on one global batch: the inputs, then the targets; with ``rows=True`` on what has
+        been given of it to this process: its rows ``trainer.rows``, in this order.
 
         A smaller batch is refused, or, if ``pad`` gives one value for each tensor, filled up with
         rows of these values; they must not count, so the loss must return (sum, count). With
@@ -138,14 +151,18 @@ class Trainer:
         """
         with held_back():
             self.settle_save(wait=False)
-            result = self._run(partial(self._whole.step, report=report), batch, pad)
+            run = partial(self._whole.step, report=report, own_rows=rows)
+            result = self._run(run, batch, pad, rows=rows)
             self.steps += 1
         return result
 
-    def evaluate(self, *batch: Any, pad: Sequence[float | int] | None = None) -> StepResult:
+    def evaluate(
+        self, *batch: Any, pad: Sequence[float | int] | None = None, rows: bool = False
+    ) -> StepResult:
         """The loss of one batch in evaluation mode; nothing is changed."""
         with held_back():
-            return self._run(self._whole.evaluate, batch, pad)
+            run = partial(self._whole.evaluate, own_rows=rows)
+            return self._run(run, batch, pad, rows=rows)
 
     def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
         """Train ``steps`` times on one global batch, and measure every instruction of every device:
@@ -200,10 +217,12 @@ class Trainer:
         keep: int | None = None,
         background: bool = False,
         progress: bool = True,
+        rows: bool = False,
     ) -> Iterator[StepResult]:
         """Train on batches, each ``(*inputs, *targets)``, with a progress display; yields the
         result of each step. ``batches`` is an iterable, a loader with a ``state_dict``, or a
-        function from the number of a step to its batch.
+        function from the number of a step to its batch. With ``rows``, each is this process's rows
+        of a global batch.
 
         With ``checkpoint``, a folder, the state is saved there every ``every`` steps and at the
         end, also when SIGTERM asks the process to end; ``keep`` says how many of them to keep, and
@@ -220,10 +239,16 @@ class Trainer:
             saved = Checkpoints(self, checkpoint, every, keep, background)
             saved.begin(position, resume=resume, group=self._devices)
             last = steps
-        return self._fitted(position, last, saved, progress)
+        return self._fitted(position, last, saved, progress=progress, rows=rows)
 
     def _fitted(
-        self, position: Position, last: int | None, saved: Checkpoints | None, progress: bool
+        self,
+        position: Position,
+        last: int | None,
+        saved: Checkpoints | None,
+        *,
+        progress: bool,
+        rows: bool,
     ) -> Iterator[StepResult]:
         stop = Stop()
         guarded = nullcontext() if saved is None else stop.on_sigterm()
@@ -233,7 +258,7 @@ class Trainer:
                     break
                 if (batch := position.take()) is None:
                     break
-                result = self.step(*batch)
+                result = self.step(*batch, rows=rows)
                 show(result)
                 yield result
                 if saved is not None:  # now that it was seen: a run that goes on leaves no gap
@@ -353,13 +378,36 @@ class Trainer:
             )
         return self._devices
 
-    def _run(self, run: Any, batch: Sequence[Any], pad: Sequence[float | int] | None) -> StepResult:
+    def _run(
+        self, run: Any, batch: Sequence[Any], pad: Sequence[float | int] | None, *, rows: bool
+    ) -> StepResult:
         start = time.perf_counter()
-        tensors = self._tensors(batch, pad)
+        tensors = self._own_rows(batch, pad) if rows else self._tensors(batch, pad)
         report: Report = run(tensors)
         seconds = time.perf_counter() - start
         given = batch[0] if isinstance(batch[0], Tensor) and pad is not None else tensors[0]
+        if rows:
+            given = self.program.example.tensors[0]  # of all processes
         return StepResult(report, self.program, seconds, given.numel())
+
+    def _own_rows(self, batch: Sequence[Any], pad: Sequence[float | int] | None) -> list[Tensor]:
+        if pad is not None:
+            raise PiperError(
+                "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
+                "before taking trainer.rows of it"
+            )
+        count = len(self.rows)
+        try:
+            return list(self._example_of_rows.like(*batch).tensors)
+        except PiperError as error:
+            raise PiperError(
+                f"{error}. With rows=True a batch has {count} rows here, those that trainer.rows "
+                "says, in this order"
+            ) from None
+
+    @cached_property
+    def _example_of_rows(self) -> Batch:
+        return self.program.example.resized(len(self.rows))
 
     def _tensors(self, batch: Sequence[Any], pad: Sequence[float | int] | None) -> list[Tensor]:
         example = self.program.example

@@ -94,7 +94,14 @@ class VirtualWorkerGroup:
         if self._cuda_graphs:
             self._graph = StepGraph(program.device, self._train)
 
-    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
+    @property
+    def rows(self) -> None:
+        """All of them."""
+        return
+
+    def step(
+        self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
+    ) -> Report:
         parts = self._cut(self._program.plans, self._program.code, batch)
         if self._graph is None:
             found = self._train(parts, report=report)
@@ -113,7 +120,7 @@ class VirtualWorkerGroup:
         runs = [d.profile(p, what) for d, p in zip(self._devices, parts, strict=True)]
         return profiled(lambda: self._drive(runs), what, self._program.device)
 
-    def evaluate(self, batch: Sequence[Tensor]) -> Report:
+    def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
         program = self._program
         parts = self._cut(program.evaluation_plans, program.evaluation_code, batch)
         return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])

@@ -106,6 +106,11 @@ class WorkerGroup(Protocol):
         """Whether a step has ended in the middle of its changes."""
         ...
 
+    @property
+    def rows(self) -> Sequence[int] | None:
+        """The rows of a batch that devices of this process read; None for all of them."""
+        ...
+
     def once(self, call: Callable[[], T]) -> T:
         """What ``call`` gives in one of the processes that have a trainer; an error of Piper's is
         raised in all of them. They wait for each other."""
@@ -115,15 +120,17 @@ class WorkerGroup(Protocol):
         """Whether ``flag`` is true in any of the processes that have a trainer; all of them ask."""
         ...
 
-    def step(self, batch: Sequence[Tensor], *, report: bool = True) -> Report:
-        """Train on one batch."""
+    def step(
+        self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
+    ) -> Report:
+        """Train on one batch, of which ``own_rows`` are given, ``rows``, or all."""
         ...
 
     def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
         """Train on one batch, and measure what happens."""
         ...
 
-    def evaluate(self, batch: Sequence[Tensor]) -> Report:
+    def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
         """The loss of one batch; nothing changes."""
         ...
 

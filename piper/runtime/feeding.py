@@ -7,7 +7,8 @@ Microbatch m of M is rows ``[m, m + 1) * B / M``; member r of a group of g has r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -15,14 +16,34 @@ from piper.capture.code import Code
 from piper.lower.plan import Plan
 
 
-def cut(plan: Plan, code: Code, device: int, batch: Sequence[Tensor]) -> list[Tensor]:
-    """What ``device`` needs of the tensors of the whole batch, in the order of ``plan.given``."""
+def cut(
+    plan: Plan,
+    code: Code,
+    device: int,
+    batch: Sequence[Tensor],
+    rows: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """What ``device`` needs of the tensors of the whole batch, in the order of ``plan.given``.
+    ``batch`` may have some of its rows only: those with the numbers ``rows``, in order."""
     found = []
-    for _, value, microbatch, group in plan.given:
-        whole = batch[value]
-        if whole.dim():
-            rows = code.values[len(group)][value].shape[0]
-            block = microbatch * len(group) + group.index(device)
-            whole = whole[block * rows : (block + 1) * rows]
-        found.append(whole)
+    for value, block in _blocks(plan, code, device):
+        given = batch[value]
+        if block:
+            start = block.start if rows is None else bisect_left(rows, block.start)
+            given = given[start : start + len(block)]
+        found.append(given)
     return found
+
+
+def rows_read(plan: Plan, code: Code, device: int) -> set[int]:
+    """The rows of the batch of which ``device`` needs a tensor."""
+    return {row for _, block in _blocks(plan, code, device) for row in block}
+
+
+def _blocks(plan: Plan, code: Code, device: int) -> Iterator[tuple[int, range]]:
+    """The tensors that a device is given, each with its rows; no rows for what has none."""
+    for _, value, microbatch, group in plan.given:
+        shape = code.values[len(group)][value].shape
+        rows = shape[0] if shape else 0
+        block = microbatch * len(group) + group.index(device)
+        yield value, range(block * rows, (block + 1) * rows)

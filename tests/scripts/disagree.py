@@ -66,6 +66,7 @@ def main(folder: Path) -> None:
             trainer.evaluate(*batch(RANK))
         except piper.PiperError as error:
             told["evaluate"] = str(error)
+        told |= with_rows(trainer)
     trainer = piper.launch(program, on="torchrun", timeout=30, check_batches=0)
     trainer.step(*batch(1))
     if RANK == 1:
@@ -81,6 +82,31 @@ def main(folder: Path) -> None:
         told["lost, state"] = str(error)
     write(folder, told)
     os._exit(0)
+
+
+def with_rows(trainer: piper.Trainer) -> dict[str, str]:
+    """Each process gives its own rows; then one of them forgets to say so."""
+    told = {}
+    x, y = batch(1)
+    mine = trainer.rows
+    whole = trainer.evaluate(x, y).loss
+    try:
+        trainer.evaluate(*((x, y) if RANK else (x[mine], y[mine])), rows=not RANK)
+    except piper.PiperError as error:
+        told["rows, mixed"] = str(error)
+    try:
+        trainer.evaluate(x, y, rows=True)
+    except piper.PiperError as error:
+        told["rows, all"] = str(error)
+    evaluated = trainer.evaluate(x[mine], y[mine], rows=True).loss
+    first = trainer.step(x[mine], y[mine], rows=True)
+    (second,) = trainer.fit([(x[mine], y[mine])], progress=False, rows=True)
+    third = trainer.step(x[mine], y[mine], rows=True)  # the tenth, which is compared
+    told["rows"] = (
+        f"{len(mine)} {torch.equal(evaluated, whole)} {torch.equal(first.loss, whole)} "
+        f"{float(third) < float(second) < float(first)} {first.tokens}"
+    )
+    return told
 
 
 def write(folder: Path, told: dict[str, str]) -> None:
