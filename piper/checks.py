@@ -32,8 +32,10 @@ def check(program: Program) -> None:
     program.training.check()
     if program.training.precision not in [p.value for p in Precision]:
         raise MalformedError(f"precision: {shown(program.training.precision)} is unknown")
-    if program.settings.clip != (program.training.clip_norm is not None):
-        raise MalformedError("settings.clip: it does not say whether there is a clip_norm")
+    if program.settings.clip != program.training.waits_for_norm:
+        raise MalformedError(
+            "settings.clip: it does not say whether there is a clip_norm or on_nan"
+        )
     if program.settings.fused != (not isinstance(program.compiler, Eager)):
         raise MalformedError("settings.fused: it does not say whether the compiler fuses")
     for name, code in (("code", program.code), ("evaluation_code", program.evaluation_code)):

@@ -66,6 +66,7 @@ def capture(
     precision: str = "fp32",
     remat: str | None = None,
     clip_norm: float | None = None,
+    on_nan: str | None = None,
     seed: int = 0,
 ) -> Capture:
     """Capture ``model`` for training under strategies that are still to be named.
@@ -76,10 +77,12 @@ def capture(
     ``init`` fills the parameters of a model on the meta device, or is ``piper.weights(folder)``,
     which replaces those of any model. ``precision="bf16"`` computes in bf16 and keeps fp32 weights
     for the optimizer. ``clip_norm`` bounds the norm of all gradients.
-    ``seed`` is for ``init`` and for random operations.
+    ``on_nan`` says what becomes of a step whose gradients are not finite: with ``"skip"`` and
+    ``"stop"`` it updates nothing, and then goes on or raises. ``seed`` is for ``init`` and for
+    random operations.
     """
     subject = Subject(model, inputs, targets, loss, tags, device, compiler, remat, precision)
-    training = Training(optimizer, scheduler, clip_norm, precision, seed)
+    training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
     return _capture(subject, training, init)
 
 
@@ -99,6 +102,7 @@ def compile(
     precision: str = "fp32",
     remat: str | None = None,
     clip_norm: float | None = None,
+    on_nan: str | None = None,
     memory_limit: int | None = None,
     costs: CostModel | None = None,
     seed: int = 0,
@@ -107,7 +111,7 @@ def compile(
     row, whose arguments these are."""
     _check_strategy(strategy)
     subject = Subject(model, inputs, targets, loss, tags, device, compiler, remat, precision)
-    training = Training(optimizer, scheduler, clip_norm, precision, seed)
+    training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
     captured = _capture(subject, training, init)
     return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
 
@@ -165,7 +169,7 @@ class Capture:
                 trained = trained_shapes(placed.facts.whole, placed.code)
                 self._cost = cost_of(self._training.optimizer, trained, first.device)
             settings = Settings(
-                clip=self._training.clip_norm is not None,
+                clip=self._training.waits_for_norm,
                 optimizer=self._cost,
                 memory_limit=memory_limit,
                 gpu=first.device.type == "cuda",

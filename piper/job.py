@@ -53,6 +53,7 @@ class Job:
     precision: str = "fp32"
     remat: str | None = None
     clip_norm: float | None = None
+    on_nan: str | None = None
     memory_limit: int | None = None
     costs: CostModel | None = None
     seed: int = 0
@@ -101,5 +102,6 @@ class Job:
             precision=self.precision,
             remat=self.remat,
             clip_norm=self.clip_norm,
+            on_nan=self.on_nan,
             seed=self.seed,
         )

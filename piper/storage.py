@@ -81,6 +81,7 @@ def save(program: Program, folder: Path) -> None:
     data = {
         "strategy": program.strategy.to_json(),
         "clip_norm": program.training.clip_norm,
+        "on_nan": program.training.on_nan,
         "precision": program.training.precision,
         "seed": program.training.seed,
         "settings": encode(Settings, _with_plain_costs(program)),
@@ -150,8 +151,8 @@ def _reading(folder: Path, name: str) -> Iterator[None]:
 
 
 _PARTS = (
-    "strategy", "clip_norm", "precision", "seed", "settings", "facts", "evaluation_facts", "names",
-    "code", "evaluation_code", "example", "device", "compiler",
+    "strategy", "clip_norm", "on_nan", "precision", "seed", "settings", "facts", "evaluation_facts",
+    "names", "code", "evaluation_code", "example", "device", "compiler",
 )  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def _program(
 
     training = Training(
         optimizer, scheduler, part("clip_norm", float | None), part("precision", str),
-        part("seed", int),
+        part("seed", int), part("on_nan", str | None),
     )  # fmt: skip
     facts = _part(data, "facts", _facts_from_json)
     return Program(

@@ -11,6 +11,8 @@ from piper.errors import PiperError
 from piper.optimizer import SchedulerFactory
 from piper.optimizer_factory import OptimizerFactory
 
+ON_NAN = ("skip", "stop")
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -21,6 +23,9 @@ class Training:
     clip_norm: float | None
     precision: str
     seed: int
+    on_nan: str | None = None
+    """What becomes of a step whose gradients are not finite: it updates as if they were, or
+    nothing and goes on ("skip"), or nothing and raises ("stop")."""
 
     def check(self) -> None:
         if self.optimizer is not None and not callable(self.optimizer):
@@ -37,8 +42,15 @@ class Training:
         number = isinstance(clip, int | float) and not isinstance(clip, bool)
         if clip is not None and not (number and clip > 0):
             raise PiperError(f"clip_norm={clip!r} must be a positive number, or None")
+        if self.on_nan not in (None, *ON_NAN):
+            raise PiperError(f"on_nan={self.on_nan!r} must be 'skip' or 'stop', or None")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise PiperError(f"seed={self.seed!r} must be a whole number")
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether nothing is updated before the norm of all gradients is known."""
+        return self.clip_norm is not None or self.on_nan is not None
 
     @property
     def master(self) -> torch.dtype | None:

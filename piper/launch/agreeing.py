@@ -39,10 +39,11 @@ def fingerprints(program: Program) -> Fingerprints:
     return {
         "number of devices": str(len(program.devices)),
         "strategy": _digest(program.strategy.to_json()),
-        "settings (precision, clip_norm, seed, microbatches, device, compiler)": _digest(
+        "settings (precision, clip_norm, on_nan, seed, microbatches, device, compiler)": _digest(
             [
                 str(training.precision),
                 training.clip_norm,
+                training.on_nan,
                 training.seed,
                 program.microbatches,
                 program.device.type,

@@ -62,6 +62,17 @@ class StepResult:
         return self._scalars[1]
 
     @property
+    def skipped(self) -> bool:
+        """Whether the step changed no parameter and no state of the optimizer, because of
+        ``on_nan`` and a norm of the gradients that is not finite."""
+        sums, squares = self._report.scalars()
+        if self._program.training.on_nan is None or squares is None:
+            return False
+        counted = sums is not None and self._program.code.count is not None
+        norm = squares.sqrt() / sums[1] if counted and sums is not None else squares.sqrt()
+        return not bool(torch.isfinite(norm))
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
@@ -154,6 +165,12 @@ class Trainer:
             run = partial(self._whole.step, report=report, own_rows=rows)
             result = self._run(run, batch, pad, rows=rows)
             self.steps += 1
+        if self.program.training.on_nan == "stop" and result.skipped:
+            raise PiperError(
+                f"the gradients of step {self.steps} are not finite (on_nan='stop'): it changed no "
+                "parameter and no state of the optimizer. Look at its batch, at the learning rate "
+                "and, in bf16, at the loss; on_nan='skip' goes on with the next batch"
+            )
         return result
 
     def evaluate(

@@ -51,7 +51,7 @@ class Settings:
     """What lowering must know besides the DAG."""
 
     clip: bool = False
-    """Whether updates wait for the norm of all gradients."""
+    """Whether updates wait for the norm of all gradients, to be clipped or left out by it."""
     optimizer: OptimizerCost = field(default_factory=OptimizerCost)
     memory_limit: int | None = None
     """Bytes that a device has."""

@@ -29,6 +29,8 @@ class Scalars:
     """The sum of the losses and of what they are divided by."""
     norm: Tensor | None = None
     """The squared norm of all gradients."""
+    finite: bool | None = None
+    """Whether all gradients are, once that was asked."""
     ready: torch.cuda.Event | None = None
     """What to wait for before they are read."""
 

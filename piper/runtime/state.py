@@ -127,6 +127,11 @@ class DeviceState:
 
     def make_capturable(self) -> None:
         """From now on updates wait for nothing on the host, and may be captured as CUDA graphs."""
+        if self.training.on_nan is not None:
+            raise PiperError(
+                f"cuda_graphs=True: on_nan={self.training.on_nan!r} decides on the host whether a "
+                "step updates anything: leave out one of them"
+            )
         for group in self._groups():
             if "capturable" in group:
                 group["capturable"] = True

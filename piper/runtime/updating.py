@@ -185,6 +185,7 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
     own, collect_own = state.held[op.bucket], _gradients(context, op.bucket, x.reads)
     collect = [(state.held[b], _gradients(context, b, x.reads)) for b in x.buckets]
     counted, clip = context.code.count is not None, state.training.clip_norm
+    waits, may_skip = state.training.waits_for_norm, state.training.on_nan is not None
     (target,) = x.writes
 
     def scale(gradients: list[Tensor]) -> None:
@@ -198,8 +199,11 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
                 gradient.mul_(coefficient.to(gradient.dtype))
 
     def execute() -> None:
+        if may_skip and not _finite(context, counted):
+            slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
+            return
         rows = [(held, gradients()) for held, gradients in collect]
-        if clip is None:  # of sums: the count is divided off at the end
+        if not waits:  # of sums: the count is divided off at the end
             found = next((g for held, g in rows if held is own), None)
             slots[target] = squares(_counted(own, collect_own() if found is None else found))
         else:
@@ -214,12 +218,24 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
 
 def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
     """What all gradients are multiplied with so that their norm stays within ``limit``."""
+    return (limit / (_norm(context, counted) + 1e-6)).clamp(max=1.0)
+
+
+def _finite(context: ExecutionContext, counted: bool) -> bool:
+    """Whether the norm of all gradients is a number: the same on every device, which has the same
+    norm. The host waits for it."""
+    if context.scalars.finite is None:
+        context.scalars.finite = bool(torch.isfinite(_norm(context, counted)))
+    return context.scalars.finite
+
+
+def _norm(context: ExecutionContext, counted: bool) -> Tensor:
     assert context.scalars.norm is not None
     norm = context.scalars.norm.sqrt()
     if counted:
         assert context.scalars.loss is not None
         norm = norm / context.scalars.loss[1]
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
+    return norm
 
 
 def _counted(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
