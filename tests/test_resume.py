@@ -224,6 +224,16 @@ def test_kill_9_at_many_moments(on: str, times: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on", "times"), [("virtual", 6), ("processes", 3), ("torchrun", 3)])
+@pytest.mark.parametrize(("on", "times"), [("virtual", 6), ("processes", 3)])
 def test_kill_9_while_saves_are_in_the_background(on: str, times: int, tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, on, times, 2, "background")
+
+
+@pytest.mark.slow
+def test_saves_in_the_background_under_torchrun(tmp_path: Path) -> None:
+    for steps in (7, STEPS):
+        assert Run(tmp_path, "torchrun", steps, "background").process.wait(120) == 0
+        names = sorted(path.name for path in (tmp_path / "run").iterdir())
+        assert names[-1] == f"step-{steps:08}"
+    assert losses(tmp_path) == expected()
+    assert names == ["step-00000009", "step-00000012"]
