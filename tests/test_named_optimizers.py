@@ -258,6 +258,24 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
         trainer.load(tmp_path / "state")
 
 
+def test_a_parameter_that_changes_its_optimizer_is_refused(tmp_path: Path) -> None:
+    """Momentum of the one is none of the other."""
+
+    def others(named_parameters: Named) -> list[torch.optim.Optimizer]:
+        hidden = [p for n, p in named_parameters if n.endswith("up.weight")]
+        rest = [p for n, p in named_parameters if not n.endswith("up.weight")]
+        return [Polar(hidden), adamw(rest)]
+
+    one = data_parallel(1, 2)
+    with piper.launch(compiled(net(), one, loss, data(), optimizer=several)) as trainer:
+        trainer.save(tmp_path / "state")
+    with (
+        piper.launch(compiled(net(), one, loss, data(), optimizer=others)) as trainer,
+        pytest.raises(PiperError, match=r"down\.weight was trained by Polar, but here by AdamW"),
+    ):
+        trainer.load(tmp_path / "state")
+
+
 def test_a_scheduler_of_several() -> None:
     def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from piper.errors import PiperError
-from piper.optimizer_factory import settings
+from piper.optimizer_factory import members_of, settings
 from piper.runtime.state import DeviceState
 
+_KIND = "piper.optimizer"
+"""The setting of a group that says which of several optimizers it belongs to."""
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 """What a scheduler keeps as a list with an item for each group."""
 
@@ -38,11 +40,11 @@ def export_groups(state: DeviceState) -> list[Group]:
     return [
         Group(
             names,
-            copy.deepcopy(settings(group)),
+            copy.deepcopy(settings(group)) | {_KIND: kind},
             _of_group(schedule, i),
         )
-        for i, (group, names) in enumerate(
-            zip(state.optimizer.param_groups, _names(state), strict=True)
+        for i, (group, names, kind) in enumerate(
+            zip(state.optimizer.param_groups, _names(state), _kinds(state), strict=True)
         )
     ]
 
@@ -52,7 +54,8 @@ def match_groups(state: DeviceState, groups: Sequence[Group]) -> list[Group | No
     agree."""
     if state.optimizer is None:
         return []
-    return [_match(names, groups) for names in _names(state)]
+    pairs = zip(_names(state), _kinds(state), strict=True)
+    return [_match(names, kind, groups) for names, kind in pairs]
 
 
 def restore_groups(
@@ -66,7 +69,7 @@ def restore_groups(
     for group, other in zip(mine, found, strict=True):
         if other is not None:
             here = group.get("capturable")  # a matter of how it runs, not of what it computes
-            group.update(copy.deepcopy(dict(other.settings)))
+            group.update({k: copy.deepcopy(v) for k, v in other.settings.items() if k != _KIND})
             if here is not None:
                 group["capturable"] = here
     if schedule is not None and state.scheduler is not None:
@@ -89,10 +92,25 @@ def _names(state: DeviceState) -> list[tuple[str, ...]]:
     return [tuple(dict.fromkeys(name_of[id(p)] for p in g["params"])) for g in groups]
 
 
-def _match(names: tuple[str, ...], groups: Sequence[Group]) -> Group | None:
-    """The group that held these parameters."""
+def _kinds(state: DeviceState) -> list[str]:
+    """For each group, the class of its optimizer."""
+    assert state.optimizer is not None
+    members = members_of(state.optimizer)
+    return [type(member).__name__ for member in members for _ in member.param_groups]
+
+
+def _match(names: tuple[str, ...], kind: str, groups: Sequence[Group]) -> Group | None:
+    """The group that held these parameters, of the same kind of optimizer."""
     wanted = set(names)
     found = [group for group in groups if not wanted.isdisjoint(group.names)]
+    for other in found:
+        if (before := other.settings.get(_KIND, kind)) != kind:
+            name = next(n for n in other.names if n in wanted)
+            raise PiperError(
+                f"in the checkpoint the parameter {name} was trained by {before}, but here by "
+                f"{kind}, which cannot go on from its state: give it the same optimizer, or take "
+                "over the weights alone with load_state_dict"
+            )
     for other in found[1:]:
         if not same(other.settings, found[0].settings):
             one, two = (next(n for n in g.names if n in wanted) for g in (found[0], other))
