@@ -20,7 +20,7 @@ import piper
 from piper import PiperError, annotate, place, replicate
 from piper.checkpoint import files
 from piper.first_weights import Source, StateNames
-from piper.launch.device import _assignment
+from piper.launch.device import assignment_of
 from piper.launch.fetching import fetcher
 from piper.matching import located
 from piper.runtime.state import DeviceState
@@ -136,7 +136,7 @@ def test_a_device_reads_and_holds_its_shard_alone(
     total = sum(x.nbytes for x in state.values())
     for device in program.devices:
         with Tracker() as tracker:
-            made = DeviceState(_assignment(program, device), program.device, fetcher(program))
+            made = DeviceState(assignment_of(program, device), program.device, fetcher(program))
         share = sum(held.flat.nbytes for held in made.held.values())
         assert share <= total / 4 + 4096
         assert tracker.peak <= share + 4096
