@@ -60,7 +60,8 @@ def counts(strategy: piper.Strategy, rows: int) -> set[int]:
     return {len(found(program, device)) for device in program.devices}
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
 def test_their_number_does_not_depend_on_the_size_of_the_job(zero: int) -> None:
     sizes = [
         counts(mesh(pp=4, dp=dp, zero=zero, microbatches=4), rows=4 * dp) for dp in (2, 16, 64)

@@ -148,6 +148,7 @@ def test_equal_devices_are_one_class_however_many() -> None:
     assert sorted(d for one in split.classes for d in one.devices) == list(range(8))
 
 
+@pytest.mark.slow
 def test_exchanges_over_a_slow_link_take_longer() -> None:
     near = experts().simulate(piper.Cluster.of("H100", 8))
     far = experts().simulate(piper.Cluster.of("H100", 1, 8, outside="Ethernet-1G"))

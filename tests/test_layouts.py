@@ -67,13 +67,10 @@ def on_one_device() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices",
-    [
-        pytest.param([[0], [1], [0]], marks=pytest.mark.slow),
-        pytest.param([[0, 1], [2, 3], [2, 3]], marks=pytest.mark.slow),
-        [[0], [1, 2], [3, 4]],
-    ],
+    [[[0], [1], [0]], [[0, 1], [2, 3], [2, 3]], [[0], [1, 2], [3, 4]]],
     ids=str,
 )
 def test_what_is_not_contiguous_goes_between_devices(devices: list[list[int]]) -> None:

@@ -100,7 +100,8 @@ def more_in_training(net: Modal, i: int, x: Tensor) -> Tensor:
     return net.layers[i](x).tanh() + (net.extra(x) if net.training and i == 3 else 0.0)
 
 
-@pytest.mark.parametrize("by", ["flops", pytest.param("params", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["flops", "params"])
 def test_evaluation_has_the_stages_of_training(by: str) -> None:
     """By its own cost it would be cut elsewhere, where the parameters are not."""
     net = Modal(more_in_training)
@@ -205,6 +206,7 @@ def test_a_model_left_in_evaluation_mode_is_warned_of_once() -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_checkpointing_is_warned_of_once_unless_the_strategy_decides() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -258,6 +260,7 @@ class ByRows(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatches", "rows", "message"),
     [

@@ -67,6 +67,7 @@ def transformer(config: DenseConfig) -> nn.Module:
     return MoETransformer(config) if isinstance(config, MoEConfig) else DenseTransformer(config)
 
 
+@pytest.mark.slow
 def test_products_are_written_where_the_caller_wants_them() -> None:
     """And nowhere else if he does not: the same numbers, and the same tensors."""
     model, x, y = DenseTransformer(DENSE), *tokens()

@@ -431,6 +431,7 @@ def test_going_on_under_the_same_strategy_is_bit_for_bit(
     assert_same(found, Run(whole.losses[2:], whole.norms[2:], whole.state))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_bf16_keeps_the_fp32_weights(tmp_path: Path) -> None:
     made = compiled(model(), ZERO, F.mse_loss, batches(), optimizer=adamw, precision="bf16")
     whole = train(made, batches())

@@ -130,6 +130,7 @@ def gpt2() -> nn.Module:
 GPT2_TAGS = {"transformer.wte": "embed", "transformer.h.*": "layer", "lm_head": "head"}
 
 
+@pytest.mark.slow
 def test_gpt2() -> None:
     check(gpt2(), GPT2_TAGS)
 
@@ -171,6 +172,7 @@ def qwen3_moe(experts: str) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+@pytest.mark.slow
 def test_qwen3_moe_with_batched_experts() -> None:
     check(qwen3_moe("batched_mm"), {**TAGS, "model.layers.*.mlp.experts": "EP"})
 

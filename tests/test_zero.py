@@ -257,7 +257,8 @@ def test_nothing_is_reduced_or_gathered_twice() -> None:
     }
 
 
-@pytest.mark.parametrize("zero", [slow(1), slow(2), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_copies_are_summed_once_a_step(zero: int) -> None:
     """Hybrid sharding: within a copy as with fewer devices; across copies a part of P, once."""
     scalars = [f for f in traffic(0, 4, 3).flows if f.stream == "scalars"]
@@ -403,6 +404,7 @@ def test_parameters_are_gathered_as_early_as_the_limit_allows() -> None:
 # the state as it was written
 
 
+@pytest.mark.slow
 def test_state_comes_a_few_tensors_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("piper.launch.checkpoint"), "_AT_ONCE", 40)
     strategy = pipeline([[0, 1], [2, 3]], 2, replicate({}, zero=3, bucket_mb=1e-4), by=[3, 3])
