@@ -28,7 +28,7 @@ from work import Work, reference
 from workers import ENVIRONMENT, Way, starter
 
 import piper
-from piper.launch.processes import KEEPING
+from piper.launch.worker_process import KEEPING
 from piper.strategies import mesh
 
 WORKERS = 2

@@ -17,10 +17,10 @@ from piper.capture.model import Precision
 from piper.capture.program import SAVED, ChunkProgram, Kind, Pass, Ref
 from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
-from piper.codec import MalformedError, shown, within
 from piper.ir.dag import Dag
 from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
 from piper.program import Program
+from piper.reading import MalformedError, shown, within
 
 _READ = (*SAVED, Kind.BI_SAVED, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
 _WRITTEN = (*SAVED, Kind.BI_SAVED, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)

@@ -11,12 +11,10 @@ machines as they are, where nothing can be installed.
 
 from __future__ import annotations
 
-import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -26,151 +24,23 @@ import torch
 
 from piper.errors import PiperError
 from piper.numbering import Numbered
+from piper.reading import (
+    MalformedError,
+    dtype,
+    each,
+    pairs,
+    place_text,
+    row,
+    rows,
+    shown,
+    string,
+    table,
+    whole,
+    within,
+    wrong,
+)
 
-DTYPES: Mapping[str, torch.dtype] = {
-    name: item for name, item in vars(torch).items() if isinstance(item, torch.dtype)
-}
-"""By the names that files use."""
 _WRITTEN = "written"
-_LARGEST = 2**63
-_SHOWN = 60
-
-
-class MalformedError(PiperError):
-    """Data that is not what it must be, and where it is."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.at: list[str] = []
-        """The place, innermost first."""
-
-    def __str__(self) -> str:
-        place = "".join(reversed(self.at)).removeprefix(".")
-        return f"{place}: {self.what}" if place else self.what
-
-
-@contextmanager
-def within(place: str | int) -> Iterator[None]:
-    """What is read here is at ``place``, a name or a number, of what is around it."""
-    try:
-        yield
-    except MalformedError as error:
-        error.at.append(_written(place))
-        raise
-
-
-def _written(place: str | int) -> str:
-    return f"[{place}]" if isinstance(place, int) else f".{place}"
-
-
-def shown(item: Any) -> str:
-    """``item`` in a message, cut short."""
-    text = repr(item)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
-
-
-def wrong(item: Any, wanted: str) -> MalformedError:
-    return MalformedError(f"{shown(item)} is not {wanted}")
-
-
-def parsed(text: str | bytes) -> Any:
-    """What JSON says."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise MalformedError("this is nested too deeply to be read") from None
-    except ValueError as error:
-        raise MalformedError(f"this is not JSON: {error}") from None
-
-
-def whole(item: Any, least: int = -_LARGEST, below: int = _LARGEST) -> int:
-    """A whole number of a range."""
-    if type(item) is not int:
-        raise wrong(item, "a whole number")
-    if not least <= item < below:
-        raise MalformedError(f"{item} is out of range, which is {least} to {below - 1}")
-    return item
-
-
-def count(item: Any) -> int:
-    """A whole number from 0 on."""
-    if type(item) is not int or not 0 <= item < _LARGEST:
-        raise wrong(item, "a whole number from 0 on")
-    return item
-
-
-def counts(items: Any) -> tuple[int, ...]:
-    """A list of whole numbers from 0 on."""
-    if type(items) not in (list, tuple):
-        raise wrong(items, "a list of whole numbers")
-    for place, item in enumerate(items):
-        if type(item) is not int or not 0 <= item < _LARGEST:
-            with within(place):
-                raise wrong(item, "a whole number from 0 on")
-    return tuple(items)
-
-
-def string(item: Any) -> str:
-    if type(item) is not str:
-        raise wrong(item, "a string")
-    return item
-
-
-def rows(items: Any, read: Callable[[Any], Any] | None = None) -> list[Any]:
-    """A list, of which every item is read by ``read``."""
-    if type(items) is not list:
-        raise wrong(items, "a list")
-    return items if read is None else list(_each(items, read))
-
-
-def row(item: Any, length: int) -> list[Any]:
-    """A list of so many items."""
-    if type(item) is not list or len(item) != length:
-        raise wrong(item, f"a list of {length}")
-    return item
-
-
-def table(item: Any, names: Iterable[str]) -> dict[str, Any]:
-    """An object with these names and no others."""
-    if type(item) is not dict:
-        raise wrong(item, "an object")
-    wanted = set(names)
-    if missing := sorted(wanted - item.keys()):
-        raise MalformedError(f"it lacks {', '.join(missing)}")
-    if unknown := sorted(item.keys() - wanted):
-        raise MalformedError(f"it has {', '.join(map(shown, unknown))}, which nobody reads")
-    return item
-
-
-def pairs(item: Any, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> dict[Any, Any]:
-    """A mapping, written as a list of pairs."""
-    found: dict[Any, Any] = {}
-    for place, pair in enumerate(rows(item)):
-        with within(place):
-            first, second = row(pair, 2)
-            name = key(first)
-            if name in found:
-                raise MalformedError(f"{shown(first)} is there twice")
-            with within(str(first) if isinstance(first, str) else "value"):
-                found[name] = value(second)
-    return found
-
-
-def _each(items: list[Any], read: Callable[[Any], Any]) -> Iterator[Any]:
-    for place, item in enumerate(items):
-        try:
-            yield read(item)
-        except MalformedError as error:
-            error.at.append(_written(place))
-            raise
-
-
-def dtype(item: Any) -> torch.dtype:
-    found = DTYPES.get(item) if type(item) is str else None
-    if found is None:
-        raise wrong(item, "a dtype")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,11 +177,11 @@ def _tuple(arguments: tuple[Any, ...]) -> _Form:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         if arguments[0] in _PLAIN:
             read = _PLAIN[arguments[0]]
-            return _Form(list, lambda data: tuple(_each(rows(data), read)))
+            return _Form(list, lambda data: tuple(each(rows(data), read)))
         form = _form(arguments[0])
         return _Form(
             lambda item: [form.write(x) for x in item],
-            lambda data: tuple(_each(rows(data), form.read)),
+            lambda data: tuple(each(rows(data), form.read)),
         )
     forms = [_form(a) for a in arguments]
 
@@ -368,7 +238,7 @@ def _record(kind: Any, forms: Mapping[str, _Form]) -> _Form:
             try:
                 found[name] = read(data[name])
             except MalformedError as error:
-                error.at.append(_written(name))
+                error.at.append(place_text(name))
                 raise
         return _made(kind, found)
 

@@ -13,8 +13,9 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from piper.codec import Format, MalformedError, parsed, table, wrong
+from piper.codec import Format
 from piper.errors import PiperError
+from piper.reading import MalformedError, parsed, table, wrong
 
 CHECKSUMS = "checksums.json"
 

@@ -38,21 +38,7 @@ from piper.capture.serial import (
 from piper.capture.tensors import TensorSpec
 from piper.capture.trees import tree_from_json, tree_to_json
 from piper.checks import check, check_placed
-from piper.codec import (
-    Format,
-    MalformedError,
-    count,
-    decode,
-    encode,
-    pairs,
-    parsed,
-    rows,
-    string,
-    table,
-    whole,
-    within,
-    wrong,
-)
+from piper.codec import Format, decode, encode
 from piper.errors import PiperError
 from piper.first_weights import Source, StateNames
 from piper.ir.build import build
@@ -64,6 +50,18 @@ from piper.lower.lower import Settings, lower
 from piper.optimizer import SchedulerFactory
 from piper.optimizer_factory import OptimizerFactory
 from piper.program import Program
+from piper.reading import (
+    MalformedError,
+    count,
+    pairs,
+    parsed,
+    rows,
+    string,
+    table,
+    whole,
+    within,
+    wrong,
+)
 from piper.strategy import Strategy
 from piper.training import Training
 

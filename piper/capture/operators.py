@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from piper.codec import MalformedError, shown
+from piper.reading import MalformedError, shown
 
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.\w+", re.ASCII)
 _FOR_MODELS = frozenset({"aten", "prims", "rngprims", "inductor_prims", "quantized_decomposed"})

@@ -22,11 +22,12 @@ from piper.capture.graphs import is_random
 from piper.capture.operators import check_arguments, operator_named
 from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.tensors import TensorSpec
-from piper.codec import (
+from piper.codec import decode
+from piper.errors import PiperError
+from piper.reading import (
     MalformedError,
     count,
     counts,
-    decode,
     dtype,
     row,
     rows,
@@ -36,7 +37,6 @@ from piper.codec import (
     within,
     wrong,
 )
-from piper.errors import PiperError
 
 Json = Any
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from piper.checkpoint.boxes import Box
 from piper.checkpoint.files import DTYPES, NAMES, FileFacts, Reader, Stored
 from piper.checkpoint.values import from_json, stored_names
-from piper.codec import (
-    Format,
+from piper.codec import Format
+from piper.reading import (
     MalformedError,
     count,
     counts,

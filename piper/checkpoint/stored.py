@@ -23,8 +23,8 @@ from piper.checkpoint.boxes import Box, tile
 from piper.checkpoint.files import DTYPES
 from piper.checkpoint.index import INDEX, Entry, Index, Slice
 from piper.checkpoint.pretrained import WEIGHTS, WEIGHTS_INDEX
-from piper.codec import MalformedError, count, counts, parsed, row, string, table, within, wrong
 from piper.errors import PiperError
+from piper.reading import MalformedError, count, counts, parsed, row, string, table, within, wrong
 
 _SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from piper.codec import DTYPES, MalformedError, count, row, rows, shown, string, within, wrong
+from piper.reading import DTYPES, MalformedError, count, row, rows, shown, string, within, wrong
 
 _DEPTH = 16
 _INLINE = 16

@@ -15,7 +15,7 @@ from piper.cli.scripts import job_in, strategy_of
 from piper.job import Job
 from piper.launch import Trainer, launch
 from piper.launch.launch import Where
-from piper.launch.trainer import StepResult
+from piper.launch.step_result import StepResult
 
 
 def train(

@@ -1,6 +1,7 @@
 """Starts the devices of a compiled program and gives a trainer that drives them."""
 
 from piper.launch.launch import launch
-from piper.launch.trainer import StepResult, Trainer
+from piper.launch.step_result import StepResult
+from piper.launch.trainer import Trainer
 
 __all__ = ["StepResult", "Trainer", "launch"]

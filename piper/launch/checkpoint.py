@@ -21,13 +21,13 @@ from piper.checkpoint.boxes import Box
 from piper.checkpoint.files import Given, Reader
 from piper.checkpoint.index import INDEX, GroupEntry, Index, Tensors
 from piper.checkpoint.values import to_json
-from piper.codec import MalformedError
 from piper.errors import PiperError, warn
 from piper.launch.fetching import fetcher
 from piper.launch.state_checks import check_index
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.optimizer_factory import joined_kinds
 from piper.program import Program
+from piper.reading import MalformedError
 from piper.runtime.holding import MODEL, Holding, whole
 from piper.runtime.parts import Part, write
 from piper.runtime.portable import Portions, assemble

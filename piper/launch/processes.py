@@ -11,80 +11,43 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe, wait
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, SwitchTask, WorkerTask, dumped, receive
-from piper.launch.fetching import FirstWeights
 from piper.launch.rank import refuse_too_few_gpus
+from piper.launch.worker_folder import modules_of_ops, write_program, write_weights
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
+from piper.launch.worker_process import WorkerProcess, spawned
 from piper.lower.plan import Plan
 from piper.program import Program
 from piper.runtime.feeding import cut
 from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
 from piper.runtime.resharding import Request
-from piper.weight_files import WeightFiles
 
-KEEPING = {
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MIMALLOC_PURGE_DELAY": "50",
-}
-"""For the allocator that torch uses: memory that a step frees and takes again is not given back
-between. With glibc that is all below 32 MiB, the most that it can be told; with mimalloc (as on
-64-bit ARM) all for 50 ms."""
 _GRACE = 2.0
 """Seconds that workers get to end by themselves."""
 _LOOK = 1.0
 """Seconds after which it is looked whether workers live whose connection may be held by others; the
 end of most connections says so by itself."""
-_NOWHERE = (-1).to_bytes(8, sys.byteorder, signed=True)
-"""The program counter of a worker that runs no instruction."""
 
 
 class WorkerError(PiperError):
     """A worker failed; the cause, if it could travel, is the error that it raised."""
-
-
-@dataclass(slots=True)
-class _Worker:
-    device: int
-    local: int
-    """Its number on this machine: the GPU that it takes."""
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    sender: threading.Thread | None = None
-
-    def send(self, message: bytes) -> None:
-        """In a thread: a worker that does not read must not stop the caller. One that is gone is
-        noticed where its answer is waited for."""
-        self.sender = threading.Thread(target=_send, args=(self.connection, message), daemon=True)
-        self.sender.start()
-
-    def release(self) -> None:
-        """Forget a worker that has ended."""
-        if self.sender is not None:
-            self.sender.join()  # there is nobody left to wait for
-        self.connection.close()
 
 
 class ProcessWorkerGroup:
@@ -119,7 +82,7 @@ class ProcessWorkerGroup:
         if program.device.type == "cuda":
             refuse_too_few_gpus(len(program.devices), share=share_gpus)
         self._program = program
-        self._next: tuple[Program, list[_Worker], list[list[Request]]] | None = None
+        self._next: tuple[Program, list[WorkerProcess], list[list[Request]]] | None = None
         """While it switches: the next program, the workers that were started for it, and what each
         worker lacks."""
         self._switches = 0
@@ -127,7 +90,8 @@ class ProcessWorkerGroup:
         self._start_timeout = start_timeout
         self._threads = threads
         self._folder = tempfile.TemporaryDirectory(prefix="piper-")
-        self._workers: list[_Worker] = []
+        self._path = Path(self._folder.name)
+        self._workers: list[WorkerProcess] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: Sequence[Plan] | None = None
         """The plans that the workers run, if they run any; None until they are ready."""
@@ -147,8 +111,8 @@ class ProcessWorkerGroup:
         )
         """What all workers are told alike."""
         try:
-            self._write(program, "program")
-            self._write_weights(program)
+            write_program(self._path, "program", program)
+            write_weights(self._path, program)
             self._workers = self._spawn_all(program, program.devices, waits=False)
             self._answers(start_timeout)
             self._running = ()
@@ -213,7 +177,7 @@ class ProcessWorkerGroup:
                 return [str(error)]
         self._switches += 1
         name = f"program.{self._switches}"
-        self._write(program, name)
+        write_program(self._path, name, program)
         try:
             new = self._spawn_all(program, devices, waits=True)
             self._workers += new
@@ -246,7 +210,7 @@ class ProcessWorkerGroup:
             self._retire(self._next[1])
             self._next = None
 
-    def _retire(self, workers: Sequence[_Worker]) -> None:
+    def _retire(self, workers: Sequence[WorkerProcess]) -> None:
         """End some of the workers."""
         for worker in workers:
             worker.send(dumped(Call("stop")))
@@ -286,16 +250,17 @@ class ProcessWorkerGroup:
         """The CPU threads of each worker."""
         return self._threads or max(1, (os.cpu_count() or 1) // len(program.devices))
 
-    def _spawn_all(self, program: Program, devices: Iterable[int], *, waits: bool) -> list[_Worker]:
+    def _spawn_all(
+        self, program: Program, devices: Iterable[int], *, waits: bool
+    ) -> list[WorkerProcess]:
         """Start workers, which answer when they are ready."""
-        folder = Path(self._folder.name)
         used = {worker.local for worker in self._workers}
         free = (local for local in itertools.count() if local not in used)
-        imports = (*self._task.imports, *_modules_of_ops(program))
+        imports = (*self._task.imports, *modules_of_ops(program))
         found = []
         for device, local in zip(devices, free, strict=False):
-            (folder / f"at.{device}").write_bytes(_NOWHERE)
-            found.append(self._spawn(device, local, folder))
+            found.append(spawned(device, local, self._path))
+            self._processes.append(found[-1].process)
         for worker in found:
             task = replace(
                 self._task,
@@ -308,51 +273,6 @@ class ProcessWorkerGroup:
             worker.send(dumped(Call("start", task)))
         return found
 
-    def _write(self, program: Program, name: str) -> None:
-        """Put a program and its callables where workers find them."""
-        try:
-            from piper.launch.sending import by_value
-        except ImportError as error:
-            raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
-        folder = Path(self._folder.name)
-        program.save(folder / name)
-        init = None if program.source is None else program.source.init
-        if isinstance(init, WeightFiles):
-            init = init.init
-        training = program.training
-        try:
-            callables = by_value((training.optimizer, training.scheduler, init))
-        except Exception as error:
-            raise PiperError(
-                f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
-            ) from error
-        (folder / f"{name}.callables").write_bytes(callables)
-
-    def _write_weights(self, program: Program) -> None:
-        first, folder = FirstWeights.of(program), Path(self._folder.name)
-        torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
-        (folder / "located").write_bytes(pickle.dumps(first.located))
-
-    def _spawn(self, device: int, local: int, folder: Path) -> _Worker:
-        environment = dict(os.environ)
-        if sys.platform == "linux":
-            for name, value in KEEPING.items():
-                environment.setdefault(name, value)
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        here, there = Pipe()
-        with there:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "piper.launch.worker", str(there.fileno()), str(folder)],
-                stdin=subprocess.PIPE,
-                env=environment,
-                pass_fds=[there.fileno()],
-                start_new_session=True,  # Ctrl-C is the caller's to handle
-            )
-        self._processes.append(process)
-        return _Worker(device, local, process, here)
-
     # running
 
     def _run(self, method: str, batch: Sequence[Tensor], how: ProfileKind | bool = True) -> Report:
@@ -363,9 +283,8 @@ class ProcessWorkerGroup:
         self._running = plans
         of = {device: plan for plan in plans for device in plan.devices}
 
-        def message(worker: _Worker) -> bytes:
-            with self._pc_file(worker).open("r+b") as file:
-                file.write(_NOWHERE)
+        def message(worker: WorkerProcess) -> bytes:
+            worker.forget_pc()
             given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
             return dumped(Call(method, (given, how)))
 
@@ -390,7 +309,7 @@ class ProcessWorkerGroup:
         """What every worker answers; the first that fails or dies ends all."""
         return self._answers_of(self._workers, timeout)
 
-    def _answers_of(self, workers: Sequence[_Worker], timeout: float) -> list[Any]:
+    def _answers_of(self, workers: Sequence[WorkerProcess], timeout: float) -> list[Any]:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(workers):
@@ -406,7 +325,7 @@ class ProcessWorkerGroup:
                 self._fail_with_silence(timeout, waiting)
         return [answers[worker.device] for worker in workers]
 
-    def _answer(self, worker: _Worker) -> Any:
+    def _answer(self, worker: WorkerProcess) -> Any:
         try:
             answer = receive(worker.connection)
         except (EOFError, OSError):
@@ -415,7 +334,7 @@ class ProcessWorkerGroup:
             self._fail_with(worker, answer)
         return answer
 
-    def _fail_with(self, worker: _Worker, failure: Failure) -> None:
+    def _fail_with(self, worker: WorkerProcess, failure: Failure) -> None:
         """A failed communication is most likely a consequence: look for what caused it first."""
         deadline = time.monotonic() + _GRACE / 2
         while failure.consequence and time.monotonic() < deadline:
@@ -440,37 +359,28 @@ class ProcessWorkerGroup:
         )
         raise WorkerError(text) from cause
 
-    def _fail_with_death(self, worker: _Worker) -> None:
+    def _fail_with_death(self, worker: WorkerProcess) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(_GRACE)
-        text = f"the worker of device {worker.device} died{self._at(worker)}: {_how(worker)}"
+        text = f"the worker of device {worker.device} died{self._at(worker)}: {worker.ended}"
         self._end_workers(0.0)
         raise WorkerError(text)
 
-    def _fail_with_silence(self, timeout: float, workers: Sequence[_Worker]) -> None:
+    def _fail_with_silence(self, timeout: float, workers: Sequence[WorkerProcess]) -> None:
         lines = [f"no answer within {timeout:g} s"]
         lines += [f"  from the worker of device {w.device}{self._at(w)}" for w in workers]
         self._end_workers(0.0)
         raise WorkerError("\n".join(lines))
 
-    def _at(self, worker: _Worker) -> str:
+    def _at(self, worker: WorkerProcess) -> str:
         """Where a worker is, or was last."""
         if self._running is None:
             return " before it was ready"
-        pc = int.from_bytes(self._pc_file(worker).read_bytes(), sys.byteorder, signed=True)
+        pc = worker.pc
         plans = [plan for plan in self._running if worker.device in plan.devices]
-        if not plans or pc < 0:
+        if not plans or pc is None:
             return ""
         return f" at instruction {pc} ({plans[0].instructions[pc].name})"
-
-    def _pc_file(self, worker: _Worker) -> Path:
-        """The file in which a worker keeps the number of its instruction."""
-        return Path(self._folder.name) / f"at.{worker.device}"
-
-
-def _send(connection: Connection, message: bytes) -> None:
-    with contextlib.suppress(OSError):
-        connection.send_bytes(message)
 
 
 def _said(connection: Connection) -> Any:
@@ -479,32 +389,6 @@ def _said(connection: Connection) -> Any:
         if connection.poll():
             return receive(connection)
     return None
-
-
-def _modules_of_ops(program: Program) -> tuple[str, ...]:
-    """The modules that define operations of the user's which the programs call."""
-    made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
-    names = {
-        node.target._schema.name
-        for code in (program.code, program.evaluation_code)
-        for row in code.programs.values()
-        for chunk in row
-        for function in chunk.functions.values()
-        for node in function.module.graph.nodes
-        if isinstance(node.target, OpOverload)
-    }
-    modules = {made[name]._init_fn.__module__ for name in names if name in made}
-    return tuple(sorted(modules - {"__main__"}))
-
-
-def _how(worker: _Worker) -> str:
-    code = worker.process.returncode
-    if code is None:
-        return "it closed its connection"
-    if code < 0:
-        known = {s.value: s.name for s in signal.Signals}
-        return f"killed by {known.get(-code, f'signal {-code}')}"
-    return f"exit code {code}"
 
 
 def _end(

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from piper.checkpoint.index import Index
 from piper.checkpoint.values import from_json
-from piper.codec import MalformedError, shown, within, wrong
 from piper.errors import PiperError
 from piper.optimizer import make_scheduler, sample_optimizer
 from piper.optimizer_factory import kind_of
 from piper.program import Program
+from piper.reading import MalformedError, shown, within, wrong
 
 
 def check_index(index: Index, program: Program) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piper.capture.batch import Batch
 from piper.checkpoint.values import from_json
 from piper.errors import PiperError
 from piper.launch.background import BackgroundSave
+from piper.launch.batch_tensors import tensors_of, tensors_of_rows
 from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
 from piper.launch.exporting import export
 from piper.launch.fitting import Checkpoints, Stop
@@ -25,81 +25,11 @@ from piper.launch.interrupts import held_back
 from piper.launch.positions import Batches, Position
 from piper.launch.profile import Profile
 from piper.launch.progress_bar import shown_progress
+from piper.launch.step_result import StepResult
 from piper.launch.switching import switch
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
 from piper.program import Program
 from piper.tracking import Alive
-
-
-class StepResult:
-    """What one step reports, the same for every caller.
-
-    On GPUs the sums of the loss and of the norm over all devices run beside the next step; reading
-    one of them makes the current stream wait for them.
-    """
-
-    def __init__(self, report: Report, program: Program, seconds: float, tokens: int) -> None:
-        self._report = report
-        self._program = program
-        self.seconds = seconds
-        self.tokens = tokens
-        """Elements of the first input: tokens, for a language model."""
-        self.memory = report.memory
-        """The most bytes that a device's process has held so far: GPU memory, or resident."""
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss over the whole batch."""
-        loss = self._scalars[0]
-        if loss is None:
-            raise PiperError("this step was told not to report its loss: leave out report=False")
-        return loss
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients before clipping; None after an evaluation, or a step that was
-        not to report it."""
-        return self._scalars[1]
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the step changed no parameter and no state of the optimizer, because of
-        ``on_nan`` and a norm of the gradients that is not finite."""
-        sums, squares = self._report.scalars()
-        if self._program.training.on_nan is None or squares is None:
-            return False
-        counted = sums is not None and self._program.code.count is not None
-        norm = squares.sqrt() / sums[1] if counted and sums is not None else squares.sqrt()
-        return not bool(torch.isfinite(norm))
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    def __float__(self) -> float:
-        return float(self.loss)
-
-    def __repr__(self) -> str:
-        return (
-            f"StepResult(loss={self._scalars[0]}, grad_norm={self.grad_norm}, "
-            f"seconds={self.seconds}, tokens={self.tokens}, memory={self.memory})"
-        )
-
-    @cached_property
-    def _scalars(self) -> tuple[Tensor | None, Tensor | None]:
-        """The loss and the norm from their sums."""
-        program = self._program
-        sums, squares = self._report.scalars()
-        if sums is None:
-            return None, None
-        total = sums.to(program.loss_dtype)
-        norm = None if squares is None else squares.sqrt()
-        if program.code.count is None:
-            loss = total[0] / program.loss_parts
-        else:
-            loss = total[0] / sums[1].to(program.loss_dtype)
-            norm = None if norm is None else norm / sums[1]
-        return loss, None if norm is None else norm.float()
 
 
 class Trainer:
@@ -189,7 +119,7 @@ class Trainer:
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
-        tensors = self._tensors(batch or self.example, None)
+        tensors = tensors_of(self.program, batch or self.example, None)
         found = []
         for step in range(steps):
             last = kernels and step == steps - 1
@@ -219,7 +149,7 @@ class Trainer:
         makes its state: measure a later one.
         """
         with held_back():
-            report = self._whole.profile(self._tensors(batch, None), ProfileKind.MEMORY)
+            report = self._whole.profile(tensors_of(self.program, batch, None), ProfileKind.MEMORY)
             self.steps += 1
         return dict(sorted(report.alive.items()))
 
@@ -399,71 +329,13 @@ class Trainer:
         self, run: Any, batch: Sequence[Any], pad: Sequence[float | int] | None, *, rows: bool
     ) -> StepResult:
         start = time.perf_counter()
-        tensors = self._own_rows(batch, pad) if rows else self._tensors(batch, pad)
+        if rows:
+            tensors = tensors_of_rows(self.program, self.rows, batch, pad)
+        else:
+            tensors = tensors_of(self.program, batch, pad)
         report: Report = run(tensors)
         seconds = time.perf_counter() - start
         given = batch[0] if isinstance(batch[0], Tensor) and pad is not None else tensors[0]
         if rows:
             given = self.program.example.tensors[0]  # of all processes
         return StepResult(report, self.program, seconds, given.numel())
-
-    def _own_rows(self, batch: Sequence[Any], pad: Sequence[float | int] | None) -> list[Tensor]:
-        if pad is not None:
-            raise PiperError(
-                "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
-                "before taking trainer.rows of it"
-            )
-        count = len(self.rows)
-        try:
-            return list(self._example_of_rows.like(*batch).tensors)
-        except PiperError as error:
-            raise PiperError(
-                f"{error}. With rows=True a batch has {count} rows here, those that trainer.rows "
-                "says, in this order"
-            ) from None
-
-    @cached_property
-    def _example_of_rows(self) -> Batch:
-        return self.program.example.resized(len(self.rows))
-
-    def _tensors(self, batch: Sequence[Any], pad: Sequence[float | int] | None) -> list[Tensor]:
-        example = self.program.example
-        if pad is not None:
-            batch = self._padded(batch, pad)
-        try:
-            return list(example.like(*batch).tensors)
-        except PiperError as error:
-            raise self._smaller(batch, error) from None
-
-    def _smaller(self, batch: Sequence[Any], error: PiperError) -> PiperError:
-        """``error``, with advice if the batch has only too few rows."""
-        rows = {x.shape[0] for x in batch if isinstance(x, Tensor) and x.dim()}
-        size = self.program.example.size
-        if len(rows) != 1 or min(rows) >= size:
-            return error
-        return PiperError(
-            f"{error}. A batch has {size} rows here, and this one {min(rows)}: leave the last, "
-            "smaller batch out (drop_last=True), or fill it up with pad= and a loss that returns "
-            "(sum, count)"
-        )
-
-    def _padded(self, batch: Sequence[Any], pad: Sequence[float | int]) -> list[Any]:
-        if self.program.code.count is None:
-            raise PiperError(
-                "a padded batch needs a loss that returns (sum, count), so that the rows that fill "
-                "it up do not count; this loss returns a mean"
-            )
-        values = isinstance(pad, Sequence) and all(isinstance(v, int | float) for v in pad)
-        if not values or len(pad) != len(batch) or not all(isinstance(x, Tensor) for x in batch):
-            raise PiperError(
-                f"pad={pad!r} must give one number for each of the {len(batch)} tensors of "
-                "the batch"
-            )
-        size = self.program.example.size
-        found = []
-        for x, value in zip(batch, pad, strict=True):
-            if x.dim() and x.shape[0] < size:
-                rows = torch.full((size - x.shape[0], *x.shape[1:]), value, dtype=x.dtype)
-                x = torch.cat([x, rows.to(x.device)])
-            found.append(x)
-        return found

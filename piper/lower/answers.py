@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from piper.codec import MalformedError
 from piper.ir.dag import Group
 from piper.lower.tasks import CostModel, Task
 from piper.numbering import Numbered
+from piper.reading import MalformedError
 
 
 @dataclass(frozen=True)

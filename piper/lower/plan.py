@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from piper.codec import COLUMNS, Format, MalformedError, decode, encode, parsed
+from piper.codec import COLUMNS, Format, decode, encode
 from piper.errors import PiperError
 from piper.ir.dag import Group, Op
 from piper.ir.values import ExtraRole
+from piper.reading import MalformedError, parsed
 
 
 class Verb(Enum):

@@ -20,7 +20,6 @@ from itertools import groupby
 import torch
 
 from piper.capture.program import Pass
-from piper.codec import DTYPES
 from piper.errors import PiperError
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import (
@@ -35,6 +34,7 @@ from piper.ir.dag import (
 )
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Given, Holder, Instruction, Plan, Seed, Slot, Verb
+from piper.reading import DTYPES
 
 _SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update ", Verb.ADD: "add "}
 """How the names of nodes begin, where the verb says it already."""

@@ -17,10 +17,11 @@ from functools import cached_property
 from pathlib import Path
 
 from piper.capture.program import Pass
-from piper.codec import Format, MalformedError, decode, encode, parsed
+from piper.codec import Format, decode, encode
 from piper.errors import PiperError
 from piper.ir.dag import Group
 from piper.lower.tasks import Task, Work
+from piper.reading import MalformedError, parsed
 
 _FORMAT = Format("costs", 2)
 

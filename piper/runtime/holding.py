@@ -16,8 +16,8 @@ from piper.checkpoint.boxes import Box
 from piper.checkpoint.files import Given
 from piper.checkpoint.index import Entry, GroupEntry, Slice, Tensors, Value
 from piper.checkpoint.values import to_json
-from piper.codec import within
 from piper.optimizer_factory import kind_of
+from piper.reading import within
 from piper.runtime.groups import export_groups
 from piper.runtime.layout import BucketLayout, Fragment
 from piper.runtime.pieces import Piece, pieces_of, written_by

@@ -1,0 +1,83 @@
+"""What a step gives its caller."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from piper.errors import PiperError
+from piper.launch.worker_group import Report
+from piper.program import Program
+
+
+class StepResult:
+    """What one step reports, the same for every caller.
+
+    On GPUs the sums of the loss and of the norm over all devices run beside the next step; reading
+    one of them makes the current stream wait for them.
+    """
+
+    def __init__(self, report: Report, program: Program, seconds: float, tokens: int) -> None:
+        self._report = report
+        self._program = program
+        self.seconds = seconds
+        self.tokens = tokens
+        """Elements of the first input: tokens, for a language model."""
+        self.memory = report.memory
+        """The most bytes that a device's process has held so far: GPU memory, or resident."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss over the whole batch."""
+        loss = self._scalars[0]
+        if loss is None:
+            raise PiperError("this step was told not to report its loss: leave out report=False")
+        return loss
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients before clipping; None after an evaluation, or a step that was
+        not to report it."""
+        return self._scalars[1]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step changed no parameter and no state of the optimizer, because of
+        ``on_nan`` and a norm of the gradients that is not finite."""
+        sums, squares = self._report.scalars()
+        if self._program.training.on_nan is None or squares is None:
+            return False
+        counted = sums is not None and self._program.code.count is not None
+        norm = squares.sqrt() / sums[1] if counted and sums is not None else squares.sqrt()
+        return not bool(torch.isfinite(norm))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def __float__(self) -> float:
+        return float(self.loss)
+
+    def __repr__(self) -> str:
+        return (
+            f"StepResult(loss={self._scalars[0]}, grad_norm={self.grad_norm}, "
+            f"seconds={self.seconds}, tokens={self.tokens}, memory={self.memory})"
+        )
+
+    @cached_property
+    def _scalars(self) -> tuple[Tensor | None, Tensor | None]:
+        """The loss and the norm from their sums."""
+        program = self._program
+        sums, squares = self._report.scalars()
+        if sums is None:
+            return None, None
+        total = sums.to(program.loss_dtype)
+        norm = None if squares is None else squares.sqrt()
+        if program.code.count is None:
+            loss = total[0] / program.loss_parts
+        else:
+            loss = total[0] / sums[1].to(program.loss_dtype)
+            norm = None if norm is None else norm / sums[1]
+        return loss, None if norm is None else norm.float()

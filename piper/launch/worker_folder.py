@@ -1,0 +1,58 @@
+"""What worker processes find on disk: a program, its callables, and first weights."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from piper.errors import PiperError
+from piper.launch.fetching import FirstWeights
+from piper.program import Program
+from piper.weight_files import WeightFiles
+
+
+def write_program(folder: Path, name: str, program: Program) -> None:
+    """A program and its callables."""
+    try:
+        from piper.launch.sending import by_value
+    except ImportError as error:
+        raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
+    program.save(folder / name)
+    init = None if program.source is None else program.source.init
+    if isinstance(init, WeightFiles):
+        init = init.init
+    training = program.training
+    try:
+        callables = by_value((training.optimizer, training.scheduler, init))
+    except Exception as error:
+        raise PiperError(
+            f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
+        ) from error
+    (folder / f"{name}.callables").write_bytes(callables)
+
+
+def write_weights(folder: Path, program: Program) -> None:
+    """First weights, or where they are."""
+    first = FirstWeights.of(program)
+    torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
+    (folder / "located").write_bytes(pickle.dumps(first.located))
+
+
+def modules_of_ops(program: Program) -> tuple[str, ...]:
+    """The modules that define operations of the user's which the programs call."""
+    made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
+    names = {
+        node.target._schema.name
+        for code in (program.code, program.evaluation_code)
+        for row in code.programs.values()
+        for chunk in row
+        for function in chunk.functions.values()
+        for node in function.module.graph.nodes
+        if isinstance(node.target, OpOverload)
+    }
+    modules = {made[name]._init_fn.__module__ for name in names if name in made}
+    return tuple(sorted(modules - {"__main__"}))
