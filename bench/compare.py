@@ -3,14 +3,15 @@
     pipelines   real kernels on two workers: 1F1B, interleaved, ZB-V, DualPipeV
     data        data parallelism and ZeRO on the loopback, with one microbatch and with several
     slow        the same at 200 Mbit/s, in a network namespace
+    tensor      tensor and sequence parallelism, with one microbatch and with several
     emulated    schedules of sleeping blocks on 4, 8 and 16 workers
     experts     a mixture of experts over a link as slow as its compute
     host        what the runtime costs beside the kernels
     gpu         whole steps on one GPU; skipped without one
 
-Peers: ``torch.distributed.pipelining``, ``DistributedDataParallel``, ``fully_shard``, DeepSpeed;
-those that are not installed are named and skipped. Ratios only mean something on cores that nothing
-else uses.
+Peers: ``torch.distributed.pipelining``, ``DistributedDataParallel``, ``fully_shard``,
+``parallelize_module``, DeepSpeed; those that are not installed are named and skipped. Ratios only
+mean something on cores that nothing else uses.
 
     python bench/compare.py [SET ...] [--quick] [--rounds 2] [--out FOLDER]
 """
@@ -36,6 +37,7 @@ SETS: dict[str, list[list[str]]] = {
         ["data_parallel.py", "--slow", "200"],
         ["data_parallel.py", "--slow", "200", "--microbatches", "4"],
     ],
+    "tensor": [["tensor_parallel.py", "--microbatches", "1"], ["tensor_parallel.py"]],
     "emulated": [["emulated_pipelines.py"]],
     "experts": [["overlap.py", "--microbatches", "64", "--rows", "4"], ["overlap.py", "--emulate"]],
     "host": [["overhead.py"]],
@@ -45,6 +47,7 @@ SMALL = ["--layers", "4", "--dim", "64", "--seq", "16", "--rounds", "3", "--turn
 QUICK = {
     "pipelines.py": [*SMALL, "--microbatches", "4"],
     "data_parallel.py": SMALL,
+    "tensor_parallel.py": SMALL,
     "emulated_pipelines.py": ["--workers", "4", "--seconds", "0.005", "--rounds", "2"],
     "overlap.py": ["--rows", "2", "--microbatches", "4", "--rounds", "3"],
     "overhead.py": ["--rounds", "5"],

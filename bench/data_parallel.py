@@ -22,7 +22,6 @@ fails.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from typing import Annotated
 
@@ -30,7 +29,7 @@ import slow_link
 import torch
 import typer
 from deepspeed_peers import Zero, missing
-from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm
+from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Slow, Turn, Vocab, Warm
 from peers import Replicated, Sharded
 from report import Case, Comparison, best, theirs
 from turns import turns
@@ -109,7 +108,7 @@ def main(
     vocab: Vocab = 1024,
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch on each worker.")] = 2,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 1,
-    slow: Annotated[float | None, typer.Option(help="Mbit/s of the link, each way.")] = None,
+    slow: Slow = None,
     fused: Fused = True,
     keep: Keep = False,
     rounds: Rounds = 8,
@@ -118,11 +117,7 @@ def main(
     file: File = None,
 ) -> None:
     """Compare data parallel steps."""
-    if slow is not None:
-        if not slow_link.is_inside():
-            sys.exit(slow_link.again_inside())
-        slow_link.bring_up()
-        slow_link.slow_down(2e6 * slow)  # one loopback carries both directions
+    slow_link.enter(slow)
     os.environ |= ENVIRONMENT | (KEEPING if keep else {})
     config = reference(layers, dim, seq, vocab)
     work = Work(config, WORKERS, microbatches, rows, fused)

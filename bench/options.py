@@ -17,6 +17,7 @@ Fused = Annotated[bool, typer.Option(help="Whether AdamW is fused, for all.")]
 Keep = Annotated[bool, typer.Option(help="Allocators of all keep memory as ours do.")]
 Rounds = Annotated[int, typer.Option(min=2, help="How often each side has its turn.")]
 Turn = Annotated[int, typer.Option(min=1, help="Steps of a turn.")]
+Slow = Annotated[float | None, typer.Option(help="Mbit/s of the link, each way.")]
 Warm = Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")]
 File = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 

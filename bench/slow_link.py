@@ -37,6 +37,16 @@ def again_inside() -> int:
     return subprocess.run(again, env={**os.environ, INSIDE: "1"}).returncode
 
 
+def enter(mbits_per_second: float | None) -> None:
+    """Go on in such a namespace, at this speed each way; None: stay here."""
+    if mbits_per_second is None:
+        return
+    if not is_inside():
+        sys.exit(again_inside())
+    bring_up()
+    slow_down(2e6 * mbits_per_second)  # one loopback carries both directions
+
+
 def bring_up() -> None:
     """Inside, make the loopback work."""
     _run("ip", "link", "set", "lo", "mtu", "9000", "up")

@@ -13,14 +13,13 @@ With ``--slow`` the workers talk over a link of so many Mbit/s, in a network nam
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from typing import Annotated
 
 import slow_link
 import torch
 import typer
-from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Turn, Vocab, Warm
+from options import Dim, File, Fused, Keep, Layers, Rounds, Seq, Slow, Turn, Vocab, Warm
 from peers import Tensored
 from report import Case, Comparison, best, theirs
 from turns import turns
@@ -63,7 +62,7 @@ def main(
     vocab: Vocab = 1024,
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch for each worker.")] = 2,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 4,
-    slow: Annotated[float | None, typer.Option(help="Mbit/s of the link, each way.")] = None,
+    slow: Slow = None,
     fused: Fused = True,
     keep: Keep = False,
     rounds: Rounds = 8,
@@ -72,11 +71,7 @@ def main(
     file: File = None,
 ) -> None:
     """Compare tensor parallel steps."""
-    if slow is not None:
-        if not slow_link.is_inside():
-            sys.exit(slow_link.again_inside())
-        slow_link.bring_up()
-        slow_link.slow_down(2e6 * slow)  # one loopback carries both directions
+    slow_link.enter(slow)
     os.environ |= ENVIRONMENT | (KEEPING if keep else {})
     work = Work(reference(layers, dim, seq, vocab), WORKERS, microbatches, rows, fused)
     costs = piper.Cluster.of("CPU", WORKERS).costs()
