@@ -1,6 +1,6 @@
 """Piper: distributed training of PyTorch models from named regions and a few directives."""
 
-from piper import strategies
+from piper import callbacks, strategies
 from piper.capture.regions import annotate
 from piper.compiler import Capture, capture, compile
 from piper.cost import Cluster, Device, Link, Machine, Recorded, Sharing, Simulation
@@ -45,6 +45,7 @@ __all__ = [
     "Traffic",
     "Trainer",
     "annotate",
+    "callbacks",
     "capture",
     "compile",
     "launch",

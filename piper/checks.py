@@ -17,7 +17,7 @@ from piper.capture.model import Precision
 from piper.capture.program import SAVED, ChunkProgram, Kind, Pass, Ref
 from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
-from piper.ir.dag import Dag
+from piper.ir.dag import Dag, ShardRule
 from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
 from piper.program import Program
 from piper.reading import MalformedError, shown, within
@@ -152,6 +152,9 @@ def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
     ends = (chunk.inputs, chunk.outputs, chunk.parameters, chunk.buffers, chunk.changes)
     if ends != (piece.inputs, piece.outputs, piece.parameters, piece.buffers, piece.updates):
         raise MalformedError("its ends are not those of the piece of code")
+    if chunk.sorted_rows is not None:
+        _in_range([chunk.sorted_rows.counts], len(chunk.inputs), "input")
+        _sizes((chunk.sorted_rows.experts, chunk.sorted_rows.rows))
     if chunk.random != made.functions[Pass.F].random:
         raise MalformedError("random: the code says otherwise")
     grads = [Ref(Kind.PARAMETER_GRAD, i) in made.specs for i in range(len(piece.parameters))]
@@ -336,7 +339,8 @@ def _placed(dag: Dag, facts: Facts, code: Code) -> None:
             with within(f"programs of {piece.name}"):
                 for model in (facts.whole, facts.models[n]):
                     _recomputed(model.chunks[place].variants[dag.policy(place)], made)
-                _values(made, piece, code.values[n], sharded=place in dag.shards)
+                rule = dag.shards.get(place)
+                _values(made, piece, code.values[n], rule, facts.models[n].chunks[place])
                 for i, name in enumerate(piece.parameters):
                     shape = list(code.parameters[name].shape)
                     if (rule := dag.shard(place, name)) is not None:
@@ -347,14 +351,24 @@ def _placed(dag: Dag, facts: Facts, code: Code) -> None:
 
 
 def _values(
-    made: ChunkProgram, piece: Piece, values: Sequence[TensorSpec], *, sharded: bool
+    made: ChunkProgram,
+    piece: Piece,
+    values: Sequence[TensorSpec],
+    rule: ShardRule | None,
+    chunk: ChunkFacts,
 ) -> None:
     """What goes from piece to piece is what both ends say; experts that are sharded take as much,
-    in another shape."""
+    in another shape, or have room for so many rows."""
+    by_expert = chunk.sorted_rows if rule is not None and rule.ways > 1 else None
     for kind, ends in ((Kind.INPUT, piece.inputs), (Kind.OUTPUT, piece.outputs)):
         for i, value in enumerate(ends):
             own, other = made.specs.get(Ref(kind, i), values[value]), values[value]
-            same = own.numel == other.numel if sharded else own.shape == other.shape
+            if rule is None:
+                same = own.shape == other.shape
+            elif by_expert and (kind, i) != (Kind.INPUT, by_expert.counts):
+                same = own.shape == (rule.room(by_expert.rows), *other.shape[1:])
+            else:
+                same = own.numel == other.numel
             if not same or own.dtype != other.dtype:
                 raise MalformedError(f"its {kind.value} {i} is {own}, but value {value} is {other}")
 

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from torch import nn
 from piper.capture.batch import Batch
 from piper.capture.code import Code
 from piper.capture.codegen import CompilerName, Eager
+from piper.capture.expert_regions import sorted_rows
 from piper.capture.experts import trace_share
-from piper.capture.export import Loss
 from piper.capture.joint import Joint
 from piper.capture.local_chunks import Sharding
 from piper.capture.model import Captured
+from piper.capture.own_loss import Loss, loss_or_own
 from piper.capture.owners import consume_inputs
 from piper.capture.rows import Rows, rows_of
 from piper.directives.place import Place
@@ -48,7 +50,7 @@ from piper.strategy import Strategy
 from piper.traces import Subject, Traces
 from piper.training import Training
 from piper.weight_files import Init, WeightFiles
-from piper.wiring import refuse_different, refuse_other_share
+from piper.wiring import refuse_different, refuse_other_share, with_sorted_shares
 
 
 def capture(
@@ -56,7 +58,7 @@ def capture(
     *,
     inputs: Sequence[Any] | Mapping[str, Any],
     targets: Sequence[Any] = (),
-    loss: Loss,
+    loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
     scheduler: SchedulerFactory | None = None,
     tags: Mapping[str, str] | None = None,
@@ -72,16 +74,19 @@ def capture(
     """Capture ``model`` for training under strategies that are still to be named.
 
     ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
-    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without one nothing
-    is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a step.
+    ``loss`` may be left out if the model returns one itself, like those of transformers that are
+    given labels. ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without
+    one nothing is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a
+    step.
     ``init`` fills the parameters of a model on the meta device, or is ``piper.weights(folder)``,
     which replaces those of any model. ``precision="bf16"`` computes in bf16 and keeps fp32 weights
     for the optimizer. ``clip_norm`` bounds the norm of all gradients.
     ``on_nan`` says what becomes of a step whose gradients are not finite: with ``"skip"`` and
-    ``"stop"`` it updates nothing, and then goes on or raises. ``seed`` is for ``init`` and for
+    ``"stop"`` it updates nothing, and then continues or raises. ``seed`` is for ``init`` and for
     random operations.
     """
-    subject = Subject(model, inputs, targets, loss, tags, device, compiler, remat, precision)
+    chosen = loss_or_own(loss, targets)
+    subject = Subject(model, inputs, targets, chosen, tags, device, compiler, remat, precision)
     training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
     return _capture(subject, training, init)
 
@@ -92,7 +97,7 @@ def compile(
     *,
     inputs: Sequence[Any] | Mapping[str, Any],
     targets: Sequence[Any] = (),
-    loss: Loss,
+    loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
     scheduler: SchedulerFactory | None = None,
     tags: Mapping[str, str] | None = None,
@@ -110,7 +115,8 @@ def compile(
     """Compile ``model`` for training under ``strategy``: ``capture`` and ``Capture.compile`` in a
     row, whose arguments these are."""
     _check_strategy(strategy)
-    subject = Subject(model, inputs, targets, loss, tags, device, compiler, remat, precision)
+    chosen = loss_or_own(loss, targets)
+    subject = Subject(model, inputs, targets, chosen, tags, device, compiler, remat, precision)
     training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
     captured = _capture(subject, training, init)
     return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
@@ -141,7 +147,7 @@ class Capture:
         self._init = init
         self._traces = Traces(subject)
         self._known = Known()
-        self._shares: dict[tuple[int, int, int], Joint] = {}
+        self._shares: dict[tuple[int, int, int, int | None], Joint] = {}
         self._rows: dict[int, Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
         self._cost: OptimizerCost | None = None
@@ -159,6 +165,7 @@ class Capture:
         cost model of your own."""
         _check_strategy(strategy)
         _check(memory_limit, costs)
+        how = {"strategy": strategy, "memory_limit": memory_limit, "costs": costs}
         shape = _shape(strategy, self._size)
         with _no_collection():
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
@@ -205,6 +212,7 @@ class Capture:
             example=first.example,
             device=first.device,
             compiler=first.compiler,
+            again=partial(_again, self._subject, self._training, self._init, how),
         )
         vars(program)["lowered"] = found  # a cached property: it need not be made again
         _ = program.located  # files that do not fit are refused now
@@ -235,6 +243,11 @@ class Capture:
             refuse_other_ways(dag)
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
         models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
+        if any(dag.model.chunks[chunk].sorted_rows for chunk in dag.shards):
+            facts = {n: with_sorted_shares(facts[n], models[n]) for n in captured}
+            models = {n: with_sorted_shares(models[n], facts[n]) for n in captured}
+            whole = facts[next(iter(captured))]
+            dag = strategy.apply(build(whole))
         for n in captured:
             refuse_other_share(facts[n], models[n])
         models = self._with_rows(models, captured)
@@ -292,14 +305,28 @@ class Capture:
         for chunk, joint in zip(captured.chunks, captured.joints, strict=True):
             rule = dag.shards.get(chunk.index)
             if rule is not None and rule.ways > 1:
-                key = (id(joint), rule.ways, rule.dim)
+                by_expert = sorted_rows(chunk.body)
+                rows = rule.room(by_expert.rows) if by_expert else None
+                key = (id(joint), rule.ways, rule.dim, rows)
                 if key not in self._shares:
                     self._shares[key] = trace_share(
-                        chunk, joint, rule.ways, rule.dim, captured.compiler
+                        chunk, joint, rule.ways, rule.dim, rows, captured.compiler
                     )
                 joint = self._shares[key]
             found.append(joint)
         return tuple(found)
+
+
+def _again(
+    subject: Subject,
+    training: Training,
+    init: Init | WeightFiles | None,
+    how: Mapping[str, Any],
+    batch: Batch,
+) -> Program:
+    """The program of the same model for batches of other shapes."""
+    inputs, targets = batch.parts
+    return Capture(replace(subject, inputs=inputs, targets=targets), training, init).compile(**how)
 
 
 @dataclass(frozen=True, slots=True)

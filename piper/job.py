@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from piper.capture.export import Loss
 from piper.capture.model import Precision
+from piper.capture.own_loss import Loss
 from piper.compiler import Capture, capture
 from piper.cost import Cluster
 from piper.errors import PiperError
@@ -28,7 +28,7 @@ from piper.program import Program
 from piper.strategy import Strategy
 from piper.weight_files import Init, WeightFiles
 
-Batches = Callable[[], Iterable[Sequence[Any]]]
+Batches = Callable[[], Iterable[Sequence[Any] | Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Job:
     tags: Mapping[str, str] | None = None
     init: Init | WeightFiles | None = None
     batches: Batches | None = None
-    """Makes the batches, each ``(*inputs, *targets)``; without it, training goes on with the
-    example."""
+    """Makes the batches, each ``(*inputs, *targets)`` or a dict of inputs; without it, training
+    goes on with the example."""
     strategy: Strategy | None = None
     """The strategy, if none is named when the job is run."""
     compiler: str = "eager"
@@ -86,8 +86,6 @@ class Job:
 
     def capture(self) -> Capture:
         """The job's model, to be compiled for strategies."""
-        if self.loss is None:
-            raise PiperError("the job has no loss: give it one, Job(loss=)")
         return capture(
             self.model,
             inputs=self.inputs,

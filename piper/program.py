@@ -7,7 +7,7 @@ JSON files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,7 @@ from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_schedu
 from piper.optimizer_factory import OptimizerFactory
 from piper.strategy import Strategy
 from piper.training import Training
+from piper.units import counted
 from piper.view.timetable import Timetable
 from piper.weight_files import WeightFiles
 
@@ -79,6 +80,9 @@ class Program:
     names: StateNames = field(repr=False)
     device: torch.device
     compiler: Compiler
+    again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
+    """Compiles the same for batches of other shapes; a program that was loaded has no model to do
+    so."""
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -198,7 +202,9 @@ class Program:
         after = zip(self.strategy.directives, self.strategy.steps(first), strict=True)
         steps = [("build", first), *((str(d), dag) for d, dag in after), ("lowered", self.dag)]
         stages = tuple(d.into for d in self.strategy.directives if isinstance(d, Partition))
-        page = dag_page(f"{len(self.devices)} devices", steps, stages=stages, models=self.models)
+        page = dag_page(
+            counted(len(self.devices), "device"), steps, stages=stages, models=self.models
+        )
         Path(path).write_text(page, encoding="utf-8")
 
     def text(self) -> str:
@@ -215,8 +221,9 @@ class Program:
 
     def __str__(self) -> str:
         head = (
-            f"program for {len(self.devices)} devices: {len(self.plans)} distinct plans, "
-            f"{self.microbatches} microbatches"
+            f"program for {counted(len(self.devices), 'device')}: "
+            f"{counted(len(self.plans), 'distinct plan')}, "
+            f"{counted(self.microbatches, 'microbatch')}"
         )
         return "\n".join([head, *(f"  {memory}" for memory in self.memory)])
 

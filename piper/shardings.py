@@ -25,6 +25,7 @@ def shardings_of(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]
                 {n: shard for n, shard in weights.items() if n in rule.parameters},
                 rule.sequence,
                 rule.split,
+                rule.context,
             )
             for rule in rules
             if rule.ways > 1

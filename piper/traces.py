@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from piper.capture.blame import LOSS_PREFIX
-from piper.capture.export import Loss
 from piper.capture.model import Captured, capture, trace
+from piper.capture.own_loss import Loss
 from piper.errors import CaptureError
 
 

@@ -1,4 +1,4 @@
-"""Figures with a unit that fits."""
+"""Figures with a unit that fits, and numbers of things."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def bytes_text(nbytes: float) -> str:
     """Bytes in GiB, MiB or KiB."""
     unit, factor = unit_for(nbytes)
     return f"{nbytes / factor:,.1f} {unit}" if factor > 1 else f"{nbytes:.0f} B"
+
+
+def counted(number: int, thing: str) -> str:
+    """1 device, 2 devices, 1,000 microbatches."""
+    ending = "" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s"
+    return f"{number:,} {thing}{ending}"

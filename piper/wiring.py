@@ -4,9 +4,11 @@ part of the batch or of the experts a device has."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from piper.capture.saving import RematPolicy
 from piper.errors import PiperError
-from piper.ir.facts import ChunkFacts, Model
+from piper.ir.facts import ChunkFacts, Model, Variant
 
 
 def refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:
@@ -39,6 +41,34 @@ def refuse_other_share(whole: Model, share: Model) -> None:
                 "dimensions of size 1 otherwise, and there the region has other numbers of experts "
                 "and rows; give a larger batch, or shard fewer ways="
             )
+
+
+def with_sorted_shares(whole: Model, share: Model) -> Model:
+    """``whole``, in which experts on sorted rows take and keep what a share of them does: the rows
+    in another order. It costs what the whole does, since a device gets as many rows as it has, if
+    all get as many."""
+    chunks = [
+        replace(mine, variants=_costing(other.variants, mine.variants))
+        if mine.sorted_rows is not None
+        else mine
+        for mine, other in zip(whole.chunks, share.chunks, strict=True)
+    ]
+    return replace(whole, chunks=tuple(chunks))
+
+
+def _costing(
+    variants: Mapping[RematPolicy, Variant], like: Mapping[RematPolicy, Variant]
+) -> dict[RematPolicy, Variant]:
+    return {
+        policy: replace(
+            variant,
+            passes={
+                which: replace(facts, flops=like[policy].passes[which].flops)
+                for which, facts in variant.passes.items()
+            },
+        )
+        for policy, variant in variants.items()
+    }
 
 
 def _wiring(chunk: ChunkFacts) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,17 @@ class Batch:
         return batch
 
     def like(self, *batch: Any) -> Batch:
-        """Another batch of this structure, given as the inputs followed by the targets."""
+        """Another batch of this structure and these shapes, given as the inputs followed by the
+        targets."""
         if self._is_plainly(batch):
             return Batch(batch, self.spec, bare=True)
+        found = self.built_like(*batch)
+        for index, (mine, other) in enumerate(zip(self.leaves, found.leaves, strict=True)):
+            self._refuse_other_leaf(index, mine, other)
+        return found
+
+    def built_like(self, *batch: Any) -> Batch:
+        """Another batch of this structure, of any shapes."""
         args, kwargs, targets = self.spec.unflatten(list(self.leaves))
         n = 1 if kwargs else len(args)
         if len(batch) != n + len(targets):
@@ -60,10 +68,8 @@ class Batch:
                 f"the inputs were captured as a mapping of keywords ({', '.join(kwargs)}); "
                 f"give a mapping again, not a {type(batch[0]).__name__}"
             )
-        found = Batch.of(batch[0] if kwargs else batch[:n], batch[n:])
+        found = Batch.of(_in_order(batch[0], kwargs) if kwargs else batch[:n], batch[n:])
         self._refuse_other_structure(found)
-        for index, (mine, other) in enumerate(zip(self.leaves, found.leaves, strict=True)):
-            self._refuse_other_leaf(index, mine, other)
         return found
 
     def _is_plainly(self, batch: Sequence[Any]) -> bool:
@@ -128,6 +134,27 @@ class Batch:
 
         return Batch(tuple(map(changed, self.leaves)), self.spec, self.bare)
 
+    def without_content(self) -> Batch:
+        """The shapes of this one alone."""
+
+        def empty(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+        return Batch(tuple(map(empty, self.leaves)), self.spec, self.bare)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of its tensors."""
+        return tuple(tuple(x.shape) for x in self.tensors)
+
+    @property
+    def parts(self) -> tuple[Sequence[Any] | Mapping[str, Any], Sequence[Any]]:
+        """The inputs, a mapping if they were given as one, and the targets."""
+        args, kwargs, targets = self.spec.unflatten(list(self.leaves))
+        return kwargs or args, targets
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
@@ -140,7 +167,7 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """The batch size: dimension 0 of every tensor that has dimensions."""
+        """The batch size: dimension 0 of every tensor that has dimensions; 1 if none has."""
         sizes = {
             i: x.shape[0] for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim()
         }
@@ -148,10 +175,13 @@ class Batch:
             found = ", ".join(f"{self.path(i)} has {n}" for i, n in sizes.items())
             raise CaptureError(
                 f"inputs and targets disagree on the batch size (dimension 0): {found}; "
-                "give every tensor the same first dimension"
+                "give every tensor the same first dimension, and repeat one row that is for all "
+                "(x.expand(rows, -1))"
             )
+        if not self.tensors:
+            raise CaptureError("inputs and targets hold no tensor")
         if not sizes:
-            raise CaptureError("inputs and targets hold no tensor with a batch dimension")
+            return 1
         size = next(iter(sizes.values()))
         if size == 0:
             raise CaptureError(f"the batch is empty: {self.path(next(iter(sizes)))} has 0 rows")
@@ -186,6 +216,11 @@ class Batch:
             tuple(x[i * n : (i + 1) * n] if x.dim() else x for x in self.tensors)
             for i in range(parts)
         ]
+
+
+def _in_order(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """``given`` with those of ``names`` first, in their order: a loader may have another."""
+    return {name: given[name] for name in (*(n for n in names if n in given), *given)}
 
 
 def _number(n: int, what: str) -> str:

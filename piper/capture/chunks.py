@@ -82,6 +82,18 @@ class Redistribution:
     """For instance P(sum) -> R."""
 
 
+class ContextAttention(Enum):
+    """How a sequence that is sharded attends to all of itself."""
+
+    ALL_TO_ALL = "all_to_all"
+    """Each device has whole sequences for some of the heads (Ulysses)."""
+    ALL_GATHER = "all_gather"
+    """Each device has all keys and values for its queries, which are the head and the tail of the
+    sequence: under a causal mask all have the same work."""
+
+    __hash__ = object.__hash__
+
+
 class Style(Enum):
     """How the weight of a product is sharded."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from piper.capture.chunks import Body, Chunk, ChunkValue, Cut
+from piper.capture.expert_regions import narrow_expert_regions
 from piper.capture.export import Exported
 from piper.capture.homes import assign, constants_of, update_after_last_read
 from piper.capture.regions import Region
@@ -19,8 +20,9 @@ from piper.capture.tensors import TensorSpec
 def cut(exported: Exported) -> Cut:
     """Cut the graph at the borders of its regions; ``exported`` is used up."""
     exported.graph.eliminate_dead_code()
+    closed = narrow_expert_regions(exported)
     constants = constants_of(exported)
-    homes, tags = assign(exported, constants)
+    homes, tags = assign(exported, constants, closed)
     update_after_last_read(exported, homes)
     return _Builder(exported, constants, homes, tags).build()
 

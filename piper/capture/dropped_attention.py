@@ -16,21 +16,21 @@ from torch import fx
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def drops(node: fx.Node) -> bool:
     """Whether it is attention with dropout on a CPU."""
     return (
         node.target is ATTENTION
-        and bool(_arguments(node).get("dropout_p"))
+        and bool(arguments(node).get("dropout_p"))
         and node.meta["val"].device.type == "cpu"
     )
 
 
 def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """The same attention in ``copy``; ``new`` are the values that are there already."""
-    it = _arguments(node)
+    it = arguments(node)
     build = _Builder(copy, node)
     query, key, value = (new[it[name]] for name in ("query", "key", "value"))
     width = query.meta["val"].shape[-1]
@@ -83,5 +83,6 @@ class _Builder:
         return made
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """What an attention is given, by name."""
+    return {**dict(zip(NAMES, node.args, strict=False)), **node.kwargs}

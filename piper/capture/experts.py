@@ -18,27 +18,32 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from piper.capture.autodiff import Demand, trace
 from piper.capture.chunks import Body, Chunk
 from piper.capture.codegen import Compiler
+from piper.capture.expert_regions import sorted_rows
 from piper.capture.graphs import returned
 from piper.capture.joint import Joint
 from piper.capture.layouts import Axis, DimLayout
-from piper.capture.mixing import Layouts, prove_separate
+from piper.capture.mixing import prove_separate
+from piper.capture.mixing_rules import Layouts
 from piper.capture.program import Kind, Ref
 from piper.capture.quiet import quiet_tracing
 from piper.capture.resizing import resized
+from piper.capture.sorted_experts import dispatched_shape, sorted_share
 from piper.errors import CaptureError
 
 Shape = tuple[int, ...]
 
 
-def dispatched_shape(shape: Sequence[int], ways: int) -> Shape:
-    """The shape of an expert-major tensor after the dispatch between ``ways`` devices."""
-    experts, rows, *rest = shape
-    return (experts // ways, rows * ways, *rest)
-
-
-def trace_share(chunk: Chunk, joint: Joint, ways: int, dim: int, compiler: Compiler) -> Joint:
-    """The joint graph of one device's share of ``chunk``, whose own joint graph is ``joint``."""
-    body = _share(chunk, ways, dim)
+def trace_share(
+    chunk: Chunk, joint: Joint, ways: int, dim: int, rows: int | None, compiler: Compiler
+) -> Joint:
+    """The joint graph of one device's share of ``chunk``, whose own joint graph is ``joint``. Of
+    rows that are sorted by expert, ``rows`` is the most that a device may get."""
+    found = sorted_rows(chunk.body)
+    if found is not None:
+        assert rows is not None
+        body = sorted_share(chunk, found, ways, dim, rows)
+    else:
+        body = _share(chunk, ways, dim)
     outputs = [node.meta["val"] for node in returned(body.module.graph)[: body.outputs]]
     taken, wanted = set(joint.arguments.values()), {ref for ref, _ in joint.gradients}
     demand = Demand(

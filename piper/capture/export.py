@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,14 @@ from piper.capture.attention import restore_eager_attention
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import explain, user_frames, user_name
 from piper.capture.checkpointing import plain_checkpoints
+from piper.capture.counting import FixedCounts
+from piper.capture.draws import DecideDraws
 from piper.capture.fingerprint import fingerprint
+from piper.capture.functions import Functions, function_ops, kept_whole
 from piper.capture.graphs import ancestors
+from piper.capture.grouped_tracing import OurProducts, use_ours
 from piper.capture.outside import assigned, attributes_of, generators_now
+from piper.capture.own_loss import Loss
 from piper.capture.quiet import quiet_tracing
 from piper.capture.regions import (
     LOSS,
@@ -38,11 +43,9 @@ from piper.capture.regions import (
     tag_modules,
 )
 from piper.capture.skeleton import fake_like, shared_buffers, skeleton_of
-from piper.capture.stray import RefuseStray, refuse_autograd_functions, refuse_unsupported
+from piper.capture.stray import RefuseStray, refuse_unsupported
 from piper.capture.tensors import overlaps
 from piper.errors import CaptureError, warn
-
-Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class _Step(nn.Module):
         source = iter(tensors)
         leaves = [next(source) if isinstance(x, Tensor) else x for x in self._batch.leaves]
         args, kwargs, targets = self._batch.spec.unflatten(leaves)
-        with RefuseStray(self):
+        with DecideDraws(), RefuseStray(self), OurProducts(), FixedCounts():
             return self._run(args, kwargs, targets)
 
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
@@ -143,18 +146,12 @@ def export(
 ) -> Exported:
     """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches. ``dtype``, if
     given, is what floating-point parameters and inputs are taken in."""
-    traced = _trace(model, batch, loss, tags, parts, device, keep_outputs, dtype)
-    step, program = traced.step, traced.program
-    text = fingerprint(program)
-    try:
-        refuse_unsupported(program, traced.paths, traced.names)
-        opaque.hide(program.graph_module)
-        with quiet_tracing():
-            program = program.run_decompositions({})
-    except CaptureError:
-        raise
-    except Exception as error:
-        raise explain(error, step.seen.running, traced.modules) from error
+    with function_ops() as functions:
+        traced = _trace(model, batch, loss, tags, parts, device, keep_outputs, dtype, functions)
+        text = fingerprint(traced.program)
+        program = _functional(traced)
+        functions.restore(program.graph)
+    step = traced.step
     for name in dict.fromkeys(step.seen.frozen):
         warn(
             f"{name!r} changes from one call of the model to the next; the captured step keeps the "
@@ -170,6 +167,21 @@ def export(
     restore_eager_attention(program.graph)
     _free_views(program.graph)
     return _roles(program, traced, text)
+
+
+def _functional(traced: _Trace) -> ExportedProgram:
+    """What was traced, without mutation and blocks."""
+    program = traced.program
+    try:
+        refuse_unsupported(program, traced.paths, traced.names)
+        use_ours(program.graph)
+        opaque.hide(program.graph_module)
+        with quiet_tracing():
+            return program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise explain(error, traced.step.seen.running, traced.modules) from error
 
 
 def _free_views(graph: fx.Graph) -> None:
@@ -191,7 +203,9 @@ def trace_text(
     dtype: torch.dtype | None,
 ) -> str:
     """What ``export`` would trace, as ``Exported.traced`` has it."""
-    return fingerprint(_trace(model, batch, loss, tags, parts, device, False, dtype).program)
+    with function_ops() as functions:
+        traced = _trace(model, batch, loss, tags, parts, device, False, dtype, functions)
+    return fingerprint(traced.program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +230,7 @@ def _trace(
     device: torch.device,
     keep_outputs: bool,
     dtype: torch.dtype | None,
+    functions: Functions,
 ) -> _Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     slices = batch.slices(parts)[0]
@@ -231,7 +246,7 @@ def _trace(
     try:
         with (
             quiet_tracing(),
-            refuse_autograd_functions(),
+            kept_whole(functions),
             plain_checkpoints() as lines,
             recording() as recorder,
         ):

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
+from piper.capture.grouped import working_memory
 from piper.capture.tensors import TensorSpec
 
 
@@ -137,7 +138,7 @@ def workspace(
         size.update(made)
         held += sum(made.values())
         kept += sum(n for result, n in made.items() if result in results)
-        peak = max(peak, held + unused)
+        peak = max(peak, held + unused + working_memory(node))
         for base in dying.get(node, ()):
             if base not in results:
                 held -= size.get(base, 0)

@@ -32,15 +32,25 @@ def constants_of(exported: Exported) -> set[fx.Node]:
 
 
 def assign(
-    exported: Exported, constants: set[fx.Node]
+    exported: Exported, constants: set[fx.Node], closed: frozenset[Region]
 ) -> tuple[dict[fx.Node, int], list[tuple[Region, ...]]]:
-    """The chunk of every op that is not constant, and the regions of every chunk."""
+    """The chunk of every op that is not constant, and the regions of every chunk. No op outside
+    joins a region in ``closed``."""
     ops = [n for n in exported.graph.nodes if n.op == "call_function" and n not in constants]
     changing = {node for node, name in exported.buffers.items() if name in exported.updates}
     in_model = [n for n in ops if tags_of(n.meta)[:1] not in ((), (exported.loss_region,))]
     homes: dict[fx.Node, int] = {}
     tags: list[tuple[Region, ...]] = []
     waiting: dict[fx.Node, int] = {}
+
+    def joined(home: int) -> int:
+        """The chunk ``home``, or, if that is closed, one after it that is in no region."""
+        if not closed.intersection(tags[home]):
+            return home
+        if tags[-1]:
+            tags.append(())
+        return len(tags) - 1
+
     for node in ops:
         stack = tags_of(node.meta)
         feeders = [homes[arg] for arg in node.all_input_nodes if arg in homes]
@@ -52,11 +62,11 @@ def assign(
                 tags.append(stack)
             homes[node] = len(tags) - 1
         elif feeders:
-            homes[node] = max(feeders)
-        elif not in_model:
+            homes[node] = joined(max(feeders))
+        elif not in_model or closed:
             if not tags:
                 tags.append(())  # no region in the model: it is one chunk
-            homes[node] = 0
+            homes[node] = joined(len(tags) - 1) if in_model else 0
         elif changing.isdisjoint(node.all_input_nodes):
             waiting[node] = max(0, len(tags) - 1)
         else:

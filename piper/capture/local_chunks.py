@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from piper.capture.chunks import RANK, Body, Chunk, Draws, ParameterShard, Segment
+from piper.capture.chunks import (
+    RANK,
+    Body,
+    Chunk,
+    ContextAttention,
+    Draws,
+    ParameterShard,
+    Segment,
+)
 from piper.capture.cut import body_of
 from piper.capture.propagation import Local
 from piper.errors import CaptureError
@@ -28,6 +36,8 @@ class Sharding:
     """The dimension along which what would be replicated between its parts is sharded instead."""
     split: int | None = None
     """The dimension along which the tensors of the batch are sharded."""
+    context: ContextAttention | None = None
+    """How attention is computed then."""
 
 
 @dataclass(frozen=True, slots=True)

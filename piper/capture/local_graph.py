@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from piper.capture.chunks import AxisPlacement, Move, Redistribution
 from piper.capture.fused import Packed
 from piper.capture.quiet import hushed_loggers
+from piper.capture.shard_axis import ShardAxis
 from piper.capture.sharding_rules import REPLICATED, Placement
 
 aten = torch.ops.aten
@@ -40,10 +41,10 @@ on shards: what the forward does, and what the backward does with its gradient."
 
 
 class LocalGraph:
-    """A graph on one of ``ways`` devices along ``axis``."""
+    """A graph on one of the devices along ``axis``."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device, axis: str, ways: int) -> None:
-        self._mode, self._device, self._axis, self._ways = mode, device, axis, ways
+    def __init__(self, mode: FakeTensorMode, device: torch.device, axis: ShardAxis) -> None:
+        self._mode, self._device, self._axis, self._ways = mode, device, axis, axis.ways
         self.graph = fx.Graph()
         self.sharded: set[fx.Node] = set()
         """Operations that devices compute on different shards."""
@@ -86,11 +87,11 @@ class LocalGraph:
     def placed(self, local: fx.Node, placement: Given, like: fx.Node | None = None) -> None:
         """Note that ``local`` is placed so, and along earlier axes like ``like``."""
         earlier = placements_of(local if like is None else like)
-        others = [p for p in earlier if p.axis != self._axis]
+        others = [p for p in earlier if p.axis != self._axis.name]
         if isinstance(placement, Shard | Packed):
-            others.append(AxisPlacement(self._axis, placement.dim))
+            others.append(AxisPlacement(self._axis.name, placement.dim))
         elif isinstance(placement, Partial):
-            others.append(AxisPlacement(self._axis, None))
+            others.append(AxisPlacement(self._axis.name, None))
         local.meta["placements"] = tuple(others)
 
     def redistributed(
@@ -110,6 +111,8 @@ class LocalGraph:
         packed = local
         if isinstance(wanted, Shard):
             packed = self._pack(local, wanted.dim, before)
+        elif not local.meta["val"].is_contiguous():  # its memory has more than what is sent
+            packed = self._contiguous(local, before)
         moves = _MOVES[type(plain(made)), type(wanted), after]
         args: Any = (packed, moves[0], self._ways)
         moved = self.graph.call_function(_moved, args)
@@ -125,25 +128,59 @@ class LocalGraph:
 
     def slice(self, x: fx.Node, dim: int) -> fx.Node:
         """This device's part of what is the same everywhere and has no gradient."""
-        size = x.meta["val"].shape[dim] // self._ways
-        own = self.call(aten.arange.default, (size,), True, device=self._device)
-        first = self.call(aten.mul.Tensor, (self.rank(), size), True)
-        at = self.call(aten.add.Tensor, (own, first), True)
+        size = x.meta["val"].shape[dim] // self._axis.parts
+        at = self._positions(self.rank(), size)
+        if self._axis.head_tail:
+            other = self._constant(aten.rsub.Scalar, self.rank(), self._axis.parts - 1)
+            at = self._constant(aten.cat.default, [at, self._positions(other, size)])
         part = self.call(aten.index_select.default, (x, dim, at), True)
-        self.constants |= {own, first, at}
         if x in self.constants:
             self.constants.add(part)
         return part
 
+    def part(self, x: fx.Node, placement: Shard | Packed) -> fx.Node:
+        """The same of each of several equal sections, if these are sharded each for itself."""
+        dim = placement.dim
+        if not isinstance(placement, Packed):
+            return self.slice(x, dim)
+        shape = list(x.meta["val"].shape)
+        apart = [*shape[:dim], len(placement.sections), -1, *shape[dim + 1 :]]
+        part = self.slice(self.call(aten.reshape.default, (x, apart), True), dim + 1)
+        together = [*shape[:dim], -1, *shape[dim + 1 :]]
+        return self.call(aten.reshape.default, (part, together), True)
+
+    def _positions(self, part: fx.Node, size: int) -> fx.Node:
+        """Where the elements of a part are in the whole."""
+        own = self._constant(aten.arange.default, size, device=self._device)
+        first = self._constant(aten.mul.Tensor, part, size)
+        return self._constant(aten.add.Tensor, own, first)
+
+    def _constant(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.call(target, args, True, **kwargs)
+        self.constants.add(made)
+        return made
+
+    def _permuted(self, x: fx.Node, dim: int, order: list[int], sharded: bool) -> fx.Node:
+        """``x`` with its parts along ``dim`` in another order."""
+        size = x.meta["val"].shape[dim] // len(order)
+        parts = self.call(aten.split.Tensor, (x, size, dim), sharded)
+        found = [self.call(operator.getitem, (parts, part), sharded) for part in order]
+        return self.call(aten.cat.default, (found, dim), sharded)
+
     def _pack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
-        """``x`` with its parts along ``dim`` in a first dimension."""
+        """``x`` with its shards along ``dim`` in a first dimension."""
+        if self._axis.head_tail:
+            x = self._permuted(x, dim, self._axis.dealt, sharded)
         shape = list(x.meta["val"].shape)
         cut = [*shape[:dim], self._ways, shape[dim] // self._ways, *shape[dim + 1 :]]
         parts = self.call(aten.reshape.default, (x, cut), sharded)
         order = [dim, *(i for i in range(len(cut)) if i != dim)]
         moved = self.call(aten.permute.default, (parts, order), sharded)
+        return self._contiguous(moved, sharded)
+
+    def _contiguous(self, x: fx.Node, sharded: bool) -> fx.Node:
         contiguous = torch.contiguous_format
-        return self.call(aten.clone.default, (moved,), sharded, memory_format=contiguous)
+        return self.call(aten.clone.default, (x,), sharded, memory_format=contiguous)
 
     def _unpack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
         """The other way round."""
@@ -152,7 +189,11 @@ class LocalGraph:
         moved = self.call(aten.permute.default, (x, [*rest[:dim], 0, *rest[dim:]]), sharded)
         sizes = shape[1:]
         sizes[dim] *= self._ways
-        return self.call(aten.reshape.default, (moved, sizes), sharded)
+        whole = self.call(aten.reshape.default, (moved, sizes), sharded)
+        if not self._axis.head_tail:
+            return whole
+        dealt = self._axis.dealt
+        return self._permuted(whole, dim, [dealt.index(i) for i in range(len(dealt))], sharded)
 
     def _unpack_sections(self, x: fx.Node, packed: Packed, sharded: bool) -> fx.Node:
         """The sections of a fused weight's result, each with the parts of all devices."""

@@ -22,9 +22,10 @@ from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunks import Chunk, Cut, refuse_empty
 from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
 from piper.capture.cut import cut
-from piper.capture.export import Loss, export, trace_text
+from piper.capture.export import export, trace_text
 from piper.capture.joint import Joint
 from piper.capture.local_chunks import Sharding
+from piper.capture.own_loss import Loss, loss_or_own
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
 from piper.capture.program import ChunkProgram, Kind, Pass, Ref
@@ -117,7 +118,7 @@ def capture(
     *,
     inputs: Sequence[Any] | Mapping[str, Any],
     targets: Sequence[Any] = (),
-    loss: Loss,
+    loss: Loss | None = None,
     tags: Mapping[str, str] | None = None,
     microbatches: int = 1,
     device: torch.device | str | None = None,
@@ -129,14 +130,16 @@ def capture(
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
 
     ``inputs`` (positional, or a mapping for keywords) and ``targets`` are one example of the
-    whole batch: real, fake or meta tensors, of which only shapes and dtypes are read. ``model``
-    may be on any device, meta included, and is left as it is; ``device`` is where the programs
-    will run. ``remat`` is "none", "min-cut" or "all"; by default the compiler's own choice.
-    ``keep_outputs`` makes the model's output a result of the step beside the loss. ``precision``
-    "bf16" computes with bf16 parameters and inputs; "fp32" with the model's own.
+    whole batch: real, fake or meta tensors, of which only shapes and dtypes are read. Without
+    ``loss`` the model's own is taken. ``model`` may be on any device, meta included, and is left
+    as it is; ``device`` is where the programs will run. ``remat`` is "none", "min-cut" or "all"; by
+    default the compiler's own choice. ``keep_outputs`` makes the model's output a result of the
+    step beside the loss. ``precision`` "bf16" computes with bf16 parameters and inputs; "fp32" with
+    the model's own.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
+    loss = loss_or_own(loss, targets)
     _check(model, loss)
     where = _device(model, device)
     kind = _precision(precision)
@@ -297,7 +300,7 @@ def _available(device: torch.device | str) -> torch.device:
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
-        raise CaptureError(f"device={device!r} is no device ({error}); here: {here}") from None
+        raise CaptureError(f"device={device!r} is not a device ({error}); here: {here}") from None
     if wanted.type not in here:
         raise CaptureError(
             f"device={str(wanted)!r} is not available on this machine; programs can run on: "

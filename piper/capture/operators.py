@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from piper.capture import head_tail  # noqa: F401 - registers Piper's own for workers too
 from piper.reading import MalformedError, shown
 
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.\w+", re.ASCII)

@@ -36,13 +36,18 @@ def attributes_of(module: nn.Module) -> dict[tuple[str, str], Any]:
     of their classes."""
     found: dict[tuple[str, str], Any] = {}
     for path, owner in module.named_modules():
-        own = {**_of_class(type(owner)), **vars(owner)}
+        own = {k: v for k, v in vars(owner).items() if k not in _HOOKS}
+        own = {**_of_class(type(owner)), **own}
         plain = {k: v for k, v in own.items() if isinstance(v, Tensor | int | float)}
         plain |= {k: copy.copy(v) for k, v in own.items() if _is_of_numbers(v)}
         for name, value in {**plain, **owner._buffers}.items():
             if value is not None:
                 found[path, name] = value
     return found
+
+
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
+"""Where torch keeps what is called with a module: no numbers of the model's."""
 
 
 def _of_class(kind: type) -> dict[str, Any]:

@@ -15,8 +15,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
+from piper.capture.flattening import VIEWS, flattened, unflattened
+from piper.capture.functions import FunctionCall
 from piper.capture.fused import SPLITS, Packed, dim_of, section
 from piper.capture.local_graph import plain
+from piper.capture.shard_axis import ShardAxis
 from piper.capture.sharding_rules import REPLICATED, Placement, Placements, Rules
 
 aten = torch.ops.aten
@@ -48,8 +51,11 @@ place all inputs alike."""
 class Placing:
     """What is known so far of the placements in one graph."""
 
-    def __init__(self, rules: Rules, ways: int, resolved: Callable[[Tensor], Placement]) -> None:
-        self._rules, self._ways, self.resolved = rules, ways, resolved
+    def __init__(
+        self, rules: Rules, axis: ShardAxis, resolved: Callable[[Tensor], Placement]
+    ) -> None:
+        self._rules, self._axis, self.resolved = rules, axis, resolved
+        self._ways, self._parts = axis.ways, axis.parts
         self.made: dict[fx.Node, Any] = {}
         """How each node is placed."""
         self.whole: dict[fx.Node, Any] = {}
@@ -79,6 +85,8 @@ class Placing:
             for x in partial:
                 now[x] = self.resolved(self.whole[x])
         made = self._ask(node, now)
+        if made is None and self._axis.context is not None:
+            made = flattened(node, now, self._parts)
         if made is not None:
             return now, made
         return self._search(node, now)
@@ -105,7 +113,11 @@ class Placing:
         fixed = x in self.fixed and (now != REPLICATED or len(whole.shape) > 1)
         if fixed or not isinstance(whole, Tensor):
             return [now]
-        dims = [d for d, n in enumerate(whole.shape) if n % self._ways == 0 and n > 1]
+        made = self.made[x]
+        packed = made.dim if isinstance(made, Packed) else None
+        dims = [
+            d for d, n in enumerate(whole.shape) if n % self._parts == 0 and n > 1 and d != packed
+        ]
         return list(dict.fromkeys([now, REPLICATED, *map(Shard, dims)]))
 
     def _costs(self, now: dict[fx.Node, Any], row: Sequence[Placement]) -> tuple[int, int]:
@@ -127,10 +139,12 @@ class Placing:
     def _ask(self, node: fx.Node, needs: dict[fx.Node, Any]) -> Any:
         if all(p == REPLICATED for p in needs.values()):
             return alike(self.whole[node], REPLICATED)
+        if isinstance(node.target, FunctionCall):
+            return None  # nothing is known of its backward
         for x, placement in needs.items():
             if isinstance(placement, Shard) and isinstance(self.whole[x], Tensor):
                 shape = self.whole[x].shape
-                if placement.dim >= len(shape) or shape[placement.dim] % self._ways:
+                if placement.dim >= len(shape) or shape[placement.dim] % self._parts:
                     return None
         given = {id(self.whole[x]): p for x, p in needs.items() if isinstance(p, Placement)}
         args, kwargs = pytree.tree_map_only(
@@ -147,7 +161,7 @@ class Placing:
             pairs = zip(whole, made, strict=True)
             return all(p is None or (self._fits(x, p) and p != MEAN) for x, p in pairs)
         if isinstance(made, Shard):
-            return type(made) is Shard and whole.shape[made.dim] % self._ways == 0
+            return type(made) is Shard and whole.shape[made.dim] % self._parts == 0
         return made in (REPLICATED, SUM, MEAN)
 
     def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
@@ -160,12 +174,16 @@ class Placing:
             return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
         if node.target is aten.slice.Tensor and dim_of(node, 1) == first.dim:
             return Shard(first.dim) if section(node, first) is not None else None
+        if self._axis.context is not None and node.target in VIEWS:
+            return unflattened(node, first, self._parts)
         if any(isinstance(p, Packed) and p.sections != first.sections for p in now.values()):
             return None
         made = self._ask(node, {x: plain(p) for x, p in now.items()})
+        if isinstance(made, Partial):
+            return made
         if not isinstance(made, Shard):
             return None
-        return first.on(made.dim, whole.shape[made.dim], self._ways)
+        return first.on(made.dim, whole.shape[made.dim], self._parts)
 
 
 def alike(whole: Any, placement: Placement) -> Any:

@@ -23,10 +23,12 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.chunks import Body, Draw, Redistribution
 from piper.capture.fused import SPLITS, Packed, dim_of, section
+from piper.capture.gathered_keys import causal_shards, wanted_keys
 from piper.capture.graphs import is_random
 from piper.capture.local_graph import Given, LocalGraph, differentiable
 from piper.capture.placing import MEAN, SUM, Placing, alike
 from piper.capture.resizing import resized
+from piper.capture.shard_axis import ShardAxis
 from piper.capture.sharding_rewrites import rewritten
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.vocabulary import on_shards, wanted_target
@@ -60,19 +62,18 @@ class Local:
 def propagate(
     body: Body,
     rules: Rules,
-    ways: int,
+    axis: ShardAxis,
     given: Sequence[Given],
     wanted: Sequence[Placement | None],
     resolved: Callable[[Tensor], Placement],
     split: Sequence[int | None],
-    axis: str,
     name: str,
 ) -> Local:
-    """The share of ``body`` on each of ``ways`` devices along ``axis``. ``given`` are the
+    """The share of ``body`` on each of the devices along ``axis``. ``given`` are the
     placements of its arguments, ``wanted`` those of its results where they are not open,
     ``resolved`` what becomes of a partial sum; ``split`` are dimensions along which inputs are
     sharded that all devices have whole; ``name`` is for errors."""
-    found = _Propagation(body, rules, ways, given, resolved, axis, name)
+    found = _Propagation(body, rules, axis, given, resolved, name)
     found.split(split)
     for node in found.nodes():
         found.visit(node)
@@ -89,24 +90,24 @@ class _Propagation:
         self,
         body: Body,
         rules: Rules,
-        ways: int,
+        axis: ShardAxis,
         given: Sequence[Given],
         resolved: Callable[[Tensor], Placement],
-        axis: str,
         name: str,
     ) -> None:
         first = body.fakes()[0]
-        self._ways, self._device, self._name = ways, first.device, name
-        self._placing = Placing(rules, ways, resolved)
-        self._out = LocalGraph(first.fake_mode, first.device, axis, ways)
+        self.axis = axis
+        self._ways, self._device, self._name = axis.ways, first.device, name
+        self._placing = Placing(rules, axis, resolved)
+        self._out = LocalGraph(first.fake_mode, first.device, axis)
         self._made, self._whole = self._placing.made, self._placing.whole
         self._local: dict[fx.Node, fx.Node] = {}
-        self._forms: dict[tuple[fx.Node, Placement, bool], fx.Node] = {}
+        self._forms: dict[tuple[fx.Node, Given, bool], fx.Node] = {}
         self._draws: list[tuple[fx.Node, Draw | None]] = []
         self._derived: set[fx.Node] = set()
         """What is computed of parameters alone: those who compute on shards do it again, so that
         its gradient is summed with that of the parameters, once a step."""
-        self._source = rewritten(body.module.graph, given, ways)
+        self._source = rewritten(body.module.graph, given, axis)
         self._inputs: list[fx.Node] = []
         placeholders = self._source.find_nodes(op="placeholder")
         for number, (node, placement) in enumerate(zip(placeholders, given, strict=True)):
@@ -217,9 +218,9 @@ class _Propagation:
             x: self._placing.resolved(self._whole[x]) if isinstance(p, Partial) else p
             for x, p in ((x, self._made[x]) for x in node.all_input_nodes)
         }
-        placed |= wanted_target(node, placed)
+        placed |= wanted_target(node, placed) | wanted_keys(node, placed, self.axis)
         local = _Read(self, placed)
-        found = on_shards(node, placed, local, self)
+        found = on_shards(node, placed, local, self) or causal_shards(node, placed, local, self)
         if found is None:
             return False
         self._local[node], self._made[node] = found.local, found.placement
@@ -251,7 +252,10 @@ class _Propagation:
             return local  # what shards make that is the same everywhere has no gradient
         key = node, placement, sharded
         if key not in self._forms:
-            if made == REPLICATED == placement and node in self._derived:
+            if _other_sections(made, placement):
+                whole = self._form(node, REPLICATED, sharded)
+                self._forms[key] = self._out.part(whole, placement)
+            elif made == REPLICATED == placement and node in self._derived:
                 self._forms[key] = self._again(node)
             else:
                 if node in self._placing.fixed:  # what is moved is a value
@@ -359,6 +363,13 @@ class _Read(Mapping[fx.Node, fx.Node]):
 
     def __len__(self) -> int:
         return len(self._placed)
+
+
+def _other_sections(made: Given, wanted: Given) -> bool:
+    """Whether other sections of a dimension are sharded each for itself."""
+    if isinstance(made, Packed) and isinstance(wanted, Shard):
+        return made.dim == wanted.dim
+    return isinstance(wanted, Packed)
 
 
 def _replicated(made: Any) -> Any:

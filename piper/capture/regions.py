@@ -152,6 +152,11 @@ def tags_of(meta: Mapping[str, Any]) -> tuple[Region, ...]:
     return tuple((meta.get("custom") or {}).get(_META, ()))
 
 
+def with_tags(meta: Mapping[str, Any], stack: tuple[Region, ...]) -> dict[str, Any]:
+    """``meta`` of a node that is in the regions of ``stack``."""
+    return {**meta, "custom": {**(meta.get("custom") or {}), _META: stack}}
+
+
 def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
     """Make every module whose path matches a pattern of ``tags`` enter that region when called.
 

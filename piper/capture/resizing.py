@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from piper.capture.grouped import EXPERT_ROWS
+
 _SIZES = ("size", "sizes", "shape")
 
 
@@ -20,6 +22,8 @@ def resized(
         return target, args, kwargs
     if target is torch.ops.aten.view.default:
         target = torch.ops.aten.reshape.default  # with other sizes a copy may be needed
+    if target is EXPERT_ROWS:
+        return target, (*args[:2], shape[0]), kwargs
     names = [argument.name for argument in target._schema.arguments]
     for index, name in ((names.index(n), n) for n in _SIZES if n in names):
         sizes = list(shape)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from piper.capture.chunks import Body, Cut
+from piper.capture.expert_regions import sorted_rows
 from piper.capture.graphs import returned
 from piper.capture.layouts import Axis, DimLayout, Mixed
-from piper.capture.mixing import Layouts, UnknownOperation, layouts_of, plain_layouts
+from piper.capture.mixing import UnknownOperation, layouts_of
+from piper.capture.mixing_rules import Layouts, plain_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,19 @@ def rows_of(cut: Cut, rows: int) -> dict[int, Rows]:
         if key not in known:
             known[key] = _followed(chunk.body, given, rows)
         found |= zip(chunk.outputs, known[key], strict=True)
-    return {value: _rows(layout) for value, layout in found.items()}
+    return {value: _rows(layout) for value, layout in found.items()} | _by_expert(cut)
+
+
+def _by_expert(cut: Cut) -> dict[int, Rows]:
+    """Of rows that are sorted by expert."""
+    found: dict[int, Rows] = {}
+    for chunk in cut.chunks:
+        rows = sorted_rows(chunk.body)
+        if rows is not None:
+            counts = chunk.inputs[rows.counts]
+            values = (v for v in (*chunk.inputs, *chunk.outputs) if v != counts)
+            found |= dict.fromkeys(values, Rows(0, scrambled=True))
+    return found
 
 
 def _followed(body: Body, given: tuple[DimLayout, ...], rows: int) -> tuple[DimLayout, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
@@ -22,6 +23,7 @@ from piper.capture.fused import Packed
 from piper.capture.local_chunks import LocalChunks, Sharding
 from piper.capture.local_graph import Given, placements_of, stand_in
 from piper.capture.propagation import Local, propagate
+from piper.capture.shard_axis import ShardAxis
 from piper.capture.sharding_rules import REPLICATED, Placement, Rules
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
@@ -45,7 +47,8 @@ class _Segmenter:
     def __init__(self, cut: Cut, shardings: Mapping[int, Sharding]) -> None:
         self._cut = cut
         self._shardings = shardings
-        self._rules = {s.ways: Rules(s.ways) for s in shardings.values()}
+        axes = {_axis(s) for s in shardings.values()}
+        self._rules = {axis: Rules(axis) for axis in axes}
         self._locals: dict[object, Local] = {}
         self._stand_ins: dict[object, Body] = {}
         self._chunks: list[Chunk] = []
@@ -78,6 +81,17 @@ class _Segmenter:
             updates=old.updates,
         )
 
+    @cached_property
+    def _in_parts(self) -> frozenset[int]:
+        """The values whose first dimension are the parts that a redistribution sends."""
+        found: set[int] = set()
+        for chunk in self._cut.chunks:
+            for segment in chunk.segments:
+                move = segment.redistribution and segment.redistribution.forward
+                if move in (Move.ALL_TO_ALL, Move.REDUCE_SCATTER, Move.SELECT):
+                    found.update(chunk.inputs)
+        return frozenset(found)
+
     def _wanted(self, value: int, sharding: Sharding) -> Placement | None:
         """How a value must be placed along the axis that ``sharding`` is along: open where all who
         read it are sharded in the same way."""
@@ -96,10 +110,11 @@ class _Segmenter:
         length = next((shape[dim] for shape in batch if len(shape) > dim), None)
         if len(found.spec.shape) <= dim or found.spec.shape[dim] != length:
             return None
-        if length % sharding.ways:
+        axis = _axis(sharding)
+        if length % axis.parts:
             raise CaptureError(
-                f"{found.name} has a sequence of {length}, which {sharding.ways} devices along "
-                f"{sharding.axis} cannot share evenly: pad it to a multiple"
+                f"{found.name} has a sequence of {length}, which {axis.ways} devices along "
+                f"{axis.name} cannot share evenly: pad it to a multiple of {axis.parts}"
             )
         return dim
 
@@ -175,17 +190,45 @@ class _Segmenter:
         split = tuple(self._split(value, sharding) for value in chunk.inputs)
         wanted: list[Placement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
         wanted += [REPLICATED] * len(chunk.updates)
-        key = chunk.body.key, sharding.ways, sharding.sequence, tuple(given), tuple(wanted), split
+        found = self._propagated(chunk, sharding, given, wanted, split)
+        kept = [
+            self._beside_parts(value, placement, sharding.ways) or want
+            for value, placement, want in zip(chunk.outputs, found.placements, wanted, strict=False)
+        ]
+        if kept != wanted[: len(kept)]:
+            wanted[: len(kept)] = kept
+            found = self._propagated(chunk, sharding, given, wanted, split)
+        return found
+
+    def _beside_parts(self, value: int, placement: Placement, ways: int) -> Placement | None:
+        """Another placement for a value whose first dimension are the parts that a redistribution
+        along another axis sends, if it is sharded along that: every device has all parts."""
+        if placement != Shard(0) or value not in self._in_parts:
+            return None
+        shape = self._cut.values[value].spec.shape
+        return next(
+            (Shard(d) for d, size in enumerate(shape) if d and size % ways == 0), REPLICATED
+        )
+
+    def _propagated(
+        self,
+        chunk: Chunk,
+        sharding: Sharding,
+        given: list[Given],
+        wanted: list[Placement | None],
+        split: tuple[int | None, ...],
+    ) -> Local:
+        axis = _axis(sharding)
+        key = chunk.body.key, axis, sharding.sequence, tuple(given), tuple(wanted), split
         if key not in self._locals:
             self._locals[key] = propagate(
                 chunk.body,
-                self._rules[sharding.ways],
-                sharding.ways,
+                self._rules[axis],
+                axis,
                 given,
                 wanted,
                 _resolved(sharding.sequence, sharding.ways),
                 split,
-                sharding.axis,
                 chunk.name,
             )
         return self._locals[key]
@@ -208,11 +251,11 @@ class _Segmenter:
 
 def _same(one: Sharding | None, other: Sharding) -> bool:
     """Whether a value can go from one chunk to another as it is sharded."""
-    return one is not None and (one.axis, one.ways, one.stride) == (
-        other.axis,
-        other.ways,
-        other.stride,
-    )
+    return one is not None and (_axis(one), one.stride) == (_axis(other), other.stride)
+
+
+def _axis(sharding: Sharding) -> ShardAxis:
+    return ShardAxis(sharding.axis, sharding.ways, sharding.context)
 
 
 def _resolved(sequence: int | None, ways: int) -> Callable[[Tensor | TensorSpec], Placement]:

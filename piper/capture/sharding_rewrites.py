@@ -16,11 +16,13 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
 from piper.capture.dropped_attention import ATTENTION, drops, in_products
+from piper.capture.head_tail import HEAD_TAIL
+from piper.capture.shard_axis import ShardAxis
 
 aten = torch.ops.aten
 
 
-def rewritten(graph: fx.Graph, given: Sequence[Any], ways: int) -> fx.Graph:
+def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Graph:
     """A copy of ``graph``, whose arguments are placed as ``given`` says."""
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -30,7 +32,7 @@ def rewritten(graph: fx.Graph, given: Sequence[Any], ways: int) -> fx.Graph:
             new[node] = _bias_apart(copy, node, new)
         elif drops(node):
             new[node] = in_products(copy, node, new)
-        elif _has_few_heads(node, ways):
+        elif not axis.head_tail and _has_few_heads(node, axis.ways):
             new[node] = _repeated_heads(copy, node, new)
         else:
             new[node] = copy.node_copy(node, new.__getitem__)
@@ -62,7 +64,8 @@ def _bias_apart(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
 def _has_few_heads(node: fx.Node, ways: int) -> bool:
     """Whether heads of keys and values that several heads of queries share are too few to be
     sharded."""
-    if node.target is not ATTENTION or not node.kwargs.get("enable_gqa"):
+    shares = node.target is ATTENTION and node.kwargs.get("enable_gqa")
+    if not shares and node.target is not HEAD_TAIL:
         return False
     queries, keys = (_value(x).shape[-3] for x in node.args[:2])
     return queries % ways == 0 and keys % ways != 0
@@ -84,7 +87,7 @@ def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) 
     others = fx.node.map_arg(node.args[3:], new.__getitem__)
     kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
     found = copy.call_function(
-        ATTENTION,
+        node.target,  # type: ignore[arg-type]
         (new[query], *repeated, *others),  # type: ignore[index]
         fx.node.map_arg(kwargs, new.__getitem__),
     )

@@ -22,7 +22,9 @@ from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.capture.dropped_attention import ATTENTION
+from piper.capture.dropped_attention import ATTENTION, NAMES
+from piper.capture.head_tail import HEAD_TAIL
+from piper.capture.shard_axis import ShardAxis
 
 Placement = Shard | Replicate | Partial
 Placements = Placement | tuple["Placements | None", ...]
@@ -32,10 +34,11 @@ REPLICATED = Replicate()
 
 
 class Rules:
-    """The rules along one axis of ``ways`` devices."""
+    """The rules along one axis."""
 
-    def __init__(self, ways: int) -> None:
-        self._mesh = DeviceMesh("cpu", torch.arange(ways), _init_backend=False, _rank=0)
+    def __init__(self, axis: ShardAxis) -> None:
+        self._axis = axis
+        self._mesh = DeviceMesh("cpu", torch.arange(axis.ways), _init_backend=False, _rank=0)
         self._known: dict[object, Placements | None] = {}
 
     def ask(
@@ -59,13 +62,18 @@ class Rules:
         kwargs: Mapping[str, Any],
         given: Mapping[int, Placement],
     ) -> Placements | None:
+        if target is ATTENTION and self._axis.head_tail:
+            return _queries(args, kwargs, given)
         if target is ATTENTION:
             return _attention(args, kwargs, given)
+        if target is HEAD_TAIL:
+            heads = all(given.get(id(x), REPLICATED) == Shard(1) for x in args[:3])
+            return (Shard(1), Shard(1)) if heads else None
         if target is torch.ops.aten.dropout.default:
             placed = given.get(id(args[0]), REPLICATED)
             return placed if type(placed) is Shard else None
         fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
-        asking = _Asking(self._mesh, given)
+        asking = _Asking(self._mesh, given, self._axis.parts if self._axis.head_tail else 1)
         try:
             with torch.no_grad(), fake.fake_mode, asking:
                 made = target(*args, **kwargs)
@@ -109,9 +117,9 @@ _UNKNOWN = (
 class _Asking(TorchDispatchMode):
     """Runs operations on fake tensors of the whole, and notes how the results are placed."""
 
-    def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement]) -> None:
+    def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement], parts: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._mesh = mesh
+        self._mesh, self._parts = mesh, parts
         self._placed = dict(given)
         self._alive: list[Tensor] = []  # so that identities stay theirs
 
@@ -157,7 +165,10 @@ class _Asking(TorchDispatchMode):
         specs = specs if isinstance(specs, list | tuple) else [specs]
         for x, spec in zip(made, specs, strict=True):
             if isinstance(x, Tensor):
-                self._placed[id(x)] = spec.placements[0]
+                placed = spec.placements[0]
+                if isinstance(placed, Shard) and x.shape[placed.dim] % self._parts:
+                    raise _RedistributionError
+                self._placed[id(x)] = placed
                 self._alive.append(x)
 
 
@@ -178,17 +189,32 @@ def _attention(
     args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
 ) -> Placements | None:
     """Rows and heads are apart from each other: torch has no one rule for all kernels of it."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    taken = {**dict(zip(names, args, strict=False)), **kwargs}
-    places = [given.get(id(taken[name]), REPLICATED) for name in names[:3]]
-    mask = taken.get("attn_mask")
+    taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
     if places[0] not in (Shard(0), Shard(1)) or len(taken["query"].shape) != 4:
         return None
     if any(place != places[0] for place in places):
         return None
-    if mask is not None:
-        dim = places[0].dim - 4 + len(mask.shape)
-        broadcast = dim < 0 or mask.shape[dim] == 1
-        if given.get(id(mask), REPLICATED) != (REPLICATED if broadcast else Shard(dim)):
-            return None
-    return places[0]
+    return places[0] if _masked_alike(taken.get("attn_mask"), places[0].dim, given) else None
+
+
+def _queries(
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+) -> Placements | None:
+    """Queries are apart from each other if each device has all keys and values; a causal mask that
+    is no tensor is for whole sequences."""
+    taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
+    if taken.get("is_causal") or places != [Shard(2), REPLICATED, REPLICATED]:
+        return None
+    fits = len(taken["query"].shape) == 4 and _masked_alike(taken.get("attn_mask"), 2, given)
+    return Shard(2) if fits else None
+
+
+def _masked_alike(mask: Tensor | None, dim: int, given: Mapping[int, Placement]) -> bool:
+    """Whether the mask is sharded like the scores along ``dim``."""
+    if mask is None:
+        return True
+    dim += len(mask.shape) - 4
+    broadcast = dim < 0 or mask.shape[dim] == 1
+    return given.get(id(mask), REPLICATED) == (REPLICATED if broadcast else Shard(dim))

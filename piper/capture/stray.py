@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,31 +62,6 @@ class RefuseStray(TorchFunctionMode):
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
-_REGISTERED = "GeneratedBackwardFor_"
-"""What torch calls the backward of an op that was given one by ``register_autograd``."""
-_CONTROL_FLOW = "torch._higher_order_ops"  # is refused for what it is, below
-
-
-@contextmanager
-def refuse_autograd_functions() -> Iterator[None]:
-    """Make ``torch.autograd.Function`` an error: tracing would go through its forward and lose
-    its backward."""
-
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__.startswith(_REGISTERED) or cls.__module__.startswith(_CONTROL_FLOW):
-            return super(base, cls).apply(*args, **kwargs)
-        raise CaptureError(
-            f"the autograd function {cls.__name__} is used at {calling_line()}: its backward would "
-            "be lost; write it with plain ops, or as a torch.library.custom_op with "
-            "register_autograd"
-        )
-
-    base: Any = torch.autograd.function._SingleLevelFunction  # what Function.apply defers to
-    base.apply = classmethod(refuse)
-    try:
-        yield
-    finally:
-        del base.apply
 
 
 def refuse_unsupported(

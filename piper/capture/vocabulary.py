@@ -16,6 +16,9 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
+from piper.capture.fused import Packed
+from piper.capture.local_graph import Given
+from piper.capture.shard_axis import ShardAxis
 from piper.capture.sharding_rules import REPLICATED, Placement
 
 aten = torch.ops.aten
@@ -23,6 +26,8 @@ aten = torch.ops.aten
 
 class Emitter(Protocol):
     """What a rewrite needs of the graph of a share."""
+
+    axis: ShardAxis
 
     def call(self, target: Any, *args: Any, sharded: bool = True) -> fx.Node:
         """An operation on local values."""
@@ -44,7 +49,7 @@ class Rewrite:
     """What an operation becomes, and how its result is placed."""
 
     local: fx.Node
-    placement: Placement
+    placement: Given
     sharded: bool
 
 
@@ -64,19 +69,23 @@ def on_shards(
         if loss is None:
             return None
         logits, target = placed[loss.logits], placed[loss.target]
-        if logits == Shard(1) and target == REPLICATED:
+        if logits == Shard(1) and target == REPLICATED and not emit.axis.head_tail:
             return _classes(loss, local[loss.logits], local[loss.target], emit)
-        if logits == Shard(0) and target == Shard(0):
-            return _rows(loss, local[loss.logits], local[loss.target], emit)
+        if logits == target and (logits == Shard(0) or isinstance(logits, Packed)):
+            return _rows(loss, logits, local[loss.logits], local[loss.target], emit)
     return None
 
 
-def wanted_target(node: fx.Node, placed: Mapping[fx.Node, Any]) -> dict[fx.Node, Placement]:
+def wanted_target(node: fx.Node, placed: Mapping[fx.Node, Any]) -> dict[fx.Node, Given]:
     """How else the inputs of an operation must be placed for its rewrite."""
     loss = _Loss.of(node) if node.target is aten.cross_entropy_loss.default else None
-    if loss is None or (placed[loss.logits], placed[loss.target]) != (Shard(0), REPLICATED):
+    if loss is None:
         return {}
-    return {loss.target: Shard(0)}
+    logits, target = placed[loss.logits], placed[loss.target]
+    if isinstance(logits, Packed) and logits.dim == 0:
+        return {loss.target: logits}
+    elsewhere = target == REPLICATED or isinstance(target, Packed)
+    return {loss.target: Shard(0)} if logits == Shard(0) and elsewhere else {}
 
 
 def _embedding(weight: fx.Node, indices: fx.Node, padding: int, emit: Emitter) -> Rewrite:
@@ -160,10 +169,10 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
     return Rewrite(_cast(losses, dtype, call), REPLICATED, sharded=False)
 
 
-def _rows(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite:
+def _rows(loss: _Loss, placed: Given, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite:
     if loss.reduction not in (_MEAN, _SUM):
         losses = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
-        return Rewrite(losses, Shard(0), sharded=True)
+        return Rewrite(losses, placed, sharded=True)
     total = emit.call(aten.cross_entropy_loss.default, x, target, None, _SUM, loss.ignored)
     if loss.reduction == _SUM:
         return Rewrite(total, Partial(), sharded=True)

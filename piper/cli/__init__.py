@@ -1,11 +1,12 @@
-"""The command line: ``piper train``, ``check``, ``show``, ``simulate``, ``profile``, ``compare``.
+"""The command line: ``piper train``, ``check``, ``show``, ``simulate``, ``profile``, ``compare``,
+``demo``.
 
 Commands put together what the packages do; nothing is decided here. Exit codes:
 
     0   done
     1   refused: the model, the strategy, a file or a memory limit
     2   the command itself is wrong
-    3   it was refused nothing, but a run failed
+    3   a run failed
     130 interrupted
 """
 

@@ -9,6 +9,7 @@ import typer
 
 from piper.cli.check import check
 from piper.cli.compare import compare
+from piper.cli.demo import demo
 from piper.cli.profile import profile
 from piper.cli.show import show
 from piper.cli.simulate import simulate
@@ -16,7 +17,7 @@ from piper.cli.train import train
 
 app = typer.Typer(
     name="piper",
-    help="Train a PyTorch model on many devices from named regions and a short strategy.",
+    help="Distributed PyTorch training from a plain model and a short strategy.",
     epilog="A script defines `def job() -> piper.Job`. Exit codes: 0 done, 1 refused, 2 wrong "
     "usage, 3 a run failed, 130 interrupted.",
     no_args_is_help=True,
@@ -45,6 +46,7 @@ def _root(
 
 for command in (train, check, show, simulate, profile, compare):
     app.command(no_args_is_help=True)(command)
+app.command()(demo)
 
 
 def main() -> None:

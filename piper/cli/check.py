@@ -6,7 +6,7 @@ from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, Target, nby
 from piper.cli.output import Output
 from piper.cli.scripts import program_of, strategy_of
 from piper.cli.tables import memory_json, memory_table
-from piper.units import bytes_text
+from piper.units import bytes_text, counted
 
 
 def check(
@@ -31,10 +31,12 @@ def check(
             program = program_of(target, chosen, memory_limit=limit)
             traffic = program.traffic
         output.say(
-            f"{len(program.devices)} devices, {program.microbatches} microbatches, "
-            f"{len(program.dag.nodes):,} nodes, {len(program.plans)} distinct plans: verified",
+            f"{counted(len(program.devices), 'device')}, "
+            f"{counted(program.microbatches, 'microbatch')}, "
+            f"{counted(len(program.dag.nodes), 'node')}, "
+            f"{counted(len(program.plans), 'distinct plan')}: verified",
             memory_table(program.memory),
-            *(f"each of {one}" for one in traffic if one.flows),
+            *(str(one) for one in traffic if one.flows),
         )
         if limit is not None:
             most = max(memory.peak for memory in program.memory)

@@ -38,11 +38,16 @@ MeshSpec = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-On = Annotated[Where, typer.Option("--on", help="What a device is.")]
+On = Annotated[
+    Where,
+    typer.Option("--on", help="What a device is: virtual devices, processes, or torchrun ranks."),
+]
 Limit = Annotated[
     str | None,
     typer.Option(
-        "--memory-limit", help="What a device has, such as 80GiB: refuse more.", show_default=False
+        "--memory-limit",
+        help="Memory of a device, such as 80GiB; refuse what needs more.",
+        show_default=False,
     ),
 ]
 _CLUSTER = typer.Option(
@@ -58,7 +63,7 @@ Costs = Annotated[
     typer.Option(
         "--profile",
         "-p",
-        help="Costs that `piper profile --costs` wrote, used where they know.",
+        help="Costs that `piper profile --costs` wrote, used for what was measured.",
         show_default=False,
     ),
 ]
@@ -95,7 +100,9 @@ def nbytes_of(text: str | None) -> int | None:
         return None
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].upper() not in _UNITS:
-        raise PiperError(f"--memory-limit {text!r} is no size: write 80GiB, 512MiB or 24e9 as 24GB")
+        raise PiperError(
+            f"--memory-limit {text!r} is not a valid size: write 80GiB, 512MiB or 24e9 as 24GB"
+        )
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 

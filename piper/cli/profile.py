@@ -24,6 +24,7 @@ from piper.cli.scripts import job_in, strategy_of
 from piper.cli.tables import facts_table
 from piper.launch import launch
 from piper.launch.launch import Where
+from piper.units import counted
 
 
 def profile(
@@ -31,9 +32,11 @@ def profile(
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
     on: On = Where.VIRTUAL,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 1,
-    kernels: Annotated[bool, typer.Option(help="Also the kernels of the last step.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before those that are measured.")] = 1,
+    kernels: Annotated[
+        bool, typer.Option(help="Also record the kernels of the last step.")
+    ] = False,
     timeline: Timeline = None,
     trace: Trace = None,
     costs: Annotated[
@@ -55,7 +58,7 @@ def profile(
         where = cluster_of(cluster) if cluster else None
         with output.doing("compiling"):
             program = job_in(script).compile(chosen, cluster=where)
-        with output.doing(f"starting {len(program.devices)} devices"):
+        with output.doing(f"starting {counted(len(program.devices), 'device')}"):
             trainer = launch(program, on=on.value)
         with trainer:
             quiet = not (output.err.is_terminal and output.speaks)

@@ -98,7 +98,7 @@ def _loaded(script: Path) -> ModuleType:
         raise PiperError(f"there is no script {script}")
     spec = importlib.util.spec_from_file_location(script.stem, script)
     if spec is None or spec.loader is None:
-        raise PiperError(f"{script} is no Python file")
+        raise PiperError(f"{script} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     folder = str(script.resolve().parent)
     if folder not in sys.path:

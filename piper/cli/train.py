@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,9 @@ from piper.cli.scripts import job_in, strategy_of
 from piper.job import Job
 from piper.launch import Trainer, launch
 from piper.launch.launch import Where
+from piper.launch.positions import Batch
 from piper.launch.step_result import StepResult
+from piper.units import counted
 
 
 def train(
@@ -26,18 +28,22 @@ def train(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps; without it, until the batches end.")
     ] = None,
-    load: Annotated[Path | None, typer.Option(help="Go on from this file.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the state to this file.")] = None,
-    every: Annotated[int, typer.Option(min=1, help="Steps between lines, and saves.")] = 10,
+    load: Annotated[
+        Path | None, typer.Option(help="Resume from this checkpoint, a folder.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write checkpoints to this folder.")] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Steps between printed lines, and between checkpoints.")
+    ] = 10,
     memory_limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a job under a strategy.
 
-    The state is saved to --save after every so many steps and at the end; --load goes on from
-    there, under this or another strategy, with the batches that follow.
+    The state is saved to --save after every so many steps and at the end; --load resumes
+    from there, under this or another strategy, with the batches that follow.
 
-    Example: piper train train.py --strategy s.json --on processes --steps 100 --save state.pt
+    Example: piper train train.py --strategy s.json --on processes --steps 100 --save state
     """
     output = Output(as_json)
     with output.guarded():
@@ -46,12 +52,12 @@ def train(
         job = job_in(script)
         with output.doing("compiling"):
             program = job.compile(chosen, memory_limit=limit)
-        with output.doing(f"starting {len(program.devices)} devices"):
+        with output.doing(f"starting {counted(len(program.devices), 'device')}"):
             trainer = launch(program, on=on.value)
         with trainer:
             if load is not None:
                 trainer.load(load)
-                output.say(f"going on after step {trainer.steps}")
+                output.say(f"resuming after step {trainer.steps}")
             batches = _batches(job, trainer, steps)
             for result in trainer.fit(batches, steps=steps, progress=not as_json):
                 _report(output, trainer, result, every)
@@ -62,7 +68,7 @@ def train(
                 output.wrote(f"state after step {trainer.steps}", save)
 
 
-def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[Sequence[Any]]:
+def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[Batch]:
     if job.batches is None:
         return itertools.repeat(trainer.example, steps if steps is not None else 10)
     return itertools.islice(job.batches(), trainer.steps, None)

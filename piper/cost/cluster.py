@@ -22,6 +22,7 @@ from piper.errors import PiperError
 from piper.ir.dag import Group
 from piper.lower.costs import Costs
 from piper.lower.tasks import Task, TaskKind
+from piper.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,4 +300,4 @@ class Cluster:
     def __str__(self) -> str:
         kinds = Counter(device.name for m in self.machines for device in m.devices)
         parts = ", ".join(f"{count} x {name}" for name, count in kinds.items())
-        return f"{self.name}: {len(self.machines)} machine(s), {parts}"
+        return f"{self.name}: {counted(len(self.machines), 'machine')}, {parts}"

@@ -6,7 +6,7 @@
           [{"PP": 1, "MB": 1, "PASS": "B"}])
 
 Filters in one group overlap: nothing orders their nodes against each other. A filter on BI or BW
-divides the backwards it matches.
+splits the backwards it matches.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _without_pass(where: Filter) -> Filter:
 
 
 def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
-    """``dag`` with every backward that some filter wants in halves divided into BI and BW."""
+    """``dag`` with every backward that some filter wants in halves split into BI and BW."""
     wanted: set[int] = set()
     for where in filters:
         if _wants_halves(where):
@@ -201,7 +201,7 @@ def _refuse_ordered(dag: Dag, wanted: set[int]) -> None:
     for number in sorted(wanted):
         if dag.nodes[number].ordered_by:
             raise DirectiveError(
-                f"{name_of(dag, number)} is ordered already as a whole and cannot be divided into "
+                f"{name_of(dag, number)} is ordered already as a whole and cannot be split into "
                 "BI and BW now: order its halves in the first order that speaks of it"
             )
 

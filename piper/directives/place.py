@@ -3,7 +3,7 @@
     F PP[0] ─▶ F PP[1]     place({"PP": 0}, devices=[0, 2])     F PP[0] @0,2 ─▶ F PP[1] @1,3
                            place({"PP": 1}, devices=[1, 3])
 
-The group divides the microbatch; what flows between groups is sent.
+The group splits the microbatch; what flows between groups is sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from piper.capture.chunks import ContextAttention
 from piper.directives.base import Directive, check_group, check_stream, device_group, plain_filter
 from piper.directives.tensor import with_rule
 from piper.errors import DirectiveError
@@ -32,6 +33,7 @@ class Place(Directive):
     axes: Mapping[str, int] | None = None
     batch: tuple[str, ...] | None = None
     sequence: str | None = None
+    attention: str = ContextAttention.ALL_TO_ALL.value
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         group = self.devices
@@ -57,14 +59,23 @@ class Place(Directive):
             )
             if self.sequence is not None and mesh is not None:
                 chunk, axis = node.compute.chunk, self.sequence
-                rule = TensorRule(axis, mesh.size(axis), mesh.stride(axis), axis, me, {}, split=1)
+                rule = TensorRule(
+                    axis,
+                    mesh.size(axis),
+                    mesh.stride(axis),
+                    axis,
+                    me,
+                    {},
+                    split=1,
+                    context=ContextAttention(self.attention),
+                )
                 name = name_of(dag, number)
                 rules[chunk] = with_rule(dag, name, rules.get(chunk, ()), rule)
         return replace(dag.with_nodes(changed), tensor=rules)
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices with their axes, those that divide the batch first."""
+        """The devices with their axes, those that split the batch first."""
         if self.axes is None:
             return None
         mesh = Mesh(self.devices, **self.axes)
@@ -72,7 +83,7 @@ class Place(Directive):
 
     @property
     def replicas(self) -> int:
-        """How many devices have the same rows: those along the axes that do not divide the
+        """How many devices have the same rows: those along the axes that do not split the
         batch."""
         if self.axes is None or self.batch is None:
             return 1
@@ -80,7 +91,7 @@ class Place(Directive):
 
     @property
     def parts(self) -> int:
-        """Over how many devices the rows of a microbatch are divided."""
+        """Over how many devices the rows of a microbatch are split."""
         return len(self.devices) // self.replicas
 
     def _check_batch(self) -> None:
@@ -98,7 +109,15 @@ class Place(Directive):
             )
 
     def _check_sequence(self) -> None:
+        kinds = [kind.value for kind in ContextAttention]
+        if self.attention not in kinds:
+            raise DirectiveError(f"attention={self.attention!r} is unknown: {' or '.join(kinds)}")
         if self.sequence is None:
+            if self.attention != ContextAttention.ALL_TO_ALL.value:
+                raise DirectiveError(
+                    f"attention={self.attention!r} is for a sequence that is sharded: name its "
+                    "axis, sequence="
+                )
             return
         axes = self.axes or {}
         if self.sequence not in axes:
@@ -128,17 +147,20 @@ def place(
     stream: str = "p2p",
     batch: str | Sequence[str] | None = None,
     sequence: str | None = None,
+    attention: str = "all_to_all",
 ) -> Place:
-    """Run the matched nodes on ``devices``, which divide each microbatch among them.
+    """Run the matched nodes on ``devices``, which split each microbatch among them.
 
     ``devices`` is a list, or a ``Mesh`` whose axes other directives can name; ``batch`` are those
-    of its axes that divide the batch, by default all: devices along the others have the same rows,
+    of its axes that split the batch, by default all: devices along the others have the same rows,
     and compute the same, unless they are sharded. ``sequence`` is the axis along which the sequence
-    is sharded, dimension 1 of the tensors of the batch (context parallelism). What the nodes send
-    to other groups goes over ``stream``. A filter on the microbatch may place the same stage on
-    different groups.
+    is sharded, dimension 1 of the tensors of the batch (context parallelism). Then ``attention`` is
+    "all_to_all" (each device has whole sequences for some of the heads) or "all_gather" (each has
+    all keys and values for its head and tail of the sequence, which is the same work for all under
+    a causal mask). What the nodes send to other groups goes over ``stream``. A filter on the
+    microbatch may place the same stage on different groups.
     """
     names = (batch,) if isinstance(batch, str) else None if batch is None else tuple(batch)
     axes = dict(devices.axes) if isinstance(devices, Mesh) else None
     group = devices.devices if isinstance(devices, Mesh) else device_group(devices)
-    return Place(plain_filter(where), group, stream, axes, names, sequence)
+    return Place(plain_filter(where), group, stream, axes, names, sequence, attention)

@@ -1,11 +1,11 @@
-"""``replicate``: keeps parameters that several devices hold equal, and divides their state.
+"""``replicate``: keeps parameters that several devices hold equal, and shards their state (ZeRO).
 
 zero=0  gradients summed          everything whole on every device
 zero=1  … optimizer state sharded
 zero=2  … and gradients sharded
 zero=3  … and parameters sharded, gathered when they are used
 
-within=2 divides over two neighbours only, and keeps such copies equal:
+within=2 shards over two neighbours only, and keeps such copies equal:
 
     [0 1 2 3]: one copy in four parts        within=2: [0 1] [2 3]: two copies in two parts each
 """
@@ -115,9 +115,9 @@ def replicate(
 ) -> Replicate:
     """Sum the gradients of the matched regions' parameters over all devices that hold them.
 
-    ``zero`` says what is divided over those devices: 1 the optimizer state, 2 also gradients, 3
-    also parameters. ``within`` divides it over that many neighbours only, and keeps a copy in each
-    such group (hybrid sharding). ``devices``, if given, are checked against where the regions are
+    ``zero`` says what is sharded over those devices: 1 the optimizer state, 2 also gradients, 3
+    also parameters. ``within`` shards it over that many neighbours only, and keeps a copy in each
+    such group (HSDP). ``devices``, if given, are checked against where the regions are
     placed.
     """
     group = None if devices is None else device_group(devices)

@@ -3,7 +3,7 @@
     pre ─▶ EP ─▶ post   @0,1      shard({"EP": "*"})      pre ─▶ a2a ─▶ EP ─▶ a2a ─▶ post   @0,1
           E experts each                                        E/2 experts each
 
-The region's parameters are divided along ``dim`` over its group; its inputs and outputs, which are
+The region's parameters are sharded along ``dim`` over its group; its inputs and outputs, which are
 expert-major, are dispatched and combined by all_to_all so that each device computes its own experts
 for all.
 """
@@ -34,6 +34,7 @@ class Shard(Directive):
     axis: str | None = None
     parameters: Mapping[str, int | str] | None = None
     sequence: bool = False
+    capacity: float | None = None
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         numbers = whole_chunks(dag, Filter.of(self.where), "sharding")
@@ -69,6 +70,13 @@ class Shard(Directive):
         groups: dict[int, Group] = {}
         if not isinstance(self.dim, int) or self.dim < 0:
             raise DirectiveError(f"dim={self.dim!r} must be the number of a dimension, from 0")
+        if self.capacity is not None and not (
+            isinstance(self.capacity, int | float) and self.capacity > 0
+        ):
+            raise DirectiveError(
+                f"capacity={self.capacity!r} must be a positive number, of how many times a "
+                "device's own rows there is room for, or None for all"
+            )
         if self.ways is not None:
             positive("ways", self.ways)
             if self.axis is not None:
@@ -84,7 +92,7 @@ class Shard(Directive):
                     f"ways={ways} does not divide the {node.parts} devices of "
                     f"{name_of(dag, number)}"
                 )
-            rule = ShardRule(ways, self.dim, stream, me, stride)
+            rule = ShardRule(ways, self.dim, stream, me, stride, capacity=self.capacity)
             earlier = shards.get(chunk.index, rule)
             if earlier != rule and earlier.made_by == me:
                 raise DirectiveError(
@@ -101,6 +109,11 @@ class Shard(Directive):
                     f"{name_of(dag, number)} draws random numbers (dropout): a share of its rows "
                     "would draw others than the whole; do that outside the region"
                 )
+            if self.capacity is not None and chunk.sorted_rows is None:
+                raise DirectiveError(
+                    f"capacity={self.capacity}: {name_of(dag, number)} has a fixed number of rows "
+                    "for each expert; capacity= is of rows that are sorted by expert"
+                )
             shards[chunk.index] = rule
             groups[chunk.index] = node.devices
             self._check(dag, chunk, ways, name_of(dag, number))
@@ -108,7 +121,7 @@ class Shard(Directive):
         return replace(dag, shards=shards)
 
     def _division(self, node: Node, name: str) -> tuple[int, int]:
-        """Over how many devices of a node the experts are divided, and how far these are apart."""
+        """Over how many devices of a node the experts are sharded, and how far these are apart."""
         if self.axis is None:
             return (node.parts if self.ways is None else self.ways), node.replicas
         self._refuse_no_axis(node, name)
@@ -161,7 +174,7 @@ class Shard(Directive):
                 f"{name}: {experts} experts do not divide over {ways} devices; "
                 f"numbers that work: {', '.join(map(str, fits))}"
             )
-        for value in (*chunk.inputs, *chunk.outputs):
+        for value in (*chunk.inputs, *chunk.outputs) if chunk.sorted_rows is None else ():
             facts = dag.model.values[value]
             if len(facts.shape) < 2 or facts.shape[0] != experts:
                 raise DirectiveError(
@@ -180,13 +193,15 @@ def shard(
     axis: str | None = None,
     parameters: Mapping[str, int | str] | None = None,
     sequence: bool = False,
+    capacity: float | None = None,
 ) -> Shard:
     """Shard the parameters of the matched regions over their devices.
 
     Expert parallelism: along ``dim``, over the whole group. What the regions take and make is
     dispatched and combined by all_to_all on ``stream``. ``ways`` fewer than the group's size makes
     several such groups of neighbours, each with all experts; ``axis`` names the axis of a ``Mesh``
-    along which they lie.
+    along which they lie. Rows that are sorted by expert are sent as many as there are for each
+    (no token is dropped); a device has room for ``capacity`` times its own rows, or for all.
 
     Tensor parallelism: along an ``axis`` that is not in ``place(batch=)``, whose devices have the
     same rows. ``parameters`` maps patterns of parameters' names to the dimension that is sharded,
@@ -194,4 +209,4 @@ def shard(
     (its attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards
     what would be replicated between the sharded products along dimension 1 (sequence parallelism).
     """
-    return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence)
+    return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence, capacity)

@@ -6,6 +6,7 @@ one node, not n. A DAG is never changed: directives make new ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -13,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from piper.capture.chunks import Style
+from piper.capture.chunks import ContextAttention, Style
 from piper.capture.program import Pass
 from piper.capture.saving import RematPolicy
 from piper.ir.collectives import CollectiveKind
@@ -68,6 +69,12 @@ class Collective:
 
     kind: CollectiveKind
     groups: tuple[Group, ...]
+    rows: int | None = None
+    """Of an all_to_all by counts that are known when it runs, the rows that a device has room for;
+    None if all parts are equal."""
+    padded: bool = False
+    """Of one by counts, whether as much is sent as there is room for, so that no host must know
+    the counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,16 @@ class ShardRule:
     sections: tuple[int, ...] = ()
     """Sizes along ``dim`` that are sharded each for itself, as in a fused weight."""
     axis: str = "ep"
+    capacity: float | None = None
+    """Of rows sorted by expert, room for how many times a device's own; None for all."""
+
+    def room(self, rows: int) -> int:
+        """Into how many rows a device receives, if each has ``rows`` of its own."""
+        most = rows * self.ways
+        if self.capacity is None:
+            return most
+        wanted = math.ceil(rows * self.capacity)
+        return min(most, self.ways * math.ceil(wanted / self.ways))
 
     def part(self, rank: int) -> int:
         """Which shard of the experts the member ``rank`` of a group has."""
@@ -206,6 +223,8 @@ class TensorRule:
     """The dimension along which activations are sharded that would be replicated."""
     split: int | None = None
     """The dimension along which the tensors of the batch are sharded: the sequence."""
+    context: ContextAttention | None = None
+    """How a sequence that is sharded attends to all of itself."""
 
 
 @dataclass(frozen=True, slots=True)

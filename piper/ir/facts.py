@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from piper.capture.chunks import AxisPlacement, Segment
+from piper.capture.expert_regions import SortedRows, sorted_rows
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
@@ -87,6 +88,8 @@ class ChunkFacts:
     does."""
     segments: tuple[Segment, ...] = ()
     """Which part of a region it is under tensor and context parallelism, one for each axis."""
+    sorted_rows: SortedRows | None = None
+    """Of experts whose rows are sorted by expert, how."""
 
     @property
     def moving(self) -> Segment | None:
@@ -244,6 +247,7 @@ def facts_of(
                 and (stored := Stored.of(spec)) != values[chunk.inputs[ref.index]].stored
             },
             segments=chunk.segments,
+            sorted_rows=sorted_rows(chunk.body),
         )
         for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)
     )

@@ -16,7 +16,7 @@ from piper.ir.dag import (
     Transfer,
     Update,
 )
-from piper.ir.values import ExtraRole, Role, Value
+from piper.ir.values import OF_STEP, ExtraRole, Role, Value
 
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.UPDATED, ExtraRole.GATHERED)
 
@@ -47,6 +47,11 @@ def group_text(group: Group) -> str:
         return f"{group[0]}..{group[-1]}"
     shown = [str(device) for device in group[:8]]
     return ",".join(shown + ["..."] * (len(group) > 8))
+
+
+def devices_text(group: Group) -> str:
+    """``device 0``, or ``devices 0,1,4``."""
+    return f"device{'s' if len(group) > 1 else ''} {group_text(group)}"
 
 
 def name_of(dag: Dag, number: int) -> str:
@@ -86,7 +91,7 @@ def _scalar(dag: Dag, node: Node) -> list[str]:
     if not isinstance(node.op, Collective) or node.writes[0] < dag.first_extra:
         return []
     role = dag.extra[node.writes[0] - dag.first_extra].role
-    return [role.value] if role in (ExtraRole.LOSS, ExtraRole.NORM) else []
+    return [role.value] if role in OF_STEP else []
 
 
 def _verb(op: Op) -> str:
@@ -113,7 +118,7 @@ def _groups(groups: tuple[Group, ...]) -> str:
 def _value(dag: Dag, number: int) -> str:
     if number >= dag.first_extra:
         extra = dag.extra[number - dag.first_extra]
-        if extra.role in (ExtraRole.LOSS, ExtraRole.NORM):
+        if extra.role in OF_STEP:
             return extra.role.value
         bucket = extra.role in _OF_BUCKETS
         of = f"bucket{extra.of}" if bucket else _value(dag, extra.of)

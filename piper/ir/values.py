@@ -64,6 +64,8 @@ class ExtraRole(Enum):
     """The sum of the losses of the whole batch, and what it is divided by."""
     NORM = "norm"
     """The squared norm of all gradients."""
+    LOAD = "load"
+    """How many rows each expert of a chunk, ``of``, has in the whole batch."""
 
     __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
 
@@ -76,8 +78,12 @@ class Extra:
     of: int
     parts: int = 1
     """Of a form of an activation, over how many devices its rows are divided."""
+    rows: int | None = None
+    """Of what experts have of rows that come by count, for how many there is room."""
 
 
+OF_STEP = (ExtraRole.LOSS, ExtraRole.NORM, ExtraRole.LOAD)
+"""What is of the whole step, and of no value and no bucket."""
 GIVEN = (Role.BATCH, Role.SEED)
 _BUNDLES = {
     Kind.SAVED: Role.SAVED,

@@ -91,7 +91,9 @@ def _describe(dag: Dag, cycle: list[int]) -> str:
     ordered = [i for i, (_, how) in enumerate(runs) if how != "feeds"]
     first = min(ordered, key=lambda i: runs[i][0], default=0)
     runs = runs[first:] + runs[:first]
-    lines = ["the orders contradict each other or the flow of data, so that no device could go on:"]
+    lines = [
+        "the orders contradict each other or the flow of data, so that no device could continue:"
+    ]
     lines += [f"  {name}  {how}" for name, how in runs]
     lines.append(f"  {runs[0][0]}")
     lines += [f"  {dag.label(entry)} is {dag.history[entry]}" for entry in sorted(orders)]

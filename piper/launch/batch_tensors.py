@@ -3,37 +3,35 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from piper.errors import PiperError
 from piper.program import Program
 
-Pad = Sequence[float | int]
+Pad = Sequence[Any] | Mapping[str, float | int]
+"""What a batch is filled up with: a number for each of its tensors, built like the batch."""
 
 
-def tensors_of(program: Program, batch: Sequence[Any], pad: Pad | None) -> list[Tensor]:
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """A batch as a loader gives it, as the arguments of a step: a dict or a tensor is one input."""
+    return (batch,) if isinstance(batch, Mapping | Tensor) else tuple(batch)
+
+
+def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
     """Those of a whole batch."""
-    if pad is not None:
-        batch = _padded(program, batch, pad)
     try:
         return list(program.example.like(*batch).tensors)
     except PiperError as error:
         raise _smaller(program, batch, error) from None
 
 
-def tensors_of_rows(
-    program: Program, rows: Tensor, batch: Sequence[Any], pad: Pad | None
-) -> list[Tensor]:
+def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> list[Tensor]:
     """Those of a batch that has only ``rows`` of the whole one."""
-    if pad is not None:
-        raise PiperError(
-            "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
-            "before taking trainer.rows of it"
-        )
     count = len(rows)
     try:
         return list(program.example.resized(count).like(*batch).tensors)
@@ -46,33 +44,78 @@ def tensors_of_rows(
 
 def _smaller(program: Program, batch: Sequence[Any], error: PiperError) -> PiperError:
     """``error``, with advice if the batch has only too few rows."""
-    rows = {x.shape[0] for x in batch if isinstance(x, Tensor) and x.dim()}
+    rows = {x.shape[0] for x in _tensors(batch) if x.dim()}
     size = program.example.size
     if len(rows) != 1 or min(rows) >= size:
         return error
     return PiperError(
         f"{error}. A batch has {size} rows here, and this one {min(rows)}: leave the last, "
-        "smaller batch out (drop_last=True), or fill it up with pad= and a loss that returns "
-        "(sum, count)"
+        "smaller batch out (drop_last=True), fill it up with pad= and a loss that returns (sum, "
+        "count), or allow a program of its own for it (piper.launch(program, shapes=1))"
     )
 
 
-def _padded(program: Program, batch: Sequence[Any], pad: Pad) -> list[Any]:
+def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: bool) -> Sequence[Any]:
+    """``batch`` filled up with the numbers of ``pad``, if given, to the rows that ``program``
+    takes; ``rows`` says that it has only some rows of a global batch."""
+    if pad is None:
+        return batch
+    if rows:
+        raise PiperError(
+            "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
+            "before taking trainer.rows of it"
+        )
     if program.code.count is None:
         raise PiperError(
             "a padded batch needs a loss that returns (sum, count), so that the rows that fill "
             "it up do not count; this loss returns a mean"
         )
-    values = isinstance(pad, Sequence) and all(isinstance(v, int | float) for v in pad)
-    if not values or len(pad) != len(batch) or not all(isinstance(x, Tensor) for x in batch):
+    given = list(map(_leaves, batch))
+    values = list(map(_leaves, (pad,) if isinstance(pad, Mapping) else _items(pad)))
+    names = [list(one) for one in given]
+    if [sorted(one) for one in values] != [sorted(one) for one in names] or not all(
+        isinstance(x, Tensor) and _is_number(values[i][name])
+        for i, one in enumerate(given)
+        for name, x in one.items()
+    ):
+        count = sum(map(len, given))
         raise PiperError(
-            f"pad={pad!r} must give one number for each of the {len(batch)} tensors of the batch"
+            f"pad={pad!r} must give one number for each of the {count} tensors of the batch, by "
+            "name for a dict"
         )
     size = program.example.size
-    found = []
-    for x, value in zip(batch, pad, strict=True):
-        if x.dim() and x.shape[0] < size:
-            rows = torch.full((size - x.shape[0], *x.shape[1:]), value, dtype=x.dtype)
-            x = torch.cat([x, rows.to(x.device)])
-        found.append(x)
+    found: list[Any] = []
+    for whole, one, fill in zip(batch, given, values, strict=True):
+        filled = {name: _filled(x, fill[name], size) for name, x in one.items()}
+        found.append(filled if isinstance(whole, Mapping) else filled[""])
     return found
+
+
+def _leaves(part: Any) -> dict[str, Any]:
+    """A dict of the batch, or anything else under an empty name."""
+    return dict(part) if isinstance(part, Mapping) else {"": part}
+
+
+def _items(pad: object) -> Sequence[Any]:
+    return pad if isinstance(pad, Sequence) and not isinstance(pad, str) else ()
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float)
+
+
+def _filled(x: Tensor, value: float | int, size: int) -> Tensor:
+    if not x.dim() or x.shape[0] >= size:
+        return x
+    rows = torch.full((size - x.shape[0], *x.shape[1:]), value, dtype=x.dtype)
+    return torch.cat([x, rows.to(x.device)])
+
+
+def _tensors(batch: Sequence[Any]) -> list[Tensor]:
+    leaves = [leaf for part in batch for leaf in pytree.tree_leaves(_leaves(part))]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def first_tensor(batch: Sequence[Any]) -> Tensor | None:
+    """The first input of a batch that is a tensor, with the rows that were given."""
+    return next(iter(_tensors(batch)), None)

@@ -191,7 +191,7 @@ def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
 
 
 def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index, dict[str, Tensor]]:
-    """Go on from a checkpoint, or refuse it and change nothing. Gives its index, and those tensors
+    """Resume from a checkpoint, or refuse it and change nothing. Gives its index, and those tensors
     of the model that no device holds."""
     target = _absolute(path)
     folder, index = group.once(lambda: read_index(target, program))
@@ -200,7 +200,7 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
     if index.seed != program.training.seed:
         warn(
             f"{path} was saved with seed={index.seed}, but the program was compiled with "
-            f"seed={program.training.seed}: random numbers, as of dropout, go on differently"
+            f"seed={program.training.seed}: random numbers, as of dropout, continue differently"
         )
     group.read_parts(folder, index)
     rest: dict[str, Tensor] = {}

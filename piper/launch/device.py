@@ -20,6 +20,7 @@ from piper.launch.worker_group import ProfileKind, Refusal, Report
 from piper.program import Program
 from piper.runtime.assignment import Assignment
 from piper.runtime.comm import Comm
+from piper.runtime.context import Scalars
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
 from piper.runtime.filling import refusal
 from piper.runtime.first_tensors import Fetch
@@ -90,7 +91,13 @@ class LoadedDevice:
     ) -> Generator[Pending, None, Report]:
         """All instructions of a step of training; the state still has to advance."""
         scalars = yield from self.executor.run(self._training, given, report=report)
-        return Report(scalars.loss, scalars.norm, memory_of(self.state.where), scalars.ready)
+        return self._report(scalars, scalars.norm, self.state.rates)
+
+    def _report(
+        self, scalars: Scalars, norm: Tensor | None, rates: tuple[float, ...] = ()
+    ) -> Report:
+        memory = memory_of(self.state.where)
+        return Report(scalars.loss, norm, memory, rates, scalars.ready, scalars.load)
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
         """One step of training, and what it took."""
@@ -122,7 +129,7 @@ class LoadedDevice:
         """The forwards alone."""
         scalars = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
-        return Report(scalars.loss, None, memory_of(self.state.where), scalars.ready)
+        return self._report(scalars, None)
 
     def abandon(self) -> None:
         """Forget a step that failed."""

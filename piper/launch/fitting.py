@@ -65,14 +65,14 @@ class Checkpoints:
         if known and not resume:
             raise PiperError(
                 f"{self._folder} has the checkpoints of a run that got to step {max(known)}: say "
-                "resume=True to go on from there, or use another folder"
+                "resume=True to resume from there, or use another folder"
             )
         refused: PiperError | None = None
         for step in sorted(known, reverse=True):
             try:
                 data = self._trainer.load_at(known[step])
             except PiperError as error:
-                warn(f"the run does not go on from step {step}: {error}")
+                warn(f"the run does not resume from step {step}: {error}")
                 refused = refused or error
                 continue
             position.go_to(data, step)

@@ -7,6 +7,7 @@ from typing import Any
 
 from piper.errors import PiperError
 from piper.launch.fetching import fetcher
+from piper.launch.shapes import Shapes
 from piper.launch.trainer import Trainer
 from piper.launch.worker_group import WorkerGroup
 from piper.program import Program
@@ -23,18 +24,22 @@ class Where(Enum):
     """This process is one device; ``torchrun`` started the others."""
 
 
-def launch(program: Program, on: str = Where.VIRTUAL.value, **options: Any) -> Trainer:
+def launch(
+    program: Program, on: str = Where.VIRTUAL.value, *, shapes: int = 0, **options: Any
+) -> Trainer:
     """Start the devices of ``program`` and give a trainer, to be used in a ``with`` block.
 
-    ``on`` is "virtual", "processes" or "torchrun". ``options`` are the launcher's own: for
-    "processes" and "torchrun" ``timeout`` (seconds that anything may take) and ``share_gpus``
-    (several processes may share a GPU); on GPUs ``cuda_graphs`` (capture a step once, and replay
-    it) and ``shake`` (a seed: delay streams at random, to find races).
+    ``on`` is "virtual", "processes" or "torchrun". ``shapes`` is how many shapes batches may have
+    beside the example's: for each a program is compiled when it first comes. ``options`` are the
+    launcher's own: for "processes" and "torchrun" ``timeout`` (seconds that anything may take) and
+    ``share_gpus`` (several processes may share a GPU); on GPUs ``cuda_graphs`` (capture a step
+    once, and replay it) and ``shake`` (a seed: delay streams at random, to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
+    programs = Shapes(program, shapes)
     try:
-        return Trainer(program, _worker_group(program, on, options))
+        return Trainer(_worker_group(program, on, options), programs)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise

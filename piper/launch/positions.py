@@ -8,12 +8,12 @@ needs nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from piper.errors import PiperError
 
-Batch = Sequence[Any]
+Batch = Sequence[Any] | Mapping[str, Any]
 Batches = Iterable[Batch] | Callable[[int], Batch]
 
 

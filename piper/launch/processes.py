@@ -55,6 +55,8 @@ class ProcessWorkerGroup:
 
     damaged = False  # workers end with a step that fails
 
+    rank = 0
+
     def once(self, call: Callable[[], T]) -> T:
         return call()
 

@@ -10,11 +10,14 @@ from typing import Any
 @contextmanager
 def shown_progress(last: int | None, first: int, *, shown: bool) -> Iterator[Callable[[Any], None]]:
     """Inside, a line tells how far training has got from step ``first`` to ``last``; it is told the
-    result of each step."""
+    result of each step, and reads it only where the line is seen: reading waits for the device."""
     from rich.console import Console  # workers import the trainer, and show no progress
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda result: None
+        return
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -22,7 +25,6 @@ def shown_progress(last: int | None, first: int, *, shown: bool) -> Iterator[Cal
         TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
         TimeRemainingColumn(),
         console=console,
-        disable=not (shown and console.is_terminal),
     ) as bar:
         task = bar.add_task("training", total=last, completed=first, loss=float("nan"), rate=0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -83,6 +84,7 @@ class Rank:
             found = self._finished(self.device.train(given, report=report))
         else:  # captured with its report
             found = self._graph.run([given], [self.device.state.settings()])
+            found = replace(found, rates=self.device.state.rates)
         self.device.state.advance()
         return found
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from piper.capture.code import Piece
 from piper.errors import PiperError
 from piper.launch.worker_group import Report
 from piper.program import Program
+
+
+def _module(piece: Piece) -> str:
+    """The module that has all parameters of a piece of code."""
+    paths = [name.split(".")[:-1] for name in piece.parameters]
+    same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))
+    return ".".join(steps[0] for steps in same) or piece.name
 
 
 class StepResult:
@@ -25,6 +35,9 @@ class StepResult:
         self.seconds = seconds
         self.tokens = tokens
         """Elements of the first input: tokens, for a language model."""
+        self.learning_rates = report.rates
+        """Those that the step used, one for each group of the optimizer; none after an evaluation,
+        and none in a process under ``torchrun`` whose device trains no parameter."""
         self.memory = report.memory
         """The most bytes that a device's process has held so far: GPU memory, or resident."""
 
@@ -52,6 +65,19 @@ class StepResult:
         counted = sums is not None and self._program.code.count is not None
         norm = squares.sqrt() / sums[1] if counted and sums is not None else squares.sqrt()
         return not bool(torch.isfinite(norm))
+
+    @cached_property
+    def expert_load(self) -> Mapping[str, Tensor]:
+        """For each module of experts whose rows are sorted by expert, how many rows each expert
+        had, in the whole batch."""
+        self._report.scalars()
+        pieces = self._program.code.pieces
+        return {_module(pieces[chunk]): load for chunk, load in self._report.load.items()}
+
+    @property
+    def expert_imbalance(self) -> Mapping[str, float]:
+        """The same as one number: the rows of the expert with the most, by those of the mean."""
+        return {name: float(x.max() / x.double().mean()) for name, x in self.expert_load.items()}
 
     @property
     def tokens_per_second(self) -> float:

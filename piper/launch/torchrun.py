@@ -43,6 +43,7 @@ from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
 from piper.runtime.resharding import Request
 from piper.runtime.state import DeviceState
+from piper.units import counted
 
 
 class TorchrunWorkerGroup:
@@ -75,9 +76,9 @@ class TorchrunWorkerGroup:
         devices = program.devices
         if dist.get_world_size() != len(devices):
             raise PiperError(
-                f"the program runs on {len(devices)} devices, but torchrun started "
-                f"{dist.get_world_size()} processes: use --nproc-per-node and --nnodes so that "
-                "they are as many"
+                f"the program runs on {counted(len(devices), 'device')}, but torchrun started "
+                f"{counted(dist.get_world_size(), 'process')}: use --nproc-per-node and --nnodes "
+                "so that they are as many"
             )
         self._members = devices
         """The devices that ranks stand for, in the order of ranks."""
@@ -137,6 +138,10 @@ class TorchrunWorkerGroup:
     @property
     def rows(self) -> Sequence[int]:
         return self._rows
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
 
     def once(self, call: Callable[[], T]) -> T:
         found: list[Any] = [None]

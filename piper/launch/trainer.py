@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from piper.callbacks import Callback, checked_callbacks, told
 from piper.checkpoint.values import from_json
 from piper.errors import PiperError
 from piper.launch.background import BackgroundSave
-from piper.launch.batch_tensors import tensors_of, tensors_of_rows
+from piper.launch.batch_tensors import (
+    Pad,
+    arguments_of,
+    first_tensor,
+    padded,
+    tensors_of,
+    tensors_of_rows,
+)
 from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
 from piper.launch.exporting import export
 from piper.launch.fitting import Checkpoints, Stop
@@ -25,6 +33,7 @@ from piper.launch.interrupts import held_back
 from piper.launch.positions import Batches, Position
 from piper.launch.profile import Profile
 from piper.launch.progress_bar import shown_progress
+from piper.launch.shapes import Shapes
 from piper.launch.step_result import StepResult
 from piper.launch.switching import switch
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
@@ -35,8 +44,10 @@ from piper.tracking import Alive
 class Trainer:
     """Trains a compiled program. Use it in a ``with`` block: that ends its devices."""
 
-    def __init__(self, program: Program, group: WorkerGroup) -> None:
-        self.program = program
+    def __init__(self, group: WorkerGroup, shapes: Shapes) -> None:
+        """``group`` runs the first program of ``shapes``."""
+        self.program = shapes.first
+        self._shapes = shapes
         self.steps = 0
         self._worker_group: WorkerGroup | None = group
         self._saving: BackgroundSave | None = None
@@ -68,6 +79,11 @@ class Trainer:
             self._worker_group.close(error)
             self._worker_group = None
 
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that torchrun started; elsewhere 0."""
+        return self._devices.rank
+
     @cached_property
     def rows(self) -> Tensor:
         """The numbers of those rows of a global batch that the devices of this process read: all of
@@ -78,17 +94,18 @@ class Trainer:
     def step(
         self,
         *batch: Any,
-        pad: Sequence[float | int] | None = None,
+        pad: Pad | None = None,
         report: bool = True,
         rows: bool = False,
     ) -> StepResult:
         """Train on one global batch: the inputs, then the targets; with ``rows=True`` on what has
         been given of it to this process: its rows ``trainer.rows``, in this order.
 
-        A smaller batch is refused, or, if ``pad`` gives one value for each tensor, filled up with
-        rows of these values; they must not count, so the loss must return (sum, count). With
-        ``report=False`` loss and norm are not summed over the devices, unless the step itself needs
-        them, and cannot be read; under torchrun, all processes must say the same.
+        A smaller batch is refused, or, if ``pad`` gives one value for each tensor (by name for a
+        dict), filled up with rows of these values; they must not count, so the loss must return
+        (sum, count). With ``report=False`` loss and norm are not summed over the devices, unless
+        the step itself needs them, and cannot be read; under torchrun, all processes must say the
+        same.
         """
         with held_back():
             self.settle_save(wait=False)
@@ -99,13 +116,11 @@ class Trainer:
             raise PiperError(
                 f"the gradients of step {self.steps} are not finite (on_nan='stop'): it changed no "
                 "parameter and no state of the optimizer. Look at its batch, at the learning rate "
-                "and, in bf16, at the loss; on_nan='skip' goes on with the next batch"
+                "and, in bf16, at the loss; on_nan='skip' continues with the next batch"
             )
         return result
 
-    def evaluate(
-        self, *batch: Any, pad: Sequence[float | int] | None = None, rows: bool = False
-    ) -> StepResult:
+    def evaluate(self, *batch: Any, pad: Pad | None = None, rows: bool = False) -> StepResult:
         """The loss of one batch in evaluation mode; nothing is changed."""
         with held_back():
             run = partial(self._whole.evaluate, own_rows=rows)
@@ -119,7 +134,7 @@ class Trainer:
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
-        tensors = tensors_of(self.program, batch or self.example, None)
+        tensors = tensors_of(self.program, batch or self.example)
         found = []
         for step in range(steps):
             last = kernels and step == steps - 1
@@ -149,7 +164,7 @@ class Trainer:
         makes its state: measure a later one.
         """
         with held_back():
-            report = self._whole.profile(tensors_of(self.program, batch, None), ProfileKind.MEMORY)
+            report = self._whole.profile(tensors_of(self.program, batch), ProfileKind.MEMORY)
             self.steps += 1
         return dict(sorted(report.alive.items()))
 
@@ -163,22 +178,27 @@ class Trainer:
         resume: bool = False,
         keep: int | None = None,
         background: bool = False,
+        callbacks: Sequence[Callback] = (),
         progress: bool = True,
         rows: bool = False,
+        pad: Pad | None = None,
     ) -> Iterator[StepResult]:
-        """Train on batches, each ``(*inputs, *targets)``, with a progress display; yields the
-        result of each step. ``batches`` is an iterable, a loader with a ``state_dict``, or a
-        function from the number of a step to its batch. With ``rows``, each is this process's rows
-        of a global batch.
+        """Train on batches, each ``(*inputs, *targets)`` or a dict of inputs, with a progress
+        display; yields the result of each step. ``batches`` is an iterable, a loader with a
+        ``state_dict``, or a function from the number of a step to its batch. With ``rows``, each is
+        this process's rows of a global batch; with ``pad``, smaller ones are filled up.
+        ``callbacks`` are told of each step (``piper.callbacks``); they, and the progress display,
+        are in the process of rank 0 alone.
 
         With ``checkpoint``, a folder, the state is saved there every ``every`` steps and at the
         end, also when SIGTERM asks the process to end; ``keep`` says how many of them to keep, and
-        with ``background`` all but the last are written while training goes on.
-        With ``resume`` the run goes on from the last one, if there is one, with the same losses as
+        with ``background`` all but the last are written while training continues.
+        With ``resume`` the run resumes from the last one, if there is one, with the same losses as
         if it had not ended; ``steps`` are then those of the whole run.
         """
         if checkpoint is None and (every is not None or resume or keep is not None or background):
             raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
+        listeners = checked_callbacks(callbacks)
         position = Position(batches, self.steps)
         last = None if steps is None else self.steps + steps
         saved = None
@@ -186,27 +206,34 @@ class Trainer:
             saved = Checkpoints(self, checkpoint, every, keep, background)
             saved.begin(position, resume=resume, group=self._devices)
             last = steps
-        return self._fitted(position, last, saved, progress=progress, rows=rows)
+        if self.rank != 0:
+            listeners, progress = [], False
+        return self._fitted(position, last, saved, listeners, progress=progress, rows=rows, pad=pad)
 
     def _fitted(
         self,
         position: Position,
         last: int | None,
         saved: Checkpoints | None,
+        callbacks: Sequence[Callback],
         *,
         progress: bool,
         rows: bool,
+        pad: Pad | None,
     ) -> Iterator[StepResult]:
         stop = Stop()
         guarded = nullcontext() if saved is None else stop.on_sigterm()
-        with shown_progress(last, self.steps, shown=progress) as show, guarded:
+        showing = shown_progress(last, self.steps, shown=progress)
+        with showing as show, guarded, told(callbacks):
             while saved is None or not self._devices.any_of(stop.asked):
                 if last is not None and self.steps >= last:
                     break
                 if (batch := position.take()) is None:
                     break
-                result = self.step(*batch, rows=rows)
+                result = self.step(*arguments_of(batch), pad=pad, rows=rows)
                 show(result)
+                for one in callbacks:
+                    one.on_step(self.steps, result)
                 yield result
                 if saved is not None:  # now that it was seen: a run that goes on leaves no gap
                     saved.after_step(position)
@@ -261,7 +288,7 @@ class Trainer:
                 yield key, find(names.keys[key])
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from other parameters and buffers; the optimizer's state stays as it is."""
+        """Continue from other parameters and buffers; the optimizer's state stays as it is."""
         self._refuse_closed()
         tensors = self.program.names.checked(state)
         names = {name: name for name in tensors}
@@ -276,23 +303,23 @@ class Trainer:
         """Write a checkpoint, the state of training, to the folder ``path``: whole or not at all.
         Every device writes what it has. ``keep`` says how many to keep of the checkpoints in the
         same folder whose names, like this one's, end in a number. With ``background`` it is copied,
-        and written while training goes on; the next save, and the end of the trainer, wait for it,
-        and a call that finds that it failed raises an error."""
+        and written while training continues; the next save, and the end of the trainer, wait for
+        it, and a call that finds that it failed raises an error."""
         self.save_at(Path(path), None, keep, background=background)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint that ``save`` wrote, under this or another strategy. Every device
-        reads the slices that it needs; a checkpoint that is refused changes nothing."""
+        """Resume from a checkpoint that ``save`` wrote, under this or another strategy. Every
+        device reads the slices that it needs; a checkpoint that is refused changes nothing."""
         self.load_at(Path(path))
 
     def switch(self, program: Program) -> None:
-        """Go on with another program of the same model and optimizer, under another strategy and on
-        other devices: the state goes from memory to memory, and losses continue as if nothing had
-        happened. A program that is refused changes nothing."""
+        """Continue with another program of the same model and optimizer, under another strategy and
+        on other devices: the state goes from memory to memory, and losses continue as if nothing
+        had happened. A program that is refused changes nothing."""
         with held_back():
             self.settle_save()
-            switch(self._whole, self.program, program)
-            self.program = program
+            self._go_on_with(program)
+            self._shapes = Shapes(program, self._shapes.most)
 
     def export(
         self, path: str | Path, *, dtype: torch.dtype | None = None, file_gb: float = 5.0
@@ -320,22 +347,34 @@ class Trainer:
         if self._devices.damaged:
             raise PiperError(
                 f"step {self.steps} failed or was interrupted while it changed the state: some "
-                "tensors are those after it, others those before. Go on from a checkpoint with "
+                "tensors are those after it, others those before. Resume from a checkpoint with "
                 "trainer.load"
             )
         return self._devices
 
-    def _run(
-        self, run: Any, batch: Sequence[Any], pad: Sequence[float | int] | None, *, rows: bool
-    ) -> StepResult:
+    def _go_to_shape_of(self, batch: Sequence[Any]) -> None:
+        """Go on with the program for batches like this one, if there may be several."""
+        if self._shapes.most:
+            wanted = self._shapes.program_for(batch)
+            if wanted is not self.program:
+                self._go_on_with(wanted)
+
+    def _go_on_with(self, program: Program) -> None:
+        switch(self._whole, self.program, program)
+        self.program = program
+        vars(self).pop("rows", None)  # cached
+
+    def _run(self, run: Any, batch: Sequence[Any], pad: Pad | None, *, rows: bool) -> StepResult:
         start = time.perf_counter()
+        whole = padded(self._shapes.first, batch, pad, rows=rows)
         if rows:
-            tensors = tensors_of_rows(self.program, self.rows, batch, pad)
+            tensors = tensors_of_rows(self.program, self.rows, whole)
         else:
-            tensors = tensors_of(self.program, batch, pad)
+            self._go_to_shape_of(whole)
+            tensors = tensors_of(self.program, whole)
         report: Report = run(tensors)
         seconds = time.perf_counter() - start
-        given = batch[0] if isinstance(batch[0], Tensor) and pad is not None else tensors[0]
-        if rows:
+        given = first_tensor(batch) if pad is not None else tensors[0]
+        if rows or given is None:
             given = self.program.example.tensors[0]  # of all processes
         return StepResult(report, self.program, seconds, given.numel())

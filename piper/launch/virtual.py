@@ -7,6 +7,7 @@ waits for whom.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class VirtualWorkerGroup:
     @property
     def damaged(self) -> bool:
         return any(device.state.changing for device in self._devices)
+
+    rank = 0
 
     def once(self, call: Callable[[], T]) -> T:
         return call()
@@ -107,6 +110,8 @@ class VirtualWorkerGroup:
             found = self._train(parts, report=report)
         else:  # captured with its report
             found = self._graph.run(parts, [d.state.settings() for d in self._devices])
+            rates = max((device.state.rates for device in self._devices), key=len)
+            found = replace(found, rates=rates)
         for device in self._devices:
             device.state.advance()
         return found
@@ -243,7 +248,7 @@ class VirtualWorkerGroup:
         return Report.joined(reports)
 
     def _stuck(self, waiting: dict[int, Pending | None]) -> str:
-        lines = ["no device can go on:"]
+        lines = ["no device can continue:"]
         for i, pending in waiting.items():
             device = self._devices[i]
             assert pending is not None

@@ -42,8 +42,12 @@ class Report:
     """The squared norm of all gradients; None if nobody asked for it, or after an evaluation."""
     memory: int
     """The most bytes that one device has held."""
+    rates: tuple[float, ...] = ()
+    """The learning rates that the step used, one for each group of the optimizer."""
     ready: torch.cuda.Event | None = None
-    """What to wait for before ``total`` and ``norm`` are read."""
+    """What to wait for before ``total``, ``norm`` and ``load`` are read."""
+    load: Mapping[int, Tensor] = field(default_factory=dict)
+    """By chunk of experts on sorted rows, how many rows each expert has."""
     measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
     """By device, what its instructions took, if that was asked for."""
     kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict)
@@ -52,8 +56,8 @@ class Report:
     """By device, the memory that its tensors took, if that was asked for."""
 
     def scalars(self) -> tuple[Tensor | None, Tensor | None]:
-        """``total`` and ``norm``, for the current stream, which waits for them."""
-        for x in (self.total, self.norm):
+        """``total`` and ``norm``, for the current stream, which waits for them and ``load``."""
+        for x in (self.total, self.norm, *self.load.values()):
             if x is not None and self.ready is not None:
                 stream = torch.cuda.current_stream(x.device)
                 stream.wait_event(self.ready)
@@ -63,7 +67,8 @@ class Report:
     def on_host(self) -> Report:
         """The same when the GPU has got there."""
         total, norm = (None if x is None else x.cpu() for x in self.scalars())
-        return replace(self, total=total, norm=norm, ready=None)
+        load = {chunk: x.cpu() for chunk, x in self.load.items()}
+        return replace(self, total=total, norm=norm, load=load, ready=None)
 
     def at_clock(self, ahead: float) -> Report:
         """The same on a clock that this machine's is so many seconds ahead of."""
@@ -85,6 +90,7 @@ class Report:
         return replace(
             reports[0],
             memory=max(report.memory for report in reports),
+            rates=max((report.rates for report in reports), key=len),
             measured={d: row for report in reports for d, row in report.measured.items()},
             kernels={d: row for report in reports for d, row in report.kernels.items()},
             alive={d: one for report in reports for d, one in report.alive.items()},
@@ -104,6 +110,11 @@ class WorkerGroup(Protocol):
     @property
     def damaged(self) -> bool:
         """Whether a step has ended in the middle of its changes."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that have a trainer."""
         ...
 
     @property
@@ -139,7 +150,7 @@ class WorkerGroup(Protocol):
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from other parameters and buffers."""
+        """Continue from other parameters and buffers."""
         ...
 
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
@@ -166,7 +177,7 @@ class WorkerGroup(Protocol):
         ...
 
     def read_parts(self, folder: Path, index: Index) -> None:
-        """Go on from a checkpoint that no device refuses."""
+        """Resume from a checkpoint that no device refuses."""
         ...
 
     def give_parts(self) -> list[Part | Refusal]:

@@ -11,10 +11,11 @@ A value keeps its number in the layout that has its rows divided over the device
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Shard
 
+from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.dag import Collective, Compute, Dag, Node, ShardRule, Transfer, same_group
 from piper.ir.facts import Model
@@ -27,34 +28,50 @@ from piper.lower.rewriter import Rewriter
 _MOVED = (Role.ACTIVATION, Role.GRADIENT)
 
 
-def add_activations(dag: Dag, models: Mapping[int, Model]) -> Dag:
+def add_activations(dag: Dag, models: Mapping[int, Model], *, gpu: bool = False) -> Dag:
     """``dag`` with the communication of what its passes make and read; all nodes must be placed.
-    ``models`` are the model's facts at the shapes of each number of parts."""
+    ``models`` are the model's facts at the shapes of each number of parts. On a GPU the host would
+    wait for counts of rows: where there is room for all, as much is sent."""
     for number, node in enumerate(dag.nodes):
         if not node.devices:
             raise DirectiveError(
                 f"{name_of(dag, number)} is not placed on any device: add a place that matches it"
             )
     _refuse_other_replicas(dag)
-    forms = _Forms(dag, models)
+    forms = _Forms(dag, models, gpu)
     for number in range(len(dag.nodes)):
         forms.connect(number)
     return forms.out.dag()
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """How rows that are sorted by expert go to the devices that have the experts."""
+
+    counts: int
+    """The value that says how many rows of a device are for each expert."""
+    received: int
+    """That which says how many each device sends for a device's own experts."""
+    rows: int
+    """How many a device has."""
+    room: int
+    """How many it can get."""
+
+
 class _Forms:
     """Values in the layouts in which they are made and read; each is made once."""
 
-    def __init__(self, dag: Dag, models: Mapping[int, Model]) -> None:
+    def __init__(self, dag: Dag, models: Mapping[int, Model], gpu: bool) -> None:
         self.out = Rewriter(dag)
         self._dag = dag
         self._models = models
+        self._gpu = gpu
         self._received: dict[tuple[int, int, int], int] = {}
         """By value, identity of the group, and its replicas."""
         self._dispatched: dict[int, int] = {}
         self._undivided: dict[tuple[int, int], int] = {}
         """By value and chunk, what experts make before it is combined."""
-        self._all_to_alls: dict[tuple[int, int, int], Collective] = {}
+        self._all_to_alls: dict[tuple[int, int, int, int | None], Collective] = {}
 
     def connect(self, number: int) -> None:
         """Let a node read and write what has the layout that it needs."""
@@ -64,7 +81,7 @@ class _Forms:
         reads = tuple(self._read(value, number, rule) for value in node.reads)
         writes = node.writes
         if rule is not None:
-            writes = tuple(self._made(value, node, rule) for value in writes)
+            writes = tuple(self._made(value, number, rule) for value in writes)
         if (reads, writes) != (node.reads, node.writes):
             self.out.nodes[number] = replace(node, reads=reads, writes=writes)
 
@@ -84,17 +101,49 @@ class _Forms:
         if rule is None or not self._moves(value):
             return value
         if value not in self._dispatched:
-            self._dispatched[value] = self.out.value(ExtraRole.DISPATCHED, value, node.parts)
-            self._all_to_all(node, rule, value, self._dispatched[value])
+            sent = self._sent(reader, rule)
+            if sent is None or value == sent.counts:
+                return self._dispatch(node, rule, value)
+            rows = self.out.value(ExtraRole.DISPATCHED, value, node.parts, sent.room)
+            self._dispatched[value] = rows
+            self._all_to_all(node, rule, value, rows, sent, sent.room)
         return self._dispatched[value]
 
-    def _made(self, value: int, node: Node, rule: ShardRule) -> int:
+    def _made(self, value: int, maker: int, rule: ShardRule) -> int:
+        node = self._dag.nodes[maker]
         if not self._moves(value):
             return value
-        before = self.out.value(ExtraRole.UNCOMBINED, value, node.parts)
+        sent = self._sent(maker, rule)
+        room, rows = (sent.room, sent.rows) if sent else (None, None)
+        before = self.out.value(ExtraRole.UNCOMBINED, value, node.parts, room)
         self._undivided[value, node.compute.chunk] = before
-        self._all_to_all(node, rule, before, value)
+        self._all_to_all(node, rule, before, value, sent, rows)
         return before
+
+    def _dispatch(self, node: Node, rule: ShardRule, value: int) -> int:
+        """``value`` in equal parts to the devices that have its experts."""
+        if value not in self._dispatched:
+            made = self.out.value(ExtraRole.DISPATCHED, value, node.parts)
+            self._dispatched[value] = made
+            self._all_to_all(node, rule, value, made)
+        return self._dispatched[value]
+
+    def _sent(self, number: int, rule: ShardRule) -> _Sent | None:
+        """By what counts a node's rows are sent, if they are sorted by expert."""
+        node, dag = self._dag.nodes[number], self._dag
+        op = node.compute
+        chunk = self._models.get(node.parts, dag.model).chunks[op.chunk]
+        if chunk.sorted_rows is None:
+            return None
+        wanted = chunk.inputs[chunk.sorted_rows.counts]
+        counts = next(
+            v
+            for v in dag.table.wire(op.chunk, Pass.F, dag.policy(op.chunk), op.microbatch)[0]
+            if dag.table.value(v)[0].of == wanted and dag.table.value(v)[0].role is Role.ACTIVATION
+        )
+        mine = self._read(counts, number, None)
+        rows = chunk.sorted_rows.rows
+        return _Sent(mine, self._dispatch(node, rule, mine), rows, rule.room(rows))
 
     def _moves(self, value: int) -> bool:
         first = self._dag.first_extra
@@ -102,11 +151,21 @@ class _Forms:
             value = self.out.extra[value - first].of  # received or added up: a form of a value
         return self._dag.table.value(value)[0].role in _MOVED
 
-    def _all_to_all(self, node: Node, rule: ShardRule, value: int, made: int) -> None:
-        key = (id(node.devices), rule.ways, rule.stride)
+    def _all_to_all(
+        self,
+        node: Node,
+        rule: ShardRule,
+        value: int,
+        made: int,
+        sent: _Sent | None = None,
+        room: int | None = None,
+    ) -> None:
+        key = (id(node.devices), rule.ways, rule.stride, room)
         if key not in self._all_to_alls:
             rows = everywhere(rule.mesh(node.devices), Shard(1))
-            (self._all_to_alls[key],) = redistribute(rows, rows.along(ep=Shard(0)))
+            (equal,) = redistribute(rows, rows.along(ep=Shard(0)))
+            padded = self._gpu and sent is not None and rule.capacity is None
+            self._all_to_alls[key] = replace(equal, rows=room, padded=padded)
         self.out.add(
             self._all_to_alls[key],
             made,
@@ -114,7 +173,7 @@ class _Forms:
             devices=node.devices,
             replicas=node.replicas,
             stream=rule.stream,
-            reads=(value,),
+            reads=(value,) if sent is None else (value, sent.counts, sent.received),
             made_by=rule.made_by,
         )
 
@@ -150,14 +209,14 @@ class _Forms:
             raise DirectiveError(
                 f"{edge}: the value {here.name} has shape {list(here.shape)} on each of "
                 f"{made.parts} devices and {list(there.shape)} on each of {read.parts}: it is "
-                "not divided by rows of the batch and cannot go between groups of different size; "
+                "not sharded by rows of the batch and cannot go between groups of different size; "
                 f"give both regions groups of one size ({places})"
             )
         if here.scrambled or there.scrambled:
             raise DirectiveError(
                 f"{edge}: the rows of the batch do not lie one after another in the value "
                 f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
-                "example), so that groups of different size cannot divide it anew: let it cross "
+                "example), so that groups of different size cannot shard it anew: let it cross "
                 "with the batch as the outermost dimension, or give both regions groups of one "
                 f"size ({places})"
             )

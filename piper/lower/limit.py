@@ -6,7 +6,7 @@ from collections import Counter
 
 from piper.errors import DirectiveError
 from piper.ir.dag import Compute, Dag
-from piper.ir.text import group_text, region_of
+from piper.ir.text import devices_text, region_of
 from piper.lower.memory import Memory
 from piper.lower.plan import Holder, Plan
 from piper.units import bytes_text
@@ -19,8 +19,9 @@ def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
     when = plan.instructions[memory.peak_at].name if memory.peak_at >= 0 else "the start"
     largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{holder.value} {bytes_text(n)}" for holder, n in largest[:4] if n)
+    need = "needs" if len(memory.devices) == 1 else "need"
     raise DirectiveError(
-        f"memory_limit={limit:,} is not enough: devices {group_text(memory.devices)} need "
+        f"memory_limit={limit:,} is not enough: {devices_text(memory.devices)} {need} "
         f"{memory.peak:,} bytes ({bytes_text(memory.peak)}) at instruction {memory.peak_at} "
         f"({when}); the largest holders: {shown}{_named(dag, memory, plan)}. "
         f"{_advice(largest[0][0])}"

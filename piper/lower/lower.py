@@ -80,7 +80,7 @@ def lower(
     whose state it uses."""
     settings = settings or Settings()
     dag = add_up(keep_buffers(_shared_groups(dag), training))
-    dag = tie_gradients(add_activations(add_redistributions(dag), models))
+    dag = tie_gradients(add_activations(add_redistributions(dag), models, gpu=settings.gpu))
     known = training.buckets if training else ()
     dag = add_state(dag, known, settings.optimizer.tensors)
     if settings.optimizer.whole:

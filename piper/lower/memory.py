@@ -11,7 +11,7 @@ from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Collective, Compute, Dag, Transfer, Update
 from piper.ir.facts import PassFacts
 from piper.ir.overlaps import scattered
-from piper.ir.text import group_text
+from piper.ir.text import devices_text
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Holder, Instruction, Plan, Slot, Verb
 from piper.lower.sizes import Sizes
@@ -36,7 +36,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{h.value} {bytes_text(n)}" for h, n in self.at_peak.items() if n)
-        return f"devices {group_text(self.devices)}: peak {bytes_text(self.peak)} ({parts})"
+        return f"{devices_text(self.devices)}: peak {bytes_text(self.peak)} ({parts})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ def memory_of(
         beside_it = book.total
         for slot in x.frees:
             live.remove(slot)
-            if not way.keeps(slot):
+            reported = x.role is ExtraRole.LOAD and slot in x.writes  # kept until the step ends
+            if not reported and not way.keeps(slot):
                 book.add(slots[slot].holder, -slots[slot].own)
         over_time.append((beside_it, book.total))
     found = {holder: book.at_peak.get(holder, 0) for holder in Holder}
@@ -154,7 +155,8 @@ class _UnderWay:
     def begin(self, pc: int, x: Instruction, beside: int, *, copies: bool) -> None:
         """``copies`` says that not what is read goes out, but a contiguous copy of it."""
         self._held[pc] = [(Holder.COMMUNICATION, beside)]
-        sends = (x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _moves(x)) and not copies
+        goes = x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _moves(x) or _by_count(x)
+        sends = goes and not copies
         for slot in x.reads:
             reduced = x.role is ExtraRole.REDUCED and self._slots[slot].bucket is not None
             if sends or reduced or self._apart:
@@ -182,7 +184,10 @@ def _beside(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
             return 0
         whole = sizes.whole(x.of) * dag.buckets[x.of].gradient.itemsize
         return whole + (added if sizes.sharded(x.of) else 0)
-    if x.role is ExtraRole.UNCOMBINED:  # its rows in another order
+    if isinstance(x.op, Collective) and x.op.padded:  # what goes and what comes, and their places
+        rows = x.reads[0] if x.role is ExtraRole.UNCOMBINED else x.writes[0]
+        return 2 * plan.slots[rows].nbytes + _copied(dag, sizes, x)
+    if x.role is ExtraRole.UNCOMBINED and not _by_count(x):  # its rows in another order
         return plan.slots[x.reads[0]].nbytes + _copied(dag, sizes, x)
     return _copied(dag, sizes, x)
 
@@ -212,9 +217,15 @@ def _moves(x: Instruction) -> bool:
     return x.op.kind is not CollectiveKind.ALL_REDUCE
 
 
+def _by_count(x: Instruction) -> bool:
+    """Whether it sends rows as they lie, as many as there are for each."""
+    return isinstance(x.op, Collective) and x.op.rows is not None
+
+
 def _unpacked(plan: Plan, x: Instruction) -> int:
     """Bytes that a communication needs beside when it is over, to put what came in order."""
-    return plan.slots[x.writes[0]].nbytes if x.role is ExtraRole.DISPATCHED else 0
+    in_order = x.role is not ExtraRole.DISPATCHED or _by_count(x)
+    return 0 if in_order else plan.slots[x.writes[0]].nbytes
 
 
 def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: OptimizerCost) -> int:

@@ -93,8 +93,9 @@ def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
             return f"{chunk}{which.value}{microbatch} on {_numbers(group)}{where}"
         case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
             return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}"
-        case Collective(kind=kind, groups=groups):
-            return f"{kind.value} {'|'.join(map(_numbers, groups))}"
+        case Collective(kind=kind, groups=groups, rows=rows, padded=padded):
+            room = "" if rows is None else f" room for {rows} rows{', padded' * padded}"
+            return f"{kind.value} {'|'.join(map(_numbers, groups))}{room}"
         case Update(bucket=bucket):
             return f"bucket {bucket}"
         case Add(value=value, chunk=chunk, microbatch=microbatch):
@@ -146,7 +147,7 @@ _OPS = {
     Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)((?: \w+=\d+)*)"),
     Verb.SEND: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
     Verb.RECV: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
-    Verb.COLLECTIVE: re.compile(r"(\w+) (\S+) (\w+) (\d+)"),
+    Verb.COLLECTIVE: re.compile(r"(\w+) (\S+)(?: room for (\d+) rows(, padded)?)? (\w+) (\d+)"),
     Verb.UPDATE: re.compile(r"bucket (\d+)"),
     Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
     Verb.SELECT: re.compile(r"(\S+)"),
@@ -243,7 +244,8 @@ def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, 
     role, of = ExtraRole(row[-2]), int(row[-1])
     if verb is Verb.COLLECTIVE:
         groups = tuple(map(_range, row[1].split("|")))
-        return Collective(CollectiveKind(row[0]), groups), role, of, ()
+        room = None if row[2] is None else int(row[2])
+        return Collective(CollectiveKind(row[0]), groups, room, row[3] is not None), role, of, ()
     source, ours, target, theirs, dim, *_ = row
     replicas = int(ours), int(theirs)
     return Transfer(_range(source), _range(target), int(dim), replicas), role, of, ()

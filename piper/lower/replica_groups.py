@@ -183,10 +183,10 @@ def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
         if others:
             tag = list(dag.model.chunks[chunk].tags)[-1]
             raise DirectiveError(
-                f"{dag.history[rule.made_by]} would divide the parameters of "
+                f"{dag.history[rule.made_by]} would shard the parameters of "
                 f"{region_of(dag, chunk)} over {group_text(devices)}, but these have different "
                 f"experts each by {dag.history[shard.made_by]}, and nothing that they could "
-                f"divide: give the experts a rule of their own, replicate({{{tag!r}: '-'}}, "
+                f"shard: give the experts a rule of their own, replicate({{{tag!r}: '-'}}, "
                 f"zero=3) for the rest and replicate({{{tag!r}: '*'}}, zero=0); or shard them "
                 "fewer ways="
             )
@@ -244,8 +244,8 @@ def _shard_groups(
     if most % within:
         fits = [str(n) for n in range(1, most + 1) if most % n == 0]
         raise DirectiveError(
-            f"{dag.history[rule.made_by]}: {name!r} is held by {most} devices that can divide it, "
-            f"and {within} does not divide them: use within={' or '.join(fits)}"
+            f"{dag.history[rule.made_by]}: {name!r} is held by {most} devices that can shard it, "
+            f"and {within} does not divide {most}: use within={' or '.join(fits)}"
         )
     return groups, within
 

@@ -17,9 +17,9 @@ class Rewriter:
         self.nodes = list(dag.nodes)
         self.extra = list(dag.extra)
 
-    def value(self, role: ExtraRole, of: int, parts: int = 1) -> int:
+    def value(self, role: ExtraRole, of: int, parts: int = 1, rows: int | None = None) -> int:
         """The number of a new value."""
-        self.extra.append(Extra(role, of, parts))
+        self.extra.append(Extra(role, of, parts, rows))
         return self._dag.first_extra + len(self.extra) - 1
 
     def add(

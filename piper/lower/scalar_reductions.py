@@ -1,4 +1,5 @@
-"""The scalars of a step reach every device: the loss, what it is divided by, the gradients' norm.
+"""The scalars of a step reach every device: the loss, what it is divided by, the gradients' norm,
+and how many rows each expert has.
 
 F loss MB[0] ─▶ ┌ all_reduce ┐ ─loss─▶ ...          update ─▶ ┌ all_reduce ┐ ─norm─▶
 F loss MB[1] ─▶ └            ┘                      update ─▶ └            ┘
@@ -37,7 +38,25 @@ def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
     if not clip and updates:
         done = [value for i in updates for value in dag.nodes[i].writes]
         _all_reduce(out, ExtraRole.NORM, everyone, done)
+    for chunk, counts in _counts(dag).items():
+        _all_reduce(out, ExtraRole.LOAD, everyone, counts, of=chunk)
     return out.dag()
+
+
+def _counts(dag: Dag) -> dict[int, list[int]]:
+    """For each chunk of experts on sorted rows, the counts of all microbatches."""
+    wanted = {
+        chunk.inputs[chunk.sorted_rows.counts]: chunk.index
+        for chunk in dag.model.chunks
+        if chunk.sorted_rows is not None
+    }
+    found: dict[int, list[int]] = {chunk: [] for chunk in wanted.values()}
+    for number in sorted(dag.producers) if wanted else ():
+        if number < dag.first_extra:
+            value, _ = dag.table.value(number)
+            if value.role is Role.ACTIVATION and value.of in wanted:
+                found[wanted[value.of]].append(number)
+    return found
 
 
 def _losses(dag: Dag) -> list[int]:
@@ -52,7 +71,9 @@ def _losses(dag: Dag) -> list[int]:
     return [number for value in wanted for number in found[value]]
 
 
-def _all_reduce(out: Rewriter, role: ExtraRole, everyone: Group, reads: list[int]) -> int:
+def _all_reduce(
+    out: Rewriter, role: ExtraRole, everyone: Group, reads: list[int], of: int = 0
+) -> int:
     op = Collective(CollectiveKind.ALL_REDUCE, (everyone,))
-    made = out.value(role, 0)
+    made = out.value(role, of)
     return out.add(op, made, devices=everyone, stream=STREAM, reads=reads, made_by=0)

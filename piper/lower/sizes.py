@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from piper.capture.program import Kind, Ref
 from piper.capture.saving import RematPolicy
-from piper.ir.dag import Compute, Dag, Node
+from piper.ir.dag import Collective, Compute, Dag, Node
 from piper.ir.facts import Model, PassFacts, Stored
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
 
@@ -52,7 +52,7 @@ class Sizes:
         of = extra.of
         if extra.role in _FORMS:
             of = self.dag.plain(of) % self.dag.table.size
-        return extra.role, of, extra.parts, self._is_sum(number)
+        return extra.role, of, extra.parts, extra.rows, self._is_sum(number)
 
     def sent(self, number: int) -> int:
         """Bytes of a value in a message: all of it, also where in memory rows are one."""
@@ -92,6 +92,10 @@ class Sizes:
                     return _SCALAR
                 case ExtraRole.LOSS:
                     return 2 * _SCALAR
+                case ExtraRole.LOAD:
+                    found = dag.model.chunks[extra.of].sorted_rows
+                    assert found is not None
+                    return found.experts * _SCALAR
                 case ExtraRole.GATHERED:
                     bucket = dag.buckets[extra.of]
                     kept = bucket.level < 3  # where the parameters are
@@ -141,7 +145,7 @@ class Sizes:
 
     def moved(self, node: Node) -> int:
         """Bytes of what a communication is about, on each device: of a reduction what goes in, of
-        a gather what comes out."""
+        a gather what comes out; of an all_to_all by counts what goes if all devices get as much."""
         (made,) = node.writes
         if made >= self._first_extra:
             extra = self.dag.extra[made - self._first_extra]
@@ -152,6 +156,8 @@ class Sizes:
                 return self.whole(extra.of) * bucket.dtype.itemsize
             if extra.role is ExtraRole.RECEIVED:
                 return self.sent(made)
+            return self.nbytes(extra.of if _by_count(node) else made)
+        if _by_count(node):
             return self.nbytes(made)
         return max(self.nbytes(node.reads[0]), self.nbytes(made))
 
@@ -199,6 +205,9 @@ class Sizes:
             value, _ = self.dag.table.value(plain)
             if self._is_sum(number):
                 return self._lying(value, group).dense
+            if extra.rows is not None:
+                rows = self.models.get(group, self.dag.model).values[value.of].shape[0]
+                return Stored(self._lying(value, group).sent // rows * extra.rows)
             if extra.role is not ExtraRole.RECEIVED:  # put together from rows: contiguous
                 return Stored(self._lying(value, group).sent)
         value, _ = self.dag.table.value(plain)
@@ -214,6 +223,11 @@ class Sizes:
             ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(value.of), value.term)
             return chunk.gradients.get(ref, facts.stored)
         return facts.stored
+
+
+def _by_count(node: Node) -> bool:
+    op = node.op
+    return isinstance(op, Collective) and op.rows is not None and not op.padded
 
 
 _TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)

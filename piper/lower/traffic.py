@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from piper.ir.collectives import ALGORITHMS
 from piper.ir.dag import Collective, Dag, Transfer
-from piper.ir.text import group_text
+from piper.ir.text import devices_text
 from piper.lower.plan import Plan, Verb
 from piper.lower.sizes import Sizes
 
@@ -49,7 +49,9 @@ class Traffic:
 
     def __str__(self) -> str:
         parts = [f"{f.count} {f.kind} on {f.stream} {f.nbytes:,} bytes" for f in self.flows]
-        return f"devices {group_text(self.devices)} send {self.nbytes:,} bytes: {', '.join(parts)}"
+        each = "each of " if len(self.devices) > 1 else ""
+        sender = f"{each}{devices_text(self.devices)} sends"
+        return f"{sender} {self.nbytes:,} bytes: {', '.join(parts)}"
 
 
 def traffic_of(dag: Dag, plan: Plan, sizes: Sizes) -> Traffic:

@@ -1,4 +1,5 @@
-"""The decoder with a mixture of experts in each block, routed by top-k with a fixed capacity.
+"""The decoder with a mixture of experts in each block, routed by top-k, with a fixed capacity for
+each expert or without dropped tokens.
 
 Tokens [batch, seq] enter; logits leave, or (logits, auxiliary loss) if the config weighs one.
 Every shape follows from the input's shape alone; region "EP" holds the experts' work and no more.
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from piper.capture.grouped import grouped_mm
 from piper.capture.regions import annotate
 from piper.errors import PiperError
 from piper.models.dense import Block, Decoder, DenseConfig
@@ -27,8 +29,9 @@ class MoEConfig(DenseConfig):
     """Number of experts in each block."""
     top_k: int = 2
     """Number of experts each token is sent to."""
-    capacity_factor: float = 1.25
-    """Room in each expert, as a multiple of its equal share; experts / top_k drops nothing."""
+    capacity_factor: float | None = 1.25
+    """Room in each expert, as a multiple of its equal share; None drops no token: rows are sorted
+    by expert, and each expert has as many as are routed to it."""
     aux_loss_weight: float = 0.0
     """Weight of the load-balancing loss (mean over blocks); 0 means the model returns logits."""
 
@@ -36,13 +39,14 @@ class MoEConfig(DenseConfig):
         DenseConfig.__post_init__(self)  # super() would look in the class that slots=True replaced
         if not 1 <= self.top_k <= self.experts:
             raise PiperError(f"top_k={self.top_k}: must be from 1 to experts={self.experts}")
-        if self.capacity_factor <= 0:
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise PiperError(f"capacity_factor={self.capacity_factor}: must be more than 0")
         if self.aux_loss_weight < 0:
             raise PiperError(f"aux_loss_weight={self.aux_loss_weight}: must not be negative")
 
     def capacity(self, tokens: int) -> int:
         """How many of `tokens` tokens one expert accepts."""
+        assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * tokens * self.top_k / self.experts)
 
 
@@ -56,8 +60,9 @@ class Routing:
     """The expert of each choice [k, tokens]."""
     weight: Tensor
     """What each choice adds to its token's output [k, tokens], whether it is dropped or not."""
-    slot: Tensor
-    """expert * capacity + position of each choice [k, tokens]; experts * capacity if dropped."""
+    slot: Tensor | None
+    """expert * capacity + position of each choice [k, tokens]; experts * capacity if dropped; None
+    if none is."""
 
 
 class Router(nn.Module):
@@ -70,7 +75,6 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         experts, k = self.config.experts, self.config.top_k
-        capacity = self.config.capacity(x.shape[0])
         logits = self.gate(x)
         probs = torch.softmax(logits, dim=-1, dtype=at_least_fp32(logits.dtype))
         weight, expert = probs.topk(k, dim=-1)
@@ -78,6 +82,9 @@ class Router(nn.Module):
             # A single weight would become the constant 1 and leave the router without gradient.
             weight = weight / weight.sum(dim=-1, keepdim=True)
         expert = expert.t()
+        if self.config.capacity_factor is None:
+            return Routing(probs=probs, expert=expert, weight=weight.t(), slot=None)
+        capacity = self.config.capacity(x.shape[0])
         # Choice-major: when an expert is full, second choices give way to first choices.
         flat = expert.flatten()
         chosen = (flat.unsqueeze(1) == torch.arange(experts, device=x.device)).long()
@@ -87,7 +94,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts over expert-major rows: [experts, rows, dim] enters and leaves."""
+    """SwiGLU experts over expert-major rows: [experts, rows, dim] enters and leaves; or, with the
+    offset where each expert's rows end, over [rows, dim] sorted by expert."""
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -95,9 +103,13 @@ class Experts(nn.Module):
         self.w_gate = nn.Parameter(torch.empty(experts, dim, hidden))
         self.w_out = nn.Parameter(torch.empty(experts, hidden, dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        # Plain bmm: the graph names no size, so it runs unchanged on a share of the experts.
-        return torch.bmm(F.silu(torch.bmm(x, self.w_gate)) * torch.bmm(x, self.w_in), self.w_out)
+    def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
+        # Plain products: the graph names no size, so it runs unchanged on a share of the experts.
+        if offsets is None:
+            gate, up = torch.bmm(x, self.w_gate), torch.bmm(x, self.w_in)
+            return torch.bmm(F.silu(gate) * up, self.w_out)
+        gate, up = (grouped_mm(x, w, offsets) for w in (self.w_gate, self.w_in))
+        return grouped_mm(F.silu(gate) * up, self.w_out, offsets)
 
 
 class MoE(nn.Module):
@@ -116,11 +128,27 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
+        if routing.slot is None:
+            return self.without_dropping(tokens, routing).view_as(x), routing
         rows = self.dispatch(tokens, routing.slot)
         with annotate("EP"):
             rows = self.experts(rows)
         out = self.combine(rows, routing)
         return out.view_as(x), routing
+
+    def without_dropping(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Tokens [tokens, dim] of experts on rows that are sorted by expert."""
+        expert, order = routing.expert.flatten().sort(stable=True)
+        ids = torch.arange(self.config.experts, device=tokens.device)
+        offsets = (expert.unsqueeze(1) == ids).sum(dim=0).cumsum(dim=0).to(torch.int32)
+        rows = tokens.index_select(0, order % len(tokens))
+        with annotate("EP"):
+            rows = self.experts(rows, offsets)
+        back = torch.empty_like(order).scatter(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        chosen = rows.index_select(0, back).unflatten(0, routing.expert.shape)
+        return (chosen * routing.weight.to(rows.dtype).unsqueeze(-1)).sum(dim=0)
 
     def dispatch(self, tokens: Tensor, slot: Tensor) -> Tensor:
         """Rows [experts, capacity, dim]: the token in each slot, zero where a slot is empty."""
@@ -136,6 +164,7 @@ class MoE(nn.Module):
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
         """Tokens [tokens, dim]: the weighted sum of each token's rows, zero for dropped ones."""
+        assert routing.slot is not None
         flat = rows.flatten(0, 1)
         padded = torch.cat((flat, flat.new_zeros(1, flat.shape[1])))
         chosen = padded.index_select(0, routing.slot.flatten()).unflatten(0, routing.slot.shape)

@@ -57,10 +57,11 @@ def _all_gather(everyone: Sequence[Tensors]) -> None:
         torch.cat([x for x, _ in everyone], out=out)
 
 
-def _all_to_all(everyone: Sequence[Tensors]) -> None:
-    """Part i of the first goes to member i; part i of the second comes from member i."""
-    parts = [x.chunk(len(everyone)) for x, _ in everyone]
-    for rank, (_, out) in enumerate(everyone):
+def _all_to_all(everyone: Sequence[Any]) -> None:
+    """Part i of the first goes to member i; part i of the second comes from member i. Parts are
+    equal, or as many rows as each says that it sends and gets."""
+    parts = [x.split(rows[0]) if rows else x.chunk(len(everyone)) for x, _, *rows in everyone]
+    for rank, (_, out, *_) in enumerate(everyone):
         torch.cat([part[rank] for part in parts], out=out)
 
 
@@ -86,7 +87,9 @@ DEFINITIONS: Mapping[CollectiveKind, Definition] = {
     CollectiveKind.ALL_TO_ALL: Definition(
         lambda n: (n, n),
         _all_to_all,
-        lambda backend, options, x, out: backend.alltoall_base(out, x, [], [], options),
+        lambda backend, options, x, out, sent=[], got=[]: backend.alltoall_base(
+            out, x, got, sent, options
+        ),
         _c10d.AllToAllOptions,
     ),
 }

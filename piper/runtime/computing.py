@@ -81,7 +81,9 @@ def compute(
             free(slot)
         for slot, make in allocates:
             slots[slot] = make()
-        home: dict[int, Tensor] = {i: view(slots[slot], name) for i, slot, view, name in lying}
+        home: dict[int, Tensor] = {}
+        for i, slot, view, name in lying:
+            home[i] = view(slots[slot], name)
         for slot, places in alone:
             home |= zip(places, slots[slot], strict=True)
         if home:

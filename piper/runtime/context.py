@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ class Scalars:
     """The sum of the losses and of what they are divided by."""
     norm: Tensor | None = None
     """The squared norm of all gradients."""
+    load: dict[int, Tensor] = field(default_factory=dict)
+    """By chunk of experts on sorted rows, how many rows each expert has."""
     finite: bool | None = None
     """Whether all gradients are, once that was asked."""
     ready: torch.cuda.Event | None = None

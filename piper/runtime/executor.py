@@ -22,13 +22,13 @@ from piper.runtime.adding import add
 from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
 from piper.runtime.context import ExecutionContext, Scalars
-from piper.runtime.moving import all_to_all, receive, send
+from piper.runtime.moving import all_to_all, all_to_all_by_counts, receive, send
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.redistributing import redistribute, select
 from piper.runtime.state import DeviceState
 from piper.runtime.streams import REPORTED, BoundStreams, Streams
-from piper.runtime.updating import gather, loss, norm, reduce, sum_copies, update
+from piper.runtime.updating import gather, load, loss, norm, reduce, sum_copies, update
 
 _SMALL = 2**16
 """Bytes of a message that may be asked for early: a larger one would hold memory of which the plan
@@ -235,6 +235,8 @@ def _collective(context: ExecutionContext, x: Instruction, op: Collective) -> Bo
     group = next(group for group in op.groups if context.device in group)
     begin = context.comm.collective(op.kind, x.node, x.stream, group)
     match x.role:
+        case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED if op.rows is not None:
+            return all_to_all_by_counts(context, x, op, begin, len(group))
         case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED:
             return all_to_all(context, x, begin, len(group))
         case ExtraRole.REDISTRIBUTED:
@@ -249,5 +251,7 @@ def _collective(context: ExecutionContext, x: Instruction, op: Collective) -> Bo
             return loss(context, x, begin)
         case ExtraRole.NORM:
             return norm(context, x, begin)
+        case ExtraRole.LOAD:
+            return load(context, x, begin)
         case _:
             raise AssertionError(f"a collective cannot make {x.role}")

@@ -160,7 +160,7 @@ def _values(layout: BucketLayout, name: str, rows: Sequence[Value]) -> dict[str,
             raise PiperError(
                 f"the optimizer's {kind} of {name} was kept for each of {values[0].ways} shards of "
                 f"it, but here it has {layout.bucket.ways}, and what is kept has not the "
-                "parameter's shape: go on under a strategy that shards it alike, or take over "
+                "parameter's shape: resume under a strategy that shards it alike, or take over "
                 "the weights alone with load_state_dict"
             )
         found[kind] = (mine or values)[0].value

@@ -108,8 +108,8 @@ def _match(names: tuple[str, ...], kind: str, groups: Sequence[Group]) -> Group 
             name = next(n for n in other.names if n in wanted)
             raise PiperError(
                 f"in the checkpoint the parameter {name} was trained by {before}, but here by "
-                f"{kind}, which cannot go on from its state: give it the same optimizer, or take "
-                "over the weights alone with load_state_dict"
+                f"{kind}, which cannot continue from its state: give it the same optimizer, or "
+                "take over the weights alone with load_state_dict"
             )
     for other in found[1:]:
         if not same(other.settings, found[0].settings):

@@ -1,9 +1,10 @@
-"""How expert-major rows are laid out for all-to-all dispatch and combine."""
+"""How the rows of experts are laid out for all-to-all dispatch and combine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 Arrange = Callable[[Tensor], Tensor]
@@ -36,3 +37,20 @@ def combine(ways: int) -> tuple[Arrange, Arrange]:
         return x.reshape(ways * experts, rows, *rest)
 
     return pack, unpack
+
+
+def padded(x: Tensor, counts: Tensor, room: int) -> Tensor:
+    """``room`` rows for each of ``counts``: those of ``x`` that are its, one after another, and
+    others that nobody reads."""
+    starts = (counts.cumsum(0) - counts).unsqueeze(1)
+    places = (starts + torch.arange(room, device=x.device)).clamp_(max=len(x) - 1)
+    return x.index_select(0, places.flatten())
+
+
+def packed(x: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """The way back: ``rows`` rows, of which the first are those that ``counts`` are of."""
+    ends, room = counts.cumsum(0), len(x) // len(counts)
+    places = torch.arange(rows, device=x.device)
+    of = torch.searchsorted(ends, places, right=True).clamp_(max=len(counts) - 1)
+    places += of * room - (ends - counts)[of]
+    return x.index_select(0, places.clamp_(max=len(x) - 1))

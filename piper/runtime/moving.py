@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from piper.ir.dag import Transfer
+from piper.errors import PiperError
+from piper.ir.dag import Collective, Transfer
 from piper.ir.overlaps import received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction
 from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext
-from piper.runtime.messages import combine, dispatch
+from piper.runtime.messages import combine, dispatch, packed, padded
 from piper.runtime.pending import BoundInstruction, Pending
 
 
@@ -65,6 +66,56 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundIns
             store(context.arrange(slot, out))
 
         return Pending(name, handles, finish)
+
+    return execute
+
+
+def all_to_all_by_counts(
+    context: ExecutionContext, x: Instruction, op: Collective, begin: Begin, ways: int
+) -> BoundInstruction:
+    """Rows sorted by expert go to the devices that have the experts, or come back, as many as are
+    counted when this runs."""
+    slots, device, name = context.slots, context.device, x.name
+    store = context.store(x)
+    (slot, counts, received), (target,) = x.reads, x.writes
+    rows = op.rows
+    assert rows is not None
+    goes = x.role is ExtraRole.DISPATCHED
+
+    def without_waiting() -> Pending:
+        there, here = slots[counts].view(ways, -1).sum(1), slots[received].sum(0)
+        sent, got = (there, here) if goes else (here, there)
+        room = slots[slot].shape[0] if goes else rows
+        data = padded(slots[slot], sent, room)
+        out = torch.empty_like(data)
+        handle = begin(data, out)
+
+        def finish() -> None:
+            store(context.arrange(target, packed(out, got, rows)))
+
+        return Pending(name, [handle], finish, keeps=(data,))
+
+    if op.padded:
+        return without_waiting
+
+    def execute() -> Pending:
+        there = slots[counts].view(ways, -1).sum(1).tolist()
+        here = slots[received].sum(0).tolist()
+        sent, got = (there, here) if goes else (here, there)
+        if sum(got) > rows:
+            raise PiperError(
+                f"{name}: device {device} is sent {sum(got)} rows for its experts ({got} from "
+                f"each device) and has room for {rows}: give shard(..., capacity=) more, or leave "
+                "it out for room for all"
+            )
+        data = slots[slot].contiguous()
+        out = data.new_empty(rows, *data.shape[1:])
+        handle = begin(data[: sum(sent)], out[: sum(got)], sent, got)
+
+        def finish() -> None:
+            store(context.arrange(target, out))
+
+        return Pending(name, [handle], finish, keeps=(data,))
 
     return execute
 

@@ -106,7 +106,7 @@ def export_part(
 
 @torch.no_grad()
 def read_part(state: DeviceState, folder: Path, index: Index) -> None:
-    """Go on from a checkpoint. ``refusal`` has found nothing; whatever fails all the same leaves
+    """Resume from a checkpoint. ``refusal`` has found nothing; whatever fails all the same leaves
     the state half changed, and said to be so."""
     state.changing = True
     tables = dict(index.tensors.tables())

@@ -143,6 +143,13 @@ class DeviceState:
         if self.scheduler is not None:
             self._rates = [torch.tensor(g["lr"], device=self.where) for g in self._groups()]
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rate of each of the optimizer's groups, in the step that runs; none that is
+        on a GPU, which would have to be waited for."""
+        rates = [group["lr"] for group in self._groups() if "lr" in group]
+        return tuple(float(x) for x in rates if not (isinstance(x, Tensor) and x.is_cuda))
+
     def settings(self) -> list[dict[str, Any]]:
         """The numbers that a captured update has fixed."""
         free = ("params", "lr") if self._rates else ("params",)

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from piper.errors import PiperError
 from piper.ir.dag import StreamRule
-from piper.ir.values import ExtraRole
+from piper.ir.values import OF_STEP, ExtraRole
 from piper.lower.plan import COMMUNICATING, Plan, Verb, plain_stream
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.progress import Progress
 from piper.runtime.shaking import Shaker
 from piper.runtime.shares import Shares
 
-REPORTED = (ExtraRole.LOSS, ExtraRole.NORM)
+REPORTED = OF_STEP
 Free = Callable[[int], None]
 """Frees a slot."""
 

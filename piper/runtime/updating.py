@@ -154,6 +154,27 @@ def norm(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstru
     return execute
 
 
+def load(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    (slot,) = x.writes
+    experts = context.plan.slots[slot].nbytes // torch.int64.itemsize
+
+    def execute() -> Pending:
+        data = torch.zeros(experts, dtype=torch.int64, device=where)
+        for counts in x.reads:
+            data += slots[counts].flatten()
+        handle = begin(data)
+
+        def finish() -> None:
+            context.scalars.load[x.of] = data
+            store(data)
+
+        return Pending(x.name, [handle], finish)
+
+    return execute
+
+
 def _gradients(
     context: ExecutionContext, bucket: int, reads: tuple[int, ...]
 ) -> Callable[[], list[Tensor]]:

@@ -151,10 +151,11 @@ class Schedule:
         stream: str = "p2p",
         batch: str | Sequence[str] | None = None,
         sequence: str | None = None,
+        attention: str = "all_to_all",
     ) -> list[Directive]:
         """Where the stages run and in which order; ``groups`` are the devices of each rank,
-        ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make; ``batch`` and
-        ``sequence`` are as in ``place``."""
+        ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make; ``batch``,
+        ``sequence`` and ``attention`` are as in ``place``."""
         timed(self)  # it goes through
         groups = [[rank] for rank in range(self.ranks)] if groups is None else groups
         if len(groups) != self.ranks:
@@ -170,7 +171,12 @@ class Schedule:
                     where[microbatch] = list(row.stages[number])
                 found.append(
                     place(
-                        where, devices=groups[rank], stream=stream, batch=batch, sequence=sequence
+                        where,
+                        devices=groups[rank],
+                        stream=stream,
+                        batch=batch,
+                        sequence=sequence,
+                        attention=attention,
                     )
                 )
         for row in self.rows:

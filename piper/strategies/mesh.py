@@ -20,6 +20,7 @@ from piper.strategies.v_half import v_half
 from piper.strategies.zb_h1 import zb_h1
 from piper.strategies.zb_v import zb_v
 from piper.strategy import Strategy
+from piper.units import counted
 
 STRAIGHT: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
@@ -62,7 +63,7 @@ def schedule_named(name: str, ranks: int, microbatches: int, virtual: int | None
     stages = 1 if found in STRAIGHT else 2
     if virtual not in (None, stages):
         raise DirectiveError(
-            f"virtual={virtual}: {found} has {stages} stage(s) a rank; for others use "
+            f"virtual={virtual}: {found} has {counted(stages, 'stage')} a rank; for others use "
             f"{' or '.join(LOOPED)}"
         )
     return {**STRAIGHT, **FOLDED}[found](ranks, microbatches)
@@ -92,6 +93,8 @@ def mesh(
     bucket_mb: float = 25.0,
     parameters: Mapping[str, int | str] | None = None,
     sequence_parallel: bool = False,
+    capacity: float | None = None,
+    attention: str = "all_to_all",
 ) -> Strategy:
     """``pp`` pipeline ranks of ``dp`` * ``cp`` * ``tp`` devices each.
 
@@ -99,10 +102,11 @@ def mesh(
     the name of one of ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp``
     devices with ``zero``, each copy of the state divided ``within`` so many; the regions named
     ``experts`` are divided over ``ep`` of them, and replicated over the rest with ``expert_zero``,
-    which is ``zero`` unless given.
+    which is ``zero`` unless given; ``capacity`` is as in ``piper.shard``.
     ``tp`` devices shard the parameters that the model declares, or ``parameters`` (as in
     ``piper.shard``), with ``sequence_parallel`` also activations between them; ``cp`` devices shard
-    the sequence. Devices along ``tp`` have neighbouring numbers, then those along ``cp``.
+    the sequence, with ``attention`` as in ``piper.place``. Devices along ``tp`` have neighbouring
+    numbers, then those along ``cp``.
     ``virtual`` is the number of stages a rank, for schedules that leave it open. ``microbatches``
     is 1, or as many as a schedule of your own has.
     """
@@ -122,6 +126,7 @@ def mesh(
             [Mesh(group, **axes) for group in groups] if named else groups,
             batch="dp" if named else None,
             sequence="cp" if cp > 1 else None,
+            attention=attention,
         ),
     ]
     placed = 2 + sum(d.name == "place" for d in directives)
@@ -133,7 +138,7 @@ def mesh(
     else:
         state.append(replicate({}, zero=zero, bucket_mb=bucket_mb, within=within))
     if ep > 1:
-        state.append(shard({experts: "*"}, ways=ep))
+        state.append(shard({experts: "*"}, ways=ep, capacity=capacity))
     if tp > 1:
         where: dict[str, str] = {experts: "-"} if ep > 1 else {}
         tensor = shard(where, axis="tp", parameters=parameters, sequence=sequence_parallel)

@@ -120,7 +120,7 @@ def timed(
                 for rank, row in enumerate(schedule.rows)
                 if len(cells[rank]) < len(row.groups)
             ]
-            raise DirectiveError("\n".join([f"{schedule.name} cannot go on:", *stuck]))
+            raise DirectiveError("\n".join([f"{schedule.name} cannot continue:", *stuck]))
     return Timing(schedule, tuple(map(tuple, cells)))
 
 

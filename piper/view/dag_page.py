@@ -29,7 +29,7 @@ from piper.ir.dag import (
 from piper.ir.facts import Model
 from piper.ir.layout_text import layout_lines
 from piper.ir.text import group_text, name_of
-from piper.ir.values import ExtraRole, Role, Value
+from piper.ir.values import OF_STEP, ExtraRole, Role, Value
 from piper.lower.sizes import Sizes
 from piper.numbering import Numbered
 from piper.view.inline import page
@@ -232,7 +232,7 @@ def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:
         "extra": [
             [
                 extra.role.value,
-                -1 if extra.role in (ExtraRole.LOSS, ExtraRole.NORM) else extra.of,
+                -1 if extra.role in OF_STEP else extra.of,
                 int(extra.role in _OF_BUCKETS),
                 sizes.nbytes(first + i),
             ]

@@ -1,0 +1,181 @@
+"""Regions of experts whose rows are sorted by expert: what is in them, and what is around them.
+
+    tagged   [ sort ─▶ rows ─▶ grouped_mm ─▶ gate ─▶ grouped_mm ─▶ weigh, sort back ]
+    after      sort ─▶ rows ─▶ [grouped_mm ─▶ gate ─▶ grouped_mm] ─▶ weigh, sort back
+
+A region whose only parameters are those of grouped products is narrowed to these products and what
+lies between them: it takes rows and offsets and makes rows. The sorting before and the combination
+after become part of what is around it, so that expert parallelism moves rows and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from piper.capture.chunks import Body
+from piper.capture.export import Exported
+from piper.capture.graphs import ancestors, returned
+from piper.capture.grouped import EXPERT_COUNTS, EXPERT_OFFSETS, EXPERT_ROWS, GROUPED_MM
+from piper.capture.regions import Region, tags_of, with_tags
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """Of a chunk that computes on rows sorted by expert: which input says how many rows each
+    expert has. The others, and all outputs, are rows."""
+
+    counts: int
+    experts: int
+    rows: int
+
+
+def narrow_expert_regions(exported: Exported) -> frozenset[Region]:
+    """Narrow the regions of ``exported`` whose parameters are those of grouped products; these
+    regions."""
+    regions: dict[Region, list[fx.Node]] = {}
+    for node in exported.graph.find_nodes(op="call_function", target=GROUPED_MM):
+        stack = tags_of(node.meta)
+        if stack:
+            regions.setdefault(stack[-1], []).append(node)
+    return frozenset(
+        region for region, products in regions.items() if _narrow(exported, region, products)
+    )
+
+
+def sorted_rows(body: Body) -> SortedRows | None:
+    """What a chunk is, if it takes offsets and rows and makes rows."""
+    graph = body.module.graph
+    products = graph.find_nodes(op="call_function", target=GROUPED_MM)
+    offsets = {node.args[2] for node in products}
+    if len(offsets) != 1:
+        return None
+    (ends,) = offsets
+    if ends.target is not EXPERT_OFFSETS:
+        return None
+    found = ends.args[0]
+    inputs = graph.find_nodes(op="placeholder")[body.parameters + body.buffers :]
+    if found not in inputs or body.updates or len(inputs) < 2:
+        return None
+    rows = {node.meta["val"].shape[:1] for node in (*inputs, *returned(graph)) if node != found}
+    if rows != {(products[0].meta["val"].shape[0],)}:
+        return None
+    ((count,),) = rows
+    return SortedRows(inputs.index(found), found.meta["val"].shape[0], count)
+
+
+def _narrow(exported: Exported, region: Region, products: list[fx.Node]) -> bool:
+    graph = exported.graph
+    inside = [node for node in graph.nodes if region in tags_of(node.meta)]
+    members = set(inside)
+    weights = _weights(exported, inside)
+    used = {arg for node in inside for arg in node.all_input_nodes if arg in exported.parameters}
+    (ends, *others) = {node.all_input_nodes[-1] for node in products}
+    if others:
+        return False
+    gathered = [node for node in inside if _gathers(node, weights, ends, products)]
+    held = set(weights).union(used)
+    if any(
+        user not in held and user not in products and user not in gathered
+        for weight in held
+        for user in weight.users
+        if user in members
+    ):
+        return False  # something else has parameters too
+    ends = _count(graph, ends, products)
+    _use_offsets(gathered, ends, products)
+    inside = [node for node in graph.nodes if region in tags_of(node.meta)]
+    gathered = [node for node in inside if node.target is EXPERT_ROWS]
+    last = {*products, *(user for node in gathered for user in node.users)}
+    first = _descendants([*products, *gathered], set(inside))
+    core = first.intersection(ancestors(last, ())) | {*weights, ends}
+    span = _span(graph, inside)
+    after = _descendants(core, set(span)) - core
+    _reorder(span, core, after)
+    for node in inside:
+        if node not in core:
+            stack = tuple(one for one in tags_of(node.meta) if one != region)
+            node.meta = with_tags(node.meta, stack)
+    return True
+
+
+def _count(graph: fx.Graph, ends: fx.Node, products: list[fx.Node]) -> fx.Node:
+    """Let the products have their offsets from the counts of rows, which is what can be told of
+    the rows of several devices."""
+    with graph.inserting_after(ends):
+        counts = graph.call_function(EXPERT_COUNTS, (ends,))
+    with graph.inserting_after(counts):
+        offsets = graph.call_function(EXPERT_OFFSETS, (counts,))
+    for node, value in ((counts, ends.meta["val"].unsqueeze(1)), (offsets, ends.meta["val"])):
+        node.meta = {**products[0].meta, "val": value}
+    for product in products:
+        product.replace_input_with(ends, offsets)
+    return offsets
+
+
+def _weights(exported: Exported, inside: Iterable[fx.Node]) -> list[fx.Node]:
+    """What depends on parameters and nothing else: transposed, or cast."""
+    found: dict[fx.Node, None] = {}
+    for node in inside:
+        args = node.all_input_nodes
+        if args and all(arg in exported.parameters or arg in found for arg in args):
+            found[node] = None
+    return list(found)
+
+
+def _gathers(node: fx.Node, weights: list[fx.Node], ends: fx.Node, products: list[fx.Node]) -> bool:
+    """Whether it takes what a parameter has for each row's expert: a bias. The experts of rows
+    are those that the offsets were counted from."""
+    if node.target is not aten.index.Tensor:
+        return False
+    of, *experts = node.all_input_nodes
+    if (of not in weights and of.op != "placeholder") or len(experts) != 1:
+        return False
+    rows = products[0].meta["val"].shape[0]
+    return (
+        node.args[1] == [experts[0]]
+        and experts[0].meta["val"].shape == (rows,)
+        and of.meta["val"].shape[0] == ends.meta["val"].shape[0]
+        and experts[0] in ancestors([ends], ())
+    )
+
+
+def _use_offsets(gathered: list[fx.Node], ends: fx.Node, products: list[fx.Node]) -> None:
+    """Find the expert of a row by the offsets, which are all that is known of it elsewhere."""
+    rows = products[0].meta["val"].shape[0]
+    for node in gathered:
+        node.target = EXPERT_ROWS
+        node.args = (node.args[0], ends, rows)
+
+
+def _descendants(of: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(of)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(user for user in node.users if user in among)
+    return found
+
+
+def _span(graph: fx.Graph, inside: list[fx.Node]) -> list[fx.Node]:
+    """All ops from the first of the region to its last."""
+    nodes = list(graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    return nodes[order[inside[0]] : order[inside[-1]] + 1]
+
+
+def _reorder(span: list[fx.Node], core: set[fx.Node], after: set[fx.Node]) -> None:
+    """What is before the core, the core, and what needs it."""
+    place = span[0].prev
+    before = [node for node in span if node not in core and node not in after]
+    middle = [node for node in span if node in core]
+    for node in (*before, *middle, *(node for node in span if node in after)):
+        place.append(node)
+        place = node

@@ -1,0 +1,256 @@
+"""Causal attention of two parts of a sequence, its head and its tail, to all keys before them.
+
+Device i of n has the queries of parts i and 2n - 1 - i of 2n. They see i + 1 and 2n - i parts of
+the keys: 2n + 1 on every device, of the 4n that two parts have with all keys.
+
+    n = 2       keys 0 1 2 3               keys 0 1 2 3
+    device 0  part 0 #         device 1  part 1 # #
+              part 3 # # # #             part 2 # # #
+
+One operation, since which parts these are is data: the shapes are the same on all devices. CPUs
+slice the keys; GPUs have kernels for sequences of different lengths, which need no look at the rank
+by the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+aten = torch.ops.aten
+_BOTTOM_RIGHT = 2
+"""The causal mask of torch's memory-efficient kernels whose last query sees the last key."""
+_ALIGNED = 8
+"""Of how many numbers their heads must be a multiple."""
+
+
+@torch.library.custom_op("piper::head_tail_attention", mutates_args=())
+def head_tail_attention(
+    query: Tensor, key: Tensor, value: Tensor, rank: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What device ``rank`` has of the attention, and what its backward needs of the
+    softmax. ``query`` is ``[batch, heads, head and tail, width]``, ``key`` and ``value`` have the
+    whole sequence, and perhaps fewer heads."""
+    key, value = _repeated(query, key), _repeated(query, value)
+    if query.device.type == "cpu":
+        made = [
+            aten._scaled_dot_product_flash_attention_for_cpu(
+                q, key[:, :, :seen], value[:, :, :seen], attn_mask=_mask(q, seen), scale=scale
+            )
+            for q, seen in _parts(query, key, rank)
+        ]
+        return torch.cat([x for x, _ in made], 2), torch.cat([x for _, x in made], 2)
+    packed = _Packed(query, key, rank)
+    found, sums, *_ = aten._efficient_attention_forward(
+        packed.queries(query),
+        packed.keys(key),
+        packed.keys(value),
+        None,
+        *packed.lengths,
+        0.0,
+        _BOTTOM_RIGHT,
+        True,
+        scale=scale,
+    )
+    return packed.unpacked(found), sums
+
+
+@head_tail_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, rank: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    batch, heads, seq, _ = query.shape
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    shape = (batch, heads, seq)
+    if query.device.type != "cpu":
+        shape = (2 * batch, heads, math.ceil(seq / 2 / 32) * 32)
+    made = query.new_empty(batch, heads, seq, value.shape[-1])
+    return made, query.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("piper::head_tail_attention_backward", mutates_args=())
+def head_tail_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    made: Tensor,
+    sums: Tensor,
+    rank: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, and of all keys and values as far as these queries see them."""
+    heads = key.shape[1]
+    key, value = _repeated(query, key), _repeated(query, value)
+    if query.device.type == "cpu":
+        found = _backward_by_parts(gradient, query, key, value, made, sums, rank, scale)
+    else:
+        packed = _Packed(query, key, rank)
+        for_queries, for_keys, for_values, _ = aten._efficient_attention_backward(
+            packed.queries(gradient),
+            packed.queries(query),
+            packed.keys(key),
+            packed.keys(value),
+            None,
+            packed.queries(made),
+            *packed.lengths,
+            sums,
+            0.0,
+            torch.zeros((), dtype=torch.int64, device=query.device),
+            torch.zeros((), dtype=torch.int64, device=query.device),
+            _BOTTOM_RIGHT,
+            False,
+            scale=scale,
+        )
+        found = packed.unpacked(for_queries), packed.added(for_keys), packed.added(for_values)
+    return found[0], _summed(found[1], heads), _summed(found[2], heads)
+
+
+@head_tail_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    made: Tensor,
+    sums: Tensor,
+    rank: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, rank, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, rank)
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *saved, rank = ctx.saved_tensors
+    found = head_tail_attention_backward(gradient, *saved, rank, ctx.scale)
+    return *found, None, None
+
+
+head_tail_attention.register_autograd(_backward, setup_context=_keep)
+HEAD_TAIL = torch.ops.piper.head_tail_attention.default
+
+
+@register_flop_formula(torch.ops.piper.head_tail_attention)
+def _flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * 2 * _products(query, key)
+
+
+@register_flop_formula(torch.ops.piper.head_tail_attention_backward)
+def _backward_flops(_: torch.Size, query: torch.Size, key: torch.Size, *__: Any, **___: Any) -> int:
+    return 2 * 5 * _products(query, key)
+
+
+def _products(query: torch.Size, key: torch.Size) -> int:
+    """Multiplications of queries with the keys that they see, a part of which is seen whole or not
+    at all."""
+    batch, heads, own, width = query
+    part = own // 2
+    return batch * heads * part * (key[2] + part) * width
+
+
+def _backward_by_parts(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    made: Tensor,
+    sums: Tensor,
+    rank: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    for_queries, for_keys, for_values = [], torch.zeros_like(key), torch.zeros_like(value)
+    halves = zip(*(x.chunk(2, 2) for x in (gradient, made, sums)), strict=True)
+    for (q, seen), (g, x, s) in zip(_parts(query, key, rank), halves, strict=True):
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g,
+            q,
+            key[:, :, :seen],
+            value[:, :, :seen],
+            x,
+            s,
+            0.0,
+            False,
+            attn_mask=_mask(q, seen),
+            scale=scale,
+        )
+        for_queries.append(dq)
+        for_keys[:, :, :seen] += dk
+        for_values[:, :, :seen] += dv
+    return torch.cat(for_queries, 2), for_keys, for_values
+
+
+def _parts(query: Tensor, key: Tensor, rank: Tensor) -> list[tuple[Tensor, int]]:
+    """The two parts of the queries, and how many keys each sees."""
+    head, tail = query.chunk(2, 2)
+    first = (int(rank) + 1) * head.shape[2]
+    return [(head, first), (tail, key.shape[2] + head.shape[2] - first)]
+
+
+def _mask(query: Tensor, seen: int) -> Tensor:
+    """Of the last ``seen`` keys, none behind a query."""
+    rows = query.shape[2]
+    hidden = torch.full((rows, seen), -math.inf, dtype=query.dtype)
+    return hidden.triu(seen - rows + 1)
+
+
+def _repeated(query: Tensor, x: Tensor) -> Tensor:
+    times = query.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
+
+
+def _summed(x: Tensor, heads: int) -> Tensor:
+    """The gradient of heads that were repeated."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
+
+
+class _Packed:
+    """Heads and tails of a batch as sequences of different lengths, one after another."""
+
+    def __init__(self, query: Tensor, key: Tensor, rank: Tensor) -> None:
+        self._batch, self._width = query.shape[0], query.shape[3]
+        part, whole = query.shape[2] // 2, key.shape[2]
+        count = torch.arange(2 * self._batch + 1, device=query.device)
+        head = (rank + 1) * part
+        ends = count // 2 * (whole + part) + count % 2 * head
+        self.lengths = (
+            (count * part).to(torch.int32),
+            ends.to(torch.int32),
+            part,
+            whole,
+        )
+        place = torch.arange(whole + part, device=query.device)
+        self._at = torch.where(place < head, place, place - head)
+        self._whole = whole
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self._aligned(x.transpose(1, 2).flatten(0, 1).unsqueeze(0))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The keys that the head sees, then those that the tail sees."""
+        return self.queries(x.index_select(2, self._at))
+
+    def unpacked(self, x: Tensor) -> Tensor:
+        """The other way round."""
+        apart = x.squeeze(0).unflatten(0, (self._batch, -1)).transpose(1, 2)
+        return apart[..., : self._width].contiguous()
+
+    def added(self, x: Tensor) -> Tensor:
+        """The gradient of keys that both see."""
+        apart = self.unpacked(x)
+        shape = list(apart.shape)
+        shape[2] = self._whole
+        return apart.new_zeros(shape).index_add(2, self._at, apart)
+
+    def _aligned(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, -x.shape[-1] % _ALIGNED)).contiguous()
