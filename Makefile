@@ -17,21 +17,24 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 unexport PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow browser lint docs bench clean
+.PHONY: help env demo test slow thorough browser lint docs bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 env: $(STAMP) ## make the environment .venv, or bring it up to date
 
 demo: $(STAMP) ## run the demonstration
-	@$(RUN) examples/demo.py
+	@$(RUN) -m piper demo
 
 test: lint ## lint, then run the tests
 	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 slow: $(STAMP) ## run the tests marked slow, for half an hour
 	$(RUN) -m pytest -m slow --numprocesses auto --dist worksteal
+
+thorough: $(STAMP) ## run the cases of tests that are in neither, for hours
+	$(RUN) -m pytest -m thorough --numprocesses auto --dist worksteal
 
 browser: ## install Chromium with apt, for the tests of the pages (skipped without it)
 	@if command -v chromium >/dev/null; then \

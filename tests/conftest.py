@@ -16,9 +16,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples",
         type=int,
-        default=300,
+        default=200,
         help="random strategies, and tenths of mutations of files, to try",
     )
     parser.addoption(
         "--first", type=int, default=0, help="the seed of the strategies that are trained"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``cases(fast=n, slow=m)`` the first n cases that are not marked
+    slow are run always, m others are slow ones, and the rest, if there are more, thorough ones."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cases") is not None:
+            families.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for family in families.values():
+        mark = family[0].get_closest_marker("cases")
+        assert mark is not None
+        quick = [item for item in family if item.get_closest_marker("slow") is None]
+        kept = quick[: mark.kwargs.get("fast", 0)]
+        others = [item for item in family if item not in kept]
+        count = mark.kwargs.get("slow", len(others))
+        chosen = {i * len(others) // count for i in range(count)} if count else set()
+        for i, item in enumerate(others):
+            item.own_markers = [m for m in item.own_markers if m.name != "slow"]
+            item.add_marker(pytest.mark.slow if i in chosen else pytest.mark.thorough)

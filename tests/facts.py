@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from piper.capture.expert_regions import SortedRows
 from piper.capture.program import Kind, Pass, Ref
 from piper.capture.saving import RematPolicy
 from piper.ir import ChunkFacts, Model, ParameterFacts, PassFacts, ValueFacts, Variant
@@ -304,6 +305,38 @@ def moe(layers: int, experts: int, *, counted: bool = False) -> Model:
     return _end(writer, x, targets, counted=counted)
 
 
+def dropless(layers: int, experts: int, *, counted: bool = False) -> Model:
+    """As ``moe``, with rows that are sorted by expert, and counts of them."""
+    model = moe(layers, experts, counted=counted)
+    values = [
+        replace(v, shape=(TOKENS, DIM)) if v.name.startswith(("rows", "done")) else v
+        for v in model.values
+    ]
+    chunks = []
+    for chunk in model.chunks:
+        added = next((v for v in chunk.outputs if values[v].name.startswith("rows")), None)
+        if added is not None:
+            values.append(ValueFacts(f"counts{chunk.index}", (experts, 1), 4 * experts))
+            chunk = _forward(chunk, writes=Ref(Kind.OUTPUT, len(chunk.outputs)))
+            chunk = replace(chunk, outputs=(*chunk.outputs, len(values) - 1))
+        elif "EP" in chunk.tags:
+            chunk = _forward(chunk, reads=Ref(Kind.INPUT, 1), last=Ref(Kind.INPUT, 1))
+            found = SortedRows(1, experts, TOKENS)
+            chunk = replace(chunk, inputs=(*chunk.inputs, len(values) - 1), sorted_rows=found)
+        chunks.append(chunk)
+    return replace(model, chunks=tuple(chunks), values=tuple(values))
+
+
+def _forward(chunk: ChunkFacts, **more: Ref) -> ChunkFacts:
+    """``chunk`` whose forward reads or makes something more."""
+    variants = {}
+    for policy, variant in chunk.variants.items():
+        before = variant.passes[Pass.F]
+        after = replace(before, **{k: (*getattr(before, k), ref) for k, ref in more.items()})
+        variants[policy] = replace(variant, passes={**variant.passes, Pass.F: after})
+    return replace(chunk, variants=variants)
+
+
 def changing(model: Model, name: str = "seen", **where: int) -> Model:
     """``model`` with a buffer that the regions with these tags read and change."""
     return _with_buffer(reading(model, name, **where), name, "changes", where)
@@ -349,8 +382,8 @@ def at(model: Model, group: int, whole: int = 1) -> Model:
 
     values = []
     for value in model.values:
-        rows = 0 if value.shape[:1] == (BATCH,) else 1  # or expert-major
-        if len(value.shape) > rows:
+        rows = 0 if value.shape[:1] in ((BATCH,), (TOKENS,)) else 1  # or expert-major
+        if len(value.shape) > rows and value.shape[1:] != (1,):  # or counts
             shape = list(value.shape)
             shape[rows] = part(shape[rows])
             value = replace(value, shape=tuple(shape), nbytes=part(value.nbytes))
@@ -371,5 +404,7 @@ def at(model: Model, group: int, whole: int = 1) -> Model:
                 )
                 for policy, variant in chunk.variants.items()
             }
-        chunks.append(replace(chunk, variants=known[id(chunk.variants)]))
+        found = chunk.sorted_rows
+        found = found and replace(found, rows=part(found.rows))
+        chunks.append(replace(chunk, variants=known[id(chunk.variants)], sorted_rows=found))
     return replace(model, chunks=tuple(chunks), values=tuple(values))

@@ -20,7 +20,7 @@ from piper.capture.program import Kind, Pass, Ref
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Add, Bucket, Collective, Compute, Dag, Group, Node, Transfer, Update
 from piper.ir.facts import Model
-from piper.ir.values import ExtraRole, Role
+from piper.ir.values import ExtraRole, Role, Value
 from piper.lower.memory import Memory
 from piper.lower.plan import Holder, Instruction, Plan, Slot, Verb
 
@@ -194,9 +194,23 @@ class _OfBucket:
 
 @dataclass(frozen=True)
 class _OfAll:
-    """A sum over all devices: LOSS or NORM. What it must be made of is checked when it is."""
+    """A sum over all devices: LOSS, NORM or LOAD. What it must be made of is checked when it is."""
 
     role: ExtraRole
+    of: int = 0
+    """The chunk whose experts' LOAD it is."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that are sorted by expert."""
+
+    counts: int
+    """The value that says how many each expert has."""
+    own: int
+    """How many a device has."""
+    room: int
+    """How many it can get."""
 
 
 @dataclass
@@ -816,12 +830,16 @@ class _Checker:
                 self._gather(at, op)
         elif self.get(together[0]).role in (ExtraRole.LOSS, ExtraRole.NORM):
             self._sum_up(together, op)
+        elif self.get(together[0]).role is ExtraRole.LOAD:
+            self._load(together, op)
         else:
             self._reduce(together, op)
 
     def _all_to_all(self, at: At, op: Collective) -> None:
         target = self._one(at, self.get(at).writes)
-        content = self.slots[at[0]][self._one(at, self.get(at).reads)]
+        self._must(bool(self.get(at).reads), at, "dispatches or combines nothing")
+        slot, *counted = self.get(at).reads
+        content = self.slots[at[0]][slot]
         self._must(isinstance(content, _Tensor), at, f"dispatches or combines {content}")
         flat = sorted(d for group in op.groups for d in group)
         good = flat == sorted(content.group) and content.form in ("plain", "uncombined")
@@ -833,7 +851,69 @@ class _Checker:
         role = ExtraRole.DISPATCHED if there else ExtraRole.UNCOMBINED
         self._is(at, role, self.dag.table.value(content.value)[0].of)
         form = "dispatched" if there else "plain"
-        self._write(at, target, replace(content, form=form))
+        made = replace(content, form=form)
+        rows = self._rows(content.value, content.parts)
+        wanted = None if rows is None else rows.room if there else rows.own
+        self._must(op.rows == wanted, at, f"has room for {op.rows} rows, not {wanted}")
+        found = [self.slots[at[0]][slot] for slot in counted]
+        counts = [] if rows is None else [
+            replace(content, value=rows.counts, form=f, added=()) for f in ("plain", "dispatched")
+        ]  # fmt: skip
+        self._must(found == counts, at, f"goes by the counts {found}, not {counts}")
+        self._write(at, target, made)
+
+    def _rows(self, value: int, parts: int) -> _Rows | None:
+        """Of a value that experts take or make of rows sorted by expert: its rows."""
+        found, microbatch = self.dag.table.value(value)
+        for chunk in self._model(parts).chunks:
+            rows = chunk.sorted_rows
+            if rows is None or found.of not in (*chunk.inputs, *chunk.outputs):
+                continue
+            counts = chunk.inputs[rows.counts]
+            if found.of == counts:
+                return None
+            rule = self.dag.shards[chunk.index]
+            most = rows.rows * rule.ways
+            room = most
+            if rule.capacity is not None:
+                room = min(most, -(-math.ceil(rows.rows * rule.capacity) // rule.ways) * rule.ways)
+            maker = next(c.index for c in self.dag.model.chunks if counts in c.outputs)
+            number = self.dag.table.number(Value(Role.ACTIVATION, counts, maker), microbatch)
+            return _Rows(number, rows.rows, room)
+        return None
+
+    def _load(self, together: list[At], op: Collective) -> None:
+        """The counts of all microbatches and devices of one chunk, each once."""
+        chunk = self.get(together[0]).of
+        known = chunk in range(len(self.dag.model.chunks))
+        self._must(known, together[0], f"counts the load of chunk {chunk}, which is not there")
+        rows = self.dag.model.chunks[chunk].sorted_rows
+        everyone = sorted(d for plan in self.plans for d in plan.devices) == sorted(op.groups[0])
+        good = rows is not None and everyone and op.kind is CollectiveKind.ALL_REDUCE
+        self._must(good, together[0], f"is {op}, not the load of experts over all devices")
+        assert rows is not None
+        counts = self.dag.model.chunks[chunk].inputs[rows.counts]
+        found: Counter[tuple[int, int]] = Counter()
+        for at in together:
+            self._is(at, ExtraRole.LOAD, chunk)
+            for slot in self.get(at).reads:
+                content = self.slots[at[0]][slot]
+                good = isinstance(content, _Tensor) and content.form == "plain"
+                self._must(good, at, f"sums {content}")
+                found.update((content.value, d) for d in self.plans[at[0]].devices)
+            self._write(at, self._one(at, self.get(at).writes), _OfAll(ExtraRole.LOAD, chunk))
+        wanted = Counter(
+            (value, d)
+            for node in self.dag.nodes
+            if isinstance(node.op, Compute)
+            for value in node.writes
+            if value < self.dag.first_extra
+            and self._role(value) is Role.ACTIVATION
+            and self.dag.table.value(value)[0].of == counts
+            for d in node.devices[:: node.replicas]
+        )
+        self._must(found == wanted, together[0], f"sums {found}, should sum {wanted}")
+        self.sums[ExtraRole.LOAD] += 1
 
     def _gather(self, at: At, op: Collective) -> None:
         c, x = at[0], self.get(at)
@@ -1101,7 +1181,10 @@ class _Checker:
                         "which uses its parameters"
                     )
         trains = any(held.gradients for held in self.holding.values())
-        if self.sums != {ExtraRole.LOSS: 1} | ({ExtraRole.NORM: 1} if trains else {}):
+        once = {ExtraRole.LOSS: 1} | ({ExtraRole.NORM: 1} if trains else {})
+        if loads := sum(chunk.sorted_rows is not None for chunk in self.dag.model.chunks):
+            once[ExtraRole.LOAD] = loads
+        if self.sums != once:
             raise PlanError(f"the scalars are summed {self.sums}")
         for c, seen in enumerate(self.normed):
             if seen.keys() != self.applied[c]:
@@ -1191,7 +1274,8 @@ class _Checker:
         """For each communication, what is let go when it is over."""
         for pc, x in enumerate(plan.instructions):
             for done in [p for p, end in over.items() if end == pc]:
-                if plan.instructions[done].role is ExtraRole.DISPATCHED:
+                by_count = _by_count(plan.instructions[done])
+                if plan.instructions[done].role is ExtraRole.DISPATCHED and not by_count:
                     extra = plan.slots[plan.instructions[done].writes[0]].nbytes
                     busy = held + Counter({Holder.WORKSPACE: extra})
                     moments.append((busy.total(), pc, dict(busy)))
@@ -1207,6 +1291,8 @@ class _Checker:
             during = held.total()
             for slot in x.frees:
                 live.remove(slot)
+                if x.role is ExtraRole.LOAD and slot in x.writes:
+                    continue  # the caller has it until the step is over
                 gone = Counter({plan.slots[slot].holder: plan.slots[slot].own})
                 sends = [
                     p
@@ -1236,7 +1322,8 @@ class _Checker:
         """Whether a communication takes what it sends from a slot itself."""
         if x.role is ExtraRole.REDUCED:
             return self.plans[c].slots[slot].bucket is not None
-        return (x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED) and not self._copy(x)
+        goes = x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _by_count(x)
+        return goes and not self._copy(x)
 
     def _over(self, plan: Plan) -> dict[int, int]:
         """For each communication, the first instruction that does not start before it is over."""
@@ -1277,7 +1364,7 @@ class _Checker:
     def _beside(self, c: int, x: Instruction) -> int:
         """Bytes that a communication keeps until it is over, beside its slots."""
         kinds = self.plans[c].slots
-        if x.role is ExtraRole.UNCOMBINED and x.verb is Verb.COLLECTIVE:
+        if x.role is ExtraRole.UNCOMBINED and x.verb is Verb.COLLECTIVE and not _by_count(x):
             return kinds[x.reads[0]].nbytes + self._copy(x)
         if x.role is ExtraRole.REDUCED:  # the bucket in one piece, and what is to be added
             assert isinstance(x.op, Collective)
@@ -1367,6 +1454,9 @@ class _Checker:
         match content:
             case _Tensor(value=value, form=form) if form != "plain" or content.added:
                 nbytes, copy = self._lies(value, content.parts)
+                rows = self._rows(value, content.parts) if form != "plain" else None
+                if rows is not None:
+                    return (copy or nbytes) // rows.own * rows.room
                 return copy or nbytes  # put together from rows, or added up
             case _Tensor(value=value):
                 return self._value_bytes(value, content.parts)
@@ -1378,6 +1468,10 @@ class _Checker:
                 return whole if self._sharded(bucket) else 0
             case _OfAll(role=ExtraRole.LOSS):
                 return 2 * SCALAR
+            case _OfAll(role=ExtraRole.LOAD, of=chunk):
+                found_rows = self.dag.model.chunks[chunk].sorted_rows
+                assert found_rows is not None
+                return found_rows.experts * SCALAR
         return SCALAR
 
     def _value_bytes(self, number: int, parts: int) -> int:
@@ -1463,6 +1557,10 @@ class _Checker:
     def _sharded(self, bucket: int) -> bool:
         found = self.dag.buckets[bucket]
         return found.rule.zero == 3 and found.within > 1
+
+
+def _by_count(x: Instruction) -> bool:
+    return isinstance(x.op, Collective) and x.op.rows is not None
 
 
 def _parts(op: object, devices: Group) -> list[tuple[Verb, Group]]:

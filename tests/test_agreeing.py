@@ -21,6 +21,7 @@ from piper.runtime.feeding import cut, rows_read
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     run = subprocess.run(

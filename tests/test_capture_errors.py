@@ -335,7 +335,7 @@ MISTAKES = [
     wrong("targets of numpy", "targets[0]", "ndarray", targets=(Y.numpy(),)),
     wrong("too many inputs", "Net.forward()", "3 were given", inputs=(X, X)),
     wrong("an unknown keyword", "Net.forward()", "'z'", inputs={"z": X}),
-    wrong("loss=None", "loss", "None", loss=None),
+    wrong("loss=None", "targets are for a loss", loss=None),
     wrong("a loss of other arguments", "the loss", "1 positional", loss=lambda out: out.sum()),
     wrong("loss not scalar", "the loss", "scalar", "(8, 4)", loss=lambda o, y: o - y),
     wrong("loss of three", "the loss", "(sum, count)", loss=lambda o, y: (o.sum(),) * 3),
@@ -407,6 +407,7 @@ ALWAYS = MISTAKES[::3]
 BY_HAND = [pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in MISTAKES]
 
 
+@pytest.mark.cases(fast=20, slow=8)
 @pytest.mark.parametrize(
     "case", [p if p in ALWAYS else slow for p, slow in zip(MISTAKES, BY_HAND, strict=True)]
 )
@@ -485,6 +486,7 @@ def attempt(mistake, **options):
     )
 
 
+@pytest.mark.slow
 def test_torch_logs_nothing_of_a_users_mistake() -> None:
     done = run("""
         attempt(lambda net, x: x if x.sum() > 0 else -x)

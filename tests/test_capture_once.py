@@ -49,6 +49,7 @@ STRATEGIES: dict[str, list[Directive]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_programs_are_those_of_compile(modes: bool) -> None:
     torch.manual_seed(1)

@@ -219,6 +219,7 @@ random.Random(0).shuffle(PAIRS)
 ALWAYS = PAIRS[:12]
 
 
+@pytest.mark.cases(fast=1, slow=10)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -241,6 +242,7 @@ def test_tensors_larger_than_the_buffer(tmp_path: Path, monkeypatch: pytest.Monk
     assert_goes_on("dp2-tp2-zero1", "zero3", tmp_path)
 
 
+@pytest.mark.slow
 def test_processes_write_and_read_for_themselves(tmp_path: Path) -> None:
     program = made("pp2-zero1", kind=Small)
     with piper.launch(program) as virtual:
@@ -291,6 +293,7 @@ def test_files_are_safetensors_and_the_index_is_json(tmp_path: Path) -> None:
             assert len(start) == len(shape)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["dp4", "zero1", "zero3-hsdp"])
 def test_copies_write_a_share_each(name: str, tmp_path: Path) -> None:
     """Nothing twice, and nobody much more than another."""
@@ -558,6 +561,7 @@ def test_numbers_of_numpy_become_pythons() -> None:
     assert to_json([np.float64(0.5), np.int32(3), np.bool_(True), Number.TWO]) == [0.5, 3, True, 2]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("item", "words"),
     [
@@ -594,6 +598,7 @@ def in_sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LR
     )
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     "scheduler",
     [

@@ -179,7 +179,7 @@ def test_check_prints_what_the_table_of_errors_promises(
     refused(script, KINDS[kind], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=5)
 @pytest.mark.parametrize("mistake", SAME, ids=lambda m: m.name)
 def test_check_prints_all_of_the_table(mistake: Mistake, script: str, tmp_path: Path) -> None:
     refused(script, mistake, tmp_path)
@@ -195,7 +195,7 @@ def test_check_prints_all_of_the_table(mistake: Mistake, script: str, tmp_path: 
         ([], "the job has no strategy"),
         (["--strategy", "nowhere.json"], "nowhere.json"),
         (["--strategy", "nowhere.json", "--mesh", "pp=2"], "not both"),
-        (["--mesh", "pp=2", "--memory-limit", "much"], "'much' is no size"),
+        (["--mesh", "pp=2", "--memory-limit", "much"], "'much' is not a valid size"),
     ],
 )
 def test_what_is_wrong_is_said_without_a_trace(

@@ -109,6 +109,7 @@ def orders(groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return [one.members for one in found(program, 3) if one.stream == "reduce"]
 
 
+@pytest.mark.slow
 def test_ranks_follow_the_order_of_the_group() -> None:
     assert orders([[3, 1], [2, 0]]) == [(3, 1)]
     assert orders([[1, 3], [0, 2]]) == [(1, 3)]

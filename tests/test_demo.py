@@ -1,4 +1,4 @@
-"""The demonstration as a stranger runs it, only smaller."""
+"""``piper demo`` as a stranger runs it, only smaller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     hidden = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
-        [sys.executable, "examples/demo.py", *options],
+        [sys.executable, "-m", "piper", "demo", *options],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"},
         capture_output=True,

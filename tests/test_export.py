@@ -15,48 +15,12 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate
+from tests.hugging_face import FAMILIES, VOCAB
 from tests.training import data_parallel, pipeline
 
 transformers = pytest.importorskip("transformers")
 
-VOCAB = 31
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "max_position_embeddings": 16,
-    "use_cache": False,
-}
-GPT2: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 16,
-    "use_cache": False,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, tied": ("Llama", {**SIZES, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2", GPT2),
-    "llama": ("Llama", SIZES),
-    "qwen3": ("Qwen3", SIZES),
-    "gemma2": ("Gemma2", SIZES),
-    "mistral": ("Mistral", SIZES),
-}
-TAGS = {
-    "model.embed_tokens": "embed",
-    "model.layers.*": "layer",
-    "transformer.wte": "embed",
-    "transformer.h.*": "layer",
-    "lm_head": "head",
-}
+NAMES = ("Llama, tied", "GPT-2", "Llama", "Qwen 3", "Gemma 2", "Mistral")
 
 
 @pytest.fixture(autouse=True)
@@ -65,22 +29,20 @@ def _quiet() -> None:
     torch.manual_seed(0)
 
 
-def made(name: str) -> tuple[Any, Any]:
-    """A model of the library, and its class."""
-    family, sizes = MODELS[name]
-    kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, family + kind)
-    return model(getattr(transformers, family + "Config")(**sizes)), model
+def made(name: str) -> nn.Module:
+    """A model of the library."""
+    return FAMILIES[name].make(dropout=False)
 
 
 def loss(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
 
 
-def compiled(model: nn.Module, **options: Any) -> tuple[piper.Program, dict[str, Tensor], Tensor]:
+def compiled(
+    name: str, model: nn.Module, **options: Any
+) -> tuple[piper.Program, dict[str, Tensor], Tensor]:
     x, y = torch.randint(VOCAB, (2, 4, 8), generator=torch.Generator().manual_seed(0))
     strategy = [*pipeline([[0, 1], [2, 3]], 2, by=[1, 1]), piper.replicate({}, zero=3)]
-    tags = {path: tag for path, tag in TAGS.items() if hasattr(model, path.split(".")[0])}
     program = piper.compile(
         model,
         piper.Strategy(strategy),
@@ -88,19 +50,20 @@ def compiled(model: nn.Module, **options: Any) -> tuple[piper.Program, dict[str,
         targets=(y,),
         loss=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-        tags=tags,
+        tags=FAMILIES[name].tags,
         **options,
     )
     return program, {"input_ids": x}, y
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if i < 2 else pytest.mark.slow) for i, n in enumerate(MODELS)],
+    [pytest.param(n, marks=() if i < 2 else pytest.mark.slow) for i, n in enumerate(NAMES)],
 )
 def test_from_pretrained_loads_it(name: str, tmp_path: Path) -> None:
-    model, kind = made(name)
-    program, inputs, targets = compiled(model)
+    model: Any = made(name)
+    program, inputs, targets = compiled(name, model)
     with piper.launch(program) as trainer:
         trainer.step(inputs, targets)
         trainer.export(tmp_path / "out", file_gb=1e-5)
@@ -109,7 +72,7 @@ def test_from_pretrained_loads_it(name: str, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert ("lm_head.weight" in index["weight_map"]) == (not model.config.tie_word_embeddings)
-    found, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    found, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     model.load_state_dict(state)
     with torch.no_grad():
@@ -129,7 +92,7 @@ class Inside(nn.Module):
 
 def on_meta(name: str) -> nn.Module:
     with torch.device("meta"):
-        return made(name)[0]
+        return made(name)
 
 
 SAVED: dict[str, Any] = {
@@ -138,11 +101,12 @@ SAVED: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=0, slow=3)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
         pytest.param(n, how, marks=() if (i, j) == (0, 0) else pytest.mark.slow)
-        for i, n in enumerate(MODELS)
+        for i, n in enumerate(NAMES)
         for j, how in enumerate(SAVED)
     ],
 )
@@ -150,28 +114,28 @@ def test_weights_of_the_library_fill_a_model_on_the_meta_device(
     name: str, how: str, tmp_path: Path
 ) -> None:
     """Rotary frequencies, which no file has, are computed as the library does."""
-    model, _ = made(name)
+    model: Any = made(name)
     SAVED[how](model, tmp_path / "saved")
     init = piper.weights(tmp_path / "saved")
     if how == "without a head" and not model.config.tie_word_embeddings:
         with pytest.raises(PiperError, match=r"they lack lm_head\.weight"):
-            compiled(on_meta(name), init=init)
+            compiled(name, on_meta(name), init=init)
         return
-    program, inputs, targets = compiled(on_meta(name), init=init)
+    program, inputs, targets = compiled(name, on_meta(name), init=init)
     with piper.launch(program) as trainer:
         state, expected = trainer.state_dict(), model.state_dict()
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[key], x) for key, x in expected.items())
         found = trainer.evaluate(inputs, targets).loss
-    own, *_ = compiled(model)
+    own, *_ = compiled(name, model)
     with piper.launch(own) as trainer:
         assert torch.equal(trainer.evaluate(inputs, targets).loss, found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
+@pytest.mark.parametrize("name", ["Llama, tied", "GPT-2"])
 def test_a_model_inside_another_reads_what_it_exports(name: str, tmp_path: Path) -> None:
-    model = Inside(made(name)[0])
+    model = Inside(made(name))
     x, y = torch.randint(VOCAB, (2, 4, 8))
 
     def program(model: nn.Module, **options: Any) -> piper.Program:

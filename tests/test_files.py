@@ -342,6 +342,7 @@ MIXED = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", MIXED)
 def test_plans_are_made_again_as_they_were(name: str, tmp_path: Path) -> None:
     x = torch.randn(16, 4)

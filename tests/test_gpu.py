@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture import capture
+from piper.capture.grouped import expert_rows, grouped_mm
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from piper.single import SingleDevice
 from tests.reference import assert_equal, eager, piper_step
@@ -97,3 +98,30 @@ def test_dropout_draws_do_not_depend_on_the_order() -> None:
     _, _, backward = single.differentiate(x, y, order=[3, 2, 1, 0])
     assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("counts", [[16, 0, 40, 8], [0, 0, 0, 64], [5, 3, 1, 7], [0, 0, 0, 0]])
+def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
+    """Also where an expert has no rows, and rows come after the last expert's."""
+    torch.manual_seed(0)
+    where = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(72, 64, **where, requires_grad=True)
+    weight = torch.randn(4, 64, 32, **where, requires_grad=True)
+    bias = torch.randn(4, 32, **where, requires_grad=True)
+    offsets = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    made = grouped_mm(x, weight, offsets) + expert_rows(bias, offsets, 72)
+    seed = torch.randn_like(made)
+    found = torch.autograd.grad(made, (x, weight, bias), seed)
+    wide = [p.detach().double().requires_grad_() for p in (x, weight, bias)]
+    start, rows = 0, []
+    for i, count in enumerate(counts):
+        rows.append(wide[0][start : start + count] @ wide[1][i] + wide[2][i])
+        start += count
+    rows.append(torch.zeros(72 - start, 32, device="cuda", dtype=torch.float64))
+    should = torch.cat(rows)
+    assert torch.allclose(made.double(), should, atol=0.2, rtol=0.02)
+    assert torch.equal(made[start:], torch.zeros_like(made[start:]))
+    wanted = torch.autograd.grad(should, wide, seed.double(), allow_unused=True)
+    for one, other in zip(found, wanted, strict=True):
+        other = torch.zeros_like(one) if other is None else other
+        assert torch.allclose(one.double(), other.double(), atol=0.3, rtol=0.02)

@@ -35,6 +35,7 @@ def _captures() -> Iterator[None]:
         yield
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     "groups",
     [
@@ -76,6 +77,7 @@ def experts(
     ]
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize(
     "zero", [3, *(pytest.param(zero, marks=pytest.mark.slow) for zero in range(3))]
 )
@@ -107,6 +109,7 @@ def test_experts_on_other_devices(
     assert_same(found, plain(model, mean_loss, batches, microbatches=4), ULPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [

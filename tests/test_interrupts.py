@@ -112,6 +112,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("on", ["virtual", "processes"])
 def test_an_interrupt_waits_for_the_end_of_the_step(on: str, once: Path, tmp_path: Path) -> None:
     """The usual ``except KeyboardInterrupt`` saves the state after a whole step."""
@@ -161,7 +162,7 @@ def test_an_optimizer_that_raises(once: Path, tmp_path: Path) -> None:
         with pytest.raises(PiperError, match="OSError: no more"):
             train(trainer, 1)
         for refused in (lambda: trainer.save(tmp_path / "other"), lambda: train(trainer, 1)):
-            with pytest.raises(PiperError, match=r"Go on from a checkpoint with trainer\.load"):
+            with pytest.raises(PiperError, match=r"Resume from a checkpoint with trainer\.load"):
                 refused()
         trainer.load(tmp_path / "state")
         train(trainer, 1)

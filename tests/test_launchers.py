@@ -105,6 +105,7 @@ def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
     assert profile.all_to_all.seconds > 0
 
 
+@pytest.mark.slow
 def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: Path) -> None:
     program = compiled(zero=2)
     with piper.launch(program) as virtual:
@@ -162,6 +163,7 @@ def test_torchrun_equals_virtual_devices(tmp_path: Path) -> None:
         assert_same(torch.load(tmp_path / f"found.{rank}"), expected)
 
 
+@pytest.mark.slow
 def test_without_torchrun_it_is_refused() -> None:
     with pytest.raises(piper.PiperError, match="start the script with torchrun"):
         piper.launch(compiled(zero=0), on="torchrun")

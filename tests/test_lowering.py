@@ -377,6 +377,7 @@ def test_higher_levels_keep_less() -> None:
 # plans of several devices
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("zero", range(4))
 def test_devices_that_differ_in_rank_share_a_plan(zero: int) -> None:
     def plans(n: int) -> tuple[Plan, ...]:
@@ -890,7 +891,7 @@ def test_the_limit_is_for_every_device() -> None:
     steps = [place({"embed": 0}, devices=[0]), place({"embed": "-"}, devices=[1])]
     small, large = (memory.peak for memory in lowered(chain(2), *steps).memory)
     assert small < large
-    with pytest.raises(DirectiveError, match="devices 1 need"):
+    with pytest.raises(DirectiveError, match="device 1 needs"):
         lowered(chain(2), *steps, settings=Settings(memory_limit=small))
 
 
@@ -909,7 +910,7 @@ def test_memory_in_words() -> None:
     model = at(chain(2), 1, whole=4096)
     found = lower(Strategy([place({}, devices=[0])]).apply(build(model)), {1: model})
     assert str(found.memory[0]) == (
-        "devices 0: peak 46.0 MiB (parameters 1.5 KiB, optimizer 3.0 KiB, saved activations "
+        "device 0: peak 46.0 MiB (parameters 1.5 KiB, optimizer 3.0 KiB, saved activations "
         "16.0 MiB, activations 20.0 MiB, batch 2.0 MiB, workspace 8.0 MiB)"
     )
 
@@ -1082,6 +1083,7 @@ LONG = {name: pytest.param(name, marks=pytest.mark.slow) for name in ("crossed",
 """They have by far the longest plans."""
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize("name", [LONG.get(name, name) for name in MADE])
 def test_the_checker_sees_every_fault(name: str) -> None:
     assert not missed(name, mutants)
@@ -1143,6 +1145,7 @@ def _slips(x: Instruction) -> Iterator[Instruction]:
                 yield replace(x, role=role)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("name", [LONG.get(name, name) for name in MADE])
 def test_the_checker_sees_every_slip(name: str) -> None:
     assert not missed(name, slips)

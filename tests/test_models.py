@@ -256,6 +256,7 @@ def test_odd_shapes(config: DenseConfig) -> None:
         assert logits.isfinite().all()
 
 
+@pytest.mark.cases(fast=2)
 def test_export_gives_the_same_numbers(config: DenseConfig) -> None:
     model = sharpen(build(config))
     x = tokens(1, 11)

@@ -49,6 +49,7 @@ def mode_of(module: nn.Module) -> bool:
     return module.training
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "factor",
     [
@@ -130,6 +131,7 @@ def weight_read_elsewhere(net: Modal, i: int, x: Tensor) -> Tensor:
     return net.layers[i](x) if net.training or i else net.layers[3](x)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -152,6 +154,7 @@ def test_state_that_evaluation_needs_elsewhere_is_refused(
         compile_stages(Modal(layer))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     "factor",
     [

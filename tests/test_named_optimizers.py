@@ -177,6 +177,7 @@ TENSOR: list[Directive] = [
 ]
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("level", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_every_zero_level(name: str, level: int) -> None:
@@ -190,6 +191,7 @@ def test_every_zero_level(name: str, level: int) -> None:
         assert whole or needed.isdisjoint(bucket.parameters)
 
 
+@pytest.mark.cases(fast=99, slow=4)
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize(
     ("strategy", "parts"),
@@ -334,6 +336,7 @@ def outside(named_parameters: Named) -> torch.optim.Optimizer:
     return adamw(list(net().parameters()))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -365,6 +368,7 @@ def test_a_factory_that_fails_for_what_a_device_has() -> None:
         compiled(net(), STAGES, loss, data(), optimizer=first)
 
 
+@pytest.mark.slow
 def test_groups_by_the_place_in_the_list_are_refused_on_stages() -> None:
     def first(named_parameters: Named) -> torch.optim.Optimizer:
         (_, one), *rest = named_parameters
@@ -383,6 +387,7 @@ def test_what_is_given_names() -> None:
     assert not takes_names(lambda parameters, named_parameters=None: None)
 
 
+@pytest.mark.slow
 def test_the_smallest_difference_between_groups_is_seen() -> None:
     """A decay of 0.01 at a learning rate of 3e-4 changes nothing in a few steps; yet a slice, which
     is flat, would be in the group without decay."""

@@ -162,6 +162,7 @@ def check(
 STEP_ONCE: dict[str, Optimizer] = {"group": Counting, "hook": hooked}
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", STEP_ONCE)
 def test_an_optimizer_that_counts_steps_on_replicas(name: str, zero: int) -> None:

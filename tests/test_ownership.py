@@ -157,6 +157,7 @@ def skips(net: Net, x: Tensor) -> Tensor:
         return net.c(y * x).tanh() + x
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("forward", [passes_a_view_on, returns_a_view, splits, skips])
 def test_small_models(forward: Callable[[Net, Tensor], Any]) -> None:
     torch.manual_seed(0)

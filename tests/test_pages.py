@@ -461,6 +461,7 @@ def large(devices: int, streams: int, each: int) -> Run:
     )
 
 
+@pytest.mark.slow
 @browses
 def test_a_hundred_thousand_events(opening: Open, capsys: pytest.CaptureFixture[str]) -> None:
     with opening(timeline_page(large(5, 4, 5000))) as seen:

@@ -151,6 +151,7 @@ LOOPBACK = "0100007F"
 """127.0.0.1, as the system writes it."""
 
 
+@pytest.mark.slow
 def test_nothing_listens_where_a_stranger_could_come_from(place: Place) -> None:
     """All ports are of this machine alone, and rubbish there disturbs nothing."""
     with launch(compiled("stages")) as trainer, contextlib.ExitStack() as connections:
@@ -197,7 +198,7 @@ def test_a_compiled_class_at_the_top_of_a_script_is_imported_by_workers() -> Non
 # the same numbers, then a fault
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=6)
 @pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR])
 def test_the_numbers_of_virtual_devices(case: str, place: Place) -> None:
     with launch(compiled(case)) as trainer:

@@ -38,10 +38,23 @@ from piper.lower.lower import Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.lower.plan import Plan
 from piper.strategy import Strategy
-from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
+from tests.facts import (
+    at,
+    chain,
+    changing,
+    dropless,
+    masked,
+    mixed,
+    moe,
+    reading,
+    skip,
+    tied,
+    tying,
+)
 from tests.plan_checker import check
 
 SIZES = (1, 2, 3, 4)
+EXPERTS = ("moe", "dropless")
 DIRECTIVE = re.compile(r"\b(partition|split|place|replicate|shard|order|stream|remat)\b")
 Item = tuple[int, int, str]
 """A stage, a microbatch and a pass."""
@@ -209,7 +222,7 @@ def orders(
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     layers = draw(st.integers(1, 4), label="layers")
-    kinds = ["chain", "tied", "skip", "moe", "moe", "frozen", "masked"]
+    kinds = ["chain", "tied", "skip", "moe", "dropless", "frozen", "masked"]
     kind = draw(st.sampled_from(kinds), label="model")
     counted = draw(st.booleans(), label="counted")
     rng = random.Random(draw(st.integers(0, 2**20), label="seed"))
@@ -221,9 +234,10 @@ def cases(draw: st.DrawFn) -> Case:
         "skip": lambda: skip(max(2, layers), counted=counted),
         "masked": lambda: masked(layers, counted=counted),
         "moe": lambda: moe(layers, experts, counted=counted),
+        "dropless": lambda: dropless(layers, experts, counted=counted),
     }
     model = models[kind]()
-    name = f"{kind}({layers}{f', {experts}' if kind == 'moe' else ''}, counted={counted})"
+    name = f"{kind}({layers}{f', {experts}' if kind in EXPERTS else ''}, counted={counted})"
     layers = max(2, layers) if kind == "skip" else layers
     if draw(st.integers(0, 3)) == 0:
         alike = [p for p in model.parameters if p[-1].isdigit() or "layers" in p]
@@ -275,7 +289,7 @@ def cases(draw: st.DrawFn) -> Case:
             steps.append(place({"PP": s, "MB": range(half, batches)}, devices=other))
     else:
         placing = [place({"PP": s}, devices=groups[s], stream=f"p{s % 2}") for s in range(stages)]
-        if kind == "moe" and draw(st.integers(0, 2)) == 0:  # the experts on devices of their own
+        if kind in EXPERTS and draw(st.integers(0, 2)) == 0:  # the experts on devices of their own
             devices = sorted(rng.sample(range(6), draw(st.sampled_from([1, 2, 3, 4]))))
             placing = [
                 *(replace(p, where={**p.where, "EP": "-"}) for p in placing),
@@ -286,9 +300,11 @@ def cases(draw: st.DrawFn) -> Case:
         whole = [split(parts=batches)]
         steps += whole + placing if draw(st.booleans()) else placing + whole
     steps += draw(states(kind, stages))
-    if kind == "moe" and draw(st.integers(0, 3)):
+    if kind in EXPERTS and draw(st.integers(0, 3)):
         ways = draw(st.sampled_from([None, None, None, 1, 2, 4]))
-        steps.append(shard({"EP": "*"}, stream=draw(st.sampled_from(STREAMS)), ways=ways))
+        capacity = draw(st.sampled_from([None, 1.0, 1.5, 3])) if kind == "dropless" else None
+        stream_of = draw(st.sampled_from(STREAMS))
+        steps.append(shard({"EP": "*"}, stream=stream_of, ways=ways, capacity=capacity))
     halves = draw(st.booleans())
     how = draw(st.sampled_from(["gpipe", "1f1b", "random", "random", "shuffled", "none"]))
     streams = draw(st.lists(st.sampled_from(STREAMS), max_size=2))
@@ -353,7 +369,7 @@ def states(draw: st.DrawFn, kind: str, stages: int) -> list[Directive]:
             wheres.pop()
     elif draw(st.integers(0, 5)) == 0:
         wheres = [draw(st.sampled_from([{"embed": 0}, {"head": 0}, {"layer": 0}]))]
-    elif kind == "moe" and draw(st.booleans()):
+    elif kind in EXPERTS and draw(st.booleans()):
         wheres = [{"EP": "*"}, {"EP": "-"}]
     found: list[Directive] = []
     for where in wheres:

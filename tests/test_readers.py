@@ -185,6 +185,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.cases(fast=5, slow=6)
 @pytest.mark.parametrize(("make", "name"), most_slow(MODELS, STRATEGIES))
 def test_the_same_as_pytorch_bit_for_bit(make: type[nn.Module], name: str) -> None:
     tolerance = 1e-6 if name == "by microbatch" else 0.0  # weights on two devices
@@ -376,6 +377,7 @@ def test_branches_run_their_backwards_at_the_same_time() -> None:
     print(f"simulated: {1e3 * program.simulate(piper.Cluster.of('H100', 4)).seconds:.2f} ms")
 
 
+@pytest.mark.cases(fast=99, slow=3)
 @pytest.mark.parametrize(("make", "name"), most_slow(MODELS, ["one", "two", "four", "halves"]))
 def test_memory_is_as_predicted(make: type[nn.Module], name: str) -> None:
     program = compiled(built(make), STRATEGIES[name], mse_loss, batches(), optimizer=sgd)

@@ -293,6 +293,7 @@ def fake(x: Tensor) -> Tensor:
     return FakeTensorMode().from_tensor(x)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("convert", [fake, lambda x: x.to("meta"), Tensor.clone])
 @pytest.mark.parametrize("meta_model", [False, True], ids=["cpu-model", "meta-model"])
 def test_examples_and_models_need_no_data(

@@ -39,6 +39,7 @@ def placed(*places: Place, zero: int = 0, parts: int = 2) -> list[Directive]:
     ]
 
 
+@pytest.mark.cases(fast=8, slow=6)
 @pytest.mark.parametrize(
     "zero", [0, 2, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 3))]
 )

@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "step-00000006" / "device-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with piper.launch(program()) as trainer:
-        with pytest.warns(PiperWarning, match=r"does not go on from step 6: .*device-00001"):
+        with pytest.warns(PiperWarning, match=r"does not resume from step 6: .*device-00001"):
             run = trainer.fit(batch, steps=STEPS, resume=True, **how)
         assert [float(result) for result in run] == expected()[4:]
 
@@ -169,6 +169,7 @@ def losses(folder: Path) -> list[float]:
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "on",
     [
@@ -218,13 +219,13 @@ def test_kill_9_at_some_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on", "times"), [("virtual", 14), ("processes", 6)])
+@pytest.mark.parametrize(("on", "times"), [("virtual", 4), ("processes", 2)])
 def test_kill_9_at_many_moments(on: str, times: int, tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, on, times, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on", "times"), [("virtual", 6), ("processes", 3)])
+@pytest.mark.parametrize(("on", "times"), [("virtual", 4), ("processes", 2)])
 def test_kill_9_while_saves_are_in_the_background(on: str, times: int, tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, on, times, 2, "background")
 

@@ -38,6 +38,7 @@ from piper.models import (
 from piper.runtime.executor import Executor, LoadedPlan
 from piper.runtime.loopback import Loopback
 from piper.runtime.updating import squares
+from tests.hugging_face import DECODER, FAMILIES, GPT2
 from tests.reference import Net, slices
 from tests.test_properties import DIRECTIVE, Case, cases
 from tests.training import (
@@ -195,6 +196,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name: str) -> None:
     strategy = PIPELINES[name]
@@ -481,6 +483,7 @@ SPLIT = pipeline([[0], [1]], 8, *zero_bubble(2, 8))
 REPLICAS = pipeline([[0, 1], [2, 3]], 4, *one_f_one_b(2, 4))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("make", [Skip, Frozen, Mixed, Normed, Transposed])
 def test_models_bit_for_bit(make: type[nn.Module]) -> None:
     strategy = SPLIT if make in (Skip, Frozen) else PIPELINE
@@ -496,6 +499,7 @@ def test_models_on_replicas(make: type[nn.Module], zero: int) -> None:
     check(built(make), strategy, 8, tolerance=ULPS)
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize(
     ("make", "strategy"),
     [
@@ -574,6 +578,7 @@ def averaging(place_of_update: str, of: str, *, only_written: bool = False) -> A
     return forward
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("where", "of", "only_written"),
     [
@@ -716,6 +721,7 @@ class Dropping(Tower):
         return x + F.dropout(torch.tanh(layer(x)), 0.3, self.training)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("strategy", "tolerance"),
     [
@@ -871,6 +877,7 @@ def test_clipping_on_replicas(zero: int, limit: float, loss: Any) -> None:
     check(built(Tower), strategy, 8, clip_norm=limit, loss=loss, tolerance=ULPS)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("make", "strategy"),
     [
@@ -902,11 +909,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_bit_for_bit(name: str) -> None:
     check(built(Tower), pipeline([[0], [1]], 8), 8, optimizer=OPTIMIZERS[name])
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize(
     ("name", "zero"),
     [
@@ -936,6 +945,7 @@ def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("strategy", "tolerance", "scheduler"),
     [(PIPELINE, 0.0, warm_up), ([*REPLICAS, replicate({}, zero=3)], ULPS, decay)],
@@ -964,6 +974,7 @@ def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, lr=0.01)
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize("zero", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("make", "optimizer"), [(Tower, adafactor), (Matrices, muon)])
 def test_optimizers_that_look_at_whole_parameters(
@@ -1046,6 +1057,7 @@ def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     tensor.normal_(0.0, 0.3, generator=generator)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -1137,58 +1149,28 @@ def test_bf16_experts_learn() -> None:
 
 # models of the transformers library, tagged from outside
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 8,
-    "use_cache": False,
-}
-
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
+    return FAMILIES["Llama"].make(vocab_size=VOCAB)
 
 
 def gpt2() -> nn.Module:
     """Its head is tied to its embedding."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=8,
-        n_embd=8,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config).train()
+    return FAMILIES["GPT-2"].make(dropout=False, vocab_size=VOCAB)
 
 
 def logits_loss(output: Any, targets: Tensor) -> Tensor:
     return mean_loss(output.logits, targets)
 
 
-LLAMA_TAGS = {"model.embed_tokens": "embed", "model.layers.*": "layer", "lm_head": "head"}
-GPT2_TAGS = {"transformer.wte": "embed", "transformer.h.*": "layer", "lm_head": "head"}
-
-
 @pytest.mark.parametrize(
     ("make", "tags", "strategy", "tolerance"),
     [
-        pytest.param(llama, LLAMA_TAGS, SPLIT, 0.0, marks=pytest.mark.slow),
+        pytest.param(llama, DECODER, SPLIT, 0.0, marks=pytest.mark.slow),
         pytest.param(
-            llama, LLAMA_TAGS, [*REPLICAS, replicate({}, zero=3)], ULPS, marks=pytest.mark.slow
+            llama, DECODER, [*REPLICAS, replicate({}, zero=3)], ULPS, marks=pytest.mark.slow
         ),
-        pytest.param(
-            gpt2, GPT2_TAGS, [*REPLICAS, replicate({}, zero=2)], ULPS, marks=pytest.mark.slow
-        ),
+        pytest.param(gpt2, GPT2, [*REPLICAS, replicate({}, zero=2)], ULPS, marks=pytest.mark.slow),
     ],
     ids=["llama-split", "llama-zero-3", "gpt2-zero-2"],
 )
@@ -1198,6 +1180,7 @@ def test_transformers(
     strategy: Sequence[Directive],
     tolerance: float,
 ) -> None:
+    pytest.importorskip("transformers")
     model = built(make)
     batches = [({"input_ids": x}, (y,)) for (x,), (y,) in token_batches()]
     program = compiled(model, strategy, logits_loss, batches, tags=tags)

@@ -7,7 +7,6 @@ import ast
 import csv
 import functools
 import re
-import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -216,6 +215,7 @@ def expected(microbatches: int) -> Run:
     return plain(tower(), mean_loss, batches(microbatches), microbatches=microbatches)
 
 
+@pytest.mark.cases(fast=12, slow=10)
 @pytest.mark.parametrize(
     "more", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["smallest", "more"]
 )
@@ -260,7 +260,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: one_f_one_b(0, 2), "must be a positive whole number"),
     (lambda: mesh(pp=2, dp=4, ep=3), r"ep=3 does not divide .* \[1, 2, 4\] do"),
     (lambda: mesh(schedule="zigzag"), "unknown: one of gpipe, 1f1b, zb-h1, dualpipe, zb-v"),
-    (lambda: mesh(schedule="zb-v", virtual=3), "has 2 stage.s. a rank; for others use interleaved"),
+    (lambda: mesh(schedule="zb-v", virtual=3), "has 2 stages a rank; for others use interleaved"),
     (lambda: mesh(layout="sideways"), "layout='sideways' is unknown: one of pipeline-inner"),
     (lambda: mesh(pp=3, schedule=gpipe(2, 4)), "has 2 ranks and 4 microbatches"),
     (lambda: mesh(pp=2, microbatches=3, schedule=gpipe(2, 4)), "leave out virtual= and micro"),
@@ -274,7 +274,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Row({0: [0]}).run(), "one or more"),
     (lambda: Schedule("mine", 2).check(), "mine has no ranks"),
     (lambda: timed(gpipe(2, 4), forward=float("nan")), "forward=nan must be a length of time"),
-    (lambda: mesh(pp=2, schedule=crossed()), "(?s)cannot go on.*rank 0 at 0B0"),
+    (lambda: mesh(pp=2, schedule=crossed()), "(?s)cannot continue.*rank 0 at 0B0"),
     (lambda: Row({0: [0]}).backward_weight(), "no backward for weights waits"),
     (lambda: Schedule("mine", 2, [Row({0: [0]}).forward(0).backward(0)]).check(), "each of the 2"),
 ]
@@ -293,7 +293,7 @@ def test_weights_that_are_left_are_told() -> None:
 
 
 def test_a_schedule_that_cannot_go_on_says_where() -> None:
-    with pytest.raises(DirectiveError, match=r"(?s)cannot go on:.*rank 0 at 0B0.*rank 1 at 1F1"):
+    with pytest.raises(DirectiveError, match=r"(?s)cannot continue:.*rank 0 at 0B0.*rank 1 at 1F1"):
         timed(crossed())
 
 
@@ -331,6 +331,7 @@ COMPOSED = [
 ]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("name", "pp", "dp", "ep", "zero"), COMPOSED)
 def test_meshes_of_experts_train_as_one_device(
     name: str, pp: int, dp: int, ep: int, zero: int
@@ -347,6 +348,8 @@ def test_meshes_of_experts_train_as_one_device(
 # overlap
 
 
+@pytest.mark.slow
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("make", [dualpipev, dualpipe])
 def test_pairs_cover_exchanges_of_experts(make: Make) -> None:
     """In the plan, with exchanges that take about as long as the computation between them."""
@@ -569,10 +572,3 @@ def _lines(path: Path) -> int:
         if described or isinstance(node, ast.Import | ast.ImportFrom):
             left -= set(range(node.lineno, (node.end_lineno or 0) + 1))
     return len(left)
-
-
-@pytest.mark.slow
-def test_a_schedule_of_ones_own_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parent.parent / "examples" / "own_schedule.py"
-    runpy.run_path(str(path), run_name="__main__")
-    assert capsys.readouterr().out.splitlines()[-1] == "equal, bit for bit"

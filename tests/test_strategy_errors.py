@@ -530,7 +530,7 @@ REFUSALS = [
         [place({}, devices=[0])],
         [
             "memory_limit=1,000 is not enough",
-            "devices 0 need 166,920 bytes (163.0 KiB)",
+            "device 0 needs 166,920 bytes (163.0 KiB)",
             "largest holders: optimizer 150.0 KiB, activations 5.0 KiB",
             "zero level",
         ],
@@ -596,7 +596,7 @@ def test_the_deadlock_of_two_schedules_is_drawn() -> None:
     assert str(caught.value) == "\n".join(
         [
             f"{second}: the orders contradict each other or the flow of data, so that no device "
-            "could go on:",
+            "could continue:",
             *textwrap.indent(textwrap.dedent(drawn).strip(), "  ").splitlines(),
             f"  5:order is {first}",
             f"  6:order is {second}",

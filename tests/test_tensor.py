@@ -25,6 +25,8 @@ from piper.ir.dag import Collective
 from piper.ir.values import ExtraRole
 from piper.models import DenseConfig, DenseTransformer
 from piper.models.layers import lm_loss
+from piper.strategies import mesh
+from tests.hugging_face import FAMILIES
 from tests.tensor import DENSE, tensor_mesh
 from tests.training import (
     Batch,
@@ -33,6 +35,7 @@ from tests.training import (
     assert_same,
     compiled,
     plain,
+    sgd,
     shared_captures,
     steps,
     train,
@@ -115,6 +118,7 @@ CASES = {
 QUICK = ("dp2-zero1", "dp2-zero3-sequence")
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 )
@@ -134,7 +138,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=4)
 @pytest.mark.parametrize("case", PIPELINES, ids=lambda c: "-".join(map(str, c)))
 def test_pipelines_train_as_one_device(case: tuple[str, int, int, int, int, bool]) -> None:
     schedule, pp, dp, tp, zero, sequence = case
@@ -163,7 +167,7 @@ def test_a_pipeline_whose_stages_have_axes_of_different_sizes() -> None:
     check(dense(), strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=3)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("only", ["*.w_qkv", "*.attention.w_out", "*.mlp.w_in", "*.mlp.*"])
 def test_a_part_of_the_parameters(only: str, sequence: bool) -> None:
@@ -175,7 +179,7 @@ def test_a_part_of_the_parameters(only: str, sequence: bool) -> None:
     check(dense(), tensor(parameters=how, sequence=sequence))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=5)
 @pytest.mark.parametrize(
     "how",
     [
@@ -307,26 +311,6 @@ def test_layouts_say_what_is_sharded_and_what_is_a_partial_sum() -> None:
 # models of transformers
 
 
-def transformers() -> Any:
-    return pytest.importorskip("transformers")
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "max_position_embeddings": 16,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-GROUPED = {"num_key_value_heads": 2}
 PLAN: dict[str, int | str] = {
     "*.q_proj": "column",
     "*.k_proj": "column",
@@ -344,102 +328,24 @@ FUSED: dict[str, int | str] = {
 }
 
 
-def _causal(name: str, config_of: str = "", **changes: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        library = transformers()
-        config = getattr(library, f"{config_of or name}Config")(**{**SIZES, **changes})
-        made: nn.Module = getattr(library, f"{name}ForCausalLM")(config)
-        return made
-
-    return make
-
-
-def _gpt2(dropout: float = 0.0) -> nn.Module:
-    library = transformers()
-    config = library.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        use_cache=False,
-    )
-    made: nn.Module = library.GPT2LMHeadModel(config)
-    return made
-
-
-def _bert() -> nn.Module:
-    library = transformers()
-    config = library.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    made: nn.Module = library.BertForMaskedLM(config)
-    return made
-
-
-def _opt() -> nn.Module:
-    """In evaluation mode: in training it decides by a random number which layers to leave out."""
-    library = transformers()
-    config = library.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        ffn_dim=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        word_embed_proj_dim=16,
-        dropout=0.0,
-        use_cache=False,
-        pad_token_id=0,
-    )
-    made: nn.Module = library.OPTForCausalLM(config)
-    return made
-
-
-def _falcon(**changes: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        library = transformers()
-        config = library.FalconConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            ffn_hidden_size=24,
-            use_cache=False,
-            new_decoder_architecture=False,
-            **NO_DROPOUT,
-            **changes,
-        )
-        made: nn.Module = library.FalconForCausalLM(config)
-        return made
-
-    return make
+def _made(name: str, **changes: Any) -> Callable[[], nn.Module]:
+    return functools.partial(FAMILIES[name].make, dropout=False, **changes)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int | str]]] = {
-    "llama": (_causal("Llama"), PLAN),
-    "llama-gqa": (_causal("Llama", **GROUPED), PLAN),
-    "llama-tied": (_causal("Llama", tie_word_embeddings=True), PLAN),
-    "mistral": (_causal("Mistral", **GROUPED, sliding_window=4), PLAN),
-    "qwen2": (_causal("Qwen2", **GROUPED), PLAN),
-    "qwen3": (_causal("Qwen3", **GROUPED), PLAN),
-    "gemma": (_causal("Gemma", **GROUPED), PLAN),
-    "gemma2": (_causal("Gemma2", **GROUPED, sliding_window=4), PLAN),
-    "gemma3": (_causal("Gemma3", "Gemma3Text", **GROUPED, sliding_window=4), PLAN),
-    "olmo": (_causal("Olmo"), PLAN),
-    "olmo2": (_causal("Olmo2", **GROUPED), PLAN),
+    "llama": (_made("Llama", num_key_value_heads=4), PLAN),
+    "llama-gqa": (_made("Llama"), PLAN),
+    "llama-tied": (_made("Llama, tied"), PLAN),
+    "mistral": (_made("Mistral"), PLAN),
+    "qwen2": (_made("Qwen 2"), PLAN),
+    "qwen3": (_made("Qwen 3"), PLAN),
+    "gemma": (_made("Gemma"), PLAN),
+    "gemma2": (_made("Gemma 2"), PLAN),
+    "gemma3": (_made("Gemma 3"), PLAN),
+    "olmo": (_made("OLMo"), PLAN),
+    "olmo2": (_made("OLMo 2"), PLAN),
     "phi3": (
-        _causal("Phi3", **GROUPED),
+        _made("Phi 3"),
         {
             "*.qkv_proj": "column",
             "*.o_proj": "row",
@@ -448,7 +354,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int | str]]] = {
         },
     ),
     "gpt2": (
-        _gpt2,
+        _made("GPT-2"),
         {
             "*.c_attn": "column",
             "*.attn.c_proj": "row",
@@ -456,9 +362,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int | str]]] = {
             "*.mlp.c_proj": "row",
         },
     ),
-    "gpt-neox": (_causal("GPTNeoX", **NO_DROPOUT), FUSED),
+    "gpt-neox": (_made("GPT-NeoX"), FUSED),
     "opt": (
-        _opt,
+        _made("OPT"),
         {
             "*.q_proj": "column",
             "*.k_proj": "column",
@@ -468,10 +374,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int | str]]] = {
             "*.fc2": "row",
         },
     ),
-    "falcon": (_falcon(multi_query=False, parallel_attn=True), FUSED),
-    "falcon-multi-query": (_falcon(multi_query=True), FUSED),
+    "falcon": (_made("Falcon", new_decoder_architecture=False, multi_query=False), FUSED),
+    "falcon-multi-query": (_made("Falcon", new_decoder_architecture=False), FUSED),
+    "bloom": (_made("Bloom"), FUSED),
     "bert": (
-        _bert,
+        _made("BERT"),
         {
             "*.query": "column",
             "*.key": "column",
@@ -482,16 +389,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int | str]]] = {
         },
     ),
 }
-DECLARE_NOTHING = ("gpt2", "opt", "falcon", "falcon-multi-query", "bert")
+DECLARE_NOTHING = ("gpt2", "opt", "falcon", "falcon-multi-query", "bloom", "bert")
 SINGLE_SUMS = ("gemma", "gemma2", "gemma3", "olmo2")
 """Models that sum over rows or over shards in fp32, whatever their dtype is."""
 
 
 @functools.cache
 def library_model(name: str) -> nn.Module:
-    transformers().logging.set_verbosity_error()
+    pytest.importorskip("transformers").logging.set_verbosity_error()
     torch.manual_seed(0)
-    return moved(MODELS[name][0]().double().train(name != "opt"))
+    return moved(MODELS[name][0]().double())
 
 
 def logits_loss(output: Any, targets: Tensor) -> Tensor:
@@ -523,7 +430,7 @@ HOW = {
 }
 
 
-COMMON = ("llama", "qwen3", "phi3", "gpt2")
+COMMON = ("llama", "qwen3", "phi3", "gpt2", "bloom")
 
 
 def chosen(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -551,6 +458,52 @@ QUICK_PLANS = (("llama-gqa", "tp2"),)
 )
 def test_models_by_their_own_plan(name: str, how: str) -> None:
     check_library(name, tensor(**HOW[how], parameters=None))
+
+
+LAYERS = {"gpt2": "transformer.h.*"}
+COMPOSED = {
+    "pp2-zero1": {"pp": 2, "tp": 2, "zero": 1, "microbatches": 2},
+    "pp2-tp4-sequence": {"pp": 2, "tp": 4, "microbatches": 2, "sequence_parallel": True},
+    "pp2-dp2-zero3": {"pp": 2, "dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
+    "dp2-zero1-sequence": {"dp": 2, "tp": 2, "zero": 1, "sequence_parallel": True},
+    "cp2": {"cp": 2, "tp": 2, "microbatches": 2},
+    "pp2-cp2": {"pp": 2, "cp": 2, "tp": 2, "zero": 1, "microbatches": 2},
+}
+
+
+@functools.cache
+def captured_library(name: str) -> piper.Capture:
+    inputs, targets = tokens()[0]
+    return piper.capture(
+        library_model(name),
+        inputs=inputs,
+        targets=targets,
+        loss=logits_loss,
+        optimizer=sgd,
+        tags={LAYERS.get(name, "model.layers.*"): "layer"},
+    )
+
+
+@pytest.mark.cases(slow=7)
+@pytest.mark.parametrize("how", COMPOSED)
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-gqa", "mistral", "qwen3", "gemma", "phi3", "gpt2"]
+)
+def test_library_models_composed(name: str, how: str) -> None:
+    check_composed(name, how)
+
+
+@pytest.mark.slow
+def test_parts_that_one_axis_sends_are_not_sharded_by_another() -> None:
+    """Heads that tensor parallelism shards are the parts that context parallelism sends."""
+    check_composed("mistral", "cp2")
+
+
+def check_composed(name: str, how: str) -> None:
+    strategy = mesh(**COMPOSED[how], parameters=MODELS[name][1])
+    program = captured_library(name).compile(strategy)
+    close = 1e-5 if name in SINGLE_SUMS else CLOSE
+    assert_same(train(program, tokens()), library_run(name), close)
 
 
 # random numbers
@@ -582,7 +535,7 @@ class Dropping(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=4)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("mask", ["causal", "bool", "float", "none"])
@@ -599,7 +552,7 @@ def test_attention_draws_its_dropout_as_the_whole_does(mask: str, tp: int, seque
 @pytest.mark.parametrize("how", ["tp2", "tp4-sequence"])
 def test_gpt2_as_it_is_with_dropout(how: str) -> None:
     torch.manual_seed(0)
-    model = moved(_gpt2(0.1).double())
+    model = moved(FAMILIES["GPT-2"].make().double())
     one, several = (
         compiled(model, strategy, logits_loss, tokens())
         for strategy in (

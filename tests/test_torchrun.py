@@ -74,7 +74,7 @@ def test_many_strategies_on_four_processes(tmp_path: Path) -> None:
             if names := differences(found[name], should):
                 wrong.append(f"{name}, process {rank}: {', '.join(names)}")
         assert (tmp_path / f"refused.{rank}").read_text() == (
-            "the program runs on 1 devices, but torchrun started 4 processes: use --nproc-per-node "
+            "the program runs on 1 device, but torchrun started 4 processes: use --nproc-per-node "
             "and --nnodes so that they are as many"
         )
     assert not wrong, "\n".join(wrong)

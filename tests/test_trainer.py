@@ -144,6 +144,7 @@ PROGRAMS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cases(fast=1)
 @PROGRAMS
 def test_evaluation_changes_nothing(name: str, norm: bool) -> None:
     made = program(name, norm)
@@ -203,6 +204,7 @@ def helped_in_evaluation(self: Net, x: Tensor) -> Tensor:
         return self.b(x)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("forward", [doubled_in_training, helped_in_training, helped_in_evaluation])
 @pytest.mark.parametrize("zero", [0, *(pytest.param(z, marks=pytest.mark.slow) for z in (1, 2, 3))])
 def test_models_that_compute_something_else_in_evaluation(
@@ -283,6 +285,7 @@ def uninterrupted() -> Run:
     )
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_state_is_the_models(name: str) -> None:
     with piper.launch(made(name)) as trainer:
@@ -401,6 +404,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in STRATEGIES}
 
 
+@pytest.mark.cases(fast=12)
 @pytest.mark.parametrize("to", STRATEGIES)
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_going_on_under_another_strategy(

@@ -6,7 +6,7 @@ batched experts, adds in an order that depends on the threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -18,23 +18,12 @@ import piper
 from piper import CaptureError
 from piper.capture import capture
 from piper.directives import place
+from tests.hugging_face import BATCH, DECODER, FAMILIES, GPT2, SEQ, SIZES, VOCAB
 from tests.reference import assert_equal_to_eager
+from tests.training import Batch, assert_same, compiled, pipeline, plain, train
 
 transformers = pytest.importorskip("transformers")
-
-VOCAB, SEQ, BATCH = 31, 8, 4
-TAGS = {"model.embed_tokens": "embed", "model.layers.*": "layer", "lm_head": "head"}
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "max_position_embeddings": 16,
-    "use_cache": False,
-}
+from bench.models import Mode, examine  # noqa: E402 - it needs the library
 
 
 @pytest.fixture(autouse=True)
@@ -55,28 +44,61 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(VOCAB, (BATCH, SEQ)), torch.randint(VOCAB, (BATCH, SEQ))
 
 
-def check(model: nn.Module, tags: dict[str, str] = TAGS, **extra: Tensor) -> None:
+def check(model: nn.Module, tags: Mapping[str, str] = DECODER, **extra: Tensor) -> None:
     x, y = tokens()
     inputs = {"input_ids": x, **extra}
-    captured = assert_equal_to_eager(model.train(), inputs, (y,), loss, tags=tags)
+    captured = assert_equal_to_eager(model, inputs, (y,), loss, tags=tags)
     names = [chunk.name for chunk in captured.chunks]
     assert {"layer[0]", "layer[1]"} <= {name.split("/")[0] for name in names}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param({}, marks=pytest.mark.slow), {"num_key_value_heads": 2}],
-    ids=["mha", "gqa"],
-)
-def test_llama(changes: dict[str, Any]) -> None:
-    config = transformers.LlamaConfig(**{**SIZES, **changes})
-    check(transformers.LlamaForCausalLM(config))
+def test_llama() -> None:
+    check(FAMILIES["Llama"].make())
+
+
+@pytest.mark.cases(fast=0, slow=8)
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_trains_as_it_is(name: str, mode: Mode) -> None:
+    """In two stages with two microbatches, on dicts with labels: the losses of plain PyTorch."""
+    found = examine(FAMILIES[name], mode)
+    assert not found.refusal
+    assert found.difference == (None if mode is Mode.SHIPPED else 0.0)
+
+
+def test_layers_left_out_at_random_are_refused() -> None:
+    family = FAMILIES["OPT"]
+    with pytest.raises(CaptureError, match=r"modeling_opt\.py:\d+ .*layerdrop=0"):
+        capture(family.make(layerdrop=0.5), inputs=family.batch(), tags=family.tags)
+
+
+@pytest.mark.slow
+def test_a_microbatch_that_ignores_all_its_labels() -> None:
+    """Divided by the labels of the whole batch, it is worth nothing and harms nothing."""
+    family = FAMILIES["Llama"]
+    model = family.make().double()
+    batch = family.batch()
+    batch["labels"][: BATCH // 2] = -100
+
+    def counted(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return output.loss, (labels[:, 1:] != -100).sum()
+
+    given: Batch = ({**batch, "num_items_in_batch": 1}, (batch["labels"],))
+    program = compiled(model, pipeline([[0], [1]], 2), counted, [given], tags=family.tags)
+    found = train(program, [given])
+    assert_same(found, plain(model, counted, [given], microbatches=2))
+    torch.testing.assert_close(found.losses[0], model(**batch).loss)
+
+
+def test_a_model_without_labels_has_no_loss() -> None:
+    with pytest.raises(CaptureError, match=r"CausalLMOutput.* without one; .*'labels'"):
+        capture(FAMILIES["Llama"].make(), inputs={"input_ids": tokens()[0]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_is_left_to_the_strategy(reentrant: bool) -> None:
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
+    model = FAMILIES["Llama"].make()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     x, y = tokens()
     with pytest.warns(piper.PiperWarning, match=r"asks for activation .* piper\.remat") as caught:
@@ -87,7 +109,7 @@ def test_gradient_checkpointing_is_left_to_the_strategy(reentrant: bool) -> None
             targets=(y,),
             loss=loss,
             optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
-            tags=TAGS,
+            tags=DECODER,
         )
     assert len(caught) == 1
     with piper.launch(program) as trainer:
@@ -101,67 +123,17 @@ def test_gradient_checkpointing_is_left_to_the_strategy(reentrant: bool) -> None
 
 
 @pytest.mark.slow
-def test_llama_with_tied_embeddings() -> None:
-    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
-    check(transformers.LlamaForCausalLM(config))
-
-
-@pytest.mark.slow
-def test_qwen3() -> None:
-    config = transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 2})
-    check(transformers.Qwen3ForCausalLM(config))
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-GPT2_TAGS = {"transformer.wte": "embed", "transformer.h.*": "layer", "lm_head": "head"}
-
-
-@pytest.mark.slow
-def test_gpt2() -> None:
-    check(gpt2(), GPT2_TAGS)
-
-
-@pytest.mark.slow
 def test_gpt2_with_a_padding_mask() -> None:
     mask = torch.ones(BATCH, SEQ, dtype=torch.long)
     for row, padding in enumerate((3, 1, 0, 5)):  # some in every microbatch: else eager drops it
         mask[row, :padding] = 0
-    check(gpt2(), GPT2_TAGS, attention_mask=mask)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCAB,
-        d_model=16,
-        d_kv=4,
-        d_ff=24,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    check(FAMILIES["GPT-2"].make(dropout=False), GPT2, attention_mask=mask)
 
 
 @pytest.mark.slow
 def test_t5_whose_attention_learns_its_mask() -> None:
-    tags = {"encoder.block.*": "layer", "decoder.block.*": "layer"}
-    check(t5(), tags, decoder_input_ids=tokens()[0])
+    family = FAMILIES["T5"]
+    check(family.make(dropout=False), family.tags, decoder_input_ids=tokens()[0])
 
 
 def qwen3_moe(experts: str) -> nn.Module:
@@ -174,11 +146,10 @@ def qwen3_moe(experts: str) -> nn.Module:
 
 @pytest.mark.slow
 def test_qwen3_moe_with_batched_experts() -> None:
-    check(qwen3_moe("batched_mm"), {**TAGS, "model.layers.*.mlp.experts": "EP"})
+    check(qwen3_moe("batched_mm"), {**DECODER, "model.layers.*.mlp.experts": "EP"})
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
-def test_experts_that_decide_by_the_data_are_refused(experts: str) -> None:
+def test_experts_that_decide_by_the_data_are_refused() -> None:
     x, y = tokens()
     with pytest.raises(CaptureError, match=r"\.py:\d+"):
-        capture(qwen3_moe(experts), inputs={"input_ids": x}, targets=(y,), loss=loss, tags=TAGS)
+        capture(qwen3_moe("eager"), inputs={"input_ids": x}, targets=(y,), loss=loss, tags=DECODER)

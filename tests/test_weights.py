@@ -73,6 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FAST = ("ep4-zero3", "dp2-tp2-zero1")
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in STRATEGIES],

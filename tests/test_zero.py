@@ -223,6 +223,7 @@ def traffic(zero: int, devices: int, microbatches: int, **how: int) -> piper.Tra
     return found
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("devices", [2, slow(4)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_bytes_are_those_of_the_textbook(devices: int, microbatches: int) -> None:
@@ -296,7 +297,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=6)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("layers", "width", "tokens"),

@@ -20,6 +20,7 @@ LARGE = DenseConfig(vocab=8192, dim=512, layers=8, heads=8, mlp_dim=1536, max_se
 CONFIG = MoEConfig(vocab=67, dim=32, layers=4, heads=4, mlp_dim=48, experts=4)
 ROOMY = replace(CONFIG, capacity_factor=2.0)
 """Whose experts take as many rows of a batch however it is divided: nothing is rounded."""
+DROPLESS = replace(CONFIG, capacity_factor=None)
 ROWS, LENGTH = 16, 17
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "v-half", "dualpipev",
@@ -78,7 +79,7 @@ def source(config: DenseConfig) -> piper.Source:
 
 def batch(seed: int, config: DenseConfig = CONFIG) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(seed)
-    length = LENGTH if config in (CONFIG, ROOMY, PLAIN) else config.max_seq + 1
+    length = LENGTH if config in (CONFIG, ROOMY, DROPLESS, PLAIN) else config.max_seq + 1
     x = torch.randint(config.vocab, (ROWS, length), generator=draws)
     return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
@@ -170,10 +171,18 @@ ON_TWO: dict[str, Case] = {
     "bf16": Case(mesh(pp=2, schedule="dualpipev", microbatches=4), {"precision": "bf16"}),
     "Inductor": Case(mesh(pp=2, microbatches=4), {"compiler": "inductor"}),
     "recomputed": Case(mesh(pp=2, schedule="zb-v", microbatches=4), {"remat": "all"}),
+    "dropless": Case(mesh(dp=2, ep=2, zero=1, microbatches=2, **SMALL), config=DROPLESS),
+    "dropless with a capacity": Case(
+        mesh(dp=2, ep=2, zero=3, microbatches=2, capacity=1.9, **SMALL), config=DROPLESS, saves=True
+    ),
+    "dropless in bf16": Case(
+        mesh(dp=2, ep=2, microbatches=2), {"precision": "bf16"}, config=DROPLESS
+    ),
     "tensor": replace(tensor(tp=2, microbatches=2), saves=True),
     "tensor, sequence": tensor(tp=2, microbatches=2, sequence_parallel=True),
     "tensor in pairs": tensor(tp=2, schedule="dualpipev", microbatches=4),
     "context": tensor(cp=2, microbatches=2),
+    "context, keys gathered": tensor(cp=2, microbatches=2, attention="all_gather"),
 }
 
 ON_FOUR: dict[str, Case] = {
@@ -203,9 +212,22 @@ ON_FOUR: dict[str, Case] = {
         )
         for z in range(4)
     },
+    "dropless": Case(
+        mesh(pp=2, dp=2, ep=2, zero=2, schedule="dualpipev", microbatches=4, **SMALL),
+        config=DROPLESS,
+    ),
+    "dropless with a capacity": Case(
+        mesh(dp=4, ep=4, zero=1, capacity=3.5, **SMALL), config=DROPLESS, exact=False
+    ),
+    "dropless on other devices": Case(
+        experts_apart([0, 1], piper.Mesh([2, 3], ep=2)), config=DROPLESS
+    ),
     "tensor four ways": tensor(tp=4, microbatches=2),
     "tensor in stages": tensor(pp=2, tp=2, schedule="zb-h1", microbatches=4),
     "tensor and context": tensor(tp=2, cp=2, microbatches=2, zero=1),
+    "tensor and context, keys gathered": tensor(
+        tp=2, cp=2, microbatches=2, zero=1, attention="all_gather"
+    ),
     "clipped in bf16": Case(
         mesh(pp=2, dp=2, ep=2, zero=3, schedule="dualpipev", microbatches=4, **SMALL),
         {"precision": "bf16", "clip_norm": 0.1},

@@ -1,0 +1,140 @@
+"""Callbacks of a run: what they are told, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import piper
+from piper.callbacks import TensorBoard, WeightsAndBiases, scalars
+from piper.launch.step_result import StepResult
+from piper.strategies import mesh
+
+X = torch.ones(4, 4)
+
+
+class Net(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            with piper.annotate("layer"):
+                x = torch.tanh(layer(x))
+        return x
+
+
+class Heard:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.losses: list[float] = []
+        self.ended = 0
+
+    def on_step(self, step: int, result: StepResult) -> None:
+        self.steps.append(step)
+        self.losses.append(float(result.loss))
+
+    def on_end(self) -> None:
+        self.ended += 1
+
+
+class Failing(Heard):
+    def on_end(self) -> None:
+        raise ValueError("no more paper")
+
+
+@pytest.fixture(scope="module")
+def program() -> piper.Program:
+    torch.manual_seed(0)
+    return piper.compile(
+        Net(nn.Linear(4, 4), nn.Linear(4, 4)),
+        mesh(pp=2, microbatches=2),
+        inputs=(X,),
+        targets=(X,),
+        loss=mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
+@pytest.fixture
+def trainer(program: piper.Program) -> Iterator[piper.Trainer]:
+    with piper.launch(program) as found:
+        yield found
+
+
+def test_callbacks_are_told_of_every_step_and_of_the_end(trainer: piper.Trainer) -> None:
+    heard = Heard()
+    results = [float(r) for r in trainer.fit([(X, X)] * 3, callbacks=[heard])]
+    assert (heard.steps, heard.losses, heard.ended) == ([1, 2, 3], results, 1)
+    list(trainer.fit([(X, X)], callbacks=[heard]))
+    assert (heard.steps, heard.ended) == ([1, 2, 3, 4], 2)
+
+
+def test_a_resumed_run_counts_on(program: piper.Program, tmp_path: Path) -> None:
+    for steps, expected in ((2, [1, 2]), (3, [3])):
+        heard = Heard()
+        with piper.launch(program) as trainer:
+            run = trainer.fit(
+                lambda step: (X, X),
+                steps=steps,
+                checkpoint=tmp_path,
+                resume=True,
+                callbacks=[heard],
+            )
+            list(run)
+        assert heard.steps == expected
+
+
+def test_the_end_is_told_after_an_error_and_to_all(trainer: piper.Trainer) -> None:
+    heard = Heard()
+    with pytest.raises(ValueError, match="paper"):
+        list(trainer.fit([(X, X)], callbacks=[heard, Failing()]))
+    with pytest.raises(piper.PiperError):
+        list(trainer.fit([(X[:1], X)], callbacks=[heard]))
+    next(iter(trainer.fit([(X, X)] * 2, callbacks=[heard])))  # nobody asks for the second step
+    assert heard.ended == 3
+
+
+@pytest.mark.parametrize("wrong", [print, Heard, None])
+def test_what_is_no_callback_is_refused(trainer: piper.Trainer, wrong: object) -> None:
+    with pytest.raises(
+        piper.PiperError, match=r"callbacks\[1\] is .*: give an object with on_step"
+    ):
+        trainer.fit([(X, X)], callbacks=[Heard(), wrong])
+    with pytest.raises(piper.PiperError, match="every=0 must be"):
+        TensorBoard("runs", every=0)
+
+
+def test_scalars_are_those_of_the_result(trainer: piper.Trainer) -> None:
+    result = trainer.step(X, X)
+    found = scalars(result)
+    assert found["train/loss"] == float(result.loss)
+    assert found["train/grad_norm"] == float(result.grad_norm)
+    assert "train/grad_norm" not in scalars(trainer.evaluate(X, X))
+
+
+@pytest.mark.parametrize(
+    ("module", "callback"),
+    [("tensorboard", TensorBoard("runs")), ("wandb", WeightsAndBiases(project="p"))],
+)
+def test_a_missing_package_is_named(
+    trainer: piper.Trainer, module: str, callback: piper.callbacks.Callback
+) -> None:
+    if find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    with pytest.raises(piper.PiperError, match=f"not installed: pip install {module}"):
+        list(trainer.fit([(X, X)], callbacks=[callback]))
+
+
+def test_tensorboard_has_what_the_steps_gave(trainer: piper.Trainer, tmp_path: Path) -> None:
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = TensorBoard(tmp_path, every=2)
+    losses = [float(r) for r in trainer.fit([(X, X)] * 4, callbacks=[board])]
+    events = loading.EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [e.step for e in events] == [2, 4]
+    assert [e.value for e in events] == pytest.approx(losses[1::2])

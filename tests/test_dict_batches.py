@@ -1,0 +1,107 @@
+"""Batches that are dicts, as loaders for models of transformers give them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import piper
+from piper import PiperError, annotate
+from tests.training import Run, assert_same, compiled, data_parallel, pipeline, plain, train
+
+ROWS, WIDTH, IGNORED = 8, 6, -100
+
+
+class Classifier(nn.Module):
+    """Computes its own loss from labels: a sum, and how many were not ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            with annotate("layer"):
+                x = layer(x).tanh()
+        total = F.cross_entropy(x, labels, reduction="sum", ignore_index=IGNORED)
+        return {"total": total, "count": (labels != IGNORED).sum()}
+
+
+def loss(output: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return output["total"], output["count"]
+
+
+def dataset(rows: int) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        {
+            "labels": torch.randint(WIDTH, (), generator=draw),
+            "x": torch.randn(WIDTH, generator=draw, dtype=torch.float64),
+        }
+        for _ in range(rows)
+    ]
+
+
+def example() -> dict[str, Tensor]:
+    """Its names are in another order than a loader's."""
+    return {
+        "x": torch.zeros(ROWS, WIDTH, dtype=torch.float64),
+        "labels": torch.zeros(ROWS, dtype=torch.long),
+    }
+
+
+def program(model: nn.Module, **options: Any) -> piper.Program:
+    return compiled(model, pipeline([[0], [1]], 2), loss, [(example(), ())], **options)
+
+
+def test_a_loader_of_dicts_whose_last_batch_is_smaller() -> None:
+    model = Classifier().double()
+    loader = DataLoader(dataset(2 * ROWS + 3), batch_size=ROWS)
+    expected = plain(model, loss, [(batch, ()) for batch in loader], microbatches=1)
+    with piper.launch(program(model)) as trainer:
+        results = list(trainer.fit(loader, pad={"x": 0, "labels": IGNORED}))
+        norms = tuple(result.grad_norm for result in results)
+        found = Run(tuple(result.loss for result in results), norms, trainer.state_dict())
+    assert_same(found, expected, 1e-12)
+    assert results[-1].tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "pad", "says"),
+    [
+        ({"x": example()["x"]}, None, "nothing in place of inputs['labels']"),
+        ({**example(), "id": torch.arange(8)}, None, "inputs['id'] in place of nothing"),
+        ({k: x[:5] for k, x in example().items()}, None, "A batch has 8 rows here, and this one 5"),
+        (example(), {"x": 0}, "each of the 2 tensors of the batch, by name for a dict"),
+        (example(), (0, -100), "each of the 2 tensors of the batch, by name for a dict"),
+        (list(example().values()), None, "1 mapping of x, labels"),
+    ],
+)
+def test_dicts_that_are_refused(batch: Any, pad: Any, says: str) -> None:
+    with (
+        piper.launch(program(Classifier().double())) as trainer,
+        pytest.raises(PiperError, match=re.escape(says)),
+    ):
+        list(trainer.fit([batch], pad=pad))
+
+
+def test_values_without_dimensions() -> None:
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.slope * x
+
+    batches = [((torch.tensor(3.0),), (torch.tensor(1.0),))] * 2
+    program = compiled(Line(), data_parallel(1, 1), F.mse_loss, batches)
+    assert_same(train(program, batches), plain(Line(), F.mse_loss, batches, microbatches=1))
+    with pytest.raises(PiperError, match=r"a batch of 1 .* does not divide"):
+        compiled(Line(), data_parallel(2, 1), F.mse_loss, batches)
