@@ -3,6 +3,7 @@
     pipelines   real kernels on two workers: 1F1B, interleaved, ZB-V, DualPipeV
     data        data parallelism and ZeRO on the loopback, with one microbatch and with several
     slow        the same at 200 Mbit/s, in a network namespace
+    dropless    a mixture of experts without dropped tokens, beside TorchTitan's way of dispatch
     tensor      tensor and sequence parallelism, with one microbatch and with several
     emulated    schedules of sleeping blocks on 4, 8 and 16 workers
     experts     a mixture of experts over a link as slow as its compute
@@ -37,6 +38,7 @@ SETS: dict[str, list[list[str]]] = {
         ["data_parallel.py", "--slow", "200"],
         ["data_parallel.py", "--slow", "200", "--microbatches", "4"],
     ],
+    "dropless": [["expert_parallel.py", "--microbatches", "1"], ["expert_parallel.py"]],
     "tensor": [["tensor_parallel.py", "--microbatches", "1"], ["tensor_parallel.py"]],
     "emulated": [["emulated_pipelines.py"]],
     "experts": [["overlap.py", "--microbatches", "64", "--rows", "4"], ["overlap.py", "--emulate"]],
@@ -48,6 +50,7 @@ QUICK = {
     "pipelines.py": [*SMALL, "--microbatches", "4"],
     "data_parallel.py": SMALL,
     "tensor_parallel.py": SMALL,
+    "expert_parallel.py": SMALL,
     "emulated_pipelines.py": ["--workers", "4", "--seconds", "0.005", "--rounds", "2"],
     "overlap.py": ["--rows", "2", "--microbatches", "4", "--rounds", "3"],
     "overhead.py": ["--rounds", "5"],

@@ -22,7 +22,6 @@ fails.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Annotated
 
 import slow_link
@@ -121,9 +120,7 @@ def main(
     os.environ |= ENVIRONMENT | (KEEPING if keep else {})
     config = reference(layers, dim, seq, vocab)
     work = Work(config, WORKERS, microbatches, rows, fused)
-    costs = piper.Cluster.of("CPU", WORKERS).costs()
-    if slow is not None:
-        costs = replace(costs, bytes_per_second=1e6 * slow / 8)
+    costs = slow_link.costs(slow, WORKERS)
     absent = missing()
     cases = []
     for zero in level if level is not None else (0, 1, 2, 3):
@@ -132,9 +129,8 @@ def main(
         found = turns(work.batch, ways, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
         if others := theirs(found):
             cases.append(Case(f"zero={zero}", best(found, others), found))
-    link = "loopback" if slow is None else f"{slow:g} Mbit/s"
     comparison = Comparison(
-        f"data parallel, {link}, {microbatches} microbatch{'es' * (microbatches > 1)}",
+        f"data parallel, {slow_link.described(slow, microbatches)}",
         f"{WORKERS} workers, {rows} x {seq} tokens a microbatch each, torch {torch.__version__}",
         cases,
         [absent] if absent else [],

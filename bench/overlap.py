@@ -54,6 +54,7 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the model, at least 4.")] = 4,
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch on each worker.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
+    dropless: Annotated[bool, typer.Option(help="Rows sorted by expert, none dropped.")] = False,
     rounds: Annotated[int, typer.Option(help="How often each strategy is timed.")] = 7,
     file: File = None,
 ) -> None:
@@ -64,7 +65,11 @@ def main(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ranks = 2 if emulate else 1
-    model, loss, x = (_sleepers if emulate else _experts)(layers, WAYS * rows * microbatches)
+    model, loss, x = (
+        _sleepers(layers, WAYS * rows * microbatches)
+        if emulate
+        else _experts(layers, WAYS * rows * microbatches, None if dropless else 1.25)
+    )
     schedules = {"1F1B": one_f_one_b(ranks, microbatches)}
     for name, make in {"DualPipeV": dualpipev, "DualPipe": dualpipe}.items():
         if make is dualpipev or emulate:
@@ -112,9 +117,9 @@ def main(
     comparison.conclude(file)
 
 
-def _experts(layers: int, rows: int) -> tuple[nn.Module, Any, Tensor]:
+def _experts(layers: int, rows: int, capacity: float | None) -> tuple[nn.Module, Any, Tensor]:
     sizes = {"dim": DIM, "heads": 4, "mlp_dim": 2 * DIM, "max_seq": SEQ, "layers": layers}
-    config = MoEConfig(vocab=VOCAB, experts=4, top_k=2, **sizes)
+    config = MoEConfig(vocab=VOCAB, experts=4, top_k=2, capacity_factor=capacity, **sizes)
     return MoETransformer(config), lm_loss, torch.randint(VOCAB, (rows, SEQ))
 
 

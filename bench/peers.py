@@ -54,12 +54,7 @@ class Replicated(Divided):
         optimizer = work.optimizer(net.parameters())
 
         def step(xs: list[Tensor], ys: list[Tensor]) -> Tensor:
-            total = torch.zeros((), device=self.device)
-            for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-                with net.no_sync() if i + 1 < len(xs) else contextlib.nullcontext():
-                    loss = work.loss(net(x), y) / len(xs)
-                    loss.backward()
-                total += loss.detach()
+            total = accumulated(net, work, xs, ys)
             if self.reports:
                 _report(total, net)
             optimizer.step()
@@ -67,6 +62,18 @@ class Replicated(Divided):
             return total
 
         return step
+
+
+def accumulated(net: Any, work: Work, xs: list[Tensor], ys: list[Tensor]) -> Tensor:
+    """Gradients of all microbatches, which ``DistributedDataParallel`` sums with the last; their
+    mean loss."""
+    total = torch.zeros((), device=xs[0].device)
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        with net.no_sync() if i + 1 < len(xs) else contextlib.nullcontext():
+            loss = work.loss(net(x), y) / len(xs)
+            loss.backward()
+        total += loss.detach()
+    return total
 
 
 @dataclass(frozen=True, slots=True)

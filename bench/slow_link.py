@@ -6,6 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+
+import piper
 
 INSIDE = "PIPER_BENCH_SLOW_LINK"
 
@@ -63,3 +66,17 @@ _NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True)
+
+
+def costs(mbits_per_second: float | None, workers: int) -> piper.Costs:
+    """What communication costs on so many workers of this machine, over such a link."""
+    found = piper.Cluster.of("CPU", workers).costs()
+    if mbits_per_second is None:
+        return found
+    return replace(found, bytes_per_second=1e6 * mbits_per_second / 8)
+
+
+def described(mbits_per_second: float | None, microbatches: int) -> str:
+    """The link and the size of a step, as titles have them."""
+    link = "loopback" if mbits_per_second is None else f"{mbits_per_second:g} Mbit/s"
+    return f"{link}, {microbatches} microbatch{'es' * (microbatches > 1)}"

@@ -13,7 +13,6 @@ With ``--slow`` the workers talk over a link of so many Mbit/s, in a network nam
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Annotated
 
 import slow_link
@@ -74,9 +73,7 @@ def main(
     slow_link.enter(slow)
     os.environ |= ENVIRONMENT | (KEEPING if keep else {})
     work = Work(reference(layers, dim, seq, vocab), WORKERS, microbatches, rows, fused)
-    costs = piper.Cluster.of("CPU", WORKERS).costs()
-    if slow is not None:
-        costs = replace(costs, bytes_per_second=1e6 * slow / 8)
+    costs = slow_link.costs(slow, WORKERS)
     cases = []
     for sequence in (False, True):
         sides: dict[str, piper.Program | Way] = {"piper": program(work, sequence, "1f1b", costs)}
@@ -86,10 +83,8 @@ def main(
         found = turns(work.batch, sides, starter(WORKERS), rounds=rounds, turn=turn, warm=warm)
         name = "sequence parallel" if sequence else "tensor parallel"
         cases.append(Case(name, best(found, theirs(found)), found))
-    link = "loopback" if slow is None else f"{slow:g} Mbit/s"
-    several = "es" * (microbatches > 1)
     comparison = Comparison(
-        f"tensor parallel, {link}, {microbatches} microbatch{several}",
+        f"tensor parallel, {slow_link.described(slow, microbatches)}",
         f"{WORKERS} workers, {WORKERS * rows} x {seq} tokens a microbatch, "
         f"torch {torch.__version__}",
         cases,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.models import DenseConfig, DenseTransformer, lm_loss
+from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 
 
 def reference(layers: int, dim: int, seq: int, vocab: int) -> DenseConfig:
@@ -22,7 +22,7 @@ def reference(layers: int, dim: int, seq: int, vocab: int) -> DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A dense transformer, trained by some workers on random tokens."""
+    """A transformer, dense or with experts, trained by some workers on random tokens."""
 
     config: DenseConfig
     workers: int
@@ -32,9 +32,10 @@ class Work:
     fused: bool = True
     """Whether AdamW is."""
 
-    def model(self) -> DenseTransformer:
+    def model(self) -> Any:
         torch.manual_seed(0)
-        return DenseTransformer(self.config)
+        kind = MoETransformer if isinstance(self.config, MoEConfig) else DenseTransformer
+        return kind(self.config)
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
