@@ -57,11 +57,13 @@ class Shot:
 
 
 def run_page(page: Path) -> dict[str, Any]:
-    """The names that the snippets of a page define."""
+    """The names that the snippets of a page define; what they write is thrown away."""
     found: dict[str, Any] = {"__name__": "__main__"}
-    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(code, page.name, "exec"), found)
+    snippets = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for code in snippets:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(code, page.name, "exec"), found)
     return found
 
 
