@@ -41,6 +41,8 @@ def scalars(result: StepResult) -> dict[str, float]:
     }
     if result.grad_norm is not None:
         found["train/grad_norm"] = float(result.grad_norm)
+    for name, value in result.outputs.items():
+        found[f"train/{name}"] = float(value)
     for module, imbalance in result.expert_imbalance.items():
         found[f"expert_imbalance/{module}"] = imbalance
     return found

@@ -8,7 +8,6 @@ says what does not fit.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from piper.capture.code import Code, Piece
@@ -17,6 +16,7 @@ from piper.capture.model import Precision
 from piper.capture.program import SAVED, ChunkProgram, Kind, Pass, Ref
 from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
+from piper.code_checks import check_code, in_range, known
 from piper.ir.dag import Dag, ShardRule
 from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
 from piper.program import Program
@@ -40,7 +40,7 @@ def check(program: Program) -> None:
         raise MalformedError("settings.fused: it does not say whether the compiler fuses")
     for name, code in (("code", program.code), ("evaluation_code", program.evaluation_code)):
         with within(name):
-            _code(code)
+            check_code(code)
     for name, facts, code in (
         ("facts", program.facts, program.code),
         ("evaluation_facts", program.evaluation_facts, program.evaluation_code),
@@ -63,18 +63,6 @@ def check_placed(program: Program, training: Dag, evaluation: Dag) -> None:
             parts = dag.microbatches[1] if dag.microbatches else 1
             with within("example"):
                 _example(program, code, parts)
-
-
-def _in_range(numbers: Sequence[int], count: int, what: str) -> None:
-    for number in numbers:
-        if not 0 <= number < count:
-            raise MalformedError(f"there is no {what} {number}")
-
-
-def _distinct(items: Sequence[object], what: str) -> None:
-    twice = [item for item, n in Counter(items).items() if n > 1]
-    if twice:
-        raise MalformedError(f"the {what} {shown(twice[0])} is there twice")
 
 
 # the facts of the model
@@ -102,6 +90,8 @@ def _model(model: Model, code: Code, n: int, program: Program) -> None:
     """The facts are those of the code at the shapes of groups of ``n`` devices."""
     if (model.loss, model.count) != (code.loss, code.count):
         raise MalformedError("its loss is not the loss of the code")
+    if model.outputs != tuple(code.outputs.values()):
+        raise MalformedError("its outputs are not those of the code")
     if model.batch != program.example.size:
         raise MalformedError(f"batch is {model.batch}, the example's {program.example.size}")
     specs = code.values[n]
@@ -153,7 +143,7 @@ def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
     if ends != (piece.inputs, piece.outputs, piece.parameters, piece.buffers, piece.updates):
         raise MalformedError("its ends are not those of the piece of code")
     if chunk.sorted_rows is not None:
-        _in_range([chunk.sorted_rows.counts], len(chunk.inputs), "input")
+        in_range([chunk.sorted_rows.counts], len(chunk.inputs), "input")
         _sizes((chunk.sorted_rows.experts, chunk.sorted_rows.rows))
     if chunk.random != made.functions[Pass.F].random:
         raise MalformedError("random: the code says otherwise")
@@ -192,7 +182,7 @@ def _variant(variant: Variant, piece: Piece, made: ChunkProgram) -> None:
                 for ref in own:
                     if ref.kind not in kinds or (ref.term and ref.kind is not Kind.INPUT_GRAD):
                         raise MalformedError(f"a pass has no {ref} there")
-                    _in_range([ref.index], ends.get(ref.kind, 1), ref.kind.value)
+                    in_range([ref.index], ends.get(ref.kind, 1), ref.kind.value)
                 if _of(own, _GRADIENTS) != _of(wanted, _GRADIENTS):
                     raise MalformedError("its gradients are not those of the code")
             sizes = (facts.flops, facts.workspace, facts.moved, facts.moved_fused)
@@ -221,109 +211,6 @@ def _sizes(numbers: Iterable[int]) -> None:
     for number in numbers:
         if number < 0:
             raise MalformedError(f"{number} is not a valid size")
-
-
-def _known(names: Sequence[str], known: Collection[str], what: str) -> None:
-    for name in names:
-        if name not in known:
-            raise MalformedError(f"there is no {what} {shown(name)}")
-
-
-# what chunks do
-
-
-def _code(code: Code) -> None:
-    if not code.programs or 0 in code.programs or code.programs.keys() != code.values.keys():
-        raise MalformedError("it is for groups of no size, or values are of other sizes")
-    for n, specs in code.values.items():
-        if len(code.programs[n]) != len(code.pieces):
-            raise MalformedError(f"{len(code.pieces)} pieces, but {len(code.programs[n])} programs")
-        _in_range([code.loss, *([] if code.count is None else [code.count])], len(specs), "value")
-        for place, piece in enumerate(code.pieces):
-            with within(f"pieces[{place}]"):
-                _in_range((*piece.inputs, *piece.outputs), len(specs), "value")
-    for place, piece in enumerate(code.pieces):
-        with within(f"pieces[{place}]"):
-            _known(piece.parameters, code.parameters, "parameter")
-            _known(piece.updates, piece.buffers, "buffer of the piece")
-            for ends in (piece.inputs, piece.outputs, piece.parameters, piece.buffers):
-                _distinct(ends, "end")
-    _order(code)
-    if code.parameters.keys() != {name for piece in code.pieces for name in piece.parameters}:
-        raise MalformedError("parameters: they are not those of its pieces")
-    seen: set[tuple[int, int]] = set()
-    for row in code.programs.values():
-        for place, (piece, chunk) in enumerate(zip(code.pieces, row, strict=True)):
-            if (place, id(chunk)) not in seen:
-                seen.add((place, id(chunk)))
-                with within(f"programs of {piece.name}"):
-                    _refs(chunk, piece)
-
-
-def _order(code: Code) -> None:
-    """Every value is made once, before it is taken; what no piece makes is of the batch."""
-    made = [value for piece in code.pieces for value in piece.outputs]
-    _distinct(made, "output")
-    for value in (code.loss, code.count):
-        if value is not None and value not in made:
-            raise MalformedError("no piece makes the loss, or what it is divided by")
-    later = set(made)
-    for place, piece in enumerate(code.pieces):
-        if early := later.intersection(piece.inputs):
-            raise MalformedError(f"pieces[{place}]: it takes value {min(early)} before it is made")
-        later.difference_update(piece.outputs)
-
-
-def _refs(chunk: ChunkProgram, piece: Piece) -> None:
-    """What the passes of a program take and make is what its piece has."""
-    ends = {
-        Kind.PARAMETER: len(piece.parameters),
-        Kind.PARAMETER_GRAD: len(piece.parameters),
-        Kind.BUFFER: len(piece.buffers),
-        Kind.UPDATE: len(piece.updates),
-        Kind.INPUT: len(piece.inputs),
-        Kind.INPUT_GRAD: len(piece.inputs),
-        Kind.OUTPUT: len(piece.outputs),
-        Kind.OUTPUT_GRAD: len(piece.outputs),
-    }
-    for ref in chunk.specs:
-        if ref.kind in ends:
-            _in_range([ref.index], ends[ref.kind], ref.kind.value)
-        before = Ref(ref.kind, ref.index, ref.term - 1)
-        if ref.term and (ref.kind is not Kind.INPUT_GRAD or before not in chunk.specs):
-            raise MalformedError(f"{ref} is a term of nothing, or not the next one")
-    made = {
-        Kind.SAVED: chunk.functions[Pass.F].results,
-        Kind.SAVED_FOR_BW: chunk.functions[Pass.F].results,
-        Kind.BI_SAVED: chunk.functions[Pass.BI].results if Pass.BI in chunk.functions else (),
-    }
-    for which, function in chunk.functions.items():
-        for ref in function.arguments:
-            if ref.kind in made and ref not in made[ref.kind]:
-                raise MalformedError(f"the pass {which.value} reads {ref}, which no pass makes")
-    for kind, refs in made.items():
-        own = [ref for ref in refs if ref.kind is kind]
-        if own != [Ref(kind, i) for i in range(len(own))]:
-            raise MalformedError(f"its {kind.value} tensors are not numbered in order")
-    _consumed(chunk)
-    for kind, wanted in ((Kind.OUTPUT, piece.outputs), (Kind.UPDATE, piece.updates)):
-        results = chunk.functions[Pass.F].results
-        if {ref.index for ref in results if ref.kind is kind} != set(range(len(wanted))):
-            raise MalformedError(f"the pass F does not make every {kind.value}")
-
-
-def _consumed(chunk: ChunkProgram) -> None:
-    """A pass overwrites only what is its own, and no later one reads."""
-    functions = chunk.functions
-    later = functions[Pass.BW].arguments if Pass.BW in functions else ()
-    for which, function in functions.items():
-        kept = later if which is Pass.BI else ()
-        for ref in function.consumes:
-            if which is Pass.F or ref.kind not in _OWN or ref in kept:
-                raise MalformedError(f"the pass {which.value} must not overwrite {ref}")
-
-
-_OWN = (*SAVED, Kind.BI_SAVED, Kind.INPUT)
 
 
 # what the strategy says
@@ -387,7 +274,7 @@ def _names(program: Program) -> None:
     names = program.names
     if names.keys.keys() != names.shapes.keys():
         raise MalformedError("keys and shapes are of different tensors")
-    _known(sorted(program.parameters), set(names.keys.values()), "key for")
+    known(sorted(program.parameters), set(names.keys.values()), "key for")
     for key, name in names.keys.items():
         spec = program.parameters.get(name)
         if spec is not None and spec.shape != names.shapes[key]:

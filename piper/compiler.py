@@ -25,6 +25,7 @@ from piper.capture.experts import trace_share
 from piper.capture.joint import Joint
 from piper.capture.local_chunks import Sharding
 from piper.capture.model import Captured
+from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own
 from piper.capture.owners import consume_inputs
 from piper.capture.rows import Rows, rows_of
@@ -50,7 +51,12 @@ from piper.strategy import Strategy
 from piper.traces import Subject, Traces
 from piper.training import Training
 from piper.weight_files import Init, WeightFiles
-from piper.wiring import refuse_different, refuse_other_share, with_sorted_shares
+from piper.wiring import (
+    refuse_different,
+    refuse_other_rows,
+    refuse_other_share,
+    with_sorted_shares,
+)
 
 
 def capture(
@@ -59,6 +65,7 @@ def capture(
     inputs: Sequence[Any] | Mapping[str, Any],
     targets: Sequence[Any] = (),
     loss: Loss | None = None,
+    outputs: Outputs | None = None,
     optimizer: OptimizerFactory | None = None,
     scheduler: SchedulerFactory | None = None,
     tags: Mapping[str, str] | None = None,
@@ -75,7 +82,10 @@ def capture(
 
     ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
     ``loss`` may be left out if the model returns one itself, like those of transformers that are
-    given labels. ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without
+    given labels. ``outputs`` chooses what is reported beside the loss: a function of the same
+    arguments that returns a dict of tensors. Of single numbers every step reports the mean; a
+    tensor with the rows of the batch is returned by ``evaluate``.
+    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without
     one nothing is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a
     step.
     ``init`` fills the parameters of a model on the meta device, or is ``piper.weights(folder)``,
@@ -86,7 +96,9 @@ def capture(
     random operations.
     """
     chosen = loss_or_own(loss, targets)
-    subject = Subject(model, inputs, targets, chosen, tags, device, compiler, remat, precision)
+    subject = Subject(
+        model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
+    )
     training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
     return _capture(subject, training, init)
 
@@ -98,6 +110,7 @@ def compile(
     inputs: Sequence[Any] | Mapping[str, Any],
     targets: Sequence[Any] = (),
     loss: Loss | None = None,
+    outputs: Outputs | None = None,
     optimizer: OptimizerFactory | None = None,
     scheduler: SchedulerFactory | None = None,
     tags: Mapping[str, str] | None = None,
@@ -116,7 +129,9 @@ def compile(
     row, whose arguments these are."""
     _check_strategy(strategy)
     chosen = loss_or_own(loss, targets)
-    subject = Subject(model, inputs, targets, chosen, tags, device, compiler, remat, precision)
+    subject = Subject(
+        model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
+    )
     training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
     captured = _capture(subject, training, init)
     return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
@@ -187,6 +202,7 @@ class Capture:
             evaluation = placed
             if self._traces.depends_on_mode(first.microbatches):
                 again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
+                refuse_other_rows(again[min(again)], self._rows_of(again))
                 evaluation = self._placed_for_evaluation(strategy.as_in(placed.dag), again)
             forwards = lower_forwards(evaluation.dag, evaluation.facts.models, settings, found.dag)
         loss = self._subject.loss
@@ -272,10 +288,7 @@ class Capture:
         self, models: Mapping[int, Model], captured: Mapping[int, Captured]
     ) -> dict[int, Model]:
         """``models`` with what is known of where rows are."""
-        most = captured[min(captured)]  # of one row, nothing would be seen
-        if id(most) not in self._rows:
-            self._rows[id(most)] = rows_of(most.cut, most.example.size // most.microbatches)
-        rows = self._rows[id(most)]
+        rows = self._rows_of(captured)
         return {
             n: replace(
                 model,
@@ -287,6 +300,12 @@ class Capture:
             )
             for n, model in models.items()
         }
+
+    def _rows_of(self, captured: Mapping[int, Captured]) -> Mapping[int, Rows]:
+        most = captured[min(captured)]  # of one row, nothing would be seen
+        if id(most) not in self._rows:
+            self._rows[id(most)] = rows_of(most.cut, most.example.size // most.microbatches)
+        return self._rows[id(most)]
 
     def _placed_for_evaluation(
         self, strategy: Strategy, captured: Mapping[int, Captured]

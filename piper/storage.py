@@ -65,7 +65,7 @@ from piper.reading import (
 from piper.strategy import Strategy
 from piper.training import Training
 
-_FORMAT = Format("program", 9)
+_FORMAT = Format("program", 10)
 
 
 def save(program: Program, folder: Path) -> None:
@@ -288,11 +288,12 @@ def _code_to_json(code: Code, graphs: _Graphs) -> dict[str, Any]:
         "values": [[n, [spec_to_json(s) for s in row]] for n, row in code.values.items()],
         "loss": code.loss,
         "count": code.count,
+        "outputs": [[name, value] for name, value in code.outputs.items()],
         "parameters": [[name, spec_to_json(spec)] for name, spec in code.parameters.items()],
     }
 
 
-_CODE = ("pieces", "programs", "values", "loss", "count", "parameters")
+_CODE = ("pieces", "programs", "values", "loss", "count", "outputs", "parameters")
 
 
 def _code_from_json(
@@ -312,6 +313,7 @@ def _code_from_json(
         values=_part(data, "values", lambda item: pairs(item, count, specs)),
         loss=_part(data, "loss", count),
         count=_part(data, "count", lambda item: None if item is None else count(item)),
+        outputs=_part(data, "outputs", lambda item: pairs(item, string, count)),
         constants=constants,
         parameters=_part(data, "parameters", lambda item: pairs(item, string, spec_from_json)),
     )

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from piper.capture.batch import Batch
 from piper.capture.blame import LOSS_PREFIX
 from piper.capture.model import Captured, capture, trace
+from piper.capture.outputs import NamedOutputs, Outputs
 from piper.capture.own_loss import Loss
 from piper.errors import CaptureError
 
@@ -29,6 +31,7 @@ class Subject:
     compiler: str
     remat: str | None
     precision: str
+    outputs: Outputs | None = None
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
@@ -55,14 +58,14 @@ class Traces:
     def training(self, parts: int) -> Captured:
         """The model as it sees one of ``parts`` equal parts of the batch."""
         if parts not in self._training:
-            self._training[parts] = self._capture(parts)
+            self._training[parts] = self._capture(parts, rows=False)
         return self._training[parts]
 
     def evaluation(self, parts: int) -> Captured:
         """The same in evaluation mode."""
         if parts not in self._evaluation:
             with self._evaluating():
-                self._evaluation[parts] = self._capture(parts)
+                self._evaluation[parts] = self._capture(parts, rows=True)
         return self._evaluation[parts]
 
     def depends_on_mode(self, parts: int) -> bool:
@@ -71,7 +74,7 @@ class Traces:
         refused."""
         if parts not in self._by_mode:
             self._by_mode[parts] = self._compared(parts)
-        return self._by_mode[parts]
+        return self._by_mode[parts] or self._subject.outputs is not None
 
     def _compared(self, parts: int) -> bool:
         with self._evaluating():
@@ -88,17 +91,21 @@ class Traces:
             )
         return True
 
-    def _capture(self, parts: int) -> Captured:
+    def _capture(self, parts: int, *, rows: bool) -> Captured:
         it = self._subject
-        return capture(it.model, compiler=it.compiler, remat=it.remat, **self._how(parts))
+        return capture(it.model, compiler=it.compiler, remat=it.remat, **self._how(parts, rows))
 
     def _text(self, parts: int) -> str:
-        return trace(self._subject.model, **self._how(parts))
+        return trace(self._subject.model, **self._how(parts, rows=False))
 
-    def _how(self, parts: int) -> dict[str, Any]:
-        """What both ways of tracing are given."""
+    def _how(self, parts: int, rows: bool) -> dict[str, Any]:
+        """What both ways of tracing are given; with ``rows`` outputs that have rows are kept."""
+        it = self._subject
         names = ("inputs", "targets", "loss", "tags", "device", "precision")
-        return {name: getattr(self._subject, name) for name in names} | {"microbatches": parts}
+        found = {name: getattr(it, name) for name in names} | {"microbatches": parts}
+        size = Batch.of(it.inputs, it.targets).size // parts if rows else None
+        found["outputs"] = None if it.outputs is None else NamedOutputs(it.outputs, size)
+        return found
 
     def _evaluating(self) -> AbstractContextManager[None]:
         return _evaluating(self._subject.model, self._subject.loss)

@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from piper.capture.code import outputs_of
+from piper.capture.model import Captured
+from piper.capture.rows import Rows
 from piper.capture.saving import RematPolicy
-from piper.errors import PiperError
+from piper.errors import CaptureError, PiperError
 from piper.ir.facts import ChunkFacts, Model, Variant
 
 
@@ -28,6 +31,18 @@ def refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> No
                 f"the model computes differently on a share of the batch for groups of {n} "
                 f"device{'s' * (n > 1)} than for groups of {size}: {reason} give all regions "
                 "groups of one size"
+            )
+
+
+def refuse_other_rows(captured: Captured, rows: Mapping[int, Rows]) -> None:
+    """Outputs are put together from the rows that devices have of them."""
+    for name, value in outputs_of(captured).items():
+        shape = captured.cut.values[value].spec.shape
+        if shape and (rows[value].dim != 0 or rows[value].scrambled):
+            raise CaptureError(
+                f"the output {name!r} does not have the rows of the batch, one after another, in "
+                f"its first dimension (of {list(shape)}): transpose it to that, or give a single "
+                "number, such as its mean"
             )
 
 

@@ -63,6 +63,7 @@ def check(
     order = checker.run()
     checker.check_slots(order)
     checker.check_contents(order)
+    checker.check_returned()
     for c in range(len(plans)):
         checker.check_frees(c)
     checker.check_order()
@@ -499,7 +500,7 @@ class _Checker:
                     writer[slot] = pc
 
     def check_frees(self, c: int) -> None:
-        """Every slot is freed once, by the last instruction that uses it."""
+        """Every slot is freed once, by the last instruction that uses it, or is the caller's."""
         last: dict[int, int] = dict.fromkeys(self.plans[c].first_slots, -1)
         freed: dict[int, int] = {}
         for pc, x in enumerate(self.plans[c].instructions):
@@ -507,6 +508,10 @@ class _Checker:
             again = [slot for slot in x.frees if slot in freed]
             self._must(not again, (c, pc), f"frees s{again}, which are freed")
             freed |= dict.fromkeys(x.frees, pc)
+        for slot, *_ in self.plans[c].returned:
+            if slot in freed or slot not in last:
+                raise PlanError(f"plan of {self.plans[c].devices} returns s{slot}, which is free")
+            del last[slot]
         if freed != last:
             wrong = sorted(s for s in last if freed.get(s) != last[s])
             raise PlanError(f"plan of {self.plans[c].devices} does not free s{wrong} in time")
@@ -828,6 +833,8 @@ class _Checker:
         elif op.kind is CollectiveKind.ALL_GATHER:
             for at in together:
                 self._gather(at, op)
+        elif self.get(together[0]).role is ExtraRole.OUTPUT:
+            self._mean(together, op)
         elif self.get(together[0]).role in (ExtraRole.LOSS, ExtraRole.NORM):
             self._sum_up(together, op)
         elif self.get(together[0]).role is ExtraRole.LOAD:
@@ -1042,6 +1049,50 @@ class _Checker:
             wanted = self._losses()
             self._must(losses == wanted, together[0], f"sums {losses}, should sum {wanted}")
 
+    def _mean(self, together: list[At], op: Collective) -> None:
+        """The mean of a number over the parts of all microbatches."""
+        of = self.get(together[0]).of
+        scalar = of in self.dag.model.outputs and not self.dag.model.values[of].shape
+        everyone = op.groups == (tuple(sorted(self.class_of)),)
+        good = scalar and everyone and op.kind is CollectiveKind.ALL_REDUCE
+        self._must(good, together[0], f"is {op}, not the mean of an output over all devices")
+        parts = {v: n.parts for n in self.dag.nodes for v in n.writes}
+        found: Counter[tuple[int, int]] = Counter()
+        for at in together:
+            self._is(at, ExtraRole.OUTPUT, of)
+            x, weights = self.get(at), []
+            for slot in x.reads:
+                content = self.slots[at[0]][slot]
+                good = isinstance(content, _Tensor) and content.form == "plain"
+                self._must(good, at, f"sums {content}")
+                found.update((content.value, d) for d in self.plans[at[0]].devices)
+                weights.append(1 / (self._microbatches() * parts[content.value]))
+            self._must(x.weights == tuple(weights), at, f"weighs by {x.weights}, not {weights}")
+            self._write(at, self._one(at, x.writes), _OfAll(ExtraRole.OUTPUT, of))
+        wanted = self._made({of})
+        self._must(found == wanted, together[0], f"sums {found}, should sum {wanted}")
+        self.sums[ExtraRole.OUTPUT] += 1
+
+    def check_returned(self) -> None:
+        """Every block of rows of every output that has rows is somebody's to return, once."""
+        values = self.dag.model.values
+        wanted = self._made({of for of in self.dag.model.outputs if values[of].shape})
+        found: Counter[tuple[int, int]] = Counter()
+        for c, plan in enumerate(self.plans):
+            for slot, value, microbatch, group in plan.returned:
+                content = self.slots[c][slot]
+                good = isinstance(content, _Tensor) and content.form == "plain"
+                if not good or self.dag.table.value(content.value)[0].of != value:
+                    raise PlanError(f"devices {plan.devices}: s{slot} is {content}, not {value}")
+                maker = next(n for n in self.dag.nodes if content.value in n.writes)
+                rows = [maker.replica(maker.devices.index(d)) for d in plan.devices]
+                if maker.compute.microbatch != microbatch or set(rows) != {group}:
+                    raise PlanError(f"devices {plan.devices}: s{slot} is of other rows")
+                found.update((content.value, d) for d in plan.devices)
+                self.slots[c][slot] = None
+        if found != wanted:
+            raise PlanError(f"{found} is returned, should be {wanted}")
+
     def _squares(self, at: At, contents: list[Any]) -> None:
         """The norm after the updates is of every bucket that the device has updated, once."""
         good = all(isinstance(u, _OfBucket) and u.role is ExtraRole.UPDATED for u in contents)
@@ -1073,7 +1124,11 @@ class _Checker:
 
     def _losses(self) -> dict[tuple[int, int], int]:
         """The loss of each microbatch, and its count, from each device that computes it: once."""
-        wanted = {self.dag.model.loss, self.dag.model.count} - {None}
+        return self._made({self.dag.model.loss, self.dag.model.count} - {None})
+
+    def _made(self, wanted: set[int | None]) -> dict[tuple[int, int], int]:
+        """The activations of all microbatches that are ``wanted``, from each device that computes
+        them: once."""
         found = {}
         for node in self.dag.nodes:
             if isinstance(node.op, Compute):
@@ -1184,6 +1239,9 @@ class _Checker:
         once = {ExtraRole.LOSS: 1} | ({ExtraRole.NORM: 1} if trains else {})
         if loads := sum(chunk.sorted_rows is not None for chunk in self.dag.model.chunks):
             once[ExtraRole.LOAD] = loads
+        values = self.dag.model.values
+        if numbers := sum(not values[of].shape for of in self.dag.model.outputs):
+            once[ExtraRole.OUTPUT] = numbers
         if self.sums != once:
             raise PlanError(f"the scalars are summed {self.sums}")
         for c, seen in enumerate(self.normed):
@@ -1291,7 +1349,7 @@ class _Checker:
             during = held.total()
             for slot in x.frees:
                 live.remove(slot)
-                if x.role is ExtraRole.LOAD and slot in x.writes:
+                if x.role in (ExtraRole.LOAD, ExtraRole.OUTPUT) and slot in x.writes:
                     continue  # the caller has it until the step is over
                 gone = Counter({plan.slots[slot].holder: plan.slots[slot].own})
                 sends = [

@@ -587,7 +587,9 @@ def test_outputs_that_are_kept() -> None:
             return {"out": m.b(hidden), "hidden": hidden, "x": x, "depth": 2, "none": None}
 
     model = Model(forward)
-    captured = chunks(model, loss=lambda o, y: (o["out"] - y).square().mean(), keep_outputs=True)
+    captured = chunks(
+        model, loss=lambda o, y: (o["out"] - y).square().mean(), outputs=lambda output, *_: output
+    )
     expect(
         captured,
         """

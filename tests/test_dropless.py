@@ -153,6 +153,7 @@ def test_auxiliary_losses() -> None:
         inputs=given[0][0],
         targets=given[0][1],
         loss=with_balance,
+        outputs=lambda output, _: {"balance": output.aux_loss},
         tags=TAGS,
         optimizer=sgd,
     )
@@ -160,6 +161,11 @@ def test_auxiliary_losses() -> None:
     whole.config._experts_implementation = "batched_mm"  # type: ignore[union-attr]
     expected = plain(whole, with_balance, given, microbatches=4)
     assert_same(train(program, given), expected, 1e-12)
+    with piper.launch(program) as trainer, torch.no_grad():
+        found = trainer.step(given[0][0], *given[0][1]).outputs["balance"]
+        ids = given[0][0]["input_ids"].chunk(4)
+        wanted = [whole(input_ids=part, output_router_logits=True).aux_loss for part in ids]
+    assert float(found) == pytest.approx(float(sum(wanted)) / 4, rel=1e-12)
 
 
 class Experts(nn.Module):

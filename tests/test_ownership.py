@@ -104,7 +104,7 @@ def check(model: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Any])
             targets=batch[-1:],
             loss=loss,
             remat=policy,
-            keep_outputs=True,
+            outputs=lambda output, *_: output,
         )
         found, gradients, kept = delayed_step(captured, model, batch)
         assert torch.equal(found, expected), policy
@@ -210,7 +210,7 @@ def test_inductor_leaves_kept_outputs_alone(remat: str) -> None:
         loss=lambda o, y: F.mse_loss(o[1], y),
         compiler="inductor",
         remat=remat,
-        keep_outputs=True,
+        outputs=lambda output, *_: output,
     )
     _, _, (output,) = SingleDevice(captured, model).differentiate(x, y)
     for mine, theirs in zip(output, model(x), strict=True):

@@ -264,8 +264,8 @@ class OutputTree:
         self.fixed = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def put(self, tensors: Sequence[Tensor]) -> Any:
-        """The model's output again, from its tensors."""
+    def put(self, tensors: Sequence[Any]) -> Any:
+        """The model's output again, from its tensors or what stands for them."""
         assert self.spec is not None
         source = iter(tensors)
         leaves = [next(source) if leaf is _TENSOR else leaf for leaf in self.fixed]

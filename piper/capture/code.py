@@ -39,6 +39,8 @@ class Code:
     """By size of group, the values between chunks; the batch's tensors come first."""
     loss: int
     count: int | None
+    outputs: Mapping[str, int]
+    """The values that are reported beside the loss, by name."""
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, TensorSpec]
     """The whole parameters, by name, as the programs take them."""
@@ -57,6 +59,7 @@ class Code:
             values={n: tuple(v.spec for v in c.cut.values) for n, c in captured.items()},
             loss=first.cut.loss,
             count=first.cut.count,
+            outputs=outputs_of(first),
             constants=first.constants,
             parameters={
                 name: first.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
@@ -64,3 +67,10 @@ class Code:
                 for i, name in enumerate(chunk.parameters)
             },
         )
+
+
+def outputs_of(captured: Captured) -> dict[str, int]:
+    """The values that are reported beside the loss, by name."""
+    if captured.output_tree.spec is None:
+        return {}
+    return dict(captured.output_tree.put(captured.cut.outputs))

@@ -31,6 +31,7 @@ from piper.capture.fingerprint import fingerprint
 from piper.capture.functions import Functions, function_ops, kept_whole
 from piper.capture.graphs import ancestors
 from piper.capture.grouped_tracing import OurProducts, use_ours
+from piper.capture.outputs import Outputs
 from piper.capture.outside import assigned, attributes_of, generators_now
 from piper.capture.own_loss import Loss
 from piper.capture.quiet import quiet_tracing
@@ -102,13 +103,13 @@ class _Seen:
 class _Step(nn.Module):
     """What is exported: the model, then the loss as a region of its own."""
 
-    def __init__(self, parts: _Parts, loss: Loss, batch: Batch, keep_outputs: bool) -> None:
+    def __init__(self, parts: _Parts, loss: Loss, batch: Batch, outputs: Outputs | None) -> None:
         super().__init__()
         self.model = parts.model
         self.loss_fn = getattr(parts, "loss_fn", loss)
         self.seen = _Seen(type(parts.model).__name__)
         self._batch = batch
-        self._keep = keep_outputs
+        self._outputs = outputs
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = iter(tensors)
@@ -121,10 +122,13 @@ class _Step(nn.Module):
         before = attributes_of(self)
         generators = generators_now()
         output = self.model(*args, **kwargs)
-        kept = self.seen.tree.take(output) if self._keep else []
         self.seen.running = "the loss"
         with annotate(LOSS) as self.seen.loss_region:
             loss = _check_loss(self.loss_fn(output, *targets))
+            kept = []
+            if self._outputs is not None:
+                self.seen.running = "outputs="
+                kept = self.seen.tree.take(self._outputs(output, *targets))
         self.seen.running = type(self.model).__name__
         after = generators_now()
         self.seen.drawn = [name for name, state in generators.items() if state != after[name]]
@@ -141,13 +145,13 @@ def export(
     *,
     parts: int,
     device: torch.device,
-    keep_outputs: bool,
+    outputs: Outputs | None,
     dtype: torch.dtype | None = None,
 ) -> Exported:
     """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches. ``dtype``, if
     given, is what floating-point parameters and inputs are taken in."""
     with function_ops() as functions:
-        traced = _trace(model, batch, loss, tags, parts, device, keep_outputs, dtype, functions)
+        traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
         text = fingerprint(traced.program)
         program = _functional(traced)
         functions.restore(program.graph)
@@ -200,11 +204,12 @@ def trace_text(
     *,
     parts: int,
     device: torch.device,
+    outputs: Outputs | None,
     dtype: torch.dtype | None,
 ) -> str:
     """What ``export`` would trace, as ``Exported.traced`` has it."""
     with function_ops() as functions:
-        traced = _trace(model, batch, loss, tags, parts, device, False, dtype, functions)
+        traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
     return fingerprint(traced.program)
 
 
@@ -228,7 +233,7 @@ def _trace(
     tags: Mapping[str, str],
     parts: int,
     device: torch.device,
-    keep_outputs: bool,
+    outputs: Outputs | None,
     dtype: torch.dtype | None,
     functions: Functions,
 ) -> _Trace:
@@ -239,7 +244,7 @@ def _trace(
     skeleton, names = skeleton_of(parts_of, mode, device, type(model).__name__, dtype)
     assert isinstance(skeleton, _Parts)
     tag_modules(skeleton.model, tags)
-    step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, keep_outputs)
+    step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, outputs)
     step.seen.shared = shared_buffers(parts_of)
     modules = {m: path for path, m in skeleton.model.named_modules()}
     paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]

@@ -25,6 +25,7 @@ from piper.capture.cut import cut
 from piper.capture.export import export, trace_text
 from piper.capture.joint import Joint
 from piper.capture.local_chunks import Sharding
+from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own
 from piper.capture.owners import consume_inputs
 from piper.capture.passes import split
@@ -124,7 +125,7 @@ def capture(
     device: torch.device | str | None = None,
     compiler: str = "eager",
     remat: str | None = None,
-    keep_outputs: bool = False,
+    outputs: Outputs | None = None,
     precision: str = Precision.FP32.value,
 ) -> Captured:
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
@@ -133,9 +134,9 @@ def capture(
     whole batch: real, fake or meta tensors, of which only shapes and dtypes are read. Without
     ``loss`` the model's own is taken. ``model`` may be on any device, meta included, and is left
     as it is; ``device`` is where the programs will run. ``remat`` is "none", "min-cut" or "all"; by
-    default the compiler's own choice. ``keep_outputs`` makes the model's output a result of the
-    step beside the loss. ``precision`` "bf16" computes with bf16 parameters and inputs; "fp32" with
-    the model's own.
+    default the compiler's own choice. ``outputs`` chooses of the model's output what is a result
+    of the step beside the loss. ``precision`` "bf16" computes with bf16 parameters and inputs;
+    "fp32" with the model's own.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
@@ -154,7 +155,7 @@ def capture(
             where,
             chosen,
             policy,
-            keep_outputs,
+            outputs,
             kind,
         )
 
@@ -168,6 +169,7 @@ def trace(
     tags: Mapping[str, str] | None,
     microbatches: int,
     device: torch.device | str | None,
+    outputs: Outputs | None,
     precision: str,
 ) -> str:
     """What ``capture`` would trace, as a text to compare with ``Captured.traced``."""
@@ -179,6 +181,7 @@ def trace(
             tags or {},
             parts=microbatches,
             device=_device(model, device),
+            outputs=outputs,
             dtype=_precision(precision).dtype,
         )
 
@@ -196,7 +199,7 @@ def _capture(
     where: torch.device,
     chosen: Compiler,
     policy: RematPolicy,
-    keep_outputs: bool,
+    outputs: Outputs | None,
     precision: Precision,
 ) -> Captured:
     exported = export(
@@ -206,7 +209,7 @@ def _capture(
         tags,
         parts=microbatches,
         device=where,
-        keep_outputs=keep_outputs,
+        outputs=outputs,
         dtype=precision.dtype,
     )
     pieces = cut(exported)

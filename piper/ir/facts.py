@@ -173,6 +173,9 @@ class Model:
     """The value that the sum of losses is divided by, if the loss gives one."""
     buffers: Mapping[str, int] = field(default_factory=dict)
     """Bytes of buffers and constants, by name."""
+    outputs: tuple[int, ...] = ()
+    """The values that are reported beside the loss: the mean of single numbers, and the rows of
+    others."""
     declared: Mapping[str, str] = field(default_factory=dict)
     """How the model itself says that its modules can be sharded, by pattern of their names."""
 
@@ -265,7 +268,16 @@ def facts_of(
     size = captured.example.size
     cut = captured.cut
     return Model(
-        chunks, values, parameters, cut.loss, size, remat, cut.count, buffers, captured.declared
+        chunks=chunks,
+        values=values,
+        parameters=parameters,
+        loss=cut.loss,
+        batch=size,
+        remat=remat,
+        count=cut.count,
+        buffers=buffers,
+        outputs=cut.outputs,
+        declared=captured.declared,
     )
 
 

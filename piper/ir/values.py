@@ -64,6 +64,8 @@ class ExtraRole(Enum):
     """The sum of the losses of the whole batch, and what it is divided by."""
     NORM = "norm"
     """The squared norm of all gradients."""
+    OUTPUT = "output"
+    """The mean over the whole batch of a number, ``of``, that is reported beside the loss."""
     LOAD = "load"
     """How many rows each expert of a chunk, ``of``, has in the whole batch."""
 
@@ -82,7 +84,7 @@ class Extra:
     """Of what experts have of rows that come by count, for how many there is room."""
 
 
-OF_STEP = (ExtraRole.LOSS, ExtraRole.NORM, ExtraRole.LOAD)
+OF_STEP = (ExtraRole.LOSS, ExtraRole.NORM, ExtraRole.OUTPUT, ExtraRole.LOAD)
 """What is of the whole step, and of no value and no bucket."""
 GIVEN = (Role.BATCH, Role.SEED)
 _BUNDLES = {

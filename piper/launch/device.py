@@ -97,7 +97,16 @@ class LoadedDevice:
         self, scalars: Scalars, norm: Tensor | None, rates: tuple[float, ...] = ()
     ) -> Report:
         memory = memory_of(self.state.where)
-        return Report(scalars.loss, norm, memory, rates, scalars.ready, scalars.load)
+        return Report(
+            total=scalars.loss,
+            norm=norm,
+            memory=memory,
+            rates=rates,
+            ready=scalars.ready,
+            load=scalars.load,
+            outputs=scalars.outputs,
+            returned={self.number: scalars.returned} if scalars.returned else {},
+        )
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
         """One step of training, and what it took."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from piper.capture.code import Piece
 from piper.errors import PiperError
 from piper.launch.worker_group import Report
 from piper.program import Program
+from piper.runtime.feeding import block_of
 
 
 def _module(piece: Piece) -> str:
@@ -22,6 +23,20 @@ def _module(piece: Piece) -> str:
     return ".".join(steps[0] for steps in same) or piece.name
 
 
+def _rows(returned: Mapping[int, Sequence[Tensor]], program: Program) -> dict[int, Tensor]:
+    """The outputs with rows, by value, put together from what devices have of them."""
+    blocks: dict[int, dict[int, Tensor]] = {}
+    for device, tensors in returned.items():
+        places = program.evaluation_plan_of(device).returned
+        for (_, value, microbatch, group), rows in zip(places, tensors, strict=True):
+            number = block_of(microbatch, group, device)
+            blocks.setdefault(value, {})[number] = rows.detach()
+    return {
+        value: torch.cat([rows.to(found[0].device) for _, rows in sorted(found.items())])
+        for value, found in blocks.items()
+    }
+
+
 class StepResult:
     """What one step reports, the same for every caller.
 
@@ -29,9 +44,21 @@ class StepResult:
     one of them makes the current stream wait for them.
     """
 
-    def __init__(self, report: Report, program: Program, seconds: float, tokens: int) -> None:
+    def __init__(
+        self,
+        report: Report,
+        program: Program,
+        seconds: float,
+        tokens: int,
+        rows: int | None = None,
+        *,
+        evaluated: bool = False,
+    ) -> None:
+        """``rows`` is how many the batch had before it was filled up, if it was."""
         self._report = report
         self._program = program
+        self._rows = rows
+        self._evaluated = evaluated
         self.seconds = seconds
         self.tokens = tokens
         """Elements of the first input: tokens, for a language model."""
@@ -78,6 +105,24 @@ class StepResult:
     def expert_imbalance(self) -> Mapping[str, float]:
         """The same as one number: the rows of the expert with the most, by those of the mean."""
         return {name: float(x.max() / x.double().mean()) for name, x in self.expert_load.items()}
+
+    @cached_property
+    def outputs(self) -> Mapping[str, Tensor]:
+        """What ``outputs=`` names: the mean over the batch of each single number, and, after an
+        evaluation, the rows of the batch of each other tensor, in their order."""
+        self._report.scalars()
+        program = self._program
+        code = program.evaluation_code if self._evaluated else program.code
+        rows = _rows(self._report.returned, program)
+        found = {}
+        for name, value in code.outputs.items():
+            if value in rows:
+                found[name] = rows[value][: self._rows]
+            elif value in self._report.outputs:
+                dtype = next(iter(code.values.values()))[value].dtype
+                mean = self._report.outputs[value]
+                found[name] = mean.to(dtype) if dtype.is_floating_point else mean
+        return found
 
     @property
     def tokens_per_second(self) -> float:

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -197,7 +198,15 @@ class TorchrunWorkerGroup:
             with self._guarded():
                 given = cut(plan, program.evaluation_code, self._number, batch, rows)
                 found = self._rank.evaluate(given)
-        return self._told(found)
+        return self._with_rows(self._told(found))
+
+    def _with_rows(self, report: Report) -> Report:
+        """``report`` with the rows of outputs that other processes have."""
+        if not any(plan.returned for plan in self._program.evaluation_plans):
+            return report
+        mine = {device: [x.cpu() for x in row] for device, row in report.returned.items()}
+        found = everyone(mine, self._objects)
+        return replace(report, returned={d: row for rows in found for d, row in rows.items()})
 
     def _told(self, mine: Report | None) -> Report:
         """The report of a step, for processes that wait too: a device tells them."""

@@ -121,10 +121,10 @@ class Trainer:
         return result
 
     def evaluate(self, *batch: Any, pad: Pad | None = None, rows: bool = False) -> StepResult:
-        """The loss of one batch in evaluation mode; nothing is changed."""
+        """The loss of one batch in evaluation mode, and its outputs; nothing is changed."""
         with held_back():
             run = partial(self._whole.evaluate, own_rows=rows)
-            return self._run(run, batch, pad, rows=rows)
+            return self._run(run, batch, pad, rows=rows, evaluated=True)
 
     def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
         """Train ``steps`` times on one global batch, and measure every instruction of every device:
@@ -364,7 +364,15 @@ class Trainer:
         self.program = program
         vars(self).pop("rows", None)  # cached
 
-    def _run(self, run: Any, batch: Sequence[Any], pad: Pad | None, *, rows: bool) -> StepResult:
+    def _run(
+        self,
+        run: Any,
+        batch: Sequence[Any],
+        pad: Pad | None,
+        *,
+        rows: bool,
+        evaluated: bool = False,
+    ) -> StepResult:
         start = time.perf_counter()
         whole = padded(self._shapes.first, batch, pad, rows=rows)
         if rows:
@@ -377,4 +385,7 @@ class Trainer:
         given = first_tensor(batch) if pad is not None else tensors[0]
         if rows or given is None:
             given = self.program.example.tensors[0]  # of all processes
-        return StepResult(report, self.program, seconds, given.numel())
+        filled = pad is not None and not rows and given.dim() > 0
+        size = given.shape[0] if filled else None
+        tokens = given.numel()
+        return StepResult(report, self.program, seconds, tokens, size, evaluated=evaluated)

@@ -45,9 +45,13 @@ class Report:
     rates: tuple[float, ...] = ()
     """The learning rates that the step used, one for each group of the optimizer."""
     ready: torch.cuda.Event | None = None
-    """What to wait for before ``total``, ``norm`` and ``load`` are read."""
+    """What to wait for before ``total``, ``norm``, ``load`` and ``outputs`` are read."""
     load: Mapping[int, Tensor] = field(default_factory=dict)
     """By chunk of experts on sorted rows, how many rows each expert has."""
+    outputs: Mapping[int, Tensor] = field(default_factory=dict)
+    """By value, the means of the numbers that are reported beside the loss."""
+    returned: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    """By device, the rows of outputs that it has, in the order of its plan's ``returned``."""
     measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
     """By device, what its instructions took, if that was asked for."""
     kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict)
@@ -56,8 +60,9 @@ class Report:
     """By device, the memory that its tensors took, if that was asked for."""
 
     def scalars(self) -> tuple[Tensor | None, Tensor | None]:
-        """``total`` and ``norm``, for the current stream, which waits for them and ``load``."""
-        for x in (self.total, self.norm, *self.load.values()):
+        """``total`` and ``norm``, for the current stream, which waits for them and for
+        ``load`` and ``outputs``."""
+        for x in (self.total, self.norm, *self.load.values(), *self.outputs.values()):
             if x is not None and self.ready is not None:
                 stream = torch.cuda.current_stream(x.device)
                 stream.wait_event(self.ready)
@@ -68,7 +73,11 @@ class Report:
         """The same when the GPU has got there."""
         total, norm = (None if x is None else x.cpu() for x in self.scalars())
         load = {chunk: x.cpu() for chunk, x in self.load.items()}
-        return replace(self, total=total, norm=norm, load=load, ready=None)
+        outputs = {value: x.cpu() for value, x in self.outputs.items()}
+        returned = {d: [x.cpu() for x in row] for d, row in self.returned.items()}
+        return replace(
+            self, total=total, norm=norm, load=load, outputs=outputs, returned=returned, ready=None
+        )
 
     def at_clock(self, ahead: float) -> Report:
         """The same on a clock that this machine's is so many seconds ahead of."""
@@ -91,6 +100,7 @@ class Report:
             reports[0],
             memory=max(report.memory for report in reports),
             rates=max((report.rates for report in reports), key=len),
+            returned={d: row for report in reports for d, row in report.returned.items()},
             measured={d: row for report in reports for d, row in report.measured.items()},
             kernels={d: row for report in reports for d, row in report.kernels.items()},
             alive={d: one for report in reports for d, one in report.alive.items()},

@@ -17,6 +17,9 @@ from piper.lower.plan import COMMUNICATING, Holder, Instruction, Plan, Slot, Ver
 from piper.lower.sizes import Sizes
 from piper.units import bytes_text
 
+_REPORTED = (ExtraRole.LOAD, ExtraRole.OUTPUT)
+"""What is kept for the caller until the step ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -101,7 +104,7 @@ def memory_of(
         beside_it = book.total
         for slot in x.frees:
             live.remove(slot)
-            reported = x.role is ExtraRole.LOAD and slot in x.writes  # kept until the step ends
+            reported = x.role in _REPORTED and slot in x.writes
             if not reported and not way.keeps(slot):
                 book.add(slots[slot].holder, -slots[slot].own)
         over_time.append((beside_it, book.total))

@@ -31,7 +31,7 @@ class Verb(Enum):
     SELECT = "select"
 
 
-_FORMAT = Format("plan", 3)
+_FORMAT = Format("plan", 4)
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 
 
@@ -64,6 +64,17 @@ def plain_stream(name: str) -> str:
 
 class Given(NamedTuple):
     """A slot that holds a tensor of the batch when the step begins."""
+
+    slot: int
+    value: int
+    """Which of the model's values it is."""
+    microbatch: int
+    group: Group
+    """The devices that share it, each a part of the rows."""
+
+
+class Returned(NamedTuple):
+    """A slot that holds rows of an output when the step has ended: it is the caller's."""
 
     slot: int
     value: int
@@ -146,7 +157,8 @@ class Instruction:
     ranks: tuple[tuple[str, int], ...] = ()
     """The place of the device along axes, where a computation depends on it."""
     weights: tuple[float, ...] = ()
-    """By how much each loss counts in their sum; what is read after the losses are counts."""
+    """By how much each loss, or other number, counts in their sum; what is read after the losses
+    are counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,7 @@ class Plan:
     given: tuple[Given, ...]
     seeds: tuple[Seed, ...]
     slots: tuple[Slot, ...] = field(metadata=COLUMNS)
+    returned: tuple[Returned, ...] = ()
 
     @property
     def first_slots(self) -> tuple[int, ...]:

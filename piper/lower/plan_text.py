@@ -1,6 +1,7 @@
 """A plan as text and back: ``parse(text(plan)) == plan``.
 
-What the slots hold and what is there when the step begins, then one instruction a line:
+What the slots hold, what is there when the step begins and what is the caller's when it has ended,
+then one instruction a line:
 
     9 [pp/send] send 0->1 layer[0] MB[0]: s9 ->  frees s9 waits 2! 6 # 14 0/1->1/1 dim 0 received 5
 
@@ -33,7 +34,7 @@ from piper.ir.dag import (
     Update,
 )
 from piper.ir.values import ExtraRole
-from piper.lower.plan import Given, Holder, Instruction, Plan, Seed, Slot, Verb
+from piper.lower.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
 from piper.reading import DTYPES
 
 _SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update ", Verb.ADD: "add "}
@@ -50,6 +51,7 @@ def text(plan: Plan) -> str:
     lines += [f"slots {_numbers(row)}: {_slot(slot)}" for slot, row in same.items()]
     lines += [f"given s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.given]
     lines += [f"seed s{s}: {v} on one of {n}, 1/{parts}" for s, v, n, parts in plan.seeds]
+    lines += [f"returned s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.returned]
     lines += [f"{pc:>4} {_line(x)}" for pc, x in enumerate(plan.instructions)]
     return "\n".join(lines)
 
@@ -134,7 +136,7 @@ _SLOTS = re.compile(
     r"slots (?P<row>\S+): (?P<holder>[a-z ]+) (?P<nbytes>\d+) bytes(?:, own (?P<own>\d+))?"
     r"(?:, bucket (?P<bucket>\d+))?(?:, in (?P<lies_in>[\d,-]+))?(?P<names>(?:, .*)?)"
 )
-_GIVEN = re.compile(r"given s(\d+): (\d+) of MB (\d+) on (\S+)")
+_GIVEN = re.compile(r"(given|returned) s(\d+): (\d+) of MB (\d+) on (\S+)")
 _SEED = re.compile(r"seed s(\d+): (\d+) on one of (\d+), 1/(\d+)")
 _INSTRUCTION = re.compile(
     rf"\s*\d+ \[(?P<stream>{_JSON}|{_STREAM})\] (?P<verb>\w+) (?P<name>{_JSON}|{_NAME}): "
@@ -159,6 +161,7 @@ def parse(written: str) -> Plan:
     head, *lines = written.strip().splitlines()
     slots: dict[int, Slot] = {}
     given: list[Given] = []
+    returned: list[Returned] = []
     seeds: list[Seed] = []
     instructions: list[Instruction] = []
     for line in lines:
@@ -166,8 +169,12 @@ def parse(written: str) -> Plan:
             if found := _SLOTS.fullmatch(line):
                 slots |= dict.fromkeys(_range(found["row"]), _parsed_slot(found))
             elif found := _GIVEN.fullmatch(line):
-                slot, value, microbatch, group = found.groups()
-                given.append(Given(int(slot), int(value), int(microbatch), _range(group)))
+                word, *numbers, group = found.groups()
+                slot, value, microbatch = map(int, numbers)
+                if word == "given":
+                    given.append(Given(slot, value, microbatch, _range(group)))
+                else:
+                    returned.append(Returned(slot, value, microbatch, _range(group)))
             elif found := _SEED.fullmatch(line):
                 seeds.append(Seed(*map(int, found.groups())))
             else:
@@ -176,7 +183,7 @@ def parse(written: str) -> Plan:
             raise PiperError(f"this is not a line of a plan: {line!r} ({error})") from None
     devices = _range(head.removeprefix(_HEAD))
     row = tuple(slots[number] for number in range(len(slots)))
-    return Plan(devices, tuple(instructions), tuple(given), tuple(seeds), row)
+    return Plan(devices, tuple(instructions), tuple(given), tuple(seeds), row, tuple(returned))
 
 
 def _parsed_slot(found: re.Match[str]) -> Slot:

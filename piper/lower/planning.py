@@ -24,7 +24,17 @@ from piper.ir.dag import (
 )
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import GRADIENTS, Accumulation
-from piper.lower.plan import COMMUNICATING, Given, Holder, Instruction, Plan, Seed, Slot, Verb
+from piper.lower.plan import (
+    COMMUNICATING,
+    Given,
+    Holder,
+    Instruction,
+    Plan,
+    Returned,
+    Seed,
+    Slot,
+    Verb,
+)
 from piper.lower.rank_classes import RankClasses
 from piper.lower.schedule import IssueOrder
 from piper.lower.shared import Shared, Touched
@@ -84,6 +94,8 @@ class _Planner:
         """How often a value is still read."""
         self.given: list[Given] = []
         self.seeds: dict[tuple[int, int], Seed] = {}
+        self.returned: dict[int, Group] = {}
+        """Values that are the caller's when the step has ended, and who shares their rows."""
         self.same: dict[int, int] = {}
         """Seeds that are equal to one of another microbatch."""
         self.updates: list[int] = []
@@ -103,11 +115,34 @@ class _Planner:
                 self.updates.append(self.shared.about(self.dag.nodes[number])[1])
             for value in reads:
                 self.left[value] += 1
+        for value in self._outputs(row):
+            self.left[value] += 1
+            self.returned[value] = self._rows(self.dag.nodes[self.dag.producers[value]])
         for number, part in parts:
             self._emit(number, *part)
+        returned = tuple(self._return(value, group) for value, group in self.returned.items())
         assert not self.slots, "every value is read, or freed where it is made"
         seeds = tuple(self.seeds.values())
-        return Plan(self.members, tuple(self.out), tuple(self.given), seeds, tuple(self.kinds))
+        out, given, kinds = tuple(self.out), tuple(self.given), tuple(self.kinds)
+        return Plan(self.members, out, given, seeds, kinds, returned)
+
+    def _outputs(self, row: list[int]) -> list[int]:
+        """The outputs with rows that this class makes and returns."""
+        values = self.dag.model.values
+        wanted = {of for of in self.dag.model.outputs if values[of].shape}
+        made = [
+            value
+            for number in (row if wanted else ())
+            if isinstance(self.dag.nodes[number].op, Compute)
+            for value in self.dag.nodes[number].writes
+            if self.shared.role(value) is Role.ACTIVATION
+            and self.dag.table.value(value)[0].of in wanted
+        ]
+        return self._mine(tuple(made))
+
+    def _return(self, value: int, group: Group) -> Returned:
+        found, microbatch = self.dag.table.value(value)
+        return Returned(self.slots.pop(value), found.of, microbatch, group)
 
     def _parts(self, node: Node) -> Iterable[_Part]:
         """What this class does of a node, where values that are summed in one slot go by the first
@@ -269,7 +304,7 @@ class _Planner:
                 ends=tuple([w for w in waits if w in self.under_way]),
                 buckets=self._buckets(verb, role, of, reads),
                 ranks=self._ranks(node),
-                weights=self._weights(reads) if role is ExtraRole.LOSS else (),
+                weights=self._weights(role, reads),
             )
         )
         self.under_way.difference_update(waits)
@@ -329,9 +364,15 @@ class _Planner:
         first = values[0] - self.dag.first_extra if values else -1
         return self.dag.extra[first].role if first >= 0 else None
 
-    def _weights(self, reads: list[int]) -> tuple[float, ...]:
+    def _weights(self, role: ExtraRole | None, reads: list[int]) -> tuple[float, ...]:
         """By how much the losses among ``reads`` count: one whose rows fewer devices divide than
-        the others' stands for several, unless all are sums."""
+        the others' stands for several, unless all are sums. Of other numbers the mean is taken."""
+        if role is ExtraRole.OUTPUT:
+            microbatches = self.dag.microbatches[1] if self.dag.microbatches else 1
+            makers = [self.dag.nodes[self.dag.producers[v]] for v in reads]
+            return tuple(1 / (microbatches * maker.parts) for maker in makers)
+        if role is not ExtraRole.LOSS:
+            return ()
         if self.dag.model.count is not None:
             return (1.0,) * (len(reads) // 2)
         nodes, producers = self.dag.nodes, self.dag.producers

@@ -1,5 +1,5 @@
 """The scalars of a step reach every device: the loss, what it is divided by, the gradients' norm,
-and how many rows each expert has.
+how many rows each expert has, and what else is reported.
 
 F loss MB[0] ─▶ ┌ all_reduce ┐ ─loss─▶ ...          update ─▶ ┌ all_reduce ┐ ─norm─▶
 F loss MB[1] ─▶ └            ┘                      update ─▶ └            ┘
@@ -38,6 +38,9 @@ def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
     if not clip and updates:
         done = [value for i in updates for value in dag.nodes[i].writes]
         _all_reduce(out, ExtraRole.NORM, everyone, done)
+    for output in dag.model.outputs:
+        if not dag.model.values[output].shape:
+            _all_reduce(out, ExtraRole.OUTPUT, everyone, _of_each(dag, [output]), of=output)
     for chunk, counts in _counts(dag).items():
         _all_reduce(out, ExtraRole.LOAD, everyone, counts, of=chunk)
     return out.dag()
@@ -61,7 +64,11 @@ def _counts(dag: Dag) -> dict[int, list[int]]:
 
 def _losses(dag: Dag) -> list[int]:
     """The losses of all microbatches, then what each is divided by."""
-    wanted = [dag.model.loss] + ([] if dag.model.count is None else [dag.model.count])
+    return _of_each(dag, [dag.model.loss] + ([] if dag.model.count is None else [dag.model.count]))
+
+
+def _of_each(dag: Dag, wanted: list[int]) -> list[int]:
+    """The values of all microbatches that are ``wanted``, one after another."""
     found: dict[int, list[int]] = {value: [] for value in wanted}
     for number in sorted(dag.producers):
         if number < dag.first_extra:

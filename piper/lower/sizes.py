@@ -88,7 +88,7 @@ class Sizes:
                     return self._stored(number).nbytes
                 case ExtraRole.REDUCED | ExtraRole.SUMMED:
                     return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
-                case ExtraRole.UPDATED | ExtraRole.NORM:
+                case ExtraRole.UPDATED | ExtraRole.NORM | ExtraRole.OUTPUT:
                     return _SCALAR
                 case ExtraRole.LOSS:
                     return 2 * _SCALAR

@@ -50,6 +50,10 @@ def _slots_fault(plan: Plan) -> str | None:
             if slot not in live:
                 return f"free slot {slot} twice at {pc}"
             live.discard(slot)
+    for returned in plan.returned:
+        if returned.slot not in live:
+            return f"return slot {returned.slot}, which is free"
+        live.discard(returned.slot)
     return f"never free slots {sorted(live)[:4]}" if live else None
 
 

@@ -31,6 +31,10 @@ class Scalars:
     """The squared norm of all gradients."""
     load: dict[int, Tensor] = field(default_factory=dict)
     """By chunk of experts on sorted rows, how many rows each expert has."""
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    """By value, the means of the numbers that are reported beside the loss."""
+    returned: list[Tensor] = field(default_factory=list)
+    """The rows of outputs that this device has, in the order of the plan's ``returned``."""
     finite: bool | None = None
     """Whether all gradients are, once that was asked."""
     ready: torch.cuda.Event | None = None
@@ -77,7 +81,10 @@ class ExecutionContext:
             self.slots[slot] = seed
 
     def end(self) -> None:
-        """Everything that the plan made must have been let go by it."""
+        """What the plan returns is the caller's; all else that it made it must have let go."""
+        for slot, *_ in self.plan.returned:
+            self.scalars.returned.append(self.slots[slot])
+            self.slots[slot] = None
         assert all(content is None for content in self.slots)
 
     def abandon(self) -> None:

@@ -28,7 +28,7 @@ from piper.runtime.recording import Recorder
 from piper.runtime.redistributing import redistribute, select
 from piper.runtime.state import DeviceState
 from piper.runtime.streams import REPORTED, BoundStreams, Streams
-from piper.runtime.updating import gather, load, loss, norm, reduce, sum_copies, update
+from piper.runtime.updating import gather, load, loss, mean, norm, reduce, sum_copies, update
 
 _SMALL = 2**16
 """Bytes of a message that may be asked for early: a larger one would hold memory of which the plan
@@ -251,6 +251,8 @@ def _collective(context: ExecutionContext, x: Instruction, op: Collective) -> Bo
             return loss(context, x, begin)
         case ExtraRole.NORM:
             return norm(context, x, begin)
+        case ExtraRole.OUTPUT:
+            return mean(context, x, begin)
         case ExtraRole.LOAD:
             return load(context, x, begin)
         case _:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from piper.capture.code import Code
+from piper.ir.dag import Group
 from piper.lower.plan import Plan
 
 
@@ -40,10 +41,15 @@ def rows_read(plan: Plan, code: Code, device: int) -> set[int]:
     return {row for _, block in _blocks(plan, code, device) for row in block}
 
 
+def block_of(microbatch: int, group: Group, device: int) -> int:
+    """The number of the block of rows that ``device`` has of a microbatch."""
+    return microbatch * len(group) + group.index(device)
+
+
 def _blocks(plan: Plan, code: Code, device: int) -> Iterator[tuple[int, range]]:
     """The tensors that a device is given, each with its rows; no rows for what has none."""
     for _, value, microbatch, group in plan.given:
         shape = code.values[len(group)][value].shape
         rows = shape[0] if shape else 0
-        block = microbatch * len(group) + group.index(device)
+        block = block_of(microbatch, group, device)
         yield value, range(block * rows, (block + 1) * rows)

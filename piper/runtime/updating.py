@@ -131,6 +131,26 @@ def loss(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstru
     return execute
 
 
+def mean(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    weights = torch.tensor(x.weights, dtype=torch.float64, device=where)
+
+    def execute() -> Pending:
+        data = torch.zeros((), dtype=torch.float64, device=where)
+        if x.reads:
+            data += torch.stack([slots[slot].double() for slot in x.reads]).mul(weights).sum()
+        handle = begin(data)
+
+        def finish() -> None:
+            context.scalars.outputs[x.of] = data
+            store(data)
+
+        return Pending(x.name, [handle], finish)
+
+    return execute
+
+
 def norm(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
     slots, where = context.slots, context.where
     store = context.store(x)
