@@ -294,7 +294,8 @@ def _example(program: Program, code: Code, microbatches: int) -> None:
         parts = microbatches * n
         for place, (x, spec) in enumerate(zip(tensors, specs, strict=False)):
             whole = tuple(x.shape)
-            rows = (spec.shape[0] * parts, *spec.shape[1:]) if whole else ()
+            cut = parts if program.example.has_rows(x) else 1
+            rows = (spec.shape[0] * cut, *spec.shape[1:]) if whole else ()
             kind = computed if computed and x.is_floating_point() else x.dtype
             if whole != rows or spec.dtype != kind:
                 raise MalformedError(f"its tensor {place} is not what the code takes")

@@ -26,7 +26,7 @@ from piper.capture.joint import Joint
 from piper.capture.local_chunks import Sharding
 from piper.capture.model import Captured
 from piper.capture.outputs import Outputs
-from piper.capture.own_loss import Loss, loss_or_own
+from piper.capture.own_loss import Loss, loss_or_own, refuse_counted
 from piper.capture.owners import consume_inputs
 from piper.capture.rows import Rows, rows_of
 from piper.directives.place import Place
@@ -139,6 +139,7 @@ def compile(
 
 def _capture(subject: Subject, training: Training, init: Init | WeightFiles | None) -> Capture:
     training.check()
+    refuse_counted(subject.inputs)
     if init is not None and not callable(init) and not isinstance(init, WeightFiles):
         raise PiperError(
             f"init={init!r} must be a function (name, tensor, generator) or piper.weights(folder)"

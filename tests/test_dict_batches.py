@@ -105,3 +105,61 @@ def test_values_without_dimensions() -> None:
     assert_same(train(program, batches), plain(Line(), F.mse_loss, batches, microbatches=1))
     with pytest.raises(PiperError, match=r"a batch of 1 .* does not divide"):
         compiled(Line(), data_parallel(2, 1), F.mse_loss, batches)
+
+
+class Positioned(nn.Module):
+    """Adds something to each position, and has a number for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(4, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, position_ids: Tensor, scale: Tensor) -> Tensor:
+        x = x + self.positions(position_ids)
+        for layer in self.layers:
+            with annotate("layer"):
+                x = layer(x).tanh() * scale
+        return x
+
+
+@pytest.mark.parametrize("strategy", [data_parallel(2, 2), pipeline([[0], [1, 2]], 2)])
+@pytest.mark.parametrize("rows", [4, 8])
+def test_one_row_that_is_for_all(strategy: Any, rows: int) -> None:
+    """Also where a device has one row of a microbatch."""
+    torch.manual_seed(0)
+    model = Positioned().double()
+    given = {
+        "x": torch.randn(rows, 4, WIDTH, dtype=torch.float64),
+        "position_ids": torch.tensor([[3, 1, 2, 0]]),
+        "scale": torch.tensor(0.5, dtype=torch.float64),
+    }
+    batches = [(given, (torch.randn(rows, 4, WIDTH, dtype=torch.float64),)) for _ in range(2)]
+    expected = plain(model, F.mse_loss, batches, microbatches=1)
+    assert_same(train(compiled(model, strategy, F.mse_loss, batches), batches), expected, 1e-12)
+
+
+def test_one_row_that_is_for_all_is_not_filled_up() -> None:
+    def counted(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (output.sum((1, 2)) * y).sum(), y.sum()
+
+    model = Positioned().double()
+    given = {
+        "x": torch.randn(ROWS, 4, WIDTH, dtype=torch.float64),
+        "position_ids": torch.tensor([[3, 1, 2, 0]]),
+        "scale": torch.tensor(0.5, dtype=torch.float64),
+    }
+    y = torch.ones(ROWS, dtype=torch.float64)
+    made = compiled(model, data_parallel(2, 2), counted, [(given, (y,))])
+    with piper.launch(made) as trainer:
+        for rows in (5, 1):
+            pad = ({"x": 0, "position_ids": 0, "scale": 0}, 0)
+            found = trainer.evaluate({**given, "x": given["x"][:rows]}, y[:rows], pad=pad)
+            total, count = counted(model(**{**given, "x": given["x"][:rows]}), y[:rows])
+            torch.testing.assert_close(found.loss, (total / count).detach())
+
+
+def test_a_count_of_the_whole_batch_is_refused() -> None:
+    given = {"x": example()["x"], "num_items_in_batch": torch.tensor(8)}
+    with pytest.raises(piper.CaptureError, match="give 1, so that the model returns a sum"):
+        piper.capture(Classifier(), inputs=given, loss=loss)

@@ -128,7 +128,7 @@ class Batch:
         """One like this with another number of rows; its tensors have no content."""
 
         def changed(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim():
+            if not isinstance(leaf, Tensor) or not self.has_rows(leaf):
                 return leaf
             return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
@@ -167,16 +167,17 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """The batch size: dimension 0 of every tensor that has dimensions; 1 if none has."""
+        """The batch size: dimension 0 of every tensor, but for those of one row, which is for all
+        rows, and those without dimensions."""
         sizes = {
             i: x.shape[0] for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim()
         }
+        sizes = {i: n for i, n in sizes.items() if n != 1} or sizes
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{self.path(i)} has {n}" for i, n in sizes.items())
             raise CaptureError(
                 f"inputs and targets disagree on the batch size (dimension 0): {found}; "
-                "give every tensor the same first dimension, and repeat one row that is for all "
-                "(x.expand(rows, -1))"
+                "give every tensor the same first dimension, or one row that is for all"
             )
         if not self.tensors:
             raise CaptureError("inputs and targets hold no tensor")
@@ -186,6 +187,10 @@ class Batch:
         if size == 0:
             raise CaptureError(f"the batch is empty: {self.path(next(iter(sizes)))} has 0 rows")
         return size
+
+    def has_rows(self, x: Tensor) -> bool:
+        """Whether a tensor of it has a row for each of the batch: otherwise it is for all."""
+        return x.dim() > 0 and x.shape[0] == self.size
 
     def path(self, index: int) -> str:
         """How the caller wrote a leaf: ``inputs[0]``, ``inputs['mask']``, ``targets[1]``, ..."""
@@ -200,7 +205,8 @@ class Batch:
         return self.path(positions[index])
 
     def slices(self, parts: int) -> list[tuple[Tensor, ...]]:
-        """The tensors cut along dimension 0 into ``parts`` equal microbatches."""
+        """The tensors cut along dimension 0 into ``parts`` equal microbatches; what is for all rows
+        is in each."""
         size = self.size
         if not isinstance(parts, int) or parts < 1:
             raise CaptureError(
@@ -213,7 +219,7 @@ class Batch:
             )
         n = size // parts
         return [
-            tuple(x[i * n : (i + 1) * n] if x.dim() else x for x in self.tensors)
+            tuple(x[i * n : (i + 1) * n] if self.has_rows(x) else x for x in self.tensors)
             for i in range(parts)
         ]
 

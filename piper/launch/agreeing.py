@@ -175,7 +175,8 @@ def of_tensor(x: Tensor) -> str:
 
 def _of_rows(x: Tensor, rows: Sequence[int]) -> dict[int, int]:
     """By its number in the global batch, what stands for a row of a tensor."""
-    return dict(zip(rows, _sums(x).tolist(), strict=True)) if x.dim() else {}
+    has_rows = x.dim() > 0 and x.shape[0] == len(rows)
+    return dict(zip(rows, _sums(x).tolist(), strict=True)) if has_rows else {}
 
 
 def _sums(x: Tensor) -> Tensor:

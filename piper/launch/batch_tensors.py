@@ -84,9 +84,16 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
             "name for a dict"
         )
     size = program.example.size
+    examples = [_leaves(part) for part in program.example.given]
+    examples += [{}] * (len(batch) - len(examples))  # which is refused later
     found: list[Any] = []
-    for whole, one, fill in zip(batch, given, values, strict=True):
-        filled = {name: _filled(x, fill[name], size) for name, x in one.items()}
+    for whole, one, fill, example in zip(batch, given, values, examples, strict=False):
+        filled = {
+            name: _filled(x, fill[name], size)
+            if name not in example or program.example.has_rows(example[name])
+            else x
+            for name, x in one.items()
+        }
         found.append(filled if isinstance(whole, Mapping) else filled[""])
     return found
 

@@ -29,7 +29,7 @@ def cut(
     found = []
     for value, block in _blocks(plan, code, device):
         given = batch[value]
-        if block:
+        if block and given.shape[0] != 1:
             start = block.start if rows is None else bisect_left(rows, block.start)
             given = given[start : start + len(block)]
         found.append(given)
@@ -47,9 +47,14 @@ def block_of(microbatch: int, group: Group, device: int) -> int:
 
 
 def _blocks(plan: Plan, code: Code, device: int) -> Iterator[tuple[int, range]]:
-    """The tensors that a device is given, each with its rows; no rows for what has none."""
+    """The tensors that a device is given, each with its rows; no rows for what is for all."""
+    made = {value for piece in code.pieces for value in piece.outputs}
+    most = {
+        n: max((s.shape[0] for v, s in enumerate(specs) if s.shape and v not in made), default=0)
+        for n, specs in code.values.items()
+    }
     for _, value, microbatch, group in plan.given:
         shape = code.values[len(group)][value].shape
-        rows = shape[0] if shape else 0
+        rows = most[len(group)] if shape and shape[0] == most[len(group)] else 0
         block = block_of(microbatch, group, device)
         yield value, range(block * rows, (block + 1) * rows)
