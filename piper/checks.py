@@ -14,7 +14,6 @@ from piper.capture.code import Code, Piece
 from piper.capture.codegen import Eager
 from piper.capture.model import Precision
 from piper.capture.program import SAVED, ChunkProgram, Kind, Pass, Ref
-from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
 from piper.code_checks import check_code, in_range, known
 from piper.ir.dag import Dag, ShardRule
@@ -105,6 +104,9 @@ def _model(model: Model, code: Code, n: int, program: Program) -> None:
         raise MalformedError("parameters: they are not those of the code")
     if model.buffers != _buffers(code, n):
         raise MalformedError("buffers: they are not those of the code")
+    policies = set(program.strategy.policies(model.remat))
+    if any(set(chunk.variants) != policies for chunk in model.chunks):
+        raise MalformedError("a variant for each policy of recomputing is wanted")
     rows = zip(model.chunks, code.pieces, code.programs[n], strict=True)
     for place, (chunk, piece, made) in enumerate(rows):
         with within(f"chunks[{place}]"):
@@ -155,8 +157,6 @@ def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
     if not chunk.gradients.keys() <= _of(made.specs, (Kind.INPUT_GRAD,)):
         raise MalformedError("gradients: they are not those of the code")
     _sizes(n for g in chunk.gradients.values() for n in (g.nbytes, g.copied or 0))
-    if set(chunk.variants) != set(RematPolicy):
-        raise MalformedError("a variant for each policy of recomputing is wanted")
     for policy, variant in chunk.variants.items():
         with within(policy.value):
             _variant(variant, piece, made)

@@ -162,7 +162,7 @@ class Capture:
         self._training = training
         self._init = init
         self._traces = Traces(subject)
-        self._known = Known()
+        self._known = Known(self._traces.passes)
         self._shares: dict[tuple[int, int, int, int | None], Joint] = {}
         self._rows: dict[int, Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
@@ -248,18 +248,19 @@ class Capture:
 
     def _placed(self, strategy: Strategy, captured: Mapping[int, Captured]) -> _Placed:
         known = self._known
-        facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
+        policies = strategy.policies(next(iter(captured.values())).remat)
+        facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
         refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
         whole = facts[next(iter(captured))]
         dag = strategy.apply(build(whole))
         if any(rule.ways > 1 for rules in dag.tensor.values() for rule in rules):
             captured = {n: self._sharded(c, dag) for n, c in captured.items()}
-            facts = {n: facts_of(c, c.remat, known=known) for n, c in captured.items()}
+            facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
             whole = facts[next(iter(captured))]
             dag = strategy.apply(build(whole))
             refuse_other_ways(dag)
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
-        models = {n: facts_of(c, c.remat, joints[n], known) for n, c in captured.items()}
+        models = {n: facts_of(c, c.remat, joints[n], known, policies) for n, c in captured.items()}
         if any(dag.model.chunks[chunk].sorted_rows for chunk in dag.shards):
             facts = {n: with_sorted_shares(facts[n], models[n]) for n in captured}
             models = {n: with_sorted_shares(models[n], facts[n]) for n in captured}
@@ -282,7 +283,9 @@ class Capture:
         for kept, of, known in self._segmented:
             if kept is captured and of == shardings:
                 return known
-        self._segmented.append((captured, shardings, captured.sharded(shardings)))
+        self._segmented.append(
+            (captured, shardings, captured.sharded(shardings, self._traces.passes))
+        )
         return self._segmented[-1][2]
 
     def _with_rows(

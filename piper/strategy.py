@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from piper.capture.saving import RematPolicy
 from piper.directives import (
     Directive,
     order,
@@ -62,6 +63,12 @@ class Strategy:
                 pass
             raise
         return after
+
+    def policies(self, default: RematPolicy) -> tuple[RematPolicy, ...]:
+        """All that regions may recompute by: the ``default``, and what directives say. Costs of
+        computing nothing again are always wanted, to compare with."""
+        said = {policy for directive in self.directives for policy in directive.policies}
+        return tuple(p for p in RematPolicy if p in {RematPolicy.NONE, default, *said})
 
     def as_in(self, placed: Dag) -> Strategy:
         """The same strategy with every partition as it came out in ``placed``, whatever it is by:

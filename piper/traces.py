@@ -15,6 +15,7 @@ from piper.capture.blame import LOSS_PREFIX
 from piper.capture.model import Captured, capture, trace
 from piper.capture.outputs import NamedOutputs, Outputs
 from piper.capture.own_loss import Loss
+from piper.capture.passes import Passes
 from piper.errors import CaptureError
 
 
@@ -51,6 +52,8 @@ class Traces:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
+        self.passes = Passes()
+        """The programs of all joint graphs."""
         self._training: dict[int, Captured] = {}
         self._evaluation: dict[int, Captured] = {}
         self._by_mode: dict[int, bool] = {}
@@ -93,7 +96,8 @@ class Traces:
 
     def _capture(self, parts: int, *, rows: bool) -> Captured:
         it = self._subject
-        return capture(it.model, compiler=it.compiler, remat=it.remat, **self._how(parts, rows))
+        how = self._how(parts, rows) | {"compiler": it.compiler, "remat": it.remat}
+        return capture(it.model, **how, passes=self.passes)
 
     def _text(self, parts: int) -> str:
         return trace(self._subject.model, **self._how(parts, rows=False))

@@ -249,7 +249,7 @@ def backward(data: Any) -> dict[str, Any]:
         (lambda d: d["strategy"][2].update(devices=[0, 2]), "none for groups of 2 devices"),
         (
             lambda d: d["strategy"].append({"op": "remat", "where": {}, "policy": "all"}),
-            "programs of layer[0]: the pass F is not what the strategy recomputes",
+            "facts.whole: a variant for each policy of recomputing is wanted",
         ),
         (lambda d: d["settings"].update(clip=True), "settings.clip: it does not say whether"),
         (lambda d: d["facts"].update(models=[]), "facts: there is no model"),
@@ -466,7 +466,7 @@ def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path:
 def test_files_of_another_version_or_kind_are_told_so(folder: Path, head: Any) -> None:
     sums = json.loads((folder / "checksums.json").read_text())
     (folder / "checksums.json").write_text(json.dumps(sums | {"format": head}))
-    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 9': write it again"
+    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 10': write it again"
     with pytest.raises(PiperError, match=words):
         piper.Program.load(folder)
 
@@ -483,7 +483,7 @@ def test_a_plan_is_read_as_it_was_written(program: piper.Program) -> None:
     [
         (
             lambda d: d.update(format="piper plan 0"),
-            "this holds 'piper plan 0', not 'piper plan 3'",
+            "this holds 'piper plan 0', not 'piper plan 4'",
         ),
         (lambda d: d.pop("given"), "it lacks given"),
         (lambda d: d["instructions"]["node"].pop(), "its columns have different lengths"),

@@ -28,7 +28,7 @@ from piper.capture.local_chunks import Sharding
 from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own
 from piper.capture.owners import consume_inputs
-from piper.capture.passes import split
+from piper.capture.passes import Passes
 from piper.capture.program import ChunkProgram, Kind, Pass, Ref
 from piper.capture.quiet import quiet_tracing
 from piper.capture.saving import RematPolicy
@@ -84,9 +84,9 @@ class Captured:
     def chunks(self) -> tuple[Chunk, ...]:
         return self.cut.chunks
 
-    def sharded(self, shardings: Mapping[int, Sequence[Sharding]]) -> Captured:
+    def sharded(self, shardings: Mapping[int, Sequence[Sharding]], passes: Passes) -> Captured:
         """The same model under tensor or context parallelism: the chunks in ``shardings`` as their
-        segments, on one device's share."""
+        segments, on one device's share. ``passes`` as for ``capture``."""
         ends = [
             (name, program.specs, i)
             for chunk, program in zip(self.chunks, self.programs, strict=True)
@@ -97,7 +97,8 @@ class Captured:
         with _tracing_is_process_wide, unset_fake_temporarily(), quiet_tracing():
             pieces = segmented(self.cut, shardings)
             joints = differentiate(pieces, trained.__contains__, self.compiler)
-            programs = _programs(pieces, joints, self.remat)
+            made = [passes.of(joint, self.remat) for joint in joints]
+            programs = consume_inputs(pieces, made)
         return replace(self, cut=pieces, joints=joints, programs=programs, whole=whole)
 
     @property
@@ -127,6 +128,7 @@ def capture(
     remat: str | None = None,
     outputs: Outputs | None = None,
     precision: str = Precision.FP32.value,
+    passes: Passes | None = None,
 ) -> Captured:
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
 
@@ -136,7 +138,8 @@ def capture(
     as it is; ``device`` is where the programs will run. ``remat`` is "none", "min-cut" or "all"; by
     default the compiler's own choice. ``outputs`` chooses of the model's output what is a result
     of the step beside the loss. ``precision`` "bf16" computes with bf16 parameters and inputs;
-    "fp32" with the model's own.
+    "fp32" with the model's own. ``passes`` keeps the programs of joint graphs for others who want
+    them too.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
@@ -157,6 +160,7 @@ def capture(
             policy,
             outputs,
             kind,
+            passes or Passes(),
         )
 
 
@@ -201,6 +205,7 @@ def _capture(
     policy: RematPolicy,
     outputs: Outputs | None,
     precision: Precision,
+    passes: Passes,
 ) -> Captured:
     exported = export(
         model,
@@ -220,7 +225,7 @@ def _capture(
     refuse_empty(pieces, exported.regions, exported.loss_region)
     return Captured(
         cut=pieces,
-        programs=_programs(pieces, joints, policy),
+        programs=consume_inputs(pieces, [passes.of(joint, policy) for joint in joints]),
         joints=joints,
         constants=exported.constants,
         output_tree=exported.output_tree,
@@ -240,14 +245,6 @@ def _declared(model: nn.Module) -> dict[str, str]:
     """The attribute ``tensor_plan``, or what transformers models have."""
     plan = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
     return {str(pattern): str(how) for pattern, how in dict(plan).items()}
-
-
-def _programs(
-    pieces: Cut, joints: Sequence[Joint], policy: RematPolicy
-) -> tuple[ChunkProgram, ...]:
-    distinct = {id(joint): joint for joint in joints}
-    split_up = {key: split(joint, policy) for key, joint in distinct.items()}
-    return consume_inputs(pieces, [split_up[id(joint)] for joint in joints])
 
 
 def _check(model: object, loss: object) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from piper.capture.saving import RematPolicy
 from piper.errors import DirectiveError
 from piper.ir.dag import PASS, Dag
 from piper.ir.filters import Filter, select
@@ -23,6 +24,12 @@ class Directive(ABC):
     """One step of a strategy."""
 
     name: ClassVar[str]
+
+    @property
+    def policies(self) -> tuple[RematPolicy, ...]:
+        """What it may let regions recompute. A directive that changes this says so here: facts are
+        made for no other policies."""
+        return ()
 
     @abstractmethod
     def rewrite(self, dag: Dag, me: int) -> Dag:

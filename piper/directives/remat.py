@@ -23,6 +23,10 @@ class Remat(Directive):
     where: FilterLike
     policy: str
 
+    @property
+    def policies(self) -> tuple[RematPolicy, ...]:
+        return tuple(policy for policy in RematPolicy if policy.value == self.policy)
+
     def rewrite(self, dag: Dag, me: int) -> Dag:
         known = [policy.value for policy in RematPolicy]
         if self.policy not in known:

@@ -6,7 +6,7 @@ model; a test may write them down by hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +75,7 @@ class ChunkFacts:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     variants: Mapping[RematPolicy, Variant]
+    """Under each policy that a strategy can choose."""
     changes: tuple[str, ...] = ()
     """Buffers that its forward gives a new content."""
     buffers: tuple[str, ...] = ()
@@ -194,17 +195,16 @@ class Facts:
 class Known:
     """What was found out about joint graphs, for other models that have them too."""
 
-    def __init__(self) -> None:
-        self.passes = Passes()
-        self._variants: dict[int, Mapping[RematPolicy, Variant]] = {}
+    def __init__(self, passes: Passes | None = None) -> None:
+        self.passes = passes or Passes()
+        self._variants: dict[tuple[int, RematPolicy], Variant] = {}
 
-    def variants(self, captured: Captured, joint: Joint) -> Mapping[RematPolicy, Variant]:
-        """The facts of ``joint`` under each policy."""
-        if id(joint) not in self._variants:
-            self._variants[id(joint)] = {
-                policy: _variant(captured, self.passes.of(joint, policy)) for policy in RematPolicy
-            }
-        return self._variants[id(joint)]
+    def variant(self, captured: Captured, joint: Joint, policy: RematPolicy) -> Variant:
+        """The facts of ``joint`` under ``policy``."""
+        key = id(joint), policy  # ``passes`` keeps the graph
+        if key not in self._variants:
+            self._variants[key] = _variant(captured, self.passes.of(joint, policy))
+        return self._variants[key]
 
 
 def facts_of(
@@ -212,11 +212,13 @@ def facts_of(
     remat: RematPolicy,
     joints: Sequence[Joint] | None = None,
     known: Known | None = None,
+    policies: Iterable[RematPolicy] = RematPolicy,
 ) -> Model:
     """The facts of a captured model; ``joints`` stand for the chunks' own, if given; ``known``
-    keeps what was found out for the next call."""
+    keeps what was found out for the next call. A strategy can choose among ``policies``."""
     joints = captured.joints if joints is None else joints
     known = known or Known()
+    chosen = tuple(policies)
     values = tuple(
         ValueFacts(
             value.name,
@@ -234,7 +236,7 @@ def facts_of(
             parameters=chunk.parameters,
             inputs=chunk.inputs,
             outputs=chunk.outputs,
-            variants=known.variants(captured, joint),
+            variants={policy: known.variant(captured, joint, policy) for policy in chosen},
             changes=chunk.updates,
             buffers=chunk.buffers,
             random=program.functions[Pass.F].random,
