@@ -494,3 +494,20 @@ def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
             trainer.save(tmp_path / "state")
         assert not list(tmp_path.iterdir())
         assert trainer.step(*batches()[0]).loss.isfinite()
+
+
+@pytest.mark.slow
+def test_a_script_that_defines_an_operation_of_its_own(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    script = (root / "tests/scripts/own_operation.py").read_text()
+    guarded, unguarded = tmp_path / "guarded.py", tmp_path / "unguarded.py"
+    guarded.write_text(script)
+    unguarded.write_text(script.replace('if __name__ == "__main__":', "if True:"))
+    how: Any = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    how["env"] = {**os.environ, "PYTHONPATH": str(root)}
+    found = subprocess.run([sys.executable, guarded], **how)
+    assert found.returncode == 0, found.stderr
+    virtual, processes = found.stdout.splitlines()
+    assert virtual == processes
+    found = subprocess.run([sys.executable, unguarded], **how)
+    assert 'put what trains under if __name__ == "__main__":' in found.stderr

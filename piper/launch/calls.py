@@ -25,6 +25,8 @@ class WorkerTask:
     paths: tuple[str, ...]
     imports: tuple[str, ...]
     """Modules that define the model's own operations."""
+    script: str | None
+    """The user's script, if that defines some of them."""
     share_gpus: bool
     cuda_graphs: bool
     shake: int | None

@@ -7,6 +7,7 @@ from typing import Any
 
 from piper.errors import PiperError
 from piper.launch.fetching import fetcher
+from piper.launch.own_operations import refuse_in_worker
 from piper.launch.shapes import Shapes
 from piper.launch.trainer import Trainer
 from piper.launch.worker_group import WorkerGroup
@@ -37,6 +38,7 @@ def launch(
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
+    refuse_in_worker()
     programs = Shapes(program, shapes)
     try:
         return Trainer(_worker_group(program, on, options), programs)

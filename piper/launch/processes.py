@@ -28,8 +28,9 @@ from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.calls import Call, Failure, SwitchTask, WorkerTask, dumped, receive
+from piper.launch.own_operations import defining_modules
 from piper.launch.rank import refuse_too_few_gpus
-from piper.launch.worker_folder import modules_of_ops, write_program, write_weights
+from piper.launch.worker_folder import write_program, write_weights
 from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.launch.worker_process import WorkerProcess, spawned
 from piper.lower.plan import Plan
@@ -107,6 +108,7 @@ class ProcessWorkerGroup:
             start_timeout=start_timeout,
             paths=tuple(sys.path),
             imports=tuple(imports),
+            script=None,
             share_gpus=share_gpus,
             cuda_graphs=cuda_graphs,
             shake=shake,
@@ -258,7 +260,8 @@ class ProcessWorkerGroup:
         """Start workers, which answer when they are ready."""
         used = {worker.local for worker in self._workers}
         free = (local for local in itertools.count() if local not in used)
-        imports = (*self._task.imports, *modules_of_ops(program))
+        modules, script = defining_modules(program)
+        imports = (*self._task.imports, *modules)
         found = []
         for device, local in zip(devices, free, strict=False):
             found.append(spawned(device, local, self._path))
@@ -271,6 +274,7 @@ class ProcessWorkerGroup:
                 waits=waits,
                 threads=self._share(program),
                 imports=imports,
+                script=script,
             )
             worker.send(dumped(Call("start", task)))
         return found

@@ -3,7 +3,6 @@ how it goes from one program to another."""
 
 from __future__ import annotations
 
-import importlib
 import mmap
 import pickle
 import sys
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from piper.launch.calls import SwitchTask, WorkerTask
 from piper.launch.fetching import FirstWeights
+from piper.launch.own_operations import define
 from piper.launch.rank import Rank, choose_gpu
 from piper.launch.switching import Crossing, NextState
 from piper.launch.worker_group import Refusal
@@ -35,8 +35,7 @@ class WorkerDevice:
 
     def __init__(self, task: WorkerTask, folder: Path) -> None:
         sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
-        for module in task.imports:
-            importlib.import_module(module)
+        define(task.imports, task.script)
         torch.set_num_threads(task.threads)
         self._task = task
         self._folder = folder

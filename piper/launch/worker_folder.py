@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from piper.errors import PiperError
 from piper.launch.fetching import FirstWeights
@@ -40,19 +38,3 @@ def write_weights(folder: Path, program: Program) -> None:
     first = FirstWeights.of(program)
     torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
     (folder / "located").write_bytes(pickle.dumps(first.located))
-
-
-def modules_of_ops(program: Program) -> tuple[str, ...]:
-    """The modules that define operations of the user's which the programs call."""
-    made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
-    names = {
-        node.target._schema.name
-        for code in (program.code, program.evaluation_code)
-        for row in code.programs.values()
-        for chunk in row
-        for function in chunk.functions.values()
-        for node in function.module.graph.nodes
-        if isinstance(node.target, OpOverload)
-    }
-    modules = {made[name]._init_fn.__module__ for name in names if name in made}
-    return tuple(sorted(modules - {"__main__"}))
