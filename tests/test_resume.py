@@ -214,20 +214,17 @@ def killed_again_and_again(folder: Path, on: str, times: int, seed: int, *how: s
 
 
 @pytest.mark.slow
-def test_kill_9_at_some_moments(tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, "virtual", 2, seed=0)
+@pytest.mark.parametrize("how", [(), ("background",)])
+def test_kill_9_at_many_moments(how: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.scripts.kills", str(tmp_path), "20", *how]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=600, check=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on", "times"), [("virtual", 4), ("processes", 2)])
-def test_kill_9_at_many_moments(on: str, times: int, tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, on, times, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("on", "times"), [("virtual", 4), ("processes", 2)])
-def test_kill_9_while_saves_are_in_the_background(on: str, times: int, tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, on, times, 2, "background")
+@pytest.mark.parametrize("how", [(), ("background",)])
+def test_kill_9_with_workers(how: tuple[str, ...], tmp_path: Path) -> None:
+    killed_again_and_again(tmp_path, "processes", 2, 1, *how)
 
 
 @pytest.mark.slow

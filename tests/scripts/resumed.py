@@ -54,12 +54,12 @@ def compiled() -> piper.Program:
     )
 
 
-def main(folder: Path, on: str, steps: int, background: bool) -> None:
+def main(program: piper.Program, folder: Path, on: str, steps: int, background: bool) -> None:
     run: dict[str, Any] = {"checkpoint": folder / "run", "every": 3, "keep": 2, "resume": True}
     run["background"] = background
     rank = os.environ.get("RANK", "0")
     with (
-        piper.launch(compiled(), on=on) as trainer,
+        piper.launch(program, on=on) as trainer,
         (folder / f"log.{rank}").open("a", buffering=1) as log,
     ):
         for result in trainer.fit(batch, steps=steps, progress=False, **run):
@@ -69,4 +69,4 @@ def main(folder: Path, on: str, steps: int, background: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "background" in sys.argv)
+    main(compiled(), Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "background" in sys.argv)
