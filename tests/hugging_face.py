@@ -43,6 +43,27 @@ _ENCODER_DECODER: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "decoder_sparse_step": 1,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
 Batch = dict[str, Tensor]
 
 
@@ -263,6 +284,13 @@ FAMILIES: dict[str, Family] = {
             "mlp_only_layers": [0, 1],
         },
     ),
+    "Mixtral": _causal("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "Qwen2-MoE": _causal("Qwen2Moe", **_EXPERTS, shared_expert_intermediate_size=12),
+    "Qwen3-MoE": _causal("Qwen3Moe", **_EXPERTS),
+    "OLMoE": _causal("Olmoe", num_experts=4, num_experts_per_tok=2, pad_token_id=0),
+    "DeepSeek-V2": _causal("DeepseekV2", **_DEEPSEEK),
+    "DeepSeek-V3": _causal("DeepseekV3", **_DEEPSEEK, qk_head_dim=8),
+    "GPT-OSS": _causal("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
     "SmolLM 3": _causal("SmolLM3", pad_token_id=0),
     "DeBERTa 2": Family(
         "DebertaV2ForMaskedLM",
