@@ -212,6 +212,10 @@ class _Rows:
     """How many a device has."""
     room: int
     """How many it can get."""
+    sorted_in: int
+    """In how many parts they were sorted."""
+    runs: int
+    """Of how many sorted ranges a device's own are, at most."""
 
 
 @dataclass
@@ -606,6 +610,9 @@ class _Checker:
             else:
                 form = self._form(op.chunk, value)
                 wanted = _Tensor(value, node.devices, form, node.replicas, tuple(added))
+                rows_of = self._rows(value, node.parts) if chunk.sorted_rows is None else None
+                kept = rows_of is None or rows_of.sorted_in == node.parts
+                self._must(kept, at, "reads rows in other parts than they were sorted in")
             self._must(content == wanted, at, f"wants {wanted}, s{slot} holds {content}")
         others = [self.slots[c][slot] for slot in x.reads[len(rows) :]]
         whole = [other for other in others if not isinstance(other, _Gradients)]
@@ -813,7 +820,12 @@ class _Checker:
                 good = (content.group, content.replicas) == (op.source, op.replicas[0])
                 good = good and content.form == "plain"
                 self._must(good, at, f"sends {content}")
-                sent.add(replace(content, group=op.target, replicas=op.replicas[1]))
+                form, counted = "plain", self._counted(content.value, *op.parts)
+                if counted is not None and counted.runs > 1:
+                    form = "runs"
+                wanted = None if counted is None else counted.own
+                self._must(op.counts == wanted, at, f"counts {op.counts} rows, not {wanted}")
+                sent.add(replace(content, group=op.target, replicas=op.replicas[1], form=form))
         self._must(len(sent) == 1, together[0], f"sends several values: {sent}")
         (come,) = sent
         for at in together:
@@ -849,12 +861,12 @@ class _Checker:
         content = self.slots[at[0]][slot]
         self._must(isinstance(content, _Tensor), at, f"dispatches or combines {content}")
         flat = sorted(d for group in op.groups for d in group)
-        good = flat == sorted(content.group) and content.form in ("plain", "uncombined")
+        good = flat == sorted(content.group) and content.form in ("plain", "uncombined", "runs")
         ranks = [[content.group.index(d) for d in group] for group in op.groups if good]
         steps = {b - a for row in ranks for a, b in itertools.pairwise(row)}
         good = good and len(steps) <= 1 and all(step > 0 for step in steps)
         self._must(good, at, f"dispatches or combines {content}")
-        there = content.form == "plain"
+        there = content.form != "uncombined"
         role = ExtraRole.DISPATCHED if there else ExtraRole.UNCOMBINED
         self._is(at, role, self.dag.table.value(content.value)[0].of)
         form = "dispatched" if there else "plain"
@@ -863,15 +875,20 @@ class _Checker:
         wanted = None if rows is None else rows.room if there else rows.own
         self._must(op.rows == wanted, at, f"has room for {op.rows} rows, not {wanted}")
         found = [self.slots[at[0]][slot] for slot in counted]
-        counts = [] if rows is None else [
-            replace(content, value=rows.counts, form=f, added=()) for f in ("plain", "dispatched")
-        ]  # fmt: skip
+        counts = []
+        runs = self._sorted_runs(content.value, content.parts)
+        if rows is not None:
+            forms = "runs" if runs > 1 else "plain", "dispatched"
+            counts = [replace(content, value=rows.counts, form=f, added=()) for f in forms]
         self._must(found == counts, at, f"goes by the counts {found}, not {counts}")
+        self._must(op.runs == runs, at, f"merges {op.runs} runs, not {runs}")
         self._write(at, target, made)
 
     def _rows(self, value: int, parts: int) -> _Rows | None:
         """Of a value that experts take or make of rows sorted by expert: its rows."""
         found, microbatch = self.dag.table.value(value)
+        if found.role not in (Role.ACTIVATION, Role.GRADIENT):
+            return None
         for chunk in self._model(parts).chunks:
             rows = chunk.sorted_rows
             if rows is None or found.of not in (*chunk.inputs, *chunk.outputs):
@@ -879,14 +896,39 @@ class _Checker:
             counts = chunk.inputs[rows.counts]
             if found.of == counts:
                 return None
-            rule = self.dag.shards[chunk.index]
-            most = rows.rows * rule.ways
+            ways, capacity = 1, None
+            if chunk.index in self.dag.shards:
+                rule = self.dag.shards[chunk.index]
+                ways, capacity = rule.ways, rule.capacity
+            most = rows.rows * ways
             room = most
-            if rule.capacity is not None:
-                room = min(most, -(-math.ceil(rows.rows * rule.capacity) // rule.ways) * rule.ways)
+            if capacity is not None:
+                room = min(most, -(-math.ceil(rows.rows * capacity) // ways) * ways)
             maker = next(c.index for c in self.dag.model.chunks if counts in c.outputs)
             number = self.dag.table.number(Value(Role.ACTIVATION, counts, maker), microbatch)
-            return _Rows(number, rows.rows, room)
+            sorted_in = self.dag.nodes[self.dag.producers[number]].parts
+            return _Rows(number, rows.rows, room, sorted_in, _most_shared(sorted_in, parts))
+        return None
+
+    def _sorted_runs(self, value: int, parts: int) -> int:
+        """Of how many sorted ranges the rows are that a value has, or the counts of."""
+        if (rows := self._rows(value, parts)) is not None:
+            return rows.runs
+        found, _ = self.dag.table.value(value)
+        for chunk in self.dag.model.chunks:
+            rows_of = chunk.sorted_rows
+            if rows_of is not None and found.of == chunk.inputs[rows_of.counts]:
+                made = self.dag.nodes[self.dag.producers[value]]
+                return _most_shared(made.parts, parts)
+        return 1
+
+    def _counted(self, value: int, source: int, target: int) -> _Rows | None:
+        """Of counts that go to a group of another size, what they are of where they come from."""
+        found, _ = self.dag.table.value(value)
+        for chunk in self._model(source).chunks if source != target else ():
+            rows = chunk.sorted_rows
+            if rows is not None and found.of == chunk.inputs[rows.counts]:
+                return _Rows(value, rows.rows, 0, source, _most_shared(source, target))
         return None
 
     def _load(self, together: list[At], op: Collective) -> None:
@@ -1332,9 +1374,12 @@ class _Checker:
         """For each communication, what is let go when it is over."""
         for pc, x in enumerate(plan.instructions):
             for done in [p for p, end in over.items() if end == pc]:
-                by_count = _by_count(plan.instructions[done])
-                if plan.instructions[done].role is ExtraRole.DISPATCHED and not by_count:
-                    extra = plan.slots[plan.instructions[done].writes[0]].nbytes
+                ended = plan.instructions[done]
+                merged = ended.role is ExtraRole.UNCOMBINED and _runs(ended) > 1
+                copies = ended.role is ExtraRole.DISPATCHED and not _by_count(ended)
+                if merged or copies:
+                    extra = plan.slots[ended.writes[0]].nbytes
+                    extra += self._merging(c, ended) if merged else 0
                     busy = held + Counter({Holder.WORKSPACE: extra})
                     moments.append((busy.total(), pc, dict(busy)))
                 held.subtract(later.pop(done, Counter()))
@@ -1440,6 +1485,14 @@ class _Checker:
             return 0
         node = self.dag.nodes[x.node]
         aside = 0
+        if x.verb is Verb.SEND and isinstance(x.op, Transfer) and x.op.counts is not None:
+            source, target = x.op.parts
+            nbytes, _ = self._lies(node.reads[0], source)
+            each = nbytes + nbytes // self._counts(x)  # one more, for rows without an expert
+            return _most_shared(target, source) * x.op.replicas[1] * each
+        if x.role is ExtraRole.DISPATCHED and _runs(x) > 1:
+            nbytes, copy = self._lies(node.reads[0], node.parts)
+            return copy or nbytes
         if isinstance(x.op, Transfer) and x.op.dim > 0:  # parts that do not lie side by side
             ends = x.op.parts
             mine, other = ends if x.verb is Verb.SEND else ends[::-1]
@@ -1485,6 +1538,10 @@ class _Checker:
         """Bytes that an instruction needs while it runs, fewer where all that this pass is the last
         one of its chunk to read is freed; or when its program is done: then first gradients are
         copied to where others are added, and what only the backward reads is gone."""
+        if x.verb is Verb.SEND and isinstance(x.op, Transfer) and x.op.counts is not None:
+            return 24 * (self._counts(x) + 2)
+        if x.role is ExtraRole.DISPATCHED and _by_count(x) and _runs(x) > 1:
+            return self._merging(c, x)
         if not isinstance(x.op, Compute):
             return 0
         kinds = self.plans[c].slots
@@ -1505,11 +1562,24 @@ class _Checker:
         gone = sum(kinds[slot].nbytes for slot in x.frees if kinds[slot].holder is Holder.SAVED)
         return max(runs + facts.housed, fresh + new - gone)
 
+    def _counts(self, x: Instruction) -> int:
+        """How many experts the counts are of that an instruction sends."""
+        return self.dag.model.values[x.of].shape[0]
+
+    def _merging(self, c: int, x: Instruction) -> int:
+        """Bytes of places of rows, forth and back, and of what is needed to find them."""
+        rows = self._model(self.dag.nodes[x.node].parts).values[x.of].shape[0]
+        return 29 * rows + 4 * self.plans[c].slots[x.reads[1]].nbytes
+
     def _model(self, parts: int) -> Model:
         return self.models.get(parts, self.dag.model)
 
     def _nbytes(self, c: int, content: Any) -> int:
         match content:
+            case _Tensor(value=value, form="runs"):
+                experts = self._model(content.parts).values[self.dag.table.value(value)[0].of]
+                runs = self._sorted_runs(value, content.parts)
+                return experts.nbytes // experts.shape[0] * (experts.shape[0] + 1) * runs
             case _Tensor(value=value, form=form) if form != "plain" or content.added:
                 nbytes, copy = self._lies(value, content.parts)
                 rows = self._rows(value, content.parts) if form != "plain" else None
@@ -1619,6 +1689,18 @@ class _Checker:
 
 def _by_count(x: Instruction) -> bool:
     return isinstance(x.op, Collective) and x.op.rows is not None
+
+
+def _runs(x: Instruction) -> int:
+    return x.op.runs if isinstance(x.op, Collective) else 1
+
+
+def _most_shared(parts: int, others: int) -> int:
+    """Of how many of ``parts`` equal parts one of ``others`` has something, at most."""
+    return max(
+        sum(i * others < (j + 1) * parts and j * parts < (i + 1) * others for i in range(parts))
+        for j in range(others)
+    )
 
 
 def _parts(op: object, devices: Group) -> list[tuple[Verb, Group]]:

@@ -56,6 +56,9 @@ class Transfer:
     dim: int = 0
     replicas: tuple[int, int] = (1, 1)
     """How many neighbours in the source, and in the target, have the same part."""
+    counts: int | None = None
+    """Of counts of rows that are sorted by expert, how many rows each of the source has: who gets
+    a range of them gets the counts of that range."""
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -75,6 +78,9 @@ class Collective:
     padded: bool = False
     """Of one by counts, whether as much is sent as there is room for, so that no host must know
     the counts."""
+    runs: int = 1
+    """Of rows sorted by expert, or their counts: of how many sorted ranges (runs) those of a member
+    may be, because a group of another size sorted them."""
 
 
 @dataclass(frozen=True, slots=True)

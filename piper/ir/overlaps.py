@@ -8,6 +8,7 @@ Where several have the same part, each member of the target gets it from one of 
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -59,6 +60,12 @@ def scattered(op: Transfer, *, sends: bool) -> bool:
     another in its memory."""
     mine, other = op.parts if sends else reversed(op.parts)
     return op.dim > 0 and mine % other != 0
+
+
+def most_overlaps(parts: int, others: int) -> int:
+    """Of how many of ``others`` parts one of ``parts`` has something, at most."""
+    period = parts // math.gcd(parts, others)
+    return max(len(_overlaps(i, parts, others)) for i in range(period))
 
 
 def _overlaps(mine: int, parts: int, others: int) -> list[tuple[int, Fraction, Fraction]]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Shard
 
-from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.dag import Collective, Compute, Dag, Node, ShardRule, Transfer, same_group
 from piper.ir.facts import Model
@@ -24,6 +23,7 @@ from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.redistribute import redistribute
 from piper.lower.rewriter import Rewriter
+from piper.lower.sorted_rows import SortedValues
 
 _MOVED = (Role.ACTIVATION, Role.GRADIENT)
 
@@ -56,6 +56,8 @@ class _Sent:
     """How many a device has."""
     room: int
     """How many it can get."""
+    runs: int
+    """Of how many sorted ranges its own are."""
 
 
 class _Forms:
@@ -66,12 +68,13 @@ class _Forms:
         self._dag = dag
         self._models = models
         self._gpu = gpu
+        self._sorted = SortedValues(dag, models)
         self._received: dict[tuple[int, int, int], int] = {}
         """By value, identity of the group, and its replicas."""
         self._dispatched: dict[int, int] = {}
         self._undivided: dict[tuple[int, int], int] = {}
         """By value and chunk, what experts make before it is combined."""
-        self._all_to_alls: dict[tuple[int, int, int, int | None], Collective] = {}
+        self._all_to_alls: dict[tuple[int, int, int, int | None, int], Collective] = {}
 
     def connect(self, number: int) -> None:
         """Let a node read and write what has the layout that it needs."""
@@ -93,17 +96,18 @@ class _Forms:
         made = self._dag.nodes[maker]
         if rule is not None and (value, node.compute.chunk) in self._undivided:
             return self._undivided[value, node.compute.chunk]  # its own, which its backward reads
+        by_expert = self._sorted.resized(value, maker, reader)
         if not same_group(made.devices, node.devices) or made.replicas != node.replicas:
             key = (value, id(node.devices), node.replicas)
             if key not in self._received:
-                self._received[key] = self._send(value, maker, reader)
+                self._received[key] = self._send(value, maker, reader, by_expert=by_expert)
             value = self._received[key]
         if rule is None or not self._moves(value):
             return value
         if value not in self._dispatched:
             sent = self._sent(reader, rule)
             if sent is None or value == sent.counts:
-                return self._dispatch(node, rule, value)
+                return self._dispatch(node, rule, value, sent.runs if sent else 1)
             rows = self.out.value(ExtraRole.DISPATCHED, value, node.parts, sent.room)
             self._dispatched[value] = rows
             self._all_to_all(node, rule, value, rows, sent, sent.room)
@@ -120,12 +124,12 @@ class _Forms:
         self._all_to_all(node, rule, before, value, sent, rows)
         return before
 
-    def _dispatch(self, node: Node, rule: ShardRule, value: int) -> int:
+    def _dispatch(self, node: Node, rule: ShardRule, value: int, runs: int) -> int:
         """``value`` in equal parts to the devices that have its experts."""
         if value not in self._dispatched:
             made = self.out.value(ExtraRole.DISPATCHED, value, node.parts)
             self._dispatched[value] = made
-            self._all_to_all(node, rule, value, made)
+            self._all_to_all(node, rule, value, made, runs=runs)
         return self._dispatched[value]
 
     def _sent(self, number: int, rule: ShardRule) -> _Sent | None:
@@ -135,15 +139,10 @@ class _Forms:
         chunk = self._models.get(node.parts, dag.model).chunks[op.chunk]
         if chunk.sorted_rows is None:
             return None
-        wanted = chunk.inputs[chunk.sorted_rows.counts]
-        counts = next(
-            v
-            for v in dag.table.wire(op.chunk, Pass.F, dag.policy(op.chunk), op.microbatch)[0]
-            if dag.table.value(v)[0].of == wanted and dag.table.value(v)[0].role is Role.ACTIVATION
-        )
-        mine = self._read(counts, number, None)
-        rows = chunk.sorted_rows.rows
-        return _Sent(mine, self._dispatch(node, rule, mine), rows, rule.room(rows))
+        mine = self._read(self._sorted.counts(op.chunk, op.microbatch), number, None)
+        rows, runs = chunk.sorted_rows.rows, self._sorted.runs(node)
+        received = self._dispatch(node, rule, mine, runs)
+        return _Sent(mine, received, rows, rule.room(rows), runs)
 
     def _moves(self, value: int) -> bool:
         first = self._dag.first_extra
@@ -159,13 +158,15 @@ class _Forms:
         made: int,
         sent: _Sent | None = None,
         room: int | None = None,
+        runs: int = 1,
     ) -> None:
-        key = (id(node.devices), rule.ways, rule.stride, room)
+        runs = sent.runs if sent else runs
+        key = (id(node.devices), rule.ways, rule.stride, room, runs)
         if key not in self._all_to_alls:
             rows = everywhere(rule.mesh(node.devices), Shard(1))
             (equal,) = redistribute(rows, rows.along(ep=Shard(0)))
             padded = self._gpu and sent is not None and rule.capacity is None
-            self._all_to_alls[key] = replace(equal, rows=room, padded=padded)
+            self._all_to_alls[key] = replace(equal, rows=room, padded=padded, runs=runs)
         self.out.add(
             self._all_to_alls[key],
             made,
@@ -177,12 +178,18 @@ class _Forms:
             made_by=rule.made_by,
         )
 
-    def _send(self, value: int, maker: int, reader: int) -> int:
+    def _send(self, value: int, maker: int, reader: int, *, by_expert: bool) -> int:
         made, read = self._dag.nodes[maker], self._dag.nodes[reader]
-        dim = self._rows_of(value, maker, reader) if made.parts != read.parts else 0
+        dim, counts, rows = 0, None, None
+        if made.parts != read.parts:
+            counted = self._sorted.counted(value, reader) if by_expert else None
+            if counted is not None:
+                counts, rows = counted
+            elif not by_expert:
+                dim = self._rows_of(value, maker, reader)
         return self.out.add(
-            Transfer(made.devices, read.devices, dim, (made.replicas, read.replicas)),
-            self.out.value(ExtraRole.RECEIVED, value, read.parts),
+            Transfer(made.devices, read.devices, dim, (made.replicas, read.replicas), counts),
+            self.out.value(ExtraRole.RECEIVED, value, read.parts, rows),
             tags=made.tags,
             devices=tuple(dict.fromkeys((*made.devices, *read.devices))),
             stream=made.sends.stream,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Collective, Compute, Dag, Transfer, Update
 from piper.ir.facts import PassFacts
-from piper.ir.overlaps import scattered
+from piper.ir.overlaps import most_overlaps, scattered
 from piper.ir.text import devices_text
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Holder, Instruction, Plan, Slot, Verb
@@ -89,7 +89,7 @@ def memory_of(
     way = _UnderWay(plan, apart=apart)
     for pc, x in enumerate(plan.instructions):
         for other in x.ends:
-            book.look(pc, _unpacked(plan, plan.instructions[other]))
+            book.look(pc, _unpacked(dag, plan, sizes, plan.instructions[other]))
             for holder, nbytes in way.end(other):
                 book.add(holder, -nbytes)
         for slot in (*x.allocates, *x.writes):
@@ -199,6 +199,11 @@ def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
     """Bytes of the contiguous copy that messages carry of what lies otherwise: expanded,
     transposed, or in several parts."""
     node = dag.nodes[x.node]
+    if isinstance(x.op, Transfer) and x.op.counts is not None and x.verb is Verb.SEND:
+        each = (_experts(dag, x) + 1) * (sizes.nbytes(node.reads[0]) // _experts(dag, x))
+        return most_overlaps(*x.op.parts) * x.op.replicas[1] * each
+    if _merges(x) and x.role is ExtraRole.DISPATCHED:  # rows, or the sums of their counts
+        return sizes.sent(node.reads[0]) if _by_count(x) else sizes.nbytes(node.writes[0])
     if isinstance(x.op, Transfer) and scattered(x.op, sends=x.verb is Verb.SEND):
         if x.verb is Verb.SEND:
             return sizes.sent(node.reads[0])
@@ -225,8 +230,29 @@ def _by_count(x: Instruction) -> bool:
     return isinstance(x.op, Collective) and x.op.rows is not None
 
 
-def _unpacked(plan: Plan, x: Instruction) -> int:
+def _merges(x: Instruction) -> bool:
+    """Whether it is about rows of several sorted ranges."""
+    return isinstance(x.op, Collective) and x.op.runs > 1
+
+
+def _experts(dag: Dag, x: Instruction) -> int:
+    """Of how many experts the counts are that are sent."""
+    return dag.model.values[x.of].shape[0]
+
+
+def _merging(dag: Dag, sizes: Sizes, x: Instruction) -> int:
+    """Bytes that it takes to find the order in which sorted ranges of rows are merged."""
+    assert isinstance(x.op, Collective)
+    node = dag.nodes[x.node]
+    model = sizes.models.get(node.parts, dag.model)
+    counts = sizes.nbytes(node.reads[1])  # of 4 bytes or more, and each twice as 8 for a while
+    return 29 * model.values[x.of].shape[0] + 4 * counts
+
+
+def _unpacked(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
     """Bytes that a communication needs beside when it is over, to put what came in order."""
+    if _merges(x) and x.role is ExtraRole.UNCOMBINED:
+        return plan.slots[x.writes[0]].nbytes + _merging(dag, sizes, x)
     in_order = x.role is not ExtraRole.DISPATCHED or _by_count(x)
     return 0 if in_order else plan.slots[x.writes[0]].nbytes
 
@@ -239,6 +265,10 @@ def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: Op
             for bucket in x.buckets
         ]
         return sum(each) if optimizer.together else max(each, default=0)
+    if isinstance(x.op, Transfer) and x.op.counts is not None and x.verb is Verb.SEND:
+        return 24 * (_experts(dag, x) + 2)  # of 8 bytes each, and several at a time
+    if _merges(x) and x.role is ExtraRole.DISPATCHED and _by_count(x):
+        return _merging(dag, sizes, x)
     if not isinstance(x.op, Compute):
         return 0
     facts = sizes.facts(x.op, len(x.group))

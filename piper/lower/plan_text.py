@@ -94,10 +94,12 @@ def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
             where = "".join(f" {axis}={rank}" for axis, rank in ranks)
             return f"{chunk}{which.value}{microbatch} on {_numbers(group)}{where}"
         case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
-            return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}"
-        case Collective(kind=kind, groups=groups, rows=rows, padded=padded):
+            counts = "" if op.counts is None else f" counts of {op.counts} rows"
+            return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}{counts}"
+        case Collective(kind=kind, groups=groups, rows=rows, padded=padded, runs=runs):
             room = "" if rows is None else f" room for {rows} rows{', padded' * padded}"
-            return f"{kind.value} {'|'.join(map(_numbers, groups))}{room}"
+            merged = f" of {runs} runs" if runs > 1 else ""
+            return f"{kind.value} {'|'.join(map(_numbers, groups))}{room}{merged}"
         case Update(bucket=bucket):
             return f"bucket {bucket}"
         case Add(value=value, chunk=chunk, microbatch=microbatch):
@@ -145,11 +147,14 @@ _INSTRUCTION = re.compile(
     r"(?: buckets (?P<buckets>[\d ]+?))?(?: weights (?P<weights>[\d.e+ -]+?))? # "
     r"(?P<node>\d+) (?P<op>.+)"
 )
+_MESSAGE = re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+)(?: counts of (\d+) rows)? (\w+) (\d+)")
 _OPS = {
     Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)((?: \w+=\d+)*)"),
-    Verb.SEND: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
-    Verb.RECV: re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+) (\w+) (\d+)"),
-    Verb.COLLECTIVE: re.compile(r"(\w+) (\S+)(?: room for (\d+) rows(, padded)?)? (\w+) (\d+)"),
+    Verb.SEND: _MESSAGE,
+    Verb.RECV: _MESSAGE,
+    Verb.COLLECTIVE: re.compile(
+        r"(\w+) (\S+)(?: room for (\d+) rows(, padded)?)?(?: of (\d+) runs)? (\w+) (\d+)"
+    ),
     Verb.UPDATE: re.compile(r"bucket (\d+)"),
     Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
     Verb.SELECT: re.compile(r"(\S+)"),
@@ -252,10 +257,11 @@ def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, 
     if verb is Verb.COLLECTIVE:
         groups = tuple(map(_range, row[1].split("|")))
         room = None if row[2] is None else int(row[2])
-        return Collective(CollectiveKind(row[0]), groups, room, row[3] is not None), role, of, ()
-    source, ours, target, theirs, dim, *_ = row
-    replicas = int(ours), int(theirs)
-    return Transfer(_range(source), _range(target), int(dim), replicas), role, of, ()
+        padded, runs = row[3] is not None, int(row[4] or 1)
+        return Collective(CollectiveKind(row[0]), groups, room, padded, runs), role, of, ()
+    source, ours, target, theirs, dim, rows, *_ = row
+    replicas, counts = (int(ours), int(theirs)), None if rows is None else int(rows)
+    return Transfer(_range(source), _range(target), int(dim), replicas, counts), role, of, ()
 
 
 def _ranks(written: str) -> tuple[tuple[str, int], ...]:

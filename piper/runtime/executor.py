@@ -238,7 +238,7 @@ def _collective(context: ExecutionContext, x: Instruction, op: Collective) -> Bo
         case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED if op.rows is not None:
             return all_to_all_by_counts(context, x, op, begin, len(group))
         case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED:
-            return all_to_all(context, x, begin, len(group))
+            return all_to_all(context, x, op, begin, len(group))
         case ExtraRole.REDISTRIBUTED:
             return redistribute(context, x, op, begin, len(group))
         case ExtraRole.REDUCED:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from piper.errors import PiperError
 from piper.ir.dag import Collective, Transfer
-from piper.ir.overlaps import received_by, scattered, sent_by
+from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction
 from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext
-from piper.runtime.messages import combine, dispatch, packed, padded
+from piper.runtime.messages import (
+    beyond,
+    combine,
+    counts_within,
+    dispatch,
+    merged,
+    own_counts,
+    packed,
+    padded,
+    unmerged,
+)
 from piper.runtime.pending import BoundInstruction, Pending
 
 
 def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
+    if op.counts is not None:
+        return _send_counts(context, x, op, op.counts)
     slots, name, dim = context.slots, x.name, op.dim
     (slot,) = x.reads
     messages = [
@@ -42,6 +58,8 @@ def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstru
 
 
 def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
+    if op.counts is not None:
+        return _receive_counts(context, x, op)
     where, name, dim = context.where, x.name, op.dim
     store = context.store(x)
     (slot,) = x.writes
@@ -70,6 +88,52 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundIns
     return execute
 
 
+def _send_counts(
+    context: ExecutionContext, x: Instruction, op: Transfer, rows: int
+) -> BoundInstruction:
+    """To each who gets a range of the sorted rows, how many of it each expert has."""
+    slots, name = context.slots, x.name
+    (slot,) = x.reads
+    rest = _runs(op) > 1
+    messages = [
+        (context.comm.send(x.node, x.stream, part.peer), *part.within(rows))
+        for part in sent_by(op, context.device)
+    ]
+
+    def execute() -> Pending:
+        parts = [counts_within(slots[slot], start, size, rest) for _, start, size in messages]
+        handles = [begin(part) for (begin, *_), part in zip(messages, parts, strict=True)]
+        return Pending(name, handles, keeps=parts)
+
+    return execute
+
+
+def _receive_counts(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
+    """The counts of each sorted range of this device's rows, one after another."""
+    where, name, store = context.where, x.name, context.store(x)
+    (slot,) = x.writes
+    spec, runs = context.code.values[op.parts[1]][x.of], _runs(op)
+    shape = spec.shape if runs == 1 else (runs, spec.shape[0] + 1)
+    begins = [
+        context.comm.receive(x.node, x.stream, part.peer)
+        for part in received_by(op, context.device)
+    ]
+
+    def execute() -> Pending:
+        out = torch.zeros(shape, dtype=spec.dtype, device=where)
+        handles = [
+            begin(row) for begin, row in zip(begins, out.view(runs, -1).unbind(), strict=False)
+        ]
+        return Pending(name, handles, lambda: store(context.arrange(slot, out)))
+
+    return execute
+
+
+def _runs(op: Transfer) -> int:
+    source, target = op.parts
+    return most_overlaps(target, source)
+
+
 def all_to_all_by_counts(
     context: ExecutionContext, x: Instruction, op: Collective, begin: Begin, ways: int
 ) -> BoundInstruction:
@@ -78,20 +142,30 @@ def all_to_all_by_counts(
     slots, device, name = context.slots, context.device, x.name
     store = context.store(x)
     (slot, counts, received), (target,) = x.reads, x.writes
-    rows = op.rows
+    rows, runs = op.rows, op.runs
     assert rows is not None
     goes = x.role is ExtraRole.DISPATCHED
+    merges = goes and runs > 1
+
+    def in_order(mine: Tensor) -> Callable[[Tensor], Tensor]:
+        """What puts rows that came back where they were before they were merged."""
+        return partial(unmerged, counts=mine) if runs > 1 and not goes else _as_it_is
 
     def without_waiting() -> Pending:
-        there, here = slots[counts].view(ways, -1).sum(1), slots[received].sum(0)
+        mine = slots[counts]
+        there, here = own_counts(mine, runs).view(ways, -1).sum(1), slots[received].sum(0)
         sent, got = (there, here) if goes else (here, there)
         room = slots[slot].shape[0] if goes else rows
-        data = padded(slots[slot], sent, room)
+        data = padded(merged(slots[slot], mine) if merges else slots[slot], sent, room)
         out = torch.empty_like(data)
         handle = begin(data, out)
+        back = in_order(mine)
 
         def finish() -> None:
-            store(context.arrange(target, packed(out, got, rows)))
+            come = packed(out, got, rows)
+            if not goes:
+                come.masked_fill_(beyond(got, come), 0)  # rows that have no expert
+            store(context.arrange(target, back(come)))
 
         return Pending(name, [handle], finish, keeps=(data,))
 
@@ -99,7 +173,8 @@ def all_to_all_by_counts(
         return without_waiting
 
     def execute() -> Pending:
-        there = slots[counts].view(ways, -1).sum(1).tolist()
+        mine = slots[counts]
+        there = own_counts(mine, runs).view(ways, -1).sum(1).tolist()
         here = slots[received].sum(0).tolist()
         sent, got = (there, here) if goes else (here, there)
         if sum(got) > rows:
@@ -108,28 +183,36 @@ def all_to_all_by_counts(
                 f"each device) and has room for {rows}: give shard(..., capacity=) more, or leave "
                 "it out for room for all"
             )
-        data = slots[slot].contiguous()
+        data = merged(slots[slot], mine) if merges else slots[slot].contiguous()
         out = data.new_empty(rows, *data.shape[1:])
+        if not goes:
+            out[sum(got) :].zero_()  # rows that have no expert
         handle = begin(data[: sum(sent)], out[: sum(got)], sent, got)
+        back = in_order(mine)
 
         def finish() -> None:
-            store(context.arrange(target, out))
+            store(context.arrange(target, back(out)))
 
         return Pending(name, [handle], finish, keeps=(data,))
 
     return execute
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 def all_to_all(
-    context: ExecutionContext, x: Instruction, begin: Begin, ways: int
+    context: ExecutionContext, x: Instruction, op: Collective, begin: Begin, ways: int
 ) -> BoundInstruction:
-    slots = context.slots
+    slots, runs = context.slots, op.runs
     store = context.store(x)
     (slot,), (target,) = x.reads, x.writes
     pack, unpack = dispatch(ways) if x.role is ExtraRole.DISPATCHED else combine(ways)
 
     def execute() -> Pending:
-        data = pack(slots[slot])
+        given = slots[slot] if runs == 1 else own_counts(slots[slot], runs).unsqueeze(1)
+        data = pack(given)
         out = torch.empty_like(data)
         handle = begin(data, out)
 
