@@ -1676,8 +1676,29 @@ class _Checker:
         return "uncombined" if own else "dispatched"
 
     def _dispatched(self, chunk: int, value: int) -> bool:
-        moves = self._role(value) in (Role.ACTIVATION, Role.GRADIENT)
-        return moves and self._ways(chunk) > 1
+        if self._role(value) not in (Role.ACTIVATION, Role.GRADIENT):
+            return False
+        _, microbatch = self.dag.table.value(value)
+        return self._ways(chunk) > 1 or self._merges(chunk, microbatch)
+
+    def _merges(self, chunk: int, microbatch: int) -> bool:
+        """Whether devices that compute a chunk get several sorted ranges of rows."""
+        facts = self.dag.model.chunks[chunk]
+        if facts.sorted_rows is None:
+            return False
+        counts = facts.inputs[facts.sorted_rows.counts]
+        for node in self.dag.nodes:
+            if isinstance(node.op, Compute) and (node.op.chunk, node.op.microbatch) == (
+                chunk,
+                microbatch,
+            ):
+                found = next(
+                    v
+                    for v in range(self.dag.table.size * microbatch, self.dag.first_extra)
+                    if self._role(v) is Role.ACTIVATION and self.dag.table.value(v)[0].of == counts
+                )
+                return self._sorted_runs(found, node.parts) > 1
+        return False
 
     def _role(self, value: int) -> Role:
         return self.dag.table.value(value)[0].role

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.tensor import Shard
 
 from piper.errors import DirectiveError
+from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Collective, Compute, Dag, Node, ShardRule, Transfer, same_group
 from piper.ir.facts import Model
 from piper.ir.layouts import everywhere
@@ -79,14 +80,26 @@ class _Forms:
     def connect(self, number: int) -> None:
         """Let a node read and write what has the layout that it needs."""
         node = self._dag.nodes[number]
-        rule = self._dag.shards.get(node.op.chunk) if isinstance(node.op, Compute) else None
-        rule = None if rule is None or rule.ways == 1 else rule
+        rule = self._rule(node)
         reads = tuple(self._read(value, number, rule) for value in node.reads)
         writes = node.writes
         if rule is not None:
             writes = tuple(self._made(value, number, rule) for value in writes)
         if (reads, writes) != (node.reads, node.writes):
             self.out.nodes[number] = replace(node, reads=reads, writes=writes)
+
+    def _rule(self, node: Node) -> ShardRule | None:
+        """How the experts that a node computes are sharded, if they are. Where they are not, and a
+        device gets several sorted ranges of rows, it merges them as if it were one of one."""
+        if not isinstance(node.op, Compute):
+            return None
+        rule = self._dag.shards.get(node.op.chunk)
+        if rule is not None and rule.ways > 1:
+            return rule
+        if self._dag.model.chunks[node.op.chunk].sorted_rows is None or self._sorted.runs(node) < 2:
+            return None
+        stream, made_by = (rule.stream, rule.made_by) if rule else ("exchange", node.sends.made_by)
+        return ShardRule(1, 0, stream, made_by, node.replicas)
 
     def _read(self, value: int, reader: int, rule: ShardRule | None) -> int:
         node = self._dag.nodes[reader]
@@ -164,7 +177,8 @@ class _Forms:
         key = (id(node.devices), rule.ways, rule.stride, room, runs)
         if key not in self._all_to_alls:
             rows = everywhere(rule.mesh(node.devices), Shard(1))
-            (equal,) = redistribute(rows, rows.along(ep=Shard(0)))
+            alone = Collective(CollectiveKind.ALL_TO_ALL, tuple((d,) for d in node.devices))
+            (equal,) = redistribute(rows, rows.along(ep=Shard(0))) or (alone,)
             padded = self._gpu and sent is not None and rule.capacity is None
             self._all_to_alls[key] = replace(equal, rows=room, padded=padded, runs=runs)
         self.out.add(

@@ -92,15 +92,4 @@ class SortedValues:
         there = self._models.get(parts, dag.model).chunks[chunk.index].sorted_rows
         assert there is not None
         runs = self.runs(node)
-        if runs == 1:
-            return there.rows, there.experts
-        rule = dag.shards.get(chunk.index)
-        if rule is None or rule.ways == 1:
-            raise DirectiveError(
-                f"{name_of(dag, reader)} on {list(node.devices)}: its rows are sorted by expert on "
-                f"groups of {parts} devices, so that one of its own gets several sorted ranges of "
-                "them, which are merged where experts are sharded; shard the region "
-                "(piper.shard), or give it as many devices as sort the rows, or a multiple of "
-                f"them ({dag.history[node.sends.made_by]})"
-            )
-        return there.rows, runs * (there.experts + 1)
+        return there.rows, there.experts if runs == 1 else runs * (there.experts + 1)
