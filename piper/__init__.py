@@ -5,7 +5,7 @@ from piper.capture.regions import annotate
 from piper.compiler import Capture, capture, compile
 from piper.cost import Cluster, Device, Link, Machine, Recorded, Sharing, Simulation
 from piper.directives import order, partition, place, remat, replicate, shard, split, stream
-from piper.errors import CaptureError, DirectiveError, PiperError, PiperWarning
+from piper.errors import CapacityError, CaptureError, DirectiveError, PiperError, PiperWarning
 from piper.first_weights import Source
 from piper.ir.mesh import Mesh
 from piper.job import Job
@@ -20,6 +20,7 @@ from piper.strategy import Strategy
 from piper.weight_files import weights
 
 __all__ = [
+    "CapacityError",
     "Capture",
     "CaptureError",
     "Cluster",

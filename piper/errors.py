@@ -22,6 +22,10 @@ class DirectiveError(PiperError):
     """A directive cannot be applied, or the strategy as a whole cannot run."""
 
 
+class CapacityError(PiperError):
+    """More rows are routed to a device's experts than ``shard(..., capacity=)`` has room for."""
+
+
 class PiperWarning(UserWarning):
     """What Piper says of a model that may train otherwise than its author thinks."""
 

@@ -108,9 +108,10 @@ class StateNames:
         """How many numbers each key's tensor has."""
         return {key: math.prod(shape) for key, shape in self.shapes.items()}
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a state dict whose tensors have these shapes if it is another model's."""
-        missing = sorted(self.keys.keys() - shapes.keys())
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *, strict: bool = True) -> None:
+        """Refuse a state dict whose tensors have these shapes if it is another model's; unless
+        ``strict``, some may be missing."""
+        missing = sorted(self.keys.keys() - shapes.keys()) if strict else []
         unknown = sorted(shapes.keys() - self.keys.keys() - set(self.added))
         if missing or unknown:
             raise PiperError(
@@ -122,19 +123,20 @@ class StateNames:
                 )
             )
         for key, shape in self.shapes.items():
-            if shapes[key] != shape:
+            if shapes.get(key, shape) != shape:
                 raise PiperError(
                     f"{key} has shape {list(shapes[key])} in the state dict, but "
                     f"{list(shape)} in the model"
                 )
 
-    def checked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def checked(self, state: Mapping[str, Tensor], *, strict: bool) -> dict[str, Tensor]:
         """The tensors of a state dict by their first names; another model's are refused."""
         for key in self.keys.keys() & state.keys():
             if not isinstance(state[key], Tensor):
                 raise PiperError(f"{key} is a {type(state[key]).__name__}, not a tensor")
-        self.check({key: tuple(getattr(x, "shape", ())) for key, x in state.items()})
-        return {self.keys[key]: state[key] for key in self.keys}
+        shapes = {key: tuple(getattr(x, "shape", ())) for key, x in state.items()}
+        self.check(shapes, strict=strict)
+        return {self.keys[key]: state[key] for key in self.keys if key in state}
 
     def named(self, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """A state dict, from a function that gives a tensor by its first name."""

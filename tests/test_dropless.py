@@ -287,7 +287,7 @@ def test_a_device_without_rows_for_its_experts() -> None:
 def test_too_many_rows_are_an_error_that_names_them() -> None:
     given = routed(torch.tensor(CHOICES["all on one"]))
     program = compiled(given, spread(parts=1, capacity=1.5))
-    with pytest.raises(piper.PiperError) as error, piper.launch(program) as trainer:
+    with pytest.raises(piper.CapacityError) as error, piper.launch(program) as trainer:
         trainer.step(*given[0][0], *given[0][1])
     text = str(error.value)
     assert "EP[0]" in text

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from piper.errors import PiperError
+from piper.errors import CapacityError, PiperError
 from piper.launch.processes import WorkerError
 from piper.runtime.executor import InstructionError
 
@@ -66,7 +66,7 @@ class Output:
         try:
             yield
         except PiperError as error:
-            failed = isinstance(error, WorkerError | InstructionError)
+            failed = isinstance(error, WorkerError | InstructionError | CapacityError)
             kind = type(error).__name__
             self.give({"error": {"kind": kind, "message": str(error)}})
             if not self.as_json and self.speaks:

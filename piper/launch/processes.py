@@ -26,7 +26,7 @@ from torch import Tensor
 
 from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
-from piper.errors import PiperError
+from piper.errors import CapacityError, PiperError
 from piper.launch.calls import Call, Failure, SwitchTask, WorkerTask, dumped, receive
 from piper.launch.own_operations import defining_modules
 from piper.launch.rank import refuse_too_few_gpus
@@ -363,6 +363,8 @@ class ProcessWorkerGroup:
         text = (
             f"the worker of device {worker.device} failed{at}: {failure.summary}\n{failure.trace}"
         )
+        if isinstance(cause, CapacityError):
+            raise cause from WorkerError(text)
         raise WorkerError(text) from cause
 
     def _fail_with_death(self, worker: WorkerProcess) -> None:

@@ -287,17 +287,19 @@ class Trainer:
             for key in keys:
                 yield key, find(names.keys[key])
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from other parameters and buffers; the optimizer's state stays as it is."""
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Continue from other parameters and buffers; the optimizer's state stays as it is. Unless
+        ``strict``, ``state`` may be a part of them, and the others stay as they are too."""
         self._refuse_closed()
-        tensors = self.program.names.checked(state)
+        tensors = self.program.names.checked(state, strict=strict)
         names = {name: name for name in tensors}
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         with held_back():
             for run in in_turn(names, sizes):  # no device is sent the whole model
                 self._devices.restore({name: tensors[name] for name in run})
             held = self.program.held_names
-            self._rest = {n: x.clone() for n, x in tensors.items() if n not in held}
+            rest = {n: x.clone() for n, x in tensors.items() if n not in held}
+            self._rest = rest if strict else {**self._rest, **rest}
 
     def save(self, path: str | Path, *, keep: int | None = None, background: bool = False) -> None:
         """Write a checkpoint, the state of training, to the folder ``path``: whole or not at all.

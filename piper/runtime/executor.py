@@ -14,7 +14,7 @@ from torch import Tensor
 
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
-from piper.errors import PiperError
+from piper.errors import CapacityError, PiperError
 from piper.ir.dag import Add, Collective, Compute, Select, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
@@ -141,7 +141,7 @@ class Executor:
                 while not pending[other].done():
                     yield pending[other]
                 self._complete(loaded, pending, other)
-        except InstructionError:
+        except (InstructionError, CapacityError):
             raise
         except Exception as error:
             x = context.plan.instructions[pc]

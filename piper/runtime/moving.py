@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from piper.errors import PiperError
+from piper.errors import CapacityError
 from piper.ir.dag import Collective, Transfer
 from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
@@ -178,7 +178,7 @@ def all_to_all_by_counts(
         here = slots[received].sum(0).tolist()
         sent, got = (there, here) if goes else (here, there)
         if sum(got) > rows:
-            raise PiperError(
+            raise CapacityError(
                 f"{name}: device {device} is sent {sum(got)} rows for its experts ({got} from "
                 f"each device) and has room for {rows}: give shard(..., capacity=) more, or leave "
                 "it out for room for all"
