@@ -168,6 +168,12 @@ class Capture:
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
         self._cost: OptimizerCost | None = None
 
+    @property
+    def dag(self) -> Dag:
+        """The step before any directive: the whole batch at once, on no device yet."""
+        whole = self._traces.training(1)
+        return build(facts_of(whole, whole.remat, known=self._known))
+
     def compile(
         self,
         strategy: Strategy,

@@ -28,7 +28,6 @@ from piper.ir.build import build
 from piper.ir.dag import Bucket, Compute, Dag, StreamRule
 from piper.ir.facts import Facts, Model
 from piper.ir.layout_text import layouts_text
-from piper.ir.text import text
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
@@ -210,7 +209,7 @@ class Program:
     def text(self) -> str:
         """The strategy, the DAG, the layouts of its values, the plans and their memory, to be
         read."""
-        parts = [str(self.strategy), text(self.dag), self.layouts]
+        parts = [str(self.strategy), str(self.dag), self.layouts]
         return "\n\n".join([*parts, *map(str, self.plans), *map(str, self.memory)])
 
     @property

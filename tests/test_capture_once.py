@@ -99,3 +99,19 @@ def test_what_is_refused_leaves_the_capture_as_it_was() -> None:
     with pytest.raises(PiperError, match="strategy='1f1b' must be"):
         captured.compile("1f1b")  # type: ignore[arg-type]
     captured.compile(piper.Strategy(STRATEGIES["1f1b"]))
+
+
+def test_the_dag_before_any_directive_is_of_the_whole_batch() -> None:
+    calls: list[int] = []
+    captured = piper.capture(Counting(calls), **example())
+    dag = captured.dag
+    assert dag.history == ("build",)
+    assert not any(node.devices for node in dag.nodes)
+    assert dag.text("F layer[0]", "F loss") == (
+        "  0 F layer[0]: x0 -> v2  # 0:build\n  4 F loss[0]: v5 x1 -> v6  # 0:build"
+    )
+    traced = len(calls)
+    assert set(calls) == {ROWS}
+    *_, last = piper.Strategy(STRATEGIES["1f1b"]).steps(captured.dag)
+    assert {node.devices for node in last.nodes} == {(0,), (1,)}
+    assert len(calls) == traced

@@ -34,7 +34,7 @@ from piper.directives import (
     stream,
 )
 from piper.errors import DirectiveError
-from piper.ir import ChunkFacts, Dag, Model, Node, Variant, build, facts_of, text
+from piper.ir import ChunkFacts, Dag, Model, Node, Variant, build, facts_of
 from piper.ir.dag import Rest, ShardRule, StateRule, StreamRule
 from piper.lower.lower import lower
 from piper.strategy import Strategy
@@ -51,10 +51,10 @@ def dag(model: Model, directives: Sequence[Directive]) -> Dag:
 
 def rewritten(directive: Directive, before: Dag) -> Dag:
     """The DAG after ``directive``, which must leave ``before`` as it was and do the same again."""
-    was = text(before)
+    was = str(before)
     kept = replace(before)
     after = directive.apply(before)
-    assert text(before) == was
+    assert str(before) == was
     assert before == kept
     assert directive.apply(before) == after
     assert after.history == (*before.history, str(directive))
@@ -63,7 +63,7 @@ def rewritten(directive: Directive, before: Dag) -> Dag:
 
 def nodes(after: Dag) -> str:
     """The lines of the nodes."""
-    return textwrap.dedent(text(after).split("\n", len(after.history))[-1])
+    return textwrap.dedent(str(after).split("\n", len(after.history))[-1])
 
 
 def golden(written: str) -> str:
@@ -76,7 +76,7 @@ def stages(after: Dag, tag: str = "PP", of: str = "layer") -> list[object]:
 
 
 def test_build_is_forwards_then_backwards_in_reverse() -> None:
-    assert text(build(chain(2))) == golden(
+    assert str(build(chain(2))) == golden(
         """
         # 0:build
           0 F embed[0]: x0 -> v2  # 0:build
@@ -93,10 +93,20 @@ def test_build_is_forwards_then_backwards_in_reverse() -> None:
     )
 
 
+def test_text_of_some_words_has_only_lines_that_contain_one_of_them() -> None:
+    before = build(chain(2))
+    assert before.text("layer[1]", "B embed").splitlines() == [
+        "  2 F layer[1]: v3 -> v4 saved2  # 0:build",
+        "  7 B layer[1]: saved2 v3 g4/3 -> g3/2 dw2  # 0:build",
+        "  9 B embed[0]: x0 g2/1 -> dw0  # 0:build",
+    ]
+    assert before.text("MB[0]") == ""
+
+
 def test_build_of_a_skip_has_terms_of_the_gradient_from_both_readers() -> None:
     """g2 has one from the last layer (chunk 3), and two from the first (chunk 1), which uses the
     value twice."""
-    assert text(build(skip(3))) == golden(
+    assert str(build(skip(3))) == golden(
         """
         # 0:build
           0 F embed[0]: x0 -> v2  # 0:build
@@ -116,7 +126,7 @@ def test_build_of_a_skip_has_terms_of_the_gradient_from_both_readers() -> None:
 
 
 def test_build_of_frozen_chunks_has_no_backward_for_them() -> None:
-    assert text(build(chain(2, trained=False))) == golden(
+    assert str(build(chain(2, trained=False))) == golden(
         """
         # 0:build
           0 F embed[0]: x0 -> v2  # 0:build

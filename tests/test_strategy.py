@@ -26,7 +26,7 @@ from piper.directives import (
     stream,
 )
 from piper.directives.partition import balanced
-from piper.ir import build, text
+from piper.ir import build
 from piper.strategy import Strategy
 from tests.facts import chain, moe
 
@@ -63,10 +63,10 @@ def test_strategies_add_up() -> None:
 def test_adding_gives_the_result_of_one_after_the_other() -> None:
     first, second = Strategy([split(parts=2)]), Strategy([place({"MB": 0}, devices=[0])])
     dag = build(chain(1))
-    assert text((first + second).apply(dag)) == text(second.apply(first.apply(dag)))
-    assert [text(d) for d in (first + second).steps(dag)] == [
-        text(first.apply(dag)),
-        text(second.apply(first.apply(dag))),
+    assert str((first + second).apply(dag)) == str(second.apply(first.apply(dag)))
+    assert [str(d) for d in (first + second).steps(dag)] == [
+        str(first.apply(dag)),
+        str(second.apply(first.apply(dag))),
     ]
 
 
@@ -294,7 +294,7 @@ def test_the_published_example_as_a_whole() -> None:
         "9:order",
         "10:order",
     ]
-    nodes = text(after).split("\n", len(after.history))[-1]
+    nodes = str(after).split("\n", len(after.history))[-1]
     assert textwrap.dedent(nodes) == golden(
         """
           0 F embed[0] PP[0] MB[0] @0,2: x0.0 -> v2.0  # 8:split

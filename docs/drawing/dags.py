@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from piper.capture.program import Pass
-from piper.ir import Compute, Dag, text
+from piper.ir import Compute, Dag
 from piper.ir.dag import Add, Collective, Node, Transfer, Update
 
 from .svg import Picture
@@ -61,7 +61,7 @@ class Drawn:
 def edges(dag: Dag) -> list[Edge]:
     """Data from maker to reader, by the names that the DAG prints."""
     reads, writes = [], []
-    for line in text(dag).splitlines():
+    for line in dag.text().splitlines():
         if not line.startswith("#"):
             given, made = re.sub(r"  #.*$| after [\d ]+$", "", line).split(":", 1)[1].split("->")
             made = re.sub(r" after [\d ]+$", "", made.rstrip())

@@ -12,7 +12,6 @@ from piper.ir.facts import (
     facts_of,
 )
 from piper.ir.filters import Filter
-from piper.ir.text import text
 from piper.ir.values import Role, Value, ValueTable
 from piper.ir.verify import verify
 
@@ -33,6 +32,5 @@ __all__ = [
     "Variant",
     "build",
     "facts_of",
-    "text",
     "verify",
 ]

@@ -348,6 +348,16 @@ class Dag:
     """Values that lowering added; their numbers follow those of all microbatches."""
     buckets: tuple[Bucket, ...] = ()
 
+    def text(self, *words: str) -> str:
+        """The directives, numbered, then every node on a line. With ``words``, only the lines of
+        nodes that contain one of them, such as ``"MB[0]"`` or ``"send"``."""
+        from piper.ir.text import text
+
+        return text(self, *words)
+
+    def __str__(self) -> str:
+        return self.text()
+
     @cached_property
     def first_extra(self) -> int:
         """The number of the first value that lowering added."""

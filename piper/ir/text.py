@@ -33,12 +33,15 @@ _SHORT = {
 }
 
 
-def text(dag: Dag) -> str:
+def text(dag: Dag, *words: str) -> str:
     """The directives, numbered, then every node on a line: number, pass, tags, devices, what it
-    reads -> what it makes, order, and the directive that last moved it."""
-    lines = [f"# {i}:{directive}" for i, directive in enumerate(dag.history)]
-    lines += [f"{i:>3} {_node(dag, node)}" for i, node in enumerate(dag.nodes)]
-    return "\n".join(lines)
+    reads -> what it makes, order, and the directive that last moved it. With ``words``, only the
+    lines of nodes that contain one of them."""
+    head = [f"# {i}:{directive}" for i, directive in enumerate(dag.history)]
+    lines = [f"{i:>3} {_node(dag, node)}" for i, node in enumerate(dag.nodes)]
+    if words:
+        return "\n".join(line for line in lines if any(word in line for word in words))
+    return "\n".join([*head, *lines])
 
 
 def group_text(group: Group) -> str:
