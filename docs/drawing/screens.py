@@ -73,7 +73,8 @@ def measured(given: Mapping[str, Any], page: Path) -> None:
     model = given["Net"](layers=4, width=192, vocab=256)
     x, y = torch.randint(256, (2, 32, 32))
     strategy = mesh(pp=2, schedule="1f1b", microbatches=8)
-    program = given["compiled"](strategy, model, (x, y))
+    how = {"loss": given["loss"], "optimizer": given["adamw"], "tags": given["tags"]}
+    program = piper.compile(model, strategy, inputs=(x,), targets=(y,), **how)
     with piper.launch(program, on="processes", threads=1) as trainer:
         for _ in range(3):
             trainer.step(x, y)
