@@ -18,26 +18,16 @@ import torch
 from torch import nn
 
 from piper.capture.batch import Batch
-from piper.capture.code import Code
 from piper.capture.codegen import CompilerName, Eager
-from piper.capture.expert_regions import sorted_rows
-from piper.capture.experts import trace_share
-from piper.capture.joint import Joint
-from piper.capture.local_chunks import Sharding
-from piper.capture.model import Captured
 from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own, refuse_counted
-from piper.capture.owners import consume_inputs
-from piper.capture.rows import Rows, rows_of
 from piper.directives.place import Place
 from piper.directives.remat import Remat
 from piper.directives.split import Split
-from piper.directives.tensor import refuse_other_ways
 from piper.errors import DirectiveError, PiperError, warn
 from piper.first_weights import Source, StateNames
 from piper.ir.build import build
 from piper.ir.dag import Dag
-from piper.ir.facts import Facts, Known, Model, facts_of
 from piper.lower.costs import Costs
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Lowered, Settings, lower
@@ -45,18 +35,12 @@ from piper.lower.memory import OptimizerCost
 from piper.lower.tasks import CostModel
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
+from piper.placer import Placed, Placer
 from piper.program import Program, trained_shapes
-from piper.shardings import shardings_of
 from piper.strategy import Strategy
 from piper.traces import Subject, Traces
 from piper.training import Training
 from piper.weight_files import Init, WeightFiles
-from piper.wiring import (
-    refuse_different,
-    refuse_other_rows,
-    refuse_other_share,
-    with_sorted_shares,
-)
 
 
 def capture(
@@ -162,17 +146,23 @@ class Capture:
         self._training = training
         self._init = init
         self._traces = Traces(subject)
-        self._known = Known(self._traces.passes)
-        self._shares: dict[tuple[int, int, int, int | None], Joint] = {}
-        self._rows: dict[int, Mapping[int, Rows]] = {}
-        self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
+        self._placer = Placer(self._traces.passes)
         self._cost: OptimizerCost | None = None
+
+    def __str__(self) -> str:
+        """Its regions, one part of a region a line; those of equal programs have equal letters."""
+        from piper.view.tables import letters_of
+
+        whole = self._traces.training(1)
+        letters = letters_of(whole)
+        rows = zip(whole.chunks, whole.programs, strict=True)
+        return "\n".join(f"{c.name:15} program {letters[id(program)]}" for c, program in rows)
 
     @property
     def dag(self) -> Dag:
         """The step before any directive: the whole batch at once, on no device yet."""
         whole = self._traces.training(1)
-        return build(facts_of(whole, whole.remat, known=self._known))
+        return build(self._placer.facts_of(whole))
 
     def compile(
         self,
@@ -193,7 +183,7 @@ class Capture:
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)
-            placed = self._placed(strategy, captured)
+            placed = self._placer.placed(strategy, captured)
             if self._cost is None:
                 trained = trained_shapes(placed.facts.whole, placed.code)
                 self._cost = cost_of(self._training.optimizer, trained, first.device)
@@ -209,8 +199,7 @@ class Capture:
             evaluation = placed
             if self._traces.depends_on_mode(first.microbatches):
                 again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
-                refuse_other_rows(again[min(again)], self._rows_of(again))
-                evaluation = self._placed_for_evaluation(strategy.as_in(placed.dag), again)
+                evaluation = self._placer.placed_for_evaluation(strategy.as_in(placed.dag), again)
             forwards = lower_forwards(evaluation.dag, evaluation.facts.models, settings, found.dag)
         loss = self._subject.loss
         source = Source(
@@ -252,99 +241,6 @@ class Capture:
                 "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
             )
 
-    def _placed(self, strategy: Strategy, captured: Mapping[int, Captured]) -> _Placed:
-        known = self._known
-        policies = strategy.policies(next(iter(captured.values())).remat)
-        facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
-        refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
-        whole = facts[next(iter(captured))]
-        dag = strategy.apply(build(whole))
-        if any(rule.ways > 1 for rules in dag.tensor.values() for rule in rules):
-            captured = {n: self._sharded(c, dag) for n, c in captured.items()}
-            facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
-            whole = facts[next(iter(captured))]
-            dag = strategy.apply(build(whole))
-            refuse_other_ways(dag)
-        joints = {n: self._joints(c, dag) for n, c in captured.items()}
-        models = {n: facts_of(c, c.remat, joints[n], known, policies) for n, c in captured.items()}
-        if any(dag.model.chunks[chunk].sorted_rows for chunk in dag.shards):
-            facts = {n: with_sorted_shares(facts[n], models[n]) for n in captured}
-            models = {n: with_sorted_shares(models[n], facts[n]) for n in captured}
-            whole = facts[next(iter(captured))]
-            dag = strategy.apply(build(whole))
-        for n in captured:
-            refuse_other_share(facts[n], models[n])
-        models = self._with_rows(models, captured)
-        programs = {
-            n: consume_inputs(
-                c.cut, [known.passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])]
-            )
-            for n, c in captured.items()
-        }
-        return _Placed(dag, Facts(whole, models), Code.of(captured, programs))
-
-    def _sharded(self, captured: Captured, dag: Dag) -> Captured:
-        """The model as one device has it under tensor parallelism."""
-        shardings = shardings_of(captured, dag)
-        for kept, of, known in self._segmented:
-            if kept is captured and of == shardings:
-                return known
-        self._segmented.append(
-            (captured, shardings, captured.sharded(shardings, self._traces.passes))
-        )
-        return self._segmented[-1][2]
-
-    def _with_rows(
-        self, models: Mapping[int, Model], captured: Mapping[int, Captured]
-    ) -> dict[int, Model]:
-        """``models`` with what is known of where rows are."""
-        rows = self._rows_of(captured)
-        return {
-            n: replace(
-                model,
-                values=tuple(
-                    replace(facts, rows=found.dim, scrambled=found.scrambled)
-                    for value, facts in enumerate(model.values)
-                    for found in [rows.get(value, Rows())]  # nobody reads it
-                ),
-            )
-            for n, model in models.items()
-        }
-
-    def _rows_of(self, captured: Mapping[int, Captured]) -> Mapping[int, Rows]:
-        most = captured[min(captured)]  # of one row, nothing would be seen
-        if id(most) not in self._rows:
-            self._rows[id(most)] = rows_of(most.cut, most.example.size // most.microbatches)
-        return self._rows[id(most)]
-
-    def _placed_for_evaluation(
-        self, strategy: Strategy, captured: Mapping[int, Captured]
-    ) -> _Placed:
-        try:
-            return self._placed(strategy, captured)
-        except DirectiveError as error:
-            raise DirectiveError(
-                f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
-                "training mode: a strategy must fit both"
-            ) from None
-
-    def _joints(self, captured: Captured, dag: Dag) -> tuple[Joint, ...]:
-        """The joint graph of each chunk; of a sharded one, that of a device's share."""
-        found = []
-        for chunk, joint in zip(captured.chunks, captured.joints, strict=True):
-            rule = dag.shards.get(chunk.index)
-            if rule is not None and rule.ways > 1:
-                by_expert = sorted_rows(chunk.body)
-                rows = rule.room(by_expert.rows) if by_expert else None
-                key = (id(joint), rule.ways, rule.dim, rows)
-                if key not in self._shares:
-                    self._shares[key] = trace_share(
-                        chunk, joint, rule.ways, rule.dim, rows, captured.compiler
-                    )
-                joint = self._shares[key]
-            found.append(joint)
-        return tuple(found)
-
 
 def _again(
     subject: Subject,
@@ -356,15 +252,6 @@ def _again(
     """The program of the same model for batches of other shapes."""
     inputs, targets = batch.parts
     return Capture(replace(subject, inputs=inputs, targets=targets), training, init).compile(**how)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A model under a strategy."""
-
-    dag: Dag
-    facts: Facts
-    code: Code
 
 
 def _check_strategy(strategy: object) -> None:
@@ -423,7 +310,7 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
 
 
 def _lowered(
-    placed: _Placed, training: Training, settings: Settings, device: torch.device
+    placed: Placed, training: Training, settings: Settings, device: torch.device
 ) -> Lowered:
     """The plans of a step of training."""
     lowered = lower(placed.dag, placed.facts.models, settings)

@@ -31,7 +31,7 @@ def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, show_footer=True)
     table.caption = Text(_CAPTION, style="dim italic")
     table.caption_justify = "left"
-    letters = _letters(captured)
+    letters = letters_of(captured)
     footer = _totals(captured)
     table.add_column("#", justify="right", style="dim", no_wrap=True)
     table.add_column("region", "total", overflow="fold")
@@ -116,7 +116,7 @@ def _flops(program: ChunkProgram, which: Pass) -> int:
     return 0 if function is None else function.flops
 
 
-def _letters(captured: Captured) -> dict[int, str]:
+def letters_of(captured: Captured) -> dict[int, str]:
     """A, B, …, Z, A1, B1, … for the programs in the order of their first chunks."""
     names = {}
     for number, program in enumerate(captured.unique_programs):
