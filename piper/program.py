@@ -31,6 +31,7 @@ from piper.ir.layout_text import layouts_text
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan
+from piper.lower.saving import saving
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import CostModel
 from piper.lower.traffic import Traffic, traffic_of
@@ -120,6 +121,15 @@ class Program:
         communications, of this strategy or another (``trainer.profile(...).recorded``), or another
         cost model."""
         return simulate(self, cluster, costs)
+
+    @cached_property
+    def saving(self) -> Program:
+        """The same program in the step that follows a save in the background: its plans also copy
+        what is saved of each bucket on the host, before the update that changes it."""
+        lowered = saving(replace(self.lowered, plans=self.plans), self.models, self.settings)
+        program = replace(self, plans=lowered.plans, memory=lowered.memory)
+        vars(program)["lowered"] = lowered
+        return program
 
     @property
     def schedule(self) -> Timetable:

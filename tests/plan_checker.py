@@ -18,7 +18,7 @@ from typing import Any
 
 from piper.capture.program import Kind, Pass, Ref
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Add, Bucket, Collective, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import Add, Bucket, Collective, Compute, Copy, Dag, Group, Node, Transfer, Update
 from piper.ir.facts import Model
 from piper.ir.values import ExtraRole, Role, Value
 from piper.lower.memory import Memory
@@ -30,6 +30,7 @@ At = tuple[int, int]
 """A class and a program counter."""
 
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+BESIDE = (*COMMUNICATING, Verb.COPY)
 MOVED = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED)
 HALVES = (Pass.BI, Pass.BW)
 OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
@@ -69,6 +70,7 @@ def check(
     checker.check_order()
     checker.check_buffers()
     checker.check_state()
+    checker.check_copies()
     checker.check_under_way()
     for c, found in zip(range(len(plans)), memory, strict=bool(memory)):
         checker.check_memory(c, found, optimizer_bytes)
@@ -1429,11 +1431,10 @@ class _Checker:
         return goes and not self._copy(x)
 
     def _over(self, plan: Plan) -> dict[int, int]:
-        """For each communication, the first instruction that does not start before it is over."""
+        """For each communication and copy, the first instruction that does not start before it is
+        over."""
         over = {
-            p: len(plan.instructions)
-            for p, x in enumerate(plan.instructions)
-            if x.verb in COMMUNICATING
+            p: len(plan.instructions) for p, x in enumerate(plan.instructions) if x.verb in BESIDE
         }
         brings: dict[int, int] = {}
         for pc, x in enumerate(plan.instructions):
@@ -1444,6 +1445,23 @@ class _Checker:
             if x.verb in COMMUNICATING:
                 brings |= dict.fromkeys(x.writes, pc)
         return over
+
+    def check_copies(self) -> None:
+        """If state is copied, all that a device updates is, once, and nothing changes it before."""
+        for c, plan in enumerate(self.plans):
+            found: dict[int, int] = {}
+            for pc, x in enumerate(plan.instructions):
+                if isinstance(x.op, Copy):
+                    self._must(x.op.bucket not in found, (c, pc), "copies a bucket again")
+                    self._must(not (x.reads or x.writes), (c, pc), "has slots")
+                    found[x.op.bucket] = pc
+            if not found and not any(isinstance(node.op, Copy) for node in self.dag.nodes):
+                continue
+            for pc, x in enumerate(plan.instructions):
+                for bucket in (x.op.bucket, *x.buckets) if isinstance(x.op, Update) else ():
+                    self._must(bucket in found, (c, pc), f"changes bucket {bucket}, never copied")
+                    good = self.clocks[c].sure(found[bucket], pc)
+                    self._must(good, (c, pc), f"changes bucket {bucket} before it is copied")
 
     def check_under_way(self) -> None:
         """Of messages on a stream two are under way at most, and one reduction that scatters the
@@ -1736,4 +1754,6 @@ def _parts(op: object, devices: Group) -> list[tuple[Verb, Group]]:
             return [(Verb.UPDATE, devices)]
         case Add():
             return [(Verb.ADD, devices)]
+        case Copy():
+            return [(Verb.COPY, devices)]
     raise PlanError(f"no instruction does {op}")

@@ -61,11 +61,13 @@ class Device:
     synchronous: bool = False
     """Whether the host itself computes, as on a CPU: then whatever keeps one instruction keeps all
     that are issued after it. Otherwise streams alone do."""
+    host_bandwidth: float = 24e9
+    """Bytes a second from its memory to the host's, unless they are the same."""
     sms: int | None = None
     """Multiprocessors of a GPU, of which a stream may have a share."""
 
     def __post_init__(self) -> None:
-        rates = [*self.flops.values(), self.bandwidth, self.memory]
+        rates = [*self.flops.values(), self.bandwidth, self.host_bandwidth, self.memory]
         if not rates or not all(rate > 0 for rate in rates) or not self.flops:
             raise PiperError(f"device {self.name!r}: flops, memory and bandwidth must be positive")
         points = self.efficiency
@@ -98,6 +100,11 @@ class Device:
         """How long something of so many operations on so many bytes takes."""
         computing = flops / (self.peak(dtype) * self.reached(flops)) if flops else 0.0
         return self.overhead + max(computing, nbytes / self.bandwidth)
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """How long a copy of so many bytes to the host takes."""
+        memory = nbytes * 2 / self.bandwidth if self.synchronous else nbytes / self.host_bandwidth
+        return self.overhead + memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +246,8 @@ class Cluster:
         if task.kind in (TaskKind.PASS, TaskKind.UPDATE, TaskKind.ADD):
             kinds = {id(device): device for device in map(self.device, devices)}.values()
             return max(d.seconds(task.flops, task.traffic, task.dtype) for d in kinds)
+        if task.kind is TaskKind.COPY:
+            return max(self.device(d).copy_seconds(task.nbytes) for d in devices)
         return communication_seconds(task.kind, self.way(devices), task.nbytes)
 
     def way(self, group: Group) -> Way:

@@ -22,7 +22,7 @@ from piper.errors import PiperError
 from piper.ir.dag import Compute, Node, Rest, StreamRule
 from piper.ir.text import group_text
 from piper.lower.costs import Costs
-from piper.lower.plan import COMMUNICATING
+from piper.lower.plan import COMMUNICATING, Verb
 from piper.lower.recorded import Recorded
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import CostModel, Durations, Over, Tasks, computed_in
@@ -215,6 +215,11 @@ def _tracks(
             node = program.dag.nodes[x.node]
             track.streams.append(streams.setdefault(x.stream, len(streams)))
             track.waits.append(x.waits)
+            if x.verb is Verb.COPY:  # goes on beside what the host does, and needs nobody else
+                track.seconds.append(0.0)
+                track.comms.append(len(comms))
+                comms.append(Communication(durations.on(node, one.devices[:1]), 1, 0))
+                continue
             if x.verb not in COMMUNICATING:
                 track.seconds.append(durations.on(node, one.devices[:1]))
                 track.comms.append(-1)

@@ -121,6 +121,7 @@ def write(cluster: Cluster) -> str:
             f"efficiency = [{points}]",
             f"overhead = {device.overhead!r}",
             f"issue = {device.issue!r}",
+            f"host_bandwidth = {device.host_bandwidth!r}",
             f"synchronous = {str(device.synchronous).lower()}",
             *([f"sms = {device.sms}"] if device.sms else []),
             "",
@@ -178,6 +179,9 @@ def _device(name: str, table: Any, devices: Mapping[str, Device]) -> Device:
         efficiency=tuple((float(n), float(share)) for n, share in points),
         overhead=_number(table, "overhead", where, base.overhead if base else 0.0),
         issue=_number(table, "issue", where, base.issue if base else 0.0),
+        host_bandwidth=_number(
+            table, "host_bandwidth", where, base.host_bandwidth if base else 24e9
+        ),
         synchronous=bool(table.get("synchronous", base.synchronous if base else False)),
         sms=sms,
     )

@@ -35,6 +35,8 @@ def same_group(a: Group, b: Group) -> bool:
 
 
 COMPUTE = "compute"
+COPY = "copy"
+"""The stream on which state is copied on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,17 @@ class Select:
     groups: tuple[Group, ...]
 
 
-Op = Compute | Transfer | Collective | Update | Add | Select
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A device's share of the parameters and of the optimizer's state of one bucket, copied on the
+    host for a checkpoint."""
+
+    bucket: int
+    nbytes: int
+    """What one device copies."""
+
+
+Op = Compute | Transfer | Collective | Update | Add | Select | Copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from piper.ir.dag import (
     Add,
     Collective,
     Compute,
+    Copy,
     Dag,
     Group,
     Node,
@@ -111,6 +112,8 @@ def _verb(op: Op) -> str:
             return f"add g{value}"
         case Select(groups=groups):
             return f"select {_groups(groups)}"
+        case Copy(bucket=bucket):
+            return f"copy bucket{bucket}"
 
 
 def _groups(groups: tuple[Group, ...]) -> str:

@@ -13,7 +13,7 @@ from piper.ir.facts import PassFacts
 from piper.ir.overlaps import most_overlaps, scattered
 from piper.ir.text import devices_text
 from piper.ir.values import ExtraRole
-from piper.lower.plan import COMMUNICATING, Holder, Instruction, Plan, Slot, Verb
+from piper.lower.plan import BESIDE, Holder, Instruction, Plan, Slot, Verb
 from piper.lower.sizes import Sizes
 from piper.units import bytes_text
 
@@ -96,7 +96,7 @@ def memory_of(
             if slot not in live:
                 live.add(slot)
                 book.add(slots[slot].holder, slots[slot].own)
-        if x.verb in COMMUNICATING:
+        if x.verb in BESIDE:
             beside = _beside(dag, plan, sizes, x)
             book.add(Holder.COMMUNICATION, beside)
             way.begin(pc, x, beside, copies=_copied(dag, sizes, x) > 0)

@@ -29,10 +29,13 @@ class Verb(Enum):
     UPDATE = "update"
     ADD = "add"
     SELECT = "select"
+    COPY = "copy"
 
 
 _FORMAT = Format("plan", 4)
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+BESIDE = (*COMMUNICATING, Verb.COPY)
+"""What goes on beside the computations after it: whoever needs it done takes it to its end."""
 
 
 class Holder(Enum):
@@ -131,7 +134,7 @@ class Instruction:
     role: ExtraRole | None = None
     """What a communication makes, or, for UNCOMBINED, takes."""
     of: int = 0
-    """The model's value, or the bucket, that a communication is about."""
+    """The model's value, or the bucket, that a communication or a copy is about."""
     group: Group = ()
     """The devices among whom the rows of what is computed are divided."""
     reads: tuple[int, ...] = ()
@@ -150,8 +153,8 @@ class Instruction:
     within a stream is implied; of its own, communications that bring what it uses or hold what must
     be let go first."""
     ends: tuple[int, ...] = ()
-    """Those of ``waits`` that are communications which nobody before has waited for: they are taken
-    to their end. What nobody waits for at all is, at the end of the step."""
+    """Those of ``waits`` that are communications or copies which nobody before has waited for: they
+    are taken to their end. What nobody waits for at all is, at the end of the step."""
     buckets: tuple[int, ...] = ()
     """The buckets on which the optimizer steps, or of whose gradients the norm is taken."""
     ranks: tuple[tuple[str, int], ...] = ()

@@ -27,6 +27,7 @@ from piper.ir.dag import (
     Add,
     Collective,
     Compute,
+    Copy,
     Group,
     Op,
     Select,
@@ -37,7 +38,8 @@ from piper.ir.values import ExtraRole
 from piper.lower.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
 from piper.reading import DTYPES
 
-_SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update ", Verb.ADD: "add "}
+_SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update "}
+_SAID |= {Verb.ADD: "add ", Verb.COPY: "copy "}
 """How the names of nodes begin, where the verb says it already."""
 _HEAD = "plan of devices "
 
@@ -106,6 +108,8 @@ def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
             return f"value {value} of {chunk}.{microbatch}"
         case Select(groups=groups):
             return "|".join(map(_numbers, groups))
+        case Copy(bucket=bucket, nbytes=nbytes):
+            return f"bucket {bucket}, {nbytes} bytes"
 
 
 def _numbers(row: Iterable[int]) -> str:
@@ -158,6 +162,7 @@ _OPS = {
     Verb.UPDATE: re.compile(r"bucket (\d+)"),
     Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
     Verb.SELECT: re.compile(r"(\S+)"),
+    Verb.COPY: re.compile(r"bucket (\d+), (\d+) bytes"),
 }
 
 
@@ -249,6 +254,8 @@ def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, 
         return Compute(int(row[0]), Pass(row[1]), int(row[2])), None, 0, _range(row[3])
     if verb is Verb.UPDATE:
         return Update(int(row[0])), None, int(row[0]), ()
+    if verb is Verb.COPY:
+        return Copy(*map(int, row)), None, int(row[0]), ()
     if verb is Verb.ADD:
         return Add(*map(int, row)), None, 0, ()
     if verb is Verb.SELECT:

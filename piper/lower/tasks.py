@@ -22,6 +22,7 @@ from piper.ir.dag import (
     Add,
     Collective,
     Compute,
+    Copy,
     Dag,
     Group,
     Node,
@@ -42,6 +43,8 @@ class TaskKind(Enum):
     UPDATE = "update"
     ADD = "add"
     SEND = "send"
+    COPY = "copy"
+    """To the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,8 @@ class Task:
     traffic: int = 0
     """Bytes of its memory that a pass, an update or an addition reads and writes."""
     nbytes: int = 0
-    """Bytes that an update changes, or that a communication is about: of a reduction what goes in,
-    of a gather what comes out."""
+    """Bytes that an update changes, that are copied, or that a communication is about: of a
+    reduction what goes in, of a gather what comes out."""
     members: int = 1
     """How many devices communicate with one another."""
     work: Work | None = None
@@ -128,6 +131,10 @@ class Tasks:
                 key = TaskKind.ADD, nbytes
                 if key not in self._known:
                     self._known[key] = Task(TaskKind.ADD, traffic=nbytes, nbytes=nbytes)
+            case Copy(nbytes=nbytes):
+                key = TaskKind.COPY, nbytes
+                if key not in self._known:
+                    self._known[key] = Task(TaskKind.COPY, nbytes=nbytes)
             case Transfer() | Collective() as op:
                 kind = op.kind if isinstance(op, Collective) else TaskKind.SEND
                 members, nbytes = instance_size(op), self._sizes.moved(node)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from piper.lower.plan import COMMUNICATING, Plan
+from piper.lower.plan import COMMUNICATING, Plan, Verb
 from piper.view.critical import TimedSpans
 
 
@@ -44,8 +44,10 @@ def busy_of(plan: Plan, spans: TimedSpans, seconds: float) -> Busy:
     computing: list[tuple[float, float]] = []
     talking: list[tuple[float, float]] = []
     for i, pc in enumerate(spans.pcs):
-        row = talking if plan.instructions[pc].verb in COMMUNICATING else computing
-        row.append((spans.start[i], spans.end[i]))
+        verb = plan.instructions[pc].verb
+        if verb is not Verb.COPY:
+            row = talking if verb in COMMUNICATING else computing
+            row.append((spans.start[i], spans.end[i]))
     computed, talked = union(computing), union(talking)
     busy = length(computed)
     both = length(computed) + length(talked) - length(union([*computed, *talked]))

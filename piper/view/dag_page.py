@@ -17,6 +17,7 @@ from piper.ir.dag import (
     Add,
     Collective,
     Compute,
+    Copy,
     Dag,
     Node,
     Op,
@@ -166,6 +167,8 @@ def _kind(op: Op) -> str:
             return "add"
         case Select():
             return "select"
+        case Copy():
+            return "copy"
 
 
 def _steps(steps: Sequence[tuple[str, Dag]], pool: _Pool) -> list[dict[str, Any]]:
