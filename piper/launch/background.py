@@ -1,8 +1,8 @@
-"""Saves in the background: training goes on while what was copied on the host is written.
+"""Saves in the background: training goes on while the state is copied on the host and written.
 
-Every device copies its part of the state, which the step waits for, and a thread of its process
-writes the copy. When all have written, the next call of the trainer makes it a checkpoint. A save
-that fails leaves the checkpoint before it, and is reported by that call.
+Every device copies its part of the state during the next step, each bucket before its update, and a
+thread of its process writes the copy. When all have written, the next call of the trainer makes it
+a checkpoint. A save that fails leaves the checkpoint before it, and is reported by that call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Writing:
     """The parts of this process's devices, which a thread writes one after another."""
 
     def __init__(self, writes: Iterable[Callable[[], Part | Refusal]]) -> None:
-        """Each of ``writes`` has a copy of the state, and lets go of it at the end."""
+        """Each of ``writes`` waits for a copy of the state, and lets go of it at the end."""
         self._writes = deque(writes)
         self._found: list[Part | Refusal] = []
         self._thread = threading.Thread(target=self._run, name="piper save", daemon=True)

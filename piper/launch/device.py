@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,16 +28,17 @@ from piper.runtime.first_tensors import Fetch
 from piper.runtime.holding import Held, given_by
 from piper.runtime.parts import (
     Part,
-    copied_part,
     export_part,
     in_memory,
     read_part,
+    write,
     write_part,
 )
 from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
 from piper.runtime.shaking import Shaker
+from piper.runtime.snapshot import snapshot_of
 from piper.runtime.state import DeviceState, buffers_of
 from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
@@ -71,6 +73,11 @@ class LoadedDevice:
         self._training = self.executor.load(given.plan, given.code)
         self._evaluation = self.executor.load(given.evaluation_plan, given.evaluation_code)
 
+    @cached_property
+    def _saving(self) -> LoadedPlan:
+        """The step that copies what is being saved."""
+        return self.executor.load(self._program.saving.plan_of(self.number), self._given.code)
+
     def show_progress_in(self, at: ProgramCounter) -> None:
         """Keep the program counter in ``at``, which others may read."""
         self.executor.at = at
@@ -90,7 +97,12 @@ class LoadedDevice:
         self, given: list[Tensor], *, report: bool = True
     ) -> Generator[Pending, None, Report]:
         """All instructions of a step of training; the state still has to advance."""
-        scalars = yield from self.executor.run(self._training, given, report=report)
+        snapshot = self.state.snapshot
+        loaded = self._training if snapshot is None else self._saving
+        scalars = yield from self.executor.run(loaded, given, report=report)
+        if snapshot is not None:  # what no update changes has no instruction
+            snapshot.copy_rest()
+            self.state.snapshot = None
         return self._report(scalars, scalars.norm, self.state.rates)
 
     def _report(
@@ -110,6 +122,7 @@ class LoadedDevice:
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
         """One step of training, and what it took."""
+        self.finish_copies()
         return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
 
     def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
@@ -135,20 +148,34 @@ class LoadedDevice:
         return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
 
     def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        """The forwards alone."""
+        """The forwards alone; state is copied beside them."""
+        if self.state.snapshot is not None:
+            self.state.snapshot.copy_rest()
         scalars = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
         return self._report(scalars, None)
 
     def abandon(self) -> None:
         """Forget a step that failed."""
-        self._training.context.abandon()
-        self._evaluation.context.abandon()
+        for loaded in (self._training, self._evaluation, self.running):
+            loaded.context.abandon()
+
+    def finish_copies(self) -> None:
+        """Copy what a save in the background still needs: the state may change after that."""
+        if self.state.snapshot is not None:
+            self.state.snapshot.finish()
+            self.state.snapshot = None
+
+    def close(self) -> None:
+        """Nobody needs the state any more."""
+        if self.state.snapshot is not None:
+            self.state.snapshot.abandon()
 
     def export(self, only: frozenset[str] | None) -> Portions:
         return export(self.state, only)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.finish_copies()
         restore(self.state, tensors)
 
     def write_part(self, folder: Path) -> Part | Refusal:
@@ -158,13 +185,23 @@ class LoadedDevice:
         except (OSError, PiperError) as error:
             return Refusal(str(error))
 
-    def copied_part(self, folder: Path) -> Callable[[], Part | Refusal]:
-        """The same for later, of the state as it is now."""
+    def begin_part(self, folder: Path) -> Callable[[], Part | Refusal]:
+        """The same for a thread, of the state as it is now: the next step copies it."""
+        _, file, buffers = self._part(folder)
         try:
-            return copied_part(self.state, *self._part(folder))
+            holding = given_by(self.state, buffers)
         except PiperError as error:
             refusal = Refusal(str(error))
             return lambda: refusal
+        snapshot = self.state.snapshot = snapshot_of(holding, self.state.where)
+
+        def written() -> Part | Refusal:
+            found = snapshot.result()
+            if found is None:
+                return Refusal("the trainer was closed before the state was copied")
+            return write(found, folder, file)
+
+        return written
 
     def _part(self, folder: Path) -> tuple[Path, str, tuple[str, ...]]:
         file = f"device-{self.number:05}.safetensors"
@@ -172,6 +209,7 @@ class LoadedDevice:
 
     def give(self) -> tuple[Part | Refusal, Sequence[Held]]:
         """This device's part of the state as it is in memory, and the slices of it."""
+        self.finish_copies()
         try:
             buffers = _own_buffers(self._program, self.number, kept=False)
             holding = given_by(self.state, buffers)
@@ -197,6 +235,7 @@ class LoadedDevice:
         return found if why is None else [*found, why]
 
     def read_part(self, folder: Path, index: Index) -> None:
+        self.finish_copies()
         read_part(self.state, folder, index)
 
 

@@ -45,6 +45,8 @@ _GRACE = 2.0
 _LOOK = 1.0
 """Seconds after which it is looked whether workers live whose connection may be held by others; the
 end of most connections says so by itself."""
+_FINISHING = ("written part", "restore", "read part", "give part")
+"""Calls before which workers copy what is being saved."""
 
 
 class WorkerError(PiperError):
@@ -96,7 +98,10 @@ class ProcessWorkerGroup:
         self._path = Path(self._folder.name)
         self._workers: list[WorkerProcess] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._running: Sequence[Plan] | None = None
+        self._running: Callable[[], Sequence[Plan]] | None = None
+        """The plans of which the workers are running one, if any; None until they are ready."""
+        self._copying = False
+        """Whether the next step copies what is being saved."""
         """The plans that the workers run, if they run any; None until they are ready."""
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         self._task = WorkerTask(
@@ -119,7 +124,7 @@ class ProcessWorkerGroup:
             write_weights(self._path, program)
             self._workers = self._spawn_all(program, program.devices, waits=False)
             self._answers(start_timeout)
-            self._running = ()
+            self._running = tuple
         except BaseException:
             self.close()
             raise
@@ -151,6 +156,7 @@ class ProcessWorkerGroup:
 
     def begin_parts(self, folder: Path) -> None:
         self._all("begin part", folder)
+        self._copying = not self._task.cuda_graphs
 
     def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
         if not wait and not all(self._all("part is written", None)):
@@ -229,7 +235,8 @@ class ProcessWorkerGroup:
 
     def _all(self, method: str, argument: Any) -> list[Any]:
         """What the workers answer to a call that is the same for all of them."""
-        self._running = ()
+        self._running = tuple
+        self._copying = self._copying and method not in _FINISHING
         return self._ask([dumped(Call(method, argument))] * len(self._workers))
 
     def close(self, error: BaseException | None = None) -> None:
@@ -286,7 +293,9 @@ class ProcessWorkerGroup:
         plans, code = program.plans, program.code
         if method == "evaluate":
             plans, code = program.evaluation_plans, program.evaluation_code
-        self._running = plans
+        copying = self._copying and method == "step"
+        self._copying = self._copying and method == "evaluate"
+        self._running = (lambda: program.saving.plans) if copying else (lambda: plans)
         of = {device: plan for plan in plans for device in plan.devices}
 
         def message(worker: WorkerProcess) -> bytes:
@@ -385,7 +394,7 @@ class ProcessWorkerGroup:
         if self._running is None:
             return " before it was ready"
         pc = worker.pc
-        plans = [plan for plan in self._running if worker.device in plan.devices]
+        plans = [plan for plan in self._running() if worker.device in plan.devices]
         if not plans or pc is None:
             return ""
         return f" at instruction {pc} ({plans[0].instructions[pc].name})"

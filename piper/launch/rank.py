@@ -82,7 +82,8 @@ class Rank:
     def step(self, given: list[Tensor], *, report: bool = True) -> Report:
         if self._graph is None:
             found = self._finished(self.device.train(given, report=report))
-        else:  # captured with its report
+        else:  # captured with its report, and without copies
+            self.device.finish_copies()
             found = self._graph.run([given], [self.device.state.settings()])
             found = replace(found, rates=self.device.state.rates)
         self.device.state.advance()
@@ -106,13 +107,18 @@ class Rank:
         return self.device.write_part(folder)
 
     def begin_part(self, folder: Path) -> None:
-        self._writing = Writing([self.device.copied_part(folder)])
+        self._writing = Writing([self.device.begin_part(folder)])
 
     @property
     def writing(self) -> Writing:
         """The part of a checkpoint that was begun last."""
         assert self._writing is not None
         return self._writing
+
+    def written_part(self) -> list[Part | Refusal]:
+        """What was written of it; waits for it."""
+        self.device.finish_copies()
+        return self.writing.result()
 
     def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
         return self.device.export_part(folder, targets)
@@ -133,6 +139,7 @@ class Rank:
     def close(self, *, abandoned: bool = False) -> None:
         """Give back what communication holds, once the GPU is done with it; if training was
         ``abandoned``, other processes may be gone that the GPU waits for."""
+        self.device.close()
         self._graph = None  # it refers to the communicators
         if isinstance(self.comm, Nccl) and abandoned:
             self.comm.abort()

@@ -237,10 +237,10 @@ class TorchrunWorkerGroup:
             self._rank.begin_part(folder)
 
     def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
-        writing = None if self._rank is None else self._rank.writing
-        if not wait and self.any_of(writing is not None and not writing.done):
+        rank = self._rank
+        if not wait and self.any_of(rank is not None and not rank.writing.done):
             return None
-        found = self._at_first([] if writing is None else writing.result())
+        found = self._at_first([] if rank is None else rank.written_part())
         return [part for parts in found for part in parts]
 
     def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:

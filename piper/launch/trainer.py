@@ -304,9 +304,10 @@ class Trainer:
     def save(self, path: str | Path, *, keep: int | None = None, background: bool = False) -> None:
         """Write a checkpoint, the state of training, to the folder ``path``: whole or not at all.
         Every device writes what it has. ``keep`` says how many to keep of the checkpoints in the
-        same folder whose names, like this one's, end in a number. With ``background`` it is copied,
-        and written while training continues; the next save, and the end of the trainer, wait for
-        it, and a call that finds that it failed raises an error."""
+        same folder whose names, like this one's, end in a number. With ``background`` the next step
+        copies it beside its computations, and it is written while training continues; the next
+        save, and the end of the trainer, wait for it, and a call that finds that it failed raises
+        an error."""
         self.save_at(Path(path), None, keep, background=background)
 
     def load(self, path: str | Path) -> None:
@@ -319,7 +320,6 @@ class Trainer:
         on other devices: the state goes from memory to memory, and losses continue as if nothing
         had happened. A program that is refused changes nothing."""
         with held_back():
-            self.settle_save()
             self._go_on_with(program)
             self._shapes = Shapes(program, self._shapes.most)
 
@@ -362,6 +362,7 @@ class Trainer:
                 self._go_on_with(wanted)
 
     def _go_on_with(self, program: Program) -> None:
+        self.settle_save()  # by the devices that began it
         switch(self._whole, self.program, program)
         self.program = program
         vars(self).pop("rows", None)  # cached

@@ -108,7 +108,9 @@ class VirtualWorkerGroup:
         parts = self._cut(self._program.plans, self._program.code, batch)
         if self._graph is None:
             found = self._train(parts, report=report)
-        else:  # captured with its report
+        else:  # captured with its report, and without copies
+            for device in self._devices:
+                device.finish_copies()
             found = self._graph.run(parts, [d.state.settings() for d in self._devices])
             rates = max((device.state.rates for device in self._devices), key=len)
             found = replace(found, rates=rates)
@@ -142,11 +144,15 @@ class VirtualWorkerGroup:
         return [device.write_part(folder) for device in self._devices]
 
     def begin_parts(self, folder: Path) -> None:
-        self._writing = Writing([device.copied_part(folder) for device in self._devices])
+        self._writing = Writing([device.begin_part(folder) for device in self._devices])
 
     def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
         assert self._writing is not None
-        return self._writing.result() if wait or self._writing.done else None
+        if not wait and not self._writing.done:
+            return None
+        for device in self._devices:
+            device.finish_copies()
+        return self._writing.result()
 
     def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
         return [device.export_part(folder, targets) for device in self._devices]
@@ -208,6 +214,8 @@ class VirtualWorkerGroup:
 
     def close(self, error: BaseException | None = None) -> None:
         self._graph = None
+        for device in self._devices:
+            device.close()
         self._devices.clear()
 
     def _cut(

@@ -115,7 +115,7 @@ def _done(rank: Rank, monitor: Monitor | None, call: Call) -> Any:
         case Call("part is written"):
             return rank.writing.done
         case Call("written part"):
-            return rank.writing.result()
+            return rank.written_part()
         case Call("export part", (exported, targets)):
             return rank.export_part(exported, targets)
         case Call("refusals", (checkpoint, index)):

@@ -169,7 +169,8 @@ class WorkerGroup(Protocol):
         ...
 
     def begin_parts(self, folder: Path) -> None:
-        """Every device copies its part of a checkpoint, and begins to write the copy."""
+        """Every device begins to save its part of a checkpoint as it is now: the next step copies
+        it, or whatever else is asked for before, and then it is written."""
         ...
 
     def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:

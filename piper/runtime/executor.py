@@ -15,13 +15,14 @@ from torch import Tensor
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.errors import CapacityError, PiperError
-from piper.ir.dag import Add, Collective, Compute, Select, Transfer, Update
+from piper.ir.dag import Add, Collective, Compute, Copy, Select, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
 from piper.runtime.adding import add
 from piper.runtime.comm import Comm
 from piper.runtime.computing import compute
 from piper.runtime.context import ExecutionContext, Scalars
+from piper.runtime.copying import copy
 from piper.runtime.moving import all_to_all, all_to_all_by_counts, receive, send
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.recording import Recorder
@@ -117,6 +118,7 @@ class Executor:
         self.running = loaded
         context, at = loaded.context, self.at
         free, keeps = loaded.bound.free, loaded.bound.keeps
+        snapshot = self.state.snapshot
         pending: dict[int, Pending] = {}
         pc = 0
         try:
@@ -128,7 +130,12 @@ class Executor:
                 at[0] = pc
                 for other in ends:
                     while not pending[other].done():
-                        yield pending[other]
+                        if snapshot is None:
+                            yield pending[other]
+                        else:
+                            snapshot.wait_begins()
+                            yield pending[other]
+                            snapshot.wait_ends()
                     self._complete(loaded, pending, other)
                 begun = execute()
                 if begun is not None:
@@ -227,6 +234,8 @@ def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:
             return add(context, x)
         case Select():
             return select(context, x, x.op)
+        case Copy():
+            return copy(context, x, x.op)
         case _:
             raise AssertionError(f"{x.verb} has nothing to do")
 

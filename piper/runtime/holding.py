@@ -7,7 +7,7 @@ A table is ``model``, ``optimizer.`` and a kind of its state, or ``stored``, as 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +54,8 @@ class Holding:
     """What one device gives of the state: of equal copies, each device a share."""
 
     slices: Sequence[Held] = ()
+    buckets: Sequence[int | None] = ()
+    """For each slice the bucket whose update alone changes it; None for buffers."""
     values: tuple[Value, ...] = ()
     groups: tuple[GroupEntry, ...] = ()
     scheduler: Any = None
@@ -74,21 +76,12 @@ class Holding:
         return Tensors(model, optimizer, stored, self.values)
 
 
-def on_host(holding: Holding) -> Holding:
-    """A copy of the same, which does not change."""
-
-    def copied(held: Held) -> Held:
-        assert isinstance(held.tensor, Tensor)
-        return replace(held, tensor=held.tensor.detach().to("cpu", copy=True))
-
-    return replace(holding, slices=[copied(held) for held in holding.slices])
-
-
 def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
     """What this device gives of the state, and the ``buffers`` that are its to give."""
     slices: list[Held] = []
     values: list[Value] = []
-    for held in state.held.values():
+    buckets: list[int | None] = []
+    for index, held in state.held.items():
         for place, fragment in written_by(held.layout):
             slices += _parameter(held, fragment)
             for kind, item in _kept(state, held, place).items():
@@ -96,6 +89,8 @@ def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
                     slices += _of_state(kind, item, held, place, fragment)
                 elif not fragment.offset:
                     values.append(_value(slices, fragment.name, kind, held.layout, item))
+        buckets += [index] * (len(slices) - len(buckets))
+    buckets += [None] * len(buffers)
     slices += [whole(MODEL, name, state.buffers[name]) for name in buffers]
     groups = []
     for i, group in enumerate(export_groups(state)):
@@ -107,7 +102,7 @@ def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
         with within("scheduler"):
             scheduler = to_json(state.scheduler.state_dict())
     kind = kind_of(state.optimizer) if state.optimizer is not None else ""
-    return Holding(slices, tuple(values), tuple(groups), scheduler, kind, state.steps)
+    return Holding(slices, buckets, tuple(values), tuple(groups), scheduler, kind, state.steps)
 
 
 def all_held(state: DeviceState) -> Iterator[Held]:

@@ -6,7 +6,7 @@ that it needs, straight to where they are kept: beside its state it holds a few 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from piper.checkpoint.files import FileFacts, Given, Reader, write_file
 from piper.checkpoint.index import GroupEntry, Index, Tensors
 from piper.checkpoint.pretrained import SliceWriter, Target
 from piper.runtime.filling import settle, wanted
-from piper.runtime.holding import Holding, given_by, on_host
+from piper.runtime.holding import Holding, given_by
 from piper.runtime.pieces import pieces_of, written_by
 from piper.runtime.state import DeviceState
 
@@ -42,14 +42,6 @@ def write_part(state: DeviceState, folder: Path, file: str, buffers: Collection[
     """Write what this device gives to a checkpoint: its share of parameters and of the optimizer's
     state, and the ``buffers`` that are its to write."""
     return write(given_by(state, buffers), folder, file)
-
-
-def copied_part(
-    state: DeviceState, folder: Path, file: str, buffers: Collection[str]
-) -> Callable[[], Part]:
-    """``write_part`` for later, of the state as it is now."""
-    holding = on_host(given_by(state, buffers))
-    return lambda: write(holding, folder, file)
 
 
 def write(holding: Holding, folder: Path, file: str) -> Part:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from piper.runtime.assignment import Assignment
 from piper.runtime.first_tensors import Fetch
 from piper.runtime.layout import BucketLayout
 from piper.runtime.pieces import pieces_of, whole_shard
+
+if TYPE_CHECKING:
+    from piper.runtime.snapshot import Snapshot
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class DeviceState:
         self.steps = 0
         self.changing = False
         """Whether a step has begun to change what is kept, and is not over."""
+        self.snapshot: Snapshot | None = None
+        """What a save in the background has not copied yet, all or some of it."""
         self.held: dict[int, HeldBucket] = {}
         for index, bucket in enumerate(given.buckets):
             layout = BucketLayout.of(bucket, given.parameters, given.device)

@@ -196,7 +196,7 @@ class CudaBoundStreams(BoundStreams):
                     if not begun.in_order:
                         return begun
                     begun.complete()
-                    if self._noting is not None:
+                    if self._noting is not None and x.verb in COMMUNICATING:
                         self._noting.note(pc, on)
                 if mark is not None:
                     mark.record(on)
