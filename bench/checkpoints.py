@@ -3,10 +3,14 @@ torch's distributed checkpoint (DCP), beside the speed of the disk itself.
 
     python bench/checkpoints.py [--mb 512] [--ranks 2] [--rounds 3]
 
-"in background" is ours with background=True: the seconds that training waits for. All save the same
-tensors, sharded over the ranks alike (ZeRO-3 with AdamW), and sync them to the disk. They take
-turns in the same processes. Memory is what the process's peak rises by, as a share of its own
-state. Ours also has checksums of all bytes, and checks them before it loads.
+"in background" is the call with background=True. All save the same tensors, sharded over the ranks
+alike (ZeRO-3 with AdamW), and sync them to the disk. They take turns in the same processes. Memory
+is what the process's peak rises by, as a share of its own state. Ours also has checksums of all
+bytes, and checks them before it loads.
+
+The second table is what a save in the background costs the step after it, with the call, under a
+pipeline and under ZeRO: beside steps without one, and beside steps before which all is copied at
+once. Nothing is written meanwhile. The copy alone is that of this rank's tensors between steps.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import piper
+from piper.runtime import parts
 
 WIDTH = 1024
 
@@ -52,14 +58,18 @@ class Net(nn.Module):
         return x
 
 
-def trainer_of(mb: int, ranks: int) -> piper.Trainer:
+def batch_of(rows: int) -> Tensor:
+    """The same on all ranks."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def trainer_of(mb: int, x: Tensor, strategy: piper.Strategy) -> piper.Trainer:
     """One whose state, on all ranks together, takes about ``mb`` MiB."""
     torch.manual_seed(0)
     layers = max(1, mb * 2**20 // (3 * 4 * WIDTH * WIDTH))
-    x = torch.randn(ranks, WIDTH)
     program = piper.compile(
         Net(layers),
-        piper.Strategy([piper.place({}, devices=list(range(ranks))), piper.replicate({}, zero=3)]),
+        strategy,
         inputs=(x,),
         targets=(x,),
         loss=F.mse_loss,
@@ -185,10 +195,72 @@ def measured(call: Callable[[], None]) -> tuple[float, int]:
     return time.perf_counter() - start, resident("VmHWM") - before
 
 
+class Held:
+    """Keeps parts from being written until that is measured which is not about the disk."""
+
+    def __init__(self) -> None:
+        self._usual = parts.write_file
+        self.go = threading.Event()
+        parts.write_file = self._write
+
+    def _write(self, path: Path, tensors: Any) -> Any:
+        self.go.wait()
+        return self._usual(path, tensors)
+
+
+PLAIN, SAVED, AT_ONCE, COPY = "plain step", "after a save", "all copied before", "copy alone"
+KINDS = (PLAIN, SAVED, AT_ONCE)
+
+
+def saved_step(trainer: piper.Trainer, x: Tensor, kind: str, path: Path) -> None:
+    """A step of one of these kinds."""
+    if kind != PLAIN:
+        trainer.save(path, background=True)
+    if kind == AT_ONCE:
+        trainer._worker_group._rank.device.finish_copies()  # type: ignore[union-attr]
+    trainer.step(x, x)
+
+
+def stalls(folder: Path, mb: int, rounds: int) -> dict[str, dict[str, float]]:
+    """By strategy, the median seconds of each kind of step, of the slowest rank."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    strategies = {
+        f"pp {ranks}, 1F1B": piper.strategies.mesh(pp=ranks, schedule="1f1b", microbatches=4),
+        f"dp {ranks}, ZeRO-1": piper.strategies.mesh(dp=ranks, zero=1),
+    }
+    held, found = Held(), {}
+    for name, strategy in strategies.items():
+        x = batch_of(256)
+        rows: dict[str, list[float]] = {PLAIN: [], SAVED: [], AT_ONCE: [], COPY: []}
+        with trainer_of(mb, x, strategy) as trainer:
+            for turn in range(rounds + 1):  # the first of each makes what is made once
+                for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:  # none always follows another
+                    held.go.clear()
+                    seconds, _ = measured(
+                        partial(saved_step, trainer, x, kind, folder / f"stall-{turn}-{kind}")
+                    )
+                    held.go.set()
+                    trainer.settle_save()
+                    rows[kind].append(seconds)
+                copies = partial(list, (x.clone() for x in own_tensors(trainer).values()))
+                rows[COPY].append(measured(copies)[0])
+        all_ranks: list[Any] = [None] * ranks
+        dist.all_gather_object(all_ranks, rows)
+        found[name] = {
+            kind: statistics.median([max(r[kind][i + 1] for r in all_ranks) for i in range(rounds)])
+            for kind in rows
+        }
+    return found
+
+
 def work(folder: Path, mb: int, rounds: int) -> None:
     """What one rank does."""
     torch.set_num_threads(1)
-    with trainer_of(mb, int(os.environ["WORLD_SIZE"])) as trainer:
+    ranks = int(os.environ["WORLD_SIZE"])
+    place = piper.place({}, devices=list(range(ranks)))
+    strategy = piper.Strategy([place, piper.replicate({}, zero=3)])
+    stalled = stalls(folder, mb // 4, 3 * rounds)
+    with trainer_of(mb, batch_of(ranks), strategy) as trainer:
         state = sum(x.nbytes for x in own_tensors(trainer).values())
         rows = []
         for turn in range(rounds):
@@ -206,7 +278,7 @@ def work(folder: Path, mb: int, rounds: int) -> None:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, rows)
         if dist.get_rank() == 0:
-            (folder / "found.json").write_text(json.dumps([state, found]))
+            (folder / "found.json").write_text(json.dumps([state, found, stalled]))
 
 
 def figures(found: list[Any], side: str, what: str) -> tuple[float, float]:
@@ -228,7 +300,7 @@ def main(
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         arguments = ["--work", folder, str(mb), str(rounds)]
         subprocess.run([sys.executable, *command, __file__, *arguments], check=True)
-        state, found = json.loads((Path(folder) / "found.json").read_text())
+        state, found, stalled = json.loads((Path(folder) / "found.json").read_text())
     title = f"{state / 2**20:.0f} MiB of state on each of {ranks} ranks, {rounds} rounds"
     table = Table("", "save s", "to ours", "peak +", "load s", "to ours", "peak +", title=title)
     ours = {what: figures(found, Ours.name, what)[0] for what in ("save", "load")}
@@ -240,6 +312,12 @@ def main(
         table.add_row(*row)
     Console().print(table)
     print("to ours: our seconds divided by theirs; peak +: rise of a rank's memory, of its state")
+    table = Table("", *(f"{kind} s" for kind in (PLAIN, SAVED, AT_ONCE, COPY)), "to plain", "")
+    for name, row in stalled.items():
+        ratios = [f"{row[kind] / row[PLAIN]:.3f}" for kind in (SAVED, AT_ONCE)]
+        table.add_row(name, *(f"{s:.3f}" for s in row.values()), *ratios)
+    Console().print(table)
+    print("to plain: a step after a save, and one before which all is copied, to a step without")
 
 
 if __name__ == "__main__":
