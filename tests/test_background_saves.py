@@ -4,6 +4,7 @@ and what is written is what a plain save would have written."""
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from piper.runtime import snapshot
 from piper.runtime.state import DeviceState
 from tests.plan_checker import PlanError, check
 from tests.test_checkpoints import STRATEGIES, Small, given, halving, made
+from tests.test_optimizers import Counting
 from tests.training import compiled, shared_captures
 
 
@@ -70,6 +72,15 @@ def test_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     assert_saves_alike(made("pp2", **options), tmp_path)
 
 
+def test_with_an_optimizer_that_steps_once(tmp_path: Path) -> None:
+    """The last update changes all buckets, and waits for all copies."""
+    program = made("dp4", optimizer=Counting, scheduler=None)
+    assert program.settings.optimizer.whole
+    saving = program.saving
+    check(saving.dag, saving.plans, models=saving.models, whole=True)
+    assert_saves_alike(program, tmp_path)
+
+
 def test_with_master_weights_and_a_schedule(tmp_path: Path) -> None:
     assert_saves_alike(made("zero1", kind=Small, precision="bf16", scheduler=halving), tmp_path)
 
@@ -110,6 +121,13 @@ def test_processes_save_alike(name: str, tmp_path: Path) -> None:
     assert_saves_alike(
         normed("pp2") if name == "pp2" else made(name, kind=Small), tmp_path, "processes"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["pp2", "zero1", "zero3"])
+def test_gpus_save_alike(name: str, tmp_path: Path) -> None:
+    assert_saves_alike(made(name, kind=Small, device="cuda"), tmp_path)
 
 
 # when it is copied
@@ -166,6 +184,27 @@ def test_a_save_that_no_step_follows(tmp_path: Path) -> None:
     for name in ("first", "second", "third", "fourth", "fifth"):
         assert files(tmp_path / name) == expected, name
     assert files(tmp_path / "last") == files(tmp_path / "moved")
+
+
+def test_what_no_update_changes_is_copied_before_other_weights_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen parameters are on their way still when the step is over."""
+    go, usual = threading.Event(), snapshot.Snapshot.result
+
+    def held_up(one: snapshot.Snapshot) -> Any:
+        go.wait()
+        return usual(one)
+
+    monkeypatch.setattr(snapshot.Snapshot, "result", held_up)
+    with piper.launch(normed("pp2")) as trainer:
+        trainer.step(*given(0))
+        trainer.save(tmp_path / "plain")
+        trainer.save(tmp_path / "saved", background=True)
+        trainer.step(*given(1))
+        trainer.load_state_dict({n: x + 1 for n, x in trainer.state_dict().items()})
+        go.set()
+    assert files(tmp_path / "saved") == files(tmp_path / "plain")
 
 
 def test_a_step_that_fails_after_some_copies(

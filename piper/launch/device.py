@@ -38,7 +38,7 @@ from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions, export, restore
 from piper.runtime.recording import recorder_for
 from piper.runtime.shaking import Shaker
-from piper.runtime.snapshot import snapshot_of
+from piper.runtime.snapshot import Snapshot, snapshot_of
 from piper.runtime.state import DeviceState, buffers_of
 from piper.runtime.streams import streams_for
 from piper.tracking import Alive, Tracker
@@ -68,6 +68,8 @@ class LoadedDevice:
         self.state = begin
         streams = streams_for(where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(self.state, comm, streams, runners)
+        self._begun: Snapshot | None = None
+        """The last save, of which that may still be on its way which no step changes."""
         self._given = given
         self._program = program
         self._training = self.executor.load(given.plan, given.code)
@@ -102,7 +104,7 @@ class LoadedDevice:
         scalars = yield from self.executor.run(loaded, given, report=report)
         if snapshot is not None:  # what no update changes has no instruction
             snapshot.copy_rest()
-            self.state.snapshot = None
+            self.state.snapshot, self._begun = None, snapshot
         return self._report(scalars, scalars.norm, self.state.rates)
 
     def _report(
@@ -162,9 +164,10 @@ class LoadedDevice:
 
     def finish_copies(self) -> None:
         """Copy what a save in the background still needs: the state may change after that."""
-        if self.state.snapshot is not None:
-            self.state.snapshot.finish()
-            self.state.snapshot = None
+        for snapshot in (self.state.snapshot, self._begun):
+            if snapshot is not None:
+                snapshot.finish()
+        self.state.snapshot = self._begun = None
 
     def close(self) -> None:
         """Nobody needs the state any more."""
