@@ -149,7 +149,8 @@ def pieces_in_order(x: Tensor) -> Iterator[Tensor]:
 
 
 def _copied(data: memoryview, file: BinaryIO, crc: int, pool: ThreadPoolExecutor) -> int:
-    """Write ``data``, and bring the checksum up to date meanwhile."""
+    """Write ``data``, and bring the checksum up to date meanwhile. What is large goes past the
+    file's buffer, which would copy it once more."""
     for at in range(0, len(data), BLOCK):
         block = data[at : at + BLOCK]
         if len(block) < _SMALL:
@@ -158,7 +159,9 @@ def _copied(data: memoryview, file: BinaryIO, crc: int, pool: ThreadPoolExecutor
             continue
         total = pool.submit(zlib.crc32, block, crc)
         try:
-            file.write(block)
+            file.flush()
+            while block:
+                block = block[os.write(file.fileno(), block) :]
         finally:
             crc = total.result()
     return crc
