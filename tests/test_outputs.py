@@ -131,6 +131,7 @@ def test_rows_that_a_batch_was_filled_up_with_are_left_out() -> None:
         assert_outputs(rows, {name: wanted[name] for name in rows})
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_bits() -> None:
     made = program(pipeline([[0], [1]], 3))
     found = []
@@ -157,10 +158,11 @@ def test_every_process_under_torchrun_has_all_rows(tmp_path: Path) -> None:
     "axes",
     [
         pytest.param({"tp": 2, "sequence_parallel": True}, id="tensor and sequence"),
-        pytest.param({"pp": 2, "dp": 2}, id="pipeline", marks=pytest.mark.slow),
-        pytest.param({"cp": 2}, id="context", marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, id="pipeline"),
+        pytest.param({"cp": 2}, id="context"),
     ],
 )
+@pytest.mark.slow
 def test_predictions_of_a_library_model(axes: dict[str, Any]) -> None:
     family = FAMILIES["Llama"]
     torch.manual_seed(0)
