@@ -40,6 +40,7 @@ from piper.program import Program, trained_shapes
 from piper.strategy import Strategy
 from piper.traces import Subject, Traces
 from piper.training import Training
+from piper.units import counted
 from piper.weight_files import Init, WeightFiles
 
 
@@ -295,14 +296,14 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
     count = parts[0] if parts and isinstance(parts[0], int) and parts[0] > 0 else 1
     for place in groups:
         each = count * place.parts
-        if batch % each:
+        if batch % each and place.parts > 1:
             fits = [n for n in range(1, batch + 1) if batch % (n * place.parts) == 0]
             advice = f"numbers of microbatches that work for it: {fits}" if fits else (
                 f"give a batch that is a multiple of {each}"
             )  # fmt: skip
             raise DirectiveError(
-                f"{place}: a batch of {batch} in {count} microbatches does not divide over "
-                f"{place.parts} devices; {advice}"
+                f"{place}: a batch of {batch} in {counted(count, 'microbatch')} "
+                f"does not divide over {place.parts} devices; {advice}"
             )
     if batch % count:
         count = 1  # split itself says what is wrong

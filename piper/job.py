@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from piper.capture.model import Precision
+from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss
 from piper.compiler import Capture, capture
 from piper.cost import Cluster
@@ -28,7 +29,7 @@ from piper.program import Program
 from piper.strategy import Strategy
 from piper.weight_files import Init, WeightFiles
 
-Batches = Callable[[], Iterable[Sequence[Any] | Mapping[str, Any]]]
+Batches = Iterable[Sequence[Any] | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Job:
     scheduler: SchedulerFactory | None = None
     tags: Mapping[str, str] | None = None
     init: Init | WeightFiles | None = None
-    batches: Batches | None = None
-    """Makes the batches, each ``(*inputs, *targets)`` or a dict of inputs; without it, training
-    goes on with the example."""
+    batches: Batches | Callable[[], Batches] | None = None
+    """The batches, or what makes them, each ``(*inputs, *targets)`` or a dict of inputs; without
+    them, training goes on with the example."""
     strategy: Strategy | None = None
     """The strategy, if none is named when the job is run."""
     compiler: str = "eager"
@@ -57,6 +58,7 @@ class Job:
     memory_limit: int | None = None
     costs: CostModel | None = None
     seed: int = 0
+    outputs: Outputs | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,6 +93,7 @@ class Job:
             inputs=self.inputs,
             targets=self.targets,
             loss=self.loss,
+            outputs=self.outputs,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             tags=self.tags,

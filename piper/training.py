@@ -30,13 +30,14 @@ class Training:
     def check(self) -> None:
         if self.optimizer is not None and not callable(self.optimizer):
             raise PiperError(
-                f"optimizer={self.optimizer!r} must be a function from a list of parameters to an "
-                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)"
+                f"optimizer= is a {type(self.optimizer).__name__}: it must be a function from a "
+                "list of parameters to an optimizer, such as "
+                "lambda params: torch.optim.AdamW(params, lr=3e-4)"
             )
         if self.scheduler is not None and not callable(self.scheduler):
             raise PiperError(
-                f"scheduler={self.scheduler!r} must be a function from an optimizer to a learning-"
-                "rate scheduler"
+                f"scheduler= is a {type(self.scheduler).__name__}: it must be a function from an "
+                "optimizer to a learning-rate scheduler"
             )
         clip = self.clip_norm
         number = isinstance(clip, int | float) and not isinstance(clip, bool)

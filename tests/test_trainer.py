@@ -813,7 +813,7 @@ def test_states_that_are_refused(
         ({"inputs": torch.zeros(8, 6)}, "inputs is a tensor: give a tuple"),
         ({"targets": torch.zeros(8, 6)}, "targets is a tensor: give a tuple"),
         ({"targets": (torch.zeros(4, 6),)}, "disagree on the batch size"),
-        ({"optimizer": "adam"}, "optimizer='adam' must be a function"),
+        ({"optimizer": "adam"}, "optimizer= is a str: it must be a function"),
         ({"optimizer": lambda p: 3}, "it returned a int"),
         ({"scheduler": 3}, "scheduler=3 must be a function"),
         ({"clip_norm": 0}, "clip_norm=0 must be a positive number"),

@@ -60,7 +60,7 @@ def train(
                 output.say(f"resuming after step {trainer.steps}")
             batches = _batches(job, trainer, steps)
             for result in trainer.fit(batches, steps=steps, progress=not as_json):
-                _report(output, trainer, result, every)
+                _report(output, trainer, result, every, last=trainer.steps == steps)
                 if save is not None and trainer.steps % every == 0:
                     trainer.save(save)
             if save is not None:
@@ -71,10 +71,13 @@ def train(
 def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[Batch]:
     if job.batches is None:
         return itertools.repeat(trainer.example, steps if steps is not None else 10)
-    return itertools.islice(job.batches(), trainer.steps, None)
+    batches = job.batches() if callable(job.batches) else job.batches
+    return itertools.islice(batches, trainer.steps, None)
 
 
-def _report(output: Output, trainer: Trainer, result: StepResult, every: int) -> None:
+def _report(
+    output: Output, trainer: Trainer, result: StepResult, every: int, *, last: bool
+) -> None:
     norm = None if result.grad_norm is None else float(result.grad_norm)
     output.give(
         {
@@ -86,7 +89,7 @@ def _report(output: Output, trainer: Trainer, result: StepResult, every: int) ->
             "memory_bytes": result.memory,
         }
     )
-    if trainer.steps % every == 0 or trainer.steps == 1:
+    if trainer.steps % every == 0 or trainer.steps == 1 or last:
         rate = f"{result.tokens_per_second:,.0f} tokens/s"
         shown = "" if norm is None else f"  norm {norm:.3f}"
         output.say(f"step {trainer.steps}: loss {float(result.loss):.4f}{shown}  {rate}")

@@ -35,7 +35,10 @@ class Partition(Directive):
         regions = sorted({c.tags[self.tag] for c in dag.model.chunks if self.tag in c.tags})
         if not regions:
             known = ", ".join(sorted({t for c in dag.model.chunks for t in c.tags}))
-            raise DirectiveError(f"no region is tagged {self.tag!r}; there are: {known}")
+            raise DirectiveError(
+                f"no region is tagged {self.tag!r}; there are: {known}. Name regions with "
+                "piper.annotate in the model, or with tags= and the paths of its modules"
+            )
         if self.parts > len(regions):
             raise DirectiveError(
                 f"{self.parts} parts of {len(regions)} regions {self.tag!r}: at most {len(regions)}"

@@ -27,7 +27,7 @@ def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
     try:
         return list(program.example.like(*batch).tensors)
     except PiperError as error:
-        raise _smaller(program, batch, error) from None
+        raise _advised(program, batch, error) from None
 
 
 def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> list[Tensor]:
@@ -42,17 +42,26 @@ def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> lis
         ) from None
 
 
-def _smaller(program: Program, batch: Sequence[Any], error: PiperError) -> PiperError:
-    """``error``, with advice if the batch has only too few rows."""
-    rows = {x.shape[0] for x in _tensors(batch) if x.dim()}
-    size = program.example.size
-    if len(rows) != 1 or min(rows) >= size:
+def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> PiperError:
+    """``error``, with advice if the batch differs from the example in its shapes alone."""
+    tensors, examples = _tensors(batch), program.example.tensors
+    kinds = [(x.dtype, x.dim()) for x in tensors]
+    if kinds != [(x.dtype, x.dim()) for x in examples]:
         return error
-    return PiperError(
-        f"{error}. A batch has {size} rows here, and this one {min(rows)}: leave the last, "
-        "smaller batch out (drop_last=True), fill it up with pad= and a loss that returns (sum, "
-        "count), or allow a program of its own for it (piper.launch(program, shapes=1))"
-    )
+    rows = {x.shape[0] for x in tensors if x.dim()}
+    size, found = program.example.size, min(rows, default=0)
+    own = "allow a program of its own for it (piper.launch(program, shapes=1))"
+    if len(rows) == 1 and found < size:
+        fits = found % program.loss_parts == 0
+        return PiperError(
+            f"{error}. A batch has {size} rows here, and this one {found}: leave the last, "
+            "smaller batch out (drop_last=True), "
+            f"{'' if fits else 'or '}fill it up with pad= and a loss that returns (sum, count)"
+            f"{f', or {own}' if fits else ''}"
+        )
+    if [x.shape for x in tensors] != [x.shape for x in examples]:
+        return PiperError(f"{error}. A program is for one shape: pad the batch to it, or {own}")
+    return error
 
 
 def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: bool) -> Sequence[Any]:
@@ -79,9 +88,10 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
         for name, x in one.items()
     ):
         count = sum(map(len, given))
+        built = [dict.fromkeys(one, 0) if "" not in one else 0 for one in given]
         raise PiperError(
             f"pad={pad!r} must give one number for each of the {count} tensors of the batch, by "
-            "name for a dict"
+            f"name for a dict: built like {tuple(built) if len(built) > 1 else built[0]}"
         )
     size = program.example.size
     examples = [_leaves(part) for part in program.example.given]

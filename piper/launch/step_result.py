@@ -59,6 +59,7 @@ class StepResult:
         self._program = program
         self._rows = rows
         self._evaluated = evaluated
+        self._filled = rows is not None and rows < program.example.size
         self.seconds = seconds
         self.tokens = tokens
         """Elements of the first input: tokens, for a language model."""
@@ -109,7 +110,8 @@ class StepResult:
     @cached_property
     def outputs(self) -> Mapping[str, Tensor]:
         """What ``outputs=`` names: the mean over the batch of each single number, and, after an
-        evaluation, the rows of the batch of each other tensor, in their order."""
+        evaluation, the rows of the batch of each other tensor, in their order. Of a batch that was
+        filled up there are no single numbers: they would count what it was filled up with."""
         self._report.scalars()
         program = self._program
         code = program.evaluation_code if self._evaluated else program.code
@@ -118,7 +120,7 @@ class StepResult:
         for name, value in code.outputs.items():
             if value in rows:
                 found[name] = rows[value][: self._rows]
-            elif value in self._report.outputs:
+            elif value in self._report.outputs and not self._filled:
                 dtype = next(iter(code.values.values()))[value].dtype
                 mean = self._report.outputs[value]
                 found[name] = mean.to(dtype) if dtype.is_floating_point else mean
