@@ -310,6 +310,12 @@ def test_training_goes_on_where_it_was_saved(script: str, tmp_path: Path) -> Non
     assert "step 1: loss" in run("train", script, "-m", TWO, "--steps", 1).stdout
 
 
+def test_batches_may_be_a_loader(tmp_path: Path) -> None:
+    path = tmp_path / "loader_job.py"
+    path.write_text(SCRIPT.replace("batches=batches", "batches=list(batches())"))
+    assert "step 2: loss" in run("train", path, "-m", TWO, "--steps", 2).stdout
+
+
 def test_a_run_that_fails_has_a_code_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "failing_job.py"
     broken = "def batches():\n    yield torch.full((8, 4), float('nan')), torch.zeros(8, 4)\n"

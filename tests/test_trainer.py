@@ -815,7 +815,7 @@ def test_states_that_are_refused(
         ({"targets": (torch.zeros(4, 6),)}, "disagree on the batch size"),
         ({"optimizer": "adam"}, "optimizer= is a str: it must be a function"),
         ({"optimizer": lambda p: 3}, "it returned a int"),
-        ({"scheduler": 3}, "scheduler=3 must be a function"),
+        ({"scheduler": 3}, "scheduler= is a int: it must be a function"),
         ({"clip_norm": 0}, "clip_norm=0 must be a positive number"),
         ({"clip_norm": "1"}, "clip_norm='1' must be a positive number"),
         ({"clip_norm": float("nan")}, "clip_norm=nan must be a positive number"),
