@@ -25,7 +25,7 @@ from work import Work, reference
 from workers import ENVIRONMENT
 
 import piper
-from piper.ir.dag import Compute, Update
+from piper.ir.ops import Compute, Update
 from piper.strategies import schedule_named, timed
 
 

@@ -33,7 +33,7 @@ from turns import Found
 
 import piper
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Compute
+from piper.ir.ops import Collective, Compute
 from piper.launch.profile import Profile
 from piper.lower.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss

@@ -27,7 +27,7 @@ from options import File, Rounds
 from rich.console import Console
 from rich.table import Table
 
-from piper.ir.dag import Rest, StreamRule
+from piper.ir.rules import Rest, StreamRule
 from piper.runtime.shares import Shares
 
 WAIT = 20_000_000

@@ -16,8 +16,9 @@ from piper.capture.model import Precision
 from piper.capture.program import SAVED, ChunkProgram, Kind, Pass, Ref
 from piper.capture.tensors import TensorSpec
 from piper.code_checks import check_code, in_range, known
-from piper.ir.dag import Dag, ShardRule
+from piper.ir.dag import Dag
 from piper.ir.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
+from piper.ir.rules import ShardRule
 from piper.program import Program
 from piper.reading import MalformedError, shown, within
 

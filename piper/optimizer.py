@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from piper.errors import DirectiveError, PiperError
-from piper.ir.dag import Bucket, Dag
+from piper.ir.dag import Dag
+from piper.ir.rules import Bucket
 from piper.ir.text import group_text
 from piper.lower.memory import OptimizerCost
 from piper.optimizer_factory import (

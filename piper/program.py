@@ -25,9 +25,11 @@ from piper.directives.partition import Partition
 from piper.errors import PiperError
 from piper.first_weights import Source, StateNames
 from piper.ir.build import build
-from piper.ir.dag import Bucket, Compute, Dag, StreamRule
+from piper.ir.dag import Dag
 from piper.ir.facts import Facts, Model
 from piper.ir.layout_text import layouts_text
+from piper.ir.ops import Compute
+from piper.ir.rules import Bucket, StreamRule
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import Memory
 from piper.lower.plan import Plan

@@ -18,8 +18,10 @@ from typing import Any
 
 from piper.capture.program import Kind, Pass, Ref
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Add, Bucket, Collective, Compute, Copy, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Transfer, Update
+from piper.ir.rules import Bucket
 from piper.ir.values import ExtraRole, Role, Value
 from piper.lower.memory import Memory
 from piper.lower.plan import Holder, Instruction, Plan, Slot, Verb

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.ir.collectives import ALGORITHMS, CollectiveKind
-from piper.ir.dag import Collective
+from piper.ir.ops import Collective
 from piper.lower.plan import Instruction, Plan, Verb
 from piper.runtime.collectives import DEFINITIONS
 from piper.runtime.comm import Comm

@@ -21,7 +21,7 @@ import piper
 from piper import CaptureError, DirectiveError
 from piper.capture.head_tail import head_tail_attention
 from piper.directives import Directive, place, remat, replicate, shard, split
-from piper.ir.dag import Collective
+from piper.ir.ops import Collective
 from piper.ir.values import ExtraRole
 from piper.models import DenseConfig, DenseTransformer
 from piper.models.layers import lm_loss

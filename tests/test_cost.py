@@ -23,7 +23,8 @@ from piper.cost.communicating import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.replay import Communication, Track, replay
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Compute, Rest, Transfer
+from piper.ir.ops import Collective, Compute, Transfer
+from piper.ir.rules import Rest
 from piper.lower.plan import Verb
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import TaskKind, Tasks

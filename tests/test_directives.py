@@ -35,7 +35,7 @@ from piper.directives import (
 )
 from piper.errors import DirectiveError
 from piper.ir import ChunkFacts, Dag, Model, Node, Variant, build, facts_of
-from piper.ir.dag import Rest, ShardRule, StateRule, StreamRule
+from piper.ir.rules import Rest, ShardRule, StateRule, StreamRule
 from piper.lower.lower import lower
 from piper.strategy import Strategy
 from tests.facts import BATCH, DIM, SEQ, VOCAB, chain, changing, masked, moe, reading, skip, tied

@@ -6,7 +6,7 @@ import pytest
 
 from piper.ir import build
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective
+from piper.ir.ops import Collective
 from piper.lower.lower import lower
 from piper.strategies import mesh
 from tests.facts import at, chain

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.ir.dag import Rest, Sms, StreamRule
+from piper.ir.rules import Rest, Sms, StreamRule
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.runtime.shares import Shares
 

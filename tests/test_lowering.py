@@ -29,7 +29,7 @@ from piper.directives import (
 )
 from piper.errors import DirectiveError, PiperError
 from piper.ir import Model, ParameterFacts, build
-from piper.ir.dag import Collective, Compute, Group, Transfer, Update
+from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole
 from piper.lower.lower import Lowered, Settings, lower

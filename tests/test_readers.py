@@ -19,7 +19,8 @@ import piper
 from piper import annotate
 from piper.capture.program import Pass
 from piper.directives import Directive, order, place, remat, replicate, shard, split
-from piper.ir.dag import Add, Compute, Dag
+from piper.ir.dag import Dag
+from piper.ir.ops import Add, Compute
 from piper.lower.plan import Plan, Verb
 from tests.plan_checker import PlanError, check
 from tests.training import (

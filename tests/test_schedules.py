@@ -28,7 +28,8 @@ from piper.capture.program import Pass
 from piper.errors import DirectiveError
 from piper.ir.build import build
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Compute, Dag
+from piper.ir.dag import Dag
+from piper.ir.ops import Collective, Compute
 from piper.lower.lower import Settings, lower
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import Tasks

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piper.errors import PiperError
-from piper.ir.dag import Rest, Sms, StreamRule
+from piper.ir.rules import Rest, Sms, StreamRule
 from piper.runtime.shares import Shares, divide
 
 H200 = (132, 8, 4)

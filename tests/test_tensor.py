@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, DirectiveError
 from piper.directives import Directive, place, remat, replicate, shard, split
-from piper.ir.dag import Collective
+from piper.ir.ops import Collective
 from piper.ir.values import ExtraRole
 from piper.models import DenseConfig, DenseTransformer
 from piper.models.layers import lm_loss

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from piper.capture.program import Pass
 from piper.ir import Compute, Dag
-from piper.ir.dag import Add, Collective, Node, Transfer, Update
+from piper.ir.dag import Node
+from piper.ir.ops import Add, Collective, Transfer, Update
 
 from .svg import Picture
 

@@ -13,7 +13,7 @@ import piper
 from piper.capture import capture
 from piper.directives import Directive
 from piper.ir import Compute, Dag, Model, build, facts_of
-from piper.ir.dag import Collective, Transfer
+from piper.ir.ops import Collective, Transfer
 from piper.lower.lower import lower
 
 from .dags import (

@@ -19,7 +19,7 @@ import torch
 
 from piper.cost.communicating import Way, communication_seconds
 from piper.errors import PiperError
-from piper.ir.dag import Group
+from piper.ir.ops import Group
 from piper.lower.costs import Costs
 from piper.lower.tasks import Task, TaskKind
 from piper.units import counted

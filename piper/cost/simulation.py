@@ -19,7 +19,9 @@ from piper.cost.cluster import Cluster, Device
 from piper.cost.replay import Communication, Track, replay
 from piper.cost.timing_classes import TimingClass, TimingClasses, timing_classes
 from piper.errors import PiperError
-from piper.ir.dag import Compute, Node, Rest, StreamRule
+from piper.ir.dag import Node
+from piper.ir.ops import Compute
+from piper.ir.rules import Rest, StreamRule
 from piper.ir.text import group_text
 from piper.lower.costs import Costs
 from piper.lower.plan import COMMUNICATING, Verb

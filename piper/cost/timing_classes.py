@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from piper.cost.cluster import Cluster
 from piper.cost.communicating import Way
-from piper.ir.dag import Collective, Group, Transfer
+from piper.ir.ops import Collective, Group, Transfer
 from piper.lower.instances import Participants, instances, members
 from piper.lower.plan import Instruction, Plan, Verb
 

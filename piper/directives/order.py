@@ -21,8 +21,9 @@ from piper.capture.program import Pass
 from piper.directives.base import Directive, plain_filter
 from piper.directives.crossing import natural, refuse_crossing
 from piper.errors import DirectiveError
-from piper.ir.dag import PASS, Dag, Group, Node
+from piper.ir.dag import PASS, Dag, Node
 from piper.ir.filters import Filter, FilterLike, select
+from piper.ir.ops import Group
 from piper.ir.text import name_of
 
 Resource = Group | int

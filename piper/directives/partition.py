@@ -34,10 +34,13 @@ class Partition(Directive):
             raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
         regions = sorted({c.tags[self.tag] for c in dag.model.chunks if self.tag in c.tags})
         if not regions:
-            known = ", ".join(sorted({t for c in dag.model.chunks for t in c.tags}))
+            known = sorted({t for c in dag.model.chunks for t in c.tags})
+            advice = "" if known != ["loss"] else (
+                ": name regions with piper.annotate in the model, or by the paths of its modules "
+                "with tags="
+            )  # fmt: skip
             raise DirectiveError(
-                f"no region is tagged {self.tag!r}; there are: {known}. Name regions with "
-                "piper.annotate in the model, or with tags= and the paths of its modules"
+                f"no region is tagged {self.tag!r}; there are: {', '.join(known)}{advice}"
             )
         if self.parts > len(regions):
             raise DirectiveError(

@@ -17,9 +17,10 @@ from piper.capture.chunks import ContextAttention
 from piper.directives.base import Directive, check_group, check_stream, device_group, plain_filter
 from piper.directives.tensor import with_rule
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, SendRule, TensorRule
+from piper.ir.dag import Dag
 from piper.ir.filters import Filter, FilterLike, select
 from piper.ir.mesh import Mesh
+from piper.ir.rules import SendRule, TensorRule
 from piper.ir.text import name_of
 
 

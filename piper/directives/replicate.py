@@ -26,8 +26,9 @@ from piper.directives.base import (
     whole_chunks,
 )
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, StateRule
+from piper.ir.dag import Dag
 from piper.ir.filters import Filter, FilterLike
+from piper.ir.rules import StateRule
 from piper.ir.text import region_of
 
 

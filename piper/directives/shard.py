@@ -17,9 +17,11 @@ from typing import ClassVar
 from piper.directives.base import Directive, check_stream, plain_filter, positive, whole_chunks
 from piper.directives.tensor import tensor_rules
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, Group, Node, ShardRule
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import ChunkFacts
 from piper.ir.filters import Filter, FilterLike
+from piper.ir.ops import Group
+from piper.ir.rules import ShardRule
 from piper.ir.text import name_of
 
 

@@ -10,8 +10,9 @@ from typing import ClassVar, Literal
 
 from piper.directives.base import Directive, check_stream, plain_filter
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, Rest, Sms, StreamRule
+from piper.ir.dag import Dag
 from piper.ir.filters import Filter, FilterLike, select
+from piper.ir.rules import Rest, Sms, StreamRule
 
 
 @dataclass(frozen=True)

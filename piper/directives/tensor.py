@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 
 from piper.capture.chunks import Style
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag, Node, TensorRule
+from piper.ir.dag import Dag, Node
+from piper.ir.rules import TensorRule
 from piper.ir.text import name_of, region_of
 
 Wanted = int | str

@@ -1,7 +1,7 @@
 """The training DAG: one graph of a whole step over all devices, its checks and its text."""
 
 from piper.ir.build import build
-from piper.ir.dag import Compute, Dag, Group, Node
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import (
     ChunkFacts,
     Model,
@@ -12,6 +12,7 @@ from piper.ir.facts import (
     facts_of,
 )
 from piper.ir.filters import Filter
+from piper.ir.ops import Compute, Group
 from piper.ir.values import Role, Value, ValueTable
 from piper.ir.verify import verify
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from piper.capture.program import Pass
-from piper.ir.dag import PASS, Compute, Dag, Node
+from piper.ir.dag import PASS, Dag, Node
 from piper.ir.facts import ChunkFacts, Model
+from piper.ir.ops import Compute
 from piper.ir.values import ValueTable
 
 

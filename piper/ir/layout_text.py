@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from piper.ir.dag import Compute, Dag, Group, Node, ShardRule
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
 from piper.ir.layouts import BucketLayouts, Layout, Placement
 from piper.ir.mesh import Mesh
+from piper.ir.ops import Compute, Group
+from piper.ir.rules import ShardRule
 from piper.ir.text import group_text, region_of
 from piper.ir.values import Role
 

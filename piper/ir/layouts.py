@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from piper.ir.dag import Bucket
 from piper.ir.mesh import Mesh
+from piper.ir.rules import Bucket
 
 Placement = Shard | Replicate | Partial
 

@@ -12,7 +12,7 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
-from piper.ir.dag import Group, Transfer
+from piper.ir.ops import Group, Transfer
 
 
 class Overlap(NamedTuple):

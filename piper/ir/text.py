@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from piper.ir.dag import (
+from piper.ir.dag import PASS, Dag, Node
+from piper.ir.ops import (
     COMPUTE,
-    PASS,
     Add,
     Collective,
     Compute,
     Copy,
-    Dag,
     Group,
-    Node,
     Op,
     Select,
     Transfer,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from piper.errors import DirectiveError
-from piper.ir.dag import PASS, Compute, Dag, Group, same_group
+from piper.ir.dag import PASS, Dag
+from piper.ir.ops import Compute, Group, same_group
 from piper.ir.text import group_text, name_of
 from piper.ir.values import GIVEN
 

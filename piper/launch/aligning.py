@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from piper.ir.dag import Collective, Transfer
+from piper.ir.ops import Collective, Transfer
 from piper.lower.instances import instances
 from piper.lower.plan import Verb
 from piper.program import Program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper.ir.dag import Collective, Transfer
+from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import received_by, sent_by
 from piper.lower.plan import Instruction, Plan, Verb
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from piper.errors import PiperError
-from piper.ir.dag import Compute
+from piper.ir.ops import Compute
 from piper.launch.worker_group import Report
 from piper.program import Program
 

@@ -17,9 +17,11 @@ from torch.distributed.tensor import Shard
 
 from piper.errors import DirectiveError
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Compute, Dag, Node, ShardRule, Transfer, same_group
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
 from piper.ir.layouts import everywhere
+from piper.ir.ops import Collective, Compute, Transfer, same_group
+from piper.ir.rules import ShardRule
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.redistribute import redistribute

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.ir.dag import Add, Dag
+from piper.ir.dag import Dag
+from piper.ir.ops import Add
 from piper.ir.values import ExtraRole, Role
 from piper.lower.rewriter import Rewriter
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from piper.ir.dag import Group
+from piper.ir.ops import Group
 from piper.lower.tasks import CostModel, Task
 from piper.numbering import Numbered
 from piper.reading import MalformedError

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
-from piper.ir.dag import Compute, Dag, Node
+from piper.ir.dag import Dag, Node
+from piper.ir.ops import Compute
 from piper.ir.text import name_of
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from piper.errors import PiperError
-from piper.ir.dag import Group
+from piper.ir.ops import Group
 from piper.lower.recorded import Recorded
 from piper.lower.tasks import Over, Task, TaskKind
 

@@ -14,8 +14,9 @@ from collections import defaultdict
 from dataclasses import replace
 
 from piper.capture.program import Pass
-from piper.ir.dag import Collective, Compute, Dag, Group
+from piper.ir.dag import Dag
 from piper.ir.layouts import BucketLayouts
+from piper.ir.ops import Collective, Compute, Group
 from piper.ir.values import ExtraRole
 from piper.lower.redistribute import redistribute
 from piper.lower.rewriter import Rewriter

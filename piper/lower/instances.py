@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from piper.ir.dag import Collective, Transfer
+from piper.ir.ops import Collective, Transfer
 from piper.lower.plan import Verb
 
 Participants = tuple[tuple[int, Verb], ...]

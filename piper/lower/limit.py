@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Compute, Dag
+from piper.ir.dag import Dag
+from piper.ir.ops import Compute
 from piper.ir.text import devices_text, region_of
 from piper.lower.memory import Memory
 from piper.lower.plan import Holder, Plan

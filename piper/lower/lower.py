@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from piper.codec import written_as
-from piper.ir.dag import Dag, Group
+from piper.ir.dag import Dag
 from piper.ir.facts import Model
+from piper.ir.ops import Group
 from piper.ir.verify import verify
 from piper.lower.activations import add_activations
 from piper.lower.adding import add_up

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Compute, Dag, Transfer, Update
+from piper.ir.dag import Dag
 from piper.ir.facts import PassFacts
+from piper.ir.ops import Collective, Compute, Transfer, Update
 from piper.ir.overlaps import most_overlaps, scattered
 from piper.ir.text import devices_text
 from piper.ir.values import ExtraRole

@@ -16,7 +16,7 @@ import torch
 
 from piper.codec import COLUMNS, Format, decode, encode
 from piper.errors import PiperError
-from piper.ir.dag import Group, Op
+from piper.ir.ops import Group, Op
 from piper.ir.values import ExtraRole
 from piper.reading import MalformedError, parsed
 

@@ -23,17 +23,7 @@ import torch
 from piper.capture.program import Pass
 from piper.errors import PiperError
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import (
-    Add,
-    Collective,
-    Compute,
-    Copy,
-    Group,
-    Op,
-    Select,
-    Transfer,
-    Update,
-)
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
 from piper.reading import DTYPES

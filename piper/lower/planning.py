@@ -10,18 +10,8 @@ from collections.abc import Iterable
 from piper.capture.chunks import RANK
 from piper.errors import DirectiveError
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import (
-    Add,
-    Collective,
-    Compute,
-    Dag,
-    Group,
-    Node,
-    Select,
-    Transfer,
-    Update,
-    same_group,
-)
+from piper.ir.dag import Dag, Node
+from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import GRADIENTS, Accumulation
 from piper.lower.plan import (

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from piper.ir.dag import Dag, Group, Transfer
+from piper.ir.dag import Dag
+from piper.ir.ops import Group, Transfer
 
 
 @dataclass(frozen=True, slots=True)

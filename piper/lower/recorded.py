@@ -19,7 +19,7 @@ from pathlib import Path
 from piper.capture.program import Pass
 from piper.codec import Format, decode, encode
 from piper.errors import PiperError
-from piper.ir.dag import Group
+from piper.ir.ops import Group
 from piper.lower.tasks import Task, Work
 from piper.reading import MalformedError, parsed
 

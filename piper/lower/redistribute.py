@@ -14,8 +14,8 @@ import itertools
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective
 from piper.ir.layouts import Layout, Placement
+from piper.ir.ops import Collective
 
 _ORDER = (
     CollectiveKind.REDUCE_SCATTER,  # what is scattered is less for those that follow

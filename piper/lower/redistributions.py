@@ -12,8 +12,9 @@ from dataclasses import replace
 from piper.capture.chunks import Move, Segment
 from piper.capture.program import Pass
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Compute, Dag, Group, Node, Op, Select
+from piper.ir.dag import Dag, Node
 from piper.ir.mesh import Mesh
+from piper.ir.ops import Collective, Compute, Group, Op, Select
 
 _KINDS = {
     Move.ALL_REDUCE: CollectiveKind.ALL_REDUCE,

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Bucket, Compute, Dag, Group, ShardRule, StateRule
+from piper.ir.dag import Dag
 from piper.ir.facts import Model
+from piper.ir.ops import Compute, Group
+from piper.ir.rules import Bucket, ShardRule, StateRule
 from piper.ir.text import group_text, name_of, region_of
 from piper.lower.packing import in_a_row, packed
 

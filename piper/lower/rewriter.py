@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from piper.ir.dag import Dag, Group, Node, Op, Tags
+from piper.ir.dag import Dag, Node, Tags
+from piper.ir.ops import Group, Op
 from piper.ir.values import Extra, ExtraRole
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from piper.ir.dag import COPY, Copy, Dag, Node, Update
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
+from piper.ir.ops import COPY, Copy, Update
 from piper.ir.text import name_of
 from piper.lower.costs import Costs
 from piper.lower.lower import Lowered, Settings

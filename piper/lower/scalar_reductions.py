@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Dag, Group, Update
+from piper.ir.dag import Dag
+from piper.ir.ops import Collective, Group, Update
 from piper.ir.values import ExtraRole, Role
 from piper.lower.rewriter import Rewriter
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Dag, Node, Transfer, Update
+from piper.ir.dag import Dag, Node
+from piper.ir.ops import Collective, Transfer, Update
 from piper.lower.rank_classes import RankClasses
 
 Resource = tuple[int, str]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from piper.ir.dag import Add, Compute, Dag, Group, Node, Select, Transfer, Update
+from piper.ir.dag import Dag, Node
+from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.text import name_of
 from piper.ir.values import ExtraRole, Role
 from piper.lower.accumulation import GRADIENTS

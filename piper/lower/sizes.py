@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from piper.capture.program import Kind, Ref
 from piper.capture.saving import RematPolicy
-from piper.ir.dag import Collective, Compute, Dag, Node
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model, PassFacts, Stored
+from piper.ir.ops import Collective, Compute
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
 
 _SCALAR = 8

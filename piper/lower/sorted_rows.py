@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Compute, Dag, Node
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
+from piper.ir.ops import Compute
 from piper.ir.overlaps import most_overlaps
 from piper.ir.text import name_of
 from piper.ir.values import Role, Value

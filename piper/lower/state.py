@@ -22,8 +22,10 @@ from dataclasses import dataclass, replace
 
 from piper.capture.program import Pass
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import COMPUTE, Bucket, Collective, Compute, Dag, Group, Op, Tags, Update
+from piper.ir.dag import Dag, Tags
 from piper.ir.layouts import BucketLayouts
+from piper.ir.ops import COMPUTE, Collective, Compute, Group, Op, Update
+from piper.ir.rules import Bucket
 from piper.ir.values import ExtraRole, Role, Value, parameters_of
 from piper.lower.redistribute import redistribute
 from piper.lower.replica_groups import BucketKey, refuse_elsewhere, replica_groups_of

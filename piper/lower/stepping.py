@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from piper.ir.dag import Dag, Node, Update
+from piper.ir.dag import Dag, Node
+from piper.ir.ops import Update
 
 
 def step_at_once(dag: Dag) -> Dag:

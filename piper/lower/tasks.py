@@ -18,19 +18,9 @@ from piper.capture.program import Pass
 from piper.capture.saving import RematPolicy
 from piper.errors import PiperError
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import (
-    Add,
-    Collective,
-    Compute,
-    Copy,
-    Dag,
-    Group,
-    Node,
-    Select,
-    Transfer,
-    Update,
-)
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Select, Transfer, Update
 from piper.ir.text import region_of
 from piper.lower.instances import instance_size, instances, members
 from piper.lower.sizes import Sizes

@@ -14,7 +14,8 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
-from piper.ir.dag import Compute, Dag, Node
+from piper.ir.dag import Dag, Node
+from piper.ir.ops import Compute
 from piper.ir.values import Role
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from piper.ir.collectives import ALGORITHMS
-from piper.ir.dag import Collective, Dag, Transfer
+from piper.ir.dag import Dag
+from piper.ir.ops import Collective, Transfer
 from piper.ir.text import devices_text
 from piper.lower.plan import Plan, Verb
 from piper.lower.sizes import Sizes

@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from piper.errors import PiperError
-from piper.ir.dag import Collective, Compute, Dag, Group, Node, Transfer, Update
+from piper.ir.dag import Dag, Node
+from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.values import ExtraRole, Role, parameters_of
 from piper.lower.plan import COMMUNICATING, Plan, Verb
 from piper.lower.rank_classes import RankClasses

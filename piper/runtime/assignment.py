@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from piper.capture.code import Code
 from piper.capture.tensors import TensorSpec
-from piper.ir.dag import Bucket
+from piper.ir.rules import Bucket
 from piper.lower.plan import Plan
 from piper.training import Training
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Transfer
+from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import received_by, sent_by
 from piper.lower.plan import Plan, Verb, plain_stream
 from piper.runtime.comm import Group

@@ -11,7 +11,7 @@ from torch import Tensor
 from piper.capture.chunks import RANK, Draws
 from piper.capture.program import BUNDLES, Kind, Ref
 from piper.capture.tensors import TensorSpec
-from piper.ir.dag import Compute
+from piper.ir.ops import Compute
 from piper.lower.plan import Instruction
 from piper.random import fold, noise, seeded
 from piper.runtime.context import ExecutionContext, Made

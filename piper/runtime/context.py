@@ -14,8 +14,8 @@ from piper.capture.batch import strided_like
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.capture.program import BUNDLES, Kind, Ref
-from piper.ir.dag import Compute
 from piper.ir.facts import bundled
+from piper.ir.ops import Compute
 from piper.lower.plan import Instruction, Plan, Seed
 from piper.runtime.comm import Comm
 from piper.runtime.state import DeviceState

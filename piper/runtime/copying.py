@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper.ir.dag import Copy
+from piper.ir.ops import Copy
 from piper.lower.plan import Instruction
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending

@@ -15,7 +15,7 @@ from torch import Tensor
 from piper.capture.code import Code
 from piper.capture.codegen import Runners
 from piper.errors import CapacityError, PiperError
-from piper.ir.dag import Add, Collective, Compute, Copy, Select, Transfer, Update
+from piper.ir.ops import Add, Collective, Compute, Copy, Select, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import COMMUNICATING, Instruction, Plan, Verb
 from piper.runtime.adding import add

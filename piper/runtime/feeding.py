@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from piper.capture.code import Code
-from piper.ir.dag import Group
+from piper.ir.ops import Group
 from piper.lower.plan import Plan
 
 

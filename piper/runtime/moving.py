@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from piper.errors import CapacityError
-from piper.ir.dag import Collective, Transfer
+from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Instruction

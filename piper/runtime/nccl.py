@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import StreamRule
+from piper.ir.rules import StreamRule
 from piper.lower.plan import Plan
 from piper.runtime.collectives import DEFINITIONS
 from piper.runtime.comm import Begin, Group

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from piper.capture.tensors import TensorSpec
-from piper.ir.dag import Bucket
+from piper.ir.rules import Bucket
 from piper.runtime.layout import BucketLayout
 from piper.runtime.state import DeviceState, HeldBucket
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Select
+from piper.ir.ops import Collective, Select
 from piper.lower.plan import Instruction
 from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from piper.errors import PiperError
-from piper.ir.dag import Rest, Sms, StreamRule
+from piper.ir.rules import Rest, Sms, StreamRule
 
 _UNIT = 8
 """The unit where the driver does not tell it: one that every GPU so far can give."""

@@ -15,7 +15,8 @@ from piper.capture.program import Kind, Ref
 from piper.capture.tensors import TensorSpec
 from piper.checkpoint.boxes import Box
 from piper.errors import PiperError
-from piper.ir.dag import Bucket, Compute
+from piper.ir.ops import Compute
+from piper.ir.rules import Bucket
 from piper.optimizer import make_scheduler
 from piper.optimizer_factory import kind_of, make
 from piper.runtime.assignment import Assignment

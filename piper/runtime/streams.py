@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from piper.errors import PiperError
-from piper.ir.dag import StreamRule
+from piper.ir.rules import StreamRule
 from piper.ir.values import OF_STEP, ExtraRole
 from piper.lower.plan import COMMUNICATING, Plan, Verb, plain_stream
 from piper.runtime.pending import BoundInstruction, Pending

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from piper.ir.dag import Update
+from piper.ir.ops import Update
 from piper.lower.plan import Instruction
 from piper.runtime.comm import Begin
 from piper.runtime.context import ExecutionContext

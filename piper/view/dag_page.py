@@ -13,22 +13,11 @@ from typing import Any
 
 from piper.capture.program import Pass
 from piper.errors import PiperError
-from piper.ir.dag import (
-    Add,
-    Collective,
-    Compute,
-    Copy,
-    Dag,
-    Node,
-    Op,
-    Rest,
-    Select,
-    Sms,
-    Transfer,
-    Update,
-)
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
 from piper.ir.layout_text import layout_lines
+from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
+from piper.ir.rules import Rest, Sms
 from piper.ir.text import group_text, name_of
 from piper.ir.values import OF_STEP, ExtraRole, Role, Value
 from piper.lower.sizes import Sizes

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Collective, Compute, Dag
+from piper.ir.dag import Dag
+from piper.ir.ops import Collective, Compute
 
 
 class Span(NamedTuple):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from piper.capture.program import Pass
 from piper.directives.partition import Partition
-from piper.ir.dag import PASS, Collective, Compute, Node, Transfer
+from piper.ir.dag import PASS, Node
+from piper.ir.ops import Collective, Compute, Transfer
 from piper.ir.text import name_of
 from piper.lower.plan import Instruction, Verb
 from piper.lower.sizes import Sizes

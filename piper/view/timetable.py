@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from piper.capture.program import Pass
-from piper.ir.dag import Compute, Dag
+from piper.ir.dag import Dag
+from piper.ir.ops import Compute
 from piper.ir.text import group_text
 from piper.lower.rank_classes import RankClasses
 from piper.lower.schedule import IssueOrder
