@@ -614,7 +614,7 @@ def test_schedulers_go_on(scheduler: Any, tmp_path: Path) -> None:
     assert_goes_on("one", "one", tmp_path, kind=Small, scheduler=scheduler)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=4)
 @pytest.mark.parametrize(
     "optimizer", ["SGD", "NAdam", "RAdam", "Adagrad", "ASGD", "Adafactor", "Rprop", "Adadelta"]
 )

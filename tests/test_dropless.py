@@ -126,7 +126,7 @@ STRATEGIES: dict[str, tuple[int, Callable[[], piper.Strategy]]] = {
 }
 
 
-@pytest.mark.cases(fast=0, slow=6)
+@pytest.mark.cases(fast=0, slow=4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hugging_face_models(name: str, strategy: str) -> None:

@@ -56,7 +56,7 @@ def compiled(
     return program, {"input_ids": x}, y
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if i < 2 else pytest.mark.slow) for i, n in enumerate(NAMES)],
@@ -101,7 +101,7 @@ SAVED: dict[str, Any] = {
 }
 
 
-@pytest.mark.cases(fast=0, slow=3)
+@pytest.mark.cases(fast=0, slow=2)
 @pytest.mark.parametrize(
     ("name", "how"),
     [

@@ -163,7 +163,7 @@ def test_every_process_under_torchrun_has_all_rows(tmp_path: Path) -> None:
         pytest.param({"cp": 2}, id="context"),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=2)
 def test_predictions_of_a_library_model(axes: dict[str, Any]) -> None:
     family = FAMILIES["Llama"]
     torch.manual_seed(0)

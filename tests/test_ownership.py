@@ -194,9 +194,8 @@ def test_transformers(model: Callable[[], nn.Module]) -> None:
     check(model(), (tokens, tokens.roll(-1, 1)), lm_loss)
 
 
-@pytest.mark.parametrize(
-    "remat", [pytest.param(p, marks=() if p == "none" else pytest.mark.slow) for p in POLICIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", POLICIES)
 def test_inductor_leaves_kept_outputs_alone(remat: str) -> None:
     from piper.single import SingleDevice
 

@@ -198,7 +198,7 @@ def test_a_compiled_class_at_the_top_of_a_script_is_imported_by_workers() -> Non
 # the same numbers, then a fault
 
 
-@pytest.mark.cases(fast=0, slow=6)
+@pytest.mark.cases(fast=0, slow=3)
 @pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR])
 def test_the_numbers_of_virtual_devices(case: str, place: Place) -> None:
     with launch(compiled(case)) as trainer:

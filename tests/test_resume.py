@@ -169,15 +169,8 @@ def losses(folder: Path) -> list[float]:
     return list(found.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "on",
-    [
-        "virtual",
-        pytest.param("processes", marks=pytest.mark.slow),
-        pytest.param("torchrun", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.cases(fast=0, slow=2)
+@pytest.mark.parametrize("on", ["processes", "torchrun", "virtual"])
 def test_sigterm_finishes_the_step_saves_and_ends(on: str, tmp_path: Path) -> None:
     run = Run(tmp_path, on, 10**6)
     run.wait_for(5)
@@ -221,8 +214,8 @@ def test_kill_9_at_many_moments(how: tuple[str, ...], tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment, timeout=600, check=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("background",)])
+@pytest.mark.cases(fast=0, slow=1)
+@pytest.mark.parametrize("how", [("background",), ()])
 def test_kill_9_with_workers(how: tuple[str, ...], tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, "processes", 2, 1, *how)
 

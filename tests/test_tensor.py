@@ -484,7 +484,7 @@ def captured_library(name: str) -> piper.Capture:
     )
 
 
-@pytest.mark.cases(slow=7)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("how", COMPOSED)
 @pytest.mark.parametrize(
     "name", ["llama", "llama-gqa", "mistral", "qwen3", "gemma", "phi3", "gpt2"]

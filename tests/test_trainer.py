@@ -404,7 +404,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in STRATEGIES}
 
 
-@pytest.mark.cases(fast=12)
+@pytest.mark.cases(fast=12, slow=12)
 @pytest.mark.parametrize("to", STRATEGIES)
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_going_on_under_another_strategy(
