@@ -19,21 +19,21 @@ from piper import annotate
 FLOPS = 1e9
 
 
-@torch.library.custom_op("piper_bench::pause", mutates_args=())
+@torch.library.custom_op("piper_bench::pause", mutates_args=(), tags=(torch.Tag.pointwise,))
 def pause(x: Tensor, seconds: float) -> Tensor:
     """``x``, later."""
     time.sleep(seconds)
     return x.clone()
 
 
-@torch.library.custom_op("piper_bench::sleep", mutates_args=())
+@torch.library.custom_op("piper_bench::sleep", mutates_args=(), tags=(torch.Tag.pointwise,))
 def sleep(x: Tensor, forward: float, backward: float) -> Tensor:
     """``x``, later; its gradient takes a time of its own."""
     time.sleep(forward)
     return x.clone()
 
 
-@torch.library.custom_op("piper_bench::slowly", mutates_args=())
+@torch.library.custom_op("piper_bench::slowly", mutates_args=(), tags=(torch.Tag.pointwise,))
 def slowly(weight: Tensor, seconds: float) -> Tensor:
     """``weight``, at once; its gradient takes time."""
     return weight.clone()

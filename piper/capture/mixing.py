@@ -60,7 +60,8 @@ def prove_separate(
             raise CaptureError(
                 f"region {region} cannot run on a share of its experts: nothing is known of how "
                 f"{unknown} treats experts and rows{at}do it outside the region, or write it "
-                "with elementwise operations, reductions, reshapes and matrix products"
+                "with elementwise operations, reductions, reshapes and matrix products; one of "
+                "your own that is elementwise says so: custom_op(tags=(torch.Tag.pointwise,))"
             ) from None
     return found
 
