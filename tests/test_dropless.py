@@ -284,12 +284,17 @@ def test_a_device_without_rows_for_its_experts() -> None:
     assert_same(train(program, given), by_hand(routed_model(), given, 4), 1e-12)
 
 
+def refused(program: piper.Program, given: list[Batch]) -> str:
+    """What a step says that has no room for its rows."""
+    with pytest.raises(piper.CapacityError) as error, piper.launch(program) as trainer:
+        trainer.step(*given[0][0], *given[0][1])
+    return str(error.value)
+
+
 def test_too_many_rows_are_an_error_that_names_them() -> None:
     given = routed(torch.tensor(CHOICES["all on one"]))
     program = compiled(given, spread(parts=1, capacity=1.5))
-    with pytest.raises(piper.CapacityError) as error, piper.launch(program) as trainer:
-        trainer.step(*given[0][0], *given[0][1])
-    text = str(error.value)
+    text = refused(program, given)
     assert "EP[0]" in text
     assert "device 1 is sent 16 rows for its experts ([8, 8] from each device)" in text
     assert "room for 12" in text

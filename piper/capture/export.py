@@ -29,8 +29,8 @@ from piper.capture.counting import FixedCounts
 from piper.capture.draws import DecideDraws
 from piper.capture.fingerprint import fingerprint
 from piper.capture.functions import Functions, function_ops, kept_whole
-from piper.capture.graphs import ancestors
 from piper.capture.grouped_tracing import OurProducts, use_ours
+from piper.capture.loss_checks import check_loss, refuse_metric
 from piper.capture.outputs import Outputs
 from piper.capture.outside import assigned, attributes_of, generators_now
 from piper.capture.own_loss import Loss
@@ -124,7 +124,7 @@ class _Step(nn.Module):
         output = self.model(*args, **kwargs)
         self.seen.running = "the loss"
         with annotate(LOSS) as self.seen.loss_region:
-            loss = _check_loss(self.loss_fn(output, *targets))
+            loss = check_loss(self.loss_fn(output, *targets))
             kept = []
             if self._outputs is not None:
                 self.seen.running = "outputs="
@@ -277,25 +277,6 @@ def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
     return loss
 
 
-def _check_loss(loss: Any) -> tuple[Tensor, ...]:
-    parts = loss if isinstance(loss, tuple) else (loss,)
-    good = len(parts) in (1, 2) and all(isinstance(x, Tensor) and x.numel() == 1 for x in parts)
-    good = good and (len(parts) == 1 or not (parts[1].is_complex() or parts[1].dtype == torch.bool))
-    if not good or not parts[0].is_floating_point():
-        found = [_described(x) for x in parts]
-        raise CaptureError(
-            "the loss must return one real scalar (a mean over the microbatch) or a pair of "
-            f"scalars (sum, count); it returned {found[0] if len(found) == 1 else found}"
-        )
-    return parts
-
-
-def _described(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"
-
-
 def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
     """Read off which end of the graph is which, in the user's names."""
     graph = program.graph
@@ -337,7 +318,7 @@ def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
     n_loss = len(returned) - step.seen.tree.tensors
     _refuse_shared_updates(step, updates, names)
     if n_loss == 2:
-        _refuse_metric(returned[1], step, parameters)
+        refuse_metric(returned[1], step, parameters)
     return Exported(
         graph=graph,
         parameters=parameters,
@@ -354,20 +335,6 @@ def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
         traced=text,
         checkpoints=traced.checkpoints,
     )
-
-
-def _refuse_metric(count: fx.Node, step: _Step, parameters: Mapping[fx.Node, str]) -> None:
-    """A count follows from the batch: what follows from trained parameters is a metric, and to
-    divide by it would scale the loss and all gradients."""
-    trained = {user_name(n, {}) for n, p in step.named_parameters() if p.requires_grad}
-    behind = ancestors([count], ())
-    for node, name in parameters.items():
-        if node in behind and name in trained:
-            raise CaptureError(
-                "the loss returns a pair, which is taken for (sum, count), but its second value "
-                f"depends on a trained parameter ({name}) and so counts nothing: "
-                "return the loss alone, and compute metrics from the model's output elsewhere"
-            )
 
 
 def _refuse_shared_updates(

@@ -27,9 +27,10 @@ from piper.runtime.moving import all_to_all, all_to_all_by_counts, receive, send
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.recording import Recorder
 from piper.runtime.redistributing import redistribute, select
+from piper.runtime.scalars import load, loss, mean, norm
 from piper.runtime.state import DeviceState
 from piper.runtime.streams import REPORTED, BoundStreams, Streams
-from piper.runtime.updating import gather, load, loss, mean, norm, reduce, sum_copies, update
+from piper.runtime.updating import gather, reduce, sum_copies, update
 
 _SMALL = 2**16
 """Bytes of a message that may be asked for early: a larger one would hold memory of which the plan

@@ -1,4 +1,4 @@
-"""Gradients summed over devices, scalars, updates and gathers, as functions of no arguments."""
+"""Gradients summed over devices, updates and gathers, as functions of no arguments."""
 
 from __future__ import annotations
 
@@ -104,98 +104,7 @@ def gather(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
     return parts if layout.scattered else whole
 
 
-def loss(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
-    slots, where = context.slots, context.where
-    store = context.store(x)
-    losses = len(x.weights)
-    uneven = any(weight != 1 for weight in x.weights)
-    weights = torch.tensor(x.weights, dtype=torch.float64, device=where) if uneven else None
-
-    def execute() -> Pending:
-        data = torch.zeros(2, dtype=torch.float64, device=where)
-        for i, part in enumerate((x.reads[:losses], x.reads[losses:])):
-            if part:
-                scalars = torch.stack([slots[slot].reshape(()) for slot in part])
-                if weights is not None:
-                    scalars = scalars * weights
-                narrow = scalars.dtype in (torch.bfloat16, torch.float16)
-                data[i] = (scalars.float() if narrow else scalars).sum()
-        handle = begin(data)
-
-        def finish() -> None:
-            context.scalars.loss = data
-            store(data)
-
-        return Pending(x.name, [handle], finish)
-
-    return execute
-
-
-def mean(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
-    slots, where = context.slots, context.where
-    store = context.store(x)
-    weights = torch.tensor(x.weights, dtype=torch.float64, device=where)
-
-    def execute() -> Pending:
-        data = torch.zeros((), dtype=torch.float64, device=where)
-        if x.reads:
-            data += torch.stack([slots[slot].double() for slot in x.reads]).mul(weights).sum()
-        handle = begin(data)
-
-        def finish() -> None:
-            context.scalars.outputs[x.of] = data
-            store(data)
-
-        return Pending(x.name, [handle], finish)
-
-    return execute
-
-
-def norm(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
-    slots, where = context.slots, context.where
-    store = context.store(x)
-    collect = [(context.state.held[b], _gradients(context, b, x.reads)) for b in x.buckets]
-    scalars = () if collect else x.reads
-
-    def execute() -> Pending:
-        data = torch.zeros((), dtype=torch.float64, device=where)
-        for held, gradients in collect:
-            data += squares(_counted(held, gradients()))
-        for slot in scalars:
-            data += slots[slot]
-        handle = begin(data)
-
-        def finish() -> None:
-            context.scalars.norm = data
-            store(data)
-
-        return Pending(x.name, [handle], finish)
-
-    return execute
-
-
-def load(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
-    slots, where = context.slots, context.where
-    store = context.store(x)
-    (slot,) = x.writes
-    experts = context.plan.slots[slot].nbytes // torch.int64.itemsize
-
-    def execute() -> Pending:
-        data = torch.zeros(experts, dtype=torch.int64, device=where)
-        for counts in x.reads:
-            data += slots[counts].flatten()
-        handle = begin(data)
-
-        def finish() -> None:
-            context.scalars.load[x.of] = data
-            store(data)
-
-        return Pending(x.name, [handle], finish)
-
-    return execute
-
-
-def _gradients(
+def gradients_of(
     context: ExecutionContext, bucket: int, reads: tuple[int, ...]
 ) -> Callable[[], list[Tensor]]:
     """Gives the summed gradient of each fragment of a bucket, from the slots that are read."""
@@ -223,8 +132,8 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
     """The optimizer on the buckets that the plan says: one, all of the device, or, if a later
     instruction does that, nothing yet."""
     slots, state = context.slots, context.state
-    own, collect_own = state.held[op.bucket], _gradients(context, op.bucket, x.reads)
-    collect = [(state.held[b], _gradients(context, b, x.reads)) for b in x.buckets]
+    own, collect_own = state.held[op.bucket], gradients_of(context, op.bucket, x.reads)
+    collect = [(state.held[b], gradients_of(context, b, x.reads)) for b in x.buckets]
     counted, clip = context.code.count is not None, state.training.clip_norm
     waits, may_skip = state.training.waits_for_norm, state.training.on_nan is not None
     (target,) = x.writes
@@ -246,7 +155,7 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
         rows = [(held, gradients()) for held, gradients in collect]
         if not waits:  # of sums: the count is divided off at the end
             found = next((g for held, g in rows if held is own), None)
-            slots[target] = squares(_counted(own, collect_own() if found is None else found))
+            slots[target] = squares(counted_once(own, collect_own() if found is None else found))
         else:
             slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
         for _, gradients in rows:
@@ -279,7 +188,7 @@ def _norm(context: ExecutionContext, counted: bool) -> Tensor:
     return norm
 
 
-def _counted(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
+def counted_once(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
     """Those that this device adds to the norm: replicas share equal ones out."""
     return gradients[held.layout.copy :: held.layout.bucket.copies]
 
