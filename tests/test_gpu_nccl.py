@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import piper
 from piper.runtime import streams
 from piper.runtime.pending import Pending
 from tests.scripts import nccl_faulty, nccl_replay
 from tests.scripts.nccl_cases import CASES, LARGER, ON_TWO, Case, batch, differences, numbers
+from tests.test_weights import Wide, in_one_file
 from tests.training import shared_captures
 
 pytestmark = [
@@ -74,12 +76,14 @@ def under_torchrun(ranks: int, script: str, *arguments: object) -> list[str]:
     return [*run, str(SCRIPTS / script), *map(str, arguments)]
 
 
-def replayed(ranks: int, folder: Path, *options: str, limit: float = 500) -> tuple[Any, list[Any]]:
+def replayed(
+    ranks: int, folder: Path, *options: str, script: str = "nccl_replay.py", limit: float = 500
+) -> tuple[Any, list[Any]]:
     """What virtual devices find, and what each rank does."""
     arguments = (folder, ranks, *options)
     commands = {
-        "virtual": [str(SCRIPTS / "nccl_replay.py"), *map(str, arguments), "--virtual"],
-        "ranks": under_torchrun(ranks, "nccl_replay.py", *arguments),
+        "virtual": [str(SCRIPTS / script), *map(str, arguments), "--virtual"],
+        "ranks": under_torchrun(ranks, script, *arguments),
     }
     logs = {name: folder / f"log of {name}" for name in commands}
     processes = {name: started(logs[name], command) for name, command in commands.items()}
@@ -106,11 +110,33 @@ def compared(cases: dict[str, Case], should: Any, everyone: list[Any]) -> list[s
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_strategy(ranks: int, tmp_path: Path) -> None:
-    cases = saved(ranks, CASES[ranks], tmp_path)
+@pytest.mark.parametrize(("ranks", "part"), [(n, i) for n in (2, 4) for i in range(n)])
+def test_every_strategy(ranks: int, part: int, tmp_path: Path) -> None:
+    """In parts, which may be run side by side: compiling them takes minutes."""
+    cases = saved(ranks, list(CASES[ranks])[part::ranks], tmp_path)
     wrong = compared(cases, *replayed(ranks, tmp_path))
     assert not wrong, "\n".join(wrong)
+    for name in (name for name, case in cases.items() if case.saves):
+        assert_same_files(tmp_path / f"state of {name}", tmp_path / f"background state of {name}")
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    found = [{x.name: x.read_bytes() for x in sorted(y.iterdir())} for y in (one, other)]
+    assert found[0] == found[1], f"{one.name} and {other.name} differ"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_state(ranks: int, tmp_path: Path) -> None:
+    """Through several strategies in one run, saved in each, in the background too."""
+    torch.manual_seed(0)
+    weights = in_one_file(Wide().state_dict(), tmp_path / "weights")
+    should, everyone = replayed(ranks, tmp_path, script="nccl_state.py")
+    for rank, found in enumerate(everyone):
+        assert not differences(found, should, exact=False), f"rank {rank}"
+    first = load_file(weights / "model.safetensors")
+    assert all(torch.equal(should[f"first {name}"], x) for name, x in first.items())
+    for plain in tmp_path.glob("* plain"):
+        assert_same_files(plain, plain.with_name(plain.name.replace("plain", "background")))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

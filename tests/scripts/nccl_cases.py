@@ -178,6 +178,12 @@ ON_TWO: dict[str, Case] = {
     "dropless in bf16": Case(
         mesh(dp=2, ep=2, microbatches=2), {"precision": "bf16"}, config=DROPLESS
     ),
+    "dropless on more devices": Case(
+        experts_apart([0], piper.Mesh([0, 1], ep=2)), config=DROPLESS, saves=True
+    ),
+    "dropless on fewer devices": Case(
+        experts_apart([1, 0], piper.Mesh([1], ep=1)), config=DROPLESS
+    ),
     "tensor": replace(tensor(tp=2, microbatches=2), saves=True),
     "tensor, sequence": tensor(tp=2, microbatches=2, sequence_parallel=True),
     "tensor in pairs": tensor(tp=2, schedule="dualpipev", microbatches=4),
@@ -221,6 +227,12 @@ ON_FOUR: dict[str, Case] = {
     ),
     "dropless on other devices": Case(
         experts_apart([0, 1], piper.Mesh([2, 3], ep=2)), config=DROPLESS
+    ),
+    "dropless on more devices": Case(
+        experts_apart([0, 1], piper.Mesh([3, 1, 2, 0], ep=4)), config=DROPLESS, saves=True
+    ),
+    "dropless on fewer devices": Case(
+        experts_apart([2, 0, 3, 1], piper.Mesh([1, 2], ep=2)), config=DROPLESS, exact=False
     ),
     "tensor four ways": tensor(tp=4, microbatches=2),
     "tensor in stages": tensor(pp=2, tp=2, schedule="zb-h1", microbatches=4),
