@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from piper import annotate
 from piper.capture import Captured, Chunk, ChunkProgram, Kind, Pass, Ref, TensorSpec, capture
@@ -310,6 +310,40 @@ def test_flops_of_a_linear_layer() -> None:
     assert functions[Pass.F].flops == 2 * m * k * n
     assert functions[Pass.B].flops == 2 * functions[Pass.F].flops
     assert functions[Pass.BI].flops == functions[Pass.BW].flops == 2 * m * k * n
+
+
+@pytest.mark.slow
+def test_results_keep_their_strides_when_inductor_pads_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU it widens products of odd sizes, and chunks that read them must not notice."""
+    from torch._inductor.fx_passes import joint_graph
+
+    aten = torch.ops.aten
+
+    def padding(module: fx.GraphModule, **_: object) -> None:
+        for node in module.graph.find_nodes(op="call_function", target=aten.mm.default):
+            right = node.args[1]
+            with module.graph.inserting_before(node):
+                wide = module.graph.call_function(aten.constant_pad_nd.default, (right, [0, 1]))
+                product = module.graph.call_function(aten.mm.default, (node.args[0], wide))
+                end = node.meta["val"].shape[1]
+                cut = module.graph.call_function(aten.slice.Tensor, (product, 1, 0, end))
+            node.replace_all_uses_with(cut)
+            module.graph.erase_node(node)
+            padded.append(node.name)
+
+    padded: list[str] = []
+    monkeypatch.setattr(joint_graph, "joint_graph_passes", padding)
+    model = DenseTransformer(replace(DENSE, dropout=0.0))
+    x, y = text()
+    found = []
+    for compiler in ("eager", "inductor"):
+        captured = capture(model, inputs=(x,), targets=(y,), loss=lm_loss, compiler=compiler)
+        found.append(piper_step(captured, model, (x,), (y,), split_backward=False))
+    assert padded
+    torch.testing.assert_close(found[1].loss, found[0].loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].gradients, found[0].gradients, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

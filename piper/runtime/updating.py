@@ -203,11 +203,18 @@ def squares(gradients: Sequence[Tensor]) -> Tensor:
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
     """Norms of parts of which the gradients consist.
 
-    In fp64 where that is cheap. On a GPU it would first make a copy in fp64, while a norm in fp32
-    adds up in a tree. On a CPU it takes ten times as long, while norms of short rows lose nothing.
+    In fp64 where that is cheap. On a GPU it would first copy what is in other dtypes, while a norm
+    in fp32 adds up in a tree. On a CPU it takes ten times as long, while norms of short rows lose
+    nothing.
     """
     if gradients and gradients[0].is_cuda:
-        return [torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))]
+        doubles = [g for g in gradients if g.dtype is torch.float64]
+        others = [g for g in gradients if g.dtype is not torch.float64]
+        return [
+            torch.stack(torch._foreach_norm(alike, 2, dtype=dtype))
+            for alike, dtype in ((doubles, torch.float64), (others, torch.float32))
+            if alike
+        ]
     found, rest = [], []
     for gradient in gradients:
         if gradient.dtype is torch.float32 and gradient.numel() >= _ROW:
