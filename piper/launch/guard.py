@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from piper.launch.device import LoadedDevice
-from piper.launch.monitor import Monitor
+from piper.launch.monitor import Monitor, Query
 from piper.launch.neighbours import Neighbours
 from piper.program import Program
 from piper.runtime.signals import Signal
@@ -39,14 +39,14 @@ class Guard:
     def over(self) -> Iterator[None]:
         """What is handed to the GPU within is watched until the GPU has come to its end; an error
         is told to the others, whose GPUs would wait for this one."""
-        handed = _Handed(self._signal, self._neighbours)
+        handed = _Handed(self._signal)
         self._monitor.watch(handed.over)
         try:
             yield
         except BaseException as error:
             self._tell(error)
             raise
-        handed.record()
+        handed.record(self._neighbours.device)
 
     def close(self) -> None:
         """All is well."""
@@ -75,20 +75,23 @@ class Guard:
 class _Handed:
     """What the host hands to the GPU."""
 
-    def __init__(self, signal: Signal, neighbours: Neighbours) -> None:
+    def __init__(self, signal: Signal) -> None:
         self._signal = signal
-        self._neighbours = neighbours
-        self._end: int | None = None
+        self._ends: tuple[int, Query | None] | None = None
 
-    def record(self) -> None:
-        """The host has handed over all of it."""
-        self._end = self._signal.send(torch.cuda.current_stream())
+    def record(self, device: LoadedDevice | None) -> None:
+        """The host has handed over all of it, the last plan that ``device`` runs included. Its
+        reports may come after all else; what is handed over later does not count."""
+        end = self._signal.send(torch.cuda.current_stream())
+        reports = None if device is None else device.running.bound.ended()
+        self._ends = end, reports
 
     def over(self) -> bool:
         """Whether the GPU has come to its end."""
-        if self._end is None or self._signal.reached < self._end:
+        if self._ends is None:
             return False
-        return self._neighbours.unfinished() is None
+        end, reports = self._ends
+        return self._signal.reached >= end and (reports is None or reports())
 
 
 def _end_process(problem: str) -> None:

@@ -24,6 +24,7 @@ SILENT = 15.0
 _LOOKED_AFTER = 4
 """The most processes that one looks after."""
 _FAILED = "failed"
+_NOWHERE = "not waiting"
 
 
 class Neighbours:
@@ -43,13 +44,10 @@ class Neighbours:
         self._timeout = timeout
         self._now = now
         self._looked = 0.0
+        self._said = _NOWHERE
         self._heard: dict[int, tuple[int, float]] = {}
         self.device: LoadedDevice | None = None
         """The device of this process, once it is there."""
-
-    def unfinished(self) -> int | None:
-        """The communication that the GPU is at, if it is at one."""
-        return None if self.device is None else self.device.running.bound.unfinished()
 
     def tell(self, problem: str) -> None:
         """Let all others know what went wrong; the first who says something is believed."""
@@ -79,8 +77,9 @@ class Neighbours:
             return f"{store.get(_FAILED).decode()} (device {self._number} ends with it)"
         if seconds < _LONG:
             self._heard.clear()
+            self._say(_NOWHERE)
             return None
-        pc = self.unfinished()
+        pc = None if self.device is None else self.device.running.bound.unfinished()
         here, waits_for = "in the preparation of communication", self._others()
         if pc is not None and self.device is not None:
             plan = self.device.running.context.plan
@@ -88,7 +87,7 @@ class Neighbours:
             waits_for = peers_of(plan.instructions[pc], self._number)
         elif self.device is not None:
             here = "within a step"
-        store.set(f"at {self._number}", here)
+        self._say(here)
         gone = tuple(peer for peer in self._next(waits_for) if self._silent(peer, now))
         if gone:
             return (
@@ -100,6 +99,12 @@ class Neighbours:
                 f"device {self._number} has waited {seconds:.0f} s {here}{self._where(waits_for)}"
             )
         return None
+
+    def _say(self, where: str) -> None:
+        """Let the others know where this device waits."""
+        if where != self._said:
+            self._store.set(f"at {self._number}", where)
+            self._said = where
 
     def _next(self, peers: tuple[int, ...]) -> tuple[int, ...]:
         """The few of ``peers`` that this device looks after: those that follow it in a ring, so
@@ -124,6 +129,6 @@ class Neighbours:
         found = []
         for peer in peers[:8]:
             known = self._store.check([f"at {peer}"])
-            where = self._store.get(f"at {peer}").decode() if known else "not waiting"
+            where = self._store.get(f"at {peer}").decode() if known else _NOWHERE
             found.append(f"device {peer} is {where}")
         return f"; {', '.join(found)}" if found else ""

@@ -6,6 +6,7 @@ Every stream counts its communications that are over.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
@@ -34,6 +35,11 @@ class Progress:
     def note(self, pc: int, stream: torch.cuda.Stream) -> None:
         """The communication at ``pc`` is over when ``stream`` comes here."""
         self._signals[self._streams[pc]].send(stream)
+
+    def ended(self) -> Callable[[], bool]:
+        """What tells whether the communications up to now are over: others may have begun since."""
+        sent = [(signal, signal.sent) for signal in self._signals.values()]
+        return lambda: all(signal.reached >= number for signal, number in sent)
 
     def unfinished(self) -> int | None:
         """The first communication that has begun and is not over."""

@@ -57,6 +57,11 @@ class BoundStreams:
         and there is one."""
         return None
 
+    def ended(self) -> Callable[[], bool]:
+        """What tells whether the device, behind the host, has ended the communications begun so far,
+        where that is known."""
+        return lambda: True
+
     def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
         """``execute``, which is what the instruction at ``pc`` does, after what it waits for."""
         return execute
@@ -172,6 +177,9 @@ class CudaBoundStreams(BoundStreams):
 
     def unfinished(self) -> int | None:
         return None if self._progress is None else self._progress.unfinished()
+
+    def ended(self) -> Callable[[], bool]:
+        return super().ended() if self._progress is None else self._progress.ended()
 
     def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
         x = self._plan.instructions[pc]

@@ -4,6 +4,7 @@
 
 Under torchrun each rank leaves ``numbers.RANK``; with ``--virtual`` one process leaves ``numbers``.
 With ``--seeds`` every program is trained for N more steps, each with streams delayed by a new seed.
+Nobody waits for these: together they may take longer than the timeout, which is one step's.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> None:
 
 def trained(case: Case, path: Path, asked: argparse.Namespace) -> dict[str, Tensor]:
     program = case.load(path)
-    options = {} if asked.virtual else {"on": "torchrun", "share_gpus": True, "timeout": 60}
+    options = {} if asked.virtual else {"on": "torchrun", "share_gpus": True, "timeout": 30}
     if asked.graphs and not asked.virtual:
         options["cuda_graphs"] = True
     with piper.launch(program, **options) as trainer:
