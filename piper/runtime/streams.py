@@ -58,7 +58,7 @@ class BoundStreams:
         return None
 
     def ended(self) -> Callable[[], bool]:
-        """What tells whether the device, behind the host, has ended the communications begun so far,
+        """What tells whether the device, behind the host, has ended what was begun so far,
         where that is known."""
         return lambda: True
 
