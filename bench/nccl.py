@@ -1,11 +1,12 @@
 """Steps of several ranks over NCCL that share one GPU: ours beside torch's own parallelism.
 
-One dense transformer in fp32, the same weights, batches and AdamW; on 2 or 4 ranks:
+One transformer in fp32, or as the case says, the same weights, batches and AdamW; on 2 or 4 ranks:
 
     1f1b, interleaved, zb-v, dualpipev   the same schedule of ``torch.distributed.pipelining``
     ddp                                  ``DistributedDataParallel``
     zero-2, zero-3                       ``fully_shard`` that keeps, or frees, gathered parameters
     tp, tp-sequence                      ``parallelize_module``, without and with sequence parallel
+    experts, experts-bf16                TorchTitan's way of dispatch: experts, no token dropped
 
 Each side runs without a report, and with one: the loss of all ranks and the norm of all gradients,
 which take communication of their own.
@@ -32,11 +33,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import data_parallel
+import expert_parallel
 import pipelines
 import tensor_parallel
 import torch
 import torch.distributed as dist
 import typer
+from expert_peers import Dispatched
 from options import File, Fused, Layers, Seq, Vocab, Warm, chosen
 from peers import Piped, Replicated, Sharded, Tensored
 from ranks import Here, entered, run_ranks
@@ -52,7 +55,8 @@ from piper.models import DenseConfig
 
 LEVELS = {"ddp": 0, "zero-2": 2, "zero-3": 3}
 TENSOR = {"tp": False, "tp-sequence": True}
-CASES = ("1f1b", *LEVELS, *TENSOR, "interleaved", "zb-v", "dualpipev")
+EXPERTS = {"experts": torch.float32, "experts-bf16": torch.bfloat16}
+CASES = ("1f1b", *LEVELS, *TENSOR, *EXPERTS, "interleaved", "zb-v", "dualpipev")
 """The rarer ones last: where a rank hangs, the cases before it are known."""
 COSTS = piper.Costs(flops_per_second=20e12, bytes_per_second=1e9, overhead=5e-5)
 """About what fp32 kernels and sockets of one machine do."""
@@ -188,6 +192,10 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
                 Tensored, work, sequence, device, reports
             )
             continue
+        if name in EXPERTS:
+            if not reports:  # theirs reports nothing
+                found |= experts(work, device)
+            continue
         if name not in LEVELS:
             torchs = pipelines.SCHEDULES[name]
             found[f"piper {name}{more}"] = partial(pipelines.program, work, name, device, COSTS)
@@ -206,6 +214,17 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
             ahead = device == "cpu"  # on GPUs it is the default
             found[f"FSDP2{more}"] = partial(Sharded, work, zero == 3, ahead, True, device, reports)
     return found
+
+
+def experts(work: Work, device: str) -> dict[str, Make]:
+    """One microbatch after another, in pairs, and with a bound on the rows of a rank."""
+    ours = partial(expert_parallel.program, work, costs=COSTS, device=device)
+    return {
+        "piper 1f1b": partial(ours, "1f1b", None),
+        "piper dualpipev": partial(ours, "dualpipev", None),
+        "piper 1f1b, capacity=2": partial(ours, "1f1b", 2.0),
+        "torch, dispatched by counts": partial(Dispatched, work, device),
+    }
 
 
 def main(
@@ -242,6 +261,8 @@ def main(
     if inside:
 
         def sized(name: str) -> DenseConfig:
+            if name in EXPERTS:
+                return expert_parallel.mixture(layers, dim or 512 // ranks, seq, vocab, 8)
             return reference(layers, dim or (512 if name in TENSOR else 512 // ranks), seq, vocab)
 
         chip = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -252,12 +273,15 @@ def main(
             f"{chip}, {size}, torch {torch.__version__}",
             [],
             compared=warm,
+            tolerance=1e-5 if set(names).isdisjoint({"experts-bf16"}) else 1e-3,
         )
         began = time.monotonic()
         with entered(device, limit) as here:
             for name in names:
                 parts = 1 if name in (*LEVELS, *TENSOR) else microbatches
-                work = Work(sized(name), ranks, parts, rows * microbatches // parts, fused)
+                dtype = EXPERTS.get(name, torch.float32)
+                share = rows * microbatches // parts
+                work = Work(sized(name), ranks, parts, share, fused, dtype)
                 makes = sides_of(name, work, bucket_mb or BUCKETS, device)
                 comparison.cases.extend(measure(here, name, makes, work, rounds, steps, warm))
                 if dist.get_rank() == 0:

@@ -31,11 +31,12 @@ class Work:
     """Sequences of a microbatch for each worker."""
     fused: bool = True
     """Whether AdamW is."""
+    dtype: torch.dtype = torch.float32
 
     def model(self) -> Any:
         torch.manual_seed(0)
         kind = MoETransformer if isinstance(self.config, MoEConfig) else DenseTransformer
-        return kind(self.config)
+        return kind(self.config).to(self.dtype)
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
