@@ -16,6 +16,7 @@ import piper
 from piper.capture import capture
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from piper.single import SingleDevice
+from piper.strategies import mesh
 from piper.tracking import Tracker
 
 pytestmark = [
@@ -130,6 +131,53 @@ def test_a_dropping_pipeline_is_bitwise_equal() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_composed_strategies_are_equal(zero: int) -> None:
     assert compare(MOE, composed(zero), 4) < 1e-6
+
+
+def test_a_pinned_batch_may_be_filled_again() -> None:
+    x = torch.randint(257, (8, 33))
+    program = piper.compile(
+        made(DENSE), composed(0), inputs=(x,), targets=(x,), loss=lm_loss, optimizer=sgd,
+        device="cuda",
+    )  # fmt: skip
+    batches = [torch.randint(257, (8, 33)) for _ in range(20)]
+    room = torch.empty_like(x).pin_memory()
+    found = []
+    for pinned in (False, True):
+        with piper.launch(program) as trainer:
+            losses = []
+            for batch in batches:
+                given = room.copy_(batch) if pinned else batch
+                losses.append(trainer.step(given, given).loss)
+            found.append(torch.stack(losses).cpu())
+    assert torch.equal(*found)
+
+
+class Odd(nn.Module):
+    """Parameters of sizes after which nothing begins at a multiple of 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.first, self.second = nn.Linear(64, 35), nn.Linear(35, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_begin_anywhere(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Odd().to(dtype), torch.randn(128, 64, dtype=dtype)
+    found = []
+    for compiler in ("eager", "inductor"):
+        program = piper.compile(
+            model, mesh(dp=2, zero=3), inputs=(x,), targets=(x,), loss=nn.functional.mse_loss,
+            optimizer=sgd, device="cuda", compiler=compiler,
+        )  # fmt: skip
+        with piper.launch(program) as trainer:
+            found.append(torch.stack([trainer.step(x, x).loss for _ in range(3)]).cpu())
+    near = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found[1], found[0], rtol=near, atol=near)
 
 
 def test_a_stream_with_a_share_of_the_gpu() -> None:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from piper.capture.gpu_numbers import gpu_for, move_values, name_gpu
 from piper.capture.program import ChunkProgram, Function, Kind, Pass
 from piper.capture.saving import RematPolicy
 from piper.capture.shorten import leave_out, products_of, write_into
@@ -65,6 +66,7 @@ class Eager:
     def compile(self, function: Function, which: Pass) -> Runner:
         graph = fx.Graph()
         graph.output(graph.graph_copy(function.module.graph, {}))
+        name_gpu(graph, gpu_for(graph))
         into = self.into(function)
         write_into(graph, into)
         leave_out(graph)
@@ -101,6 +103,7 @@ class Inductor:
         return select_decomp_table()
 
     def rewrite(self, joint: fx.GraphModule) -> None:
+        from torch._inductor import config as inductor_config
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
         from torch._inductor.virtualized import V
 
@@ -109,7 +112,8 @@ class Inductor:
         values = (node.meta.get("val") for node in joint.graph.nodes)
         first = next(value for value in values if isinstance(value, FakeTensor))
         mode = first.fake_mode
-        with V.set_fake_mode(mode):
+        # whether to pad products is decided by timing them, and each process would by its own
+        with V.set_fake_mode(mode), inductor_config.patch(shape_padding=False):
             joint_graph_passes(joint, input_device=first.device)
         # some of these passes trace replacements under a fake mode of their own
         FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*fakes)
@@ -127,10 +131,11 @@ class Inductor:
         results = graph.output_node()
         # the other passes were traced with the strides that this one's results have now
         results.meta["user_visible_output_idxs"] = list(range(len(function.results)))
+        gpu = gpu_for(graph)
+        name_gpu(graph, gpu)
         module = fx.GraphModule(torch.nn.Module(), graph)
+        move_values(module, gpu)
         fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-        state = (Kind.PARAMETER, Kind.BUFFER)
-        fixed = [i for i, ref in enumerate(function.arguments) if ref.kind in state]
         consumed = [i for i, ref in enumerate(function.arguments) if ref in function.consumes]
         values = [node.meta.get("val") for node in graph.nodes]
         context = TracingContext(next(x.fake_mode for x in values if isinstance(x, FakeTensor)))
@@ -138,9 +143,9 @@ class Inductor:
         # Inductor's cache does not look at donations when it compares graphs
         tag = compiler_config.patch(cache_key_tag=f"piper consumes {consumed}")
         with tracing(context), tag:
-            runner: Runner = compile_fx_inner(
-                module, fakes, static_input_idxs=fixed, is_backward=which is not Pass.F
-            )
+            # no input is called static, since Inductor does not look at the alignment of those, and
+            # parameters may begin anywhere in a flat buffer
+            runner: Runner = compile_fx_inner(module, fakes, is_backward=which is not Pass.F)
         return runner
 
 
@@ -156,7 +161,7 @@ def _strides(graph: fx.Graph) -> Strides:
 
 def keep_strides(graph: fx.Graph, wanted: Strides) -> None:
     """Copy each result that has other strides than ``wanted``: chunks that read it were traced with
-    these. A product that is padded for its GPU, for one, is a slice of a wider one."""
+    these. A product that is padded for speed, for one, is a slice of a wider one."""
     end = graph.output_node()
     results: Any = list(end.args[0])  # type: ignore[arg-type]
     for i, (found, strides) in enumerate(zip(_strides(graph), wanted, strict=True)):

@@ -22,7 +22,7 @@ _OURS = "piper::"
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``x`` [rows, k] by ``weight`` [experts, k, n]: [rows, n]."""
     if _fused(x):
-        made: Tensor = torch._grouped_mm(_packed(x), weight, offs=offsets)
+        made: Tensor = torch._grouped_mm(_packed(x), _aligned(weight), offs=offsets)
         return made.masked_fill_(_after(offsets, len(x)), 0)
     if _captured(x):
         out = x.new_zeros(x.shape[0], weight.shape[2])
@@ -230,6 +230,11 @@ def _members(offsets: Tensor, rows: int) -> Iterator[Tensor]:
 
 def _packed(x: Tensor) -> Tensor:
     return x.contiguous()
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """``weight`` where the kernel can read it: in a flat buffer it may begin anywhere."""
+    return weight.clone() if weight.data_ptr() % 16 else weight
 
 
 def _after(offsets: Tensor, rows: int) -> Tensor:

@@ -36,16 +36,22 @@ class Guard:
         self._neighbours.device = device
 
     @contextmanager
-    def over(self) -> Iterator[None]:
-        """What is handed to the GPU within is watched until the GPU has come to its end; an error
-        is told to the others, whose GPUs would wait for this one."""
-        handed = _Handed(self._signal)
-        self._monitor.watch(handed.over)
+    def telling(self) -> Iterator[None]:
+        """An error within is told to the others, who would wait for this process."""
         try:
             yield
         except BaseException as error:
             self._tell(error)
             raise
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """The same, and what is handed to the GPU within is watched until the GPU has come to its
+        end."""
+        handed = _Handed(self._signal)
+        self._monitor.watch(handed.over)
+        with self.telling():
+            yield
         handed.record(self._neighbours.device)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from piper.runtime.pending import Pending
 from piper.runtime.portable import Portions
 from piper.runtime.shaking import Shaker
 from piper.runtime.state import DeviceState
+from piper.runtime.uploads import Uploads
 
 
 class Rank:
@@ -50,11 +52,13 @@ class Rank:
         cuda_graphs: bool = False,
         shake: int | None = None,
         alone: bool = False,
+        connecting: AbstractContextManager[None] | None = None,
     ) -> None:
         """``store`` is the job's alone, and shared by all its processes; ``begin`` gives the first
         weights by name, or is the state to go on from; ``alone`` says that the processes
         are all on this machine. With ``cuda_graphs`` steps are captured and replayed; ``shake`` is
-        the seed of random delays of streams."""
+        the seed of random delays of streams; ``connecting`` is entered while the processes wait for
+        each other."""
         if cuda_graphs:
             refuse_uncapturable(program)
         self.program = program
@@ -63,15 +67,17 @@ class Rank:
         plans = (program.plan_of(number), program.evaluation_plan_of(number))
         limit = timedelta(seconds=timeout)
         self.comm: Gloo | Nccl
-        if where.type == "cuda":
-            self.comm = Nccl(number, plans, store, limit, where, program.streams)
-        else:
-            self.comm = Gloo(number, plans, store, limit, alone=alone)
+        with nullcontext() if connecting is None else connecting:
+            if where.type == "cuda":
+                self.comm = Nccl(number, plans, store, limit, where, program.streams)
+            else:
+                self.comm = Gloo(number, plans, store, limit, alone=alone)
         shaker = None if shake is None else Shaker(shake, number)
         self.device = LoadedDevice(
             program, number, where, self.comm, begin, Runners(program.compiler), shaker,
             tracked=where.type == "cuda",
         )  # fmt: skip
+        self._uploads = Uploads(where)
         self._writing: Writing | None = None
         self._graph: StepGraph | None = None
         if cuda_graphs:
@@ -80,6 +86,7 @@ class Rank:
                 self.device.state.make_capturable()
 
     def step(self, given: list[Tensor], *, report: bool = True) -> Report:
+        given = self._uploads(given)
         if self._graph is None:
             found = self._finished(self.device.train(given, report=report))
         else:  # captured with its report, and without copies
@@ -90,10 +97,10 @@ class Rank:
         return found
 
     def evaluate(self, given: list[Tensor]) -> Report:
-        return self._finished(self.device.evaluate(given))
+        return self._finished(self.device.evaluate(self._uploads(given)))
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Report:
-        run = self.device.profile(given, what)
+        run = self.device.profile(self._uploads(given), what)
         return profiled(lambda: self._finished(run), what, self.where)
 
     def export(self, only: frozenset[str] | None) -> Portions:
@@ -193,7 +200,7 @@ def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.de
     """The GPU of the process with this number on its machine. If several may ``share`` one, NCCL is
     told that each is a machine of its own, which is all that it refuses; ``alone`` says that this
     machine has all processes."""
-    refuse_too_few_gpus(local + 1, share=share)
+    refuse_too_few_gpus(1, share=share)
     count = torch.cuda.device_count()
     # torch's watchdog would end the process before our monitor could say why, and wait for a minute
     # at its end for what it writes down
@@ -206,7 +213,8 @@ def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.de
     if share:
         os.environ.setdefault("NCCL_HOSTID", f"piper-{number}")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
-    where = torch.device("cuda", local % count if share else local)
+    # a process may see its own GPU alone; if they are not apart, that is found when they meet
+    where = torch.device("cuda", local % count)
     torch.cuda.set_device(where)
     return where
 

@@ -8,7 +8,6 @@ step is captured again. Learning rates that a schedule changes are read from the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,10 +59,7 @@ class StepGraph:
         if targets:
             torch._foreach_copy_(targets, [x for rows in given for x in rows])
         self._graph.replay()
-        total, norm = (
-            None if x is None else x.clone() for x in (self._report.total, self._report.norm)
-        )
-        return replace(self._report, total=total, norm=norm)
+        return self._report.copied()
 
     def _capture(self, given: Rows) -> None:
         self._given = [[x.to(self._where, copy=True) for x in rows] for rows in given]

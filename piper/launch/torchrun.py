@@ -116,7 +116,7 @@ class TorchrunWorkerGroup:
         self._rows = sorted(set().union(*read))
         if where.type == "cuda":
             self._guard = Guard(store, program, number, self._timeout)
-        with self._guarded():
+        with nullcontext() if self._guard is None else self._guard.telling():
             if where.type == "cuda":
                 _refuse_shared(store, where, number, allowed=self._share_gpus)
             self._rank = Rank(
@@ -128,6 +128,7 @@ class TorchrunWorkerGroup:
                 timeout=self._timeout,
                 cuda_graphs=self._cuda_graphs,
                 shake=self._shake,
+                connecting=self._guarded(),  # to compile programs may take longer than any step
             )
         if self._guard is not None:
             self._guard.look_at(self._rank.device)
@@ -370,7 +371,8 @@ def _where(program: Program, share_gpus: bool) -> torch.device:
     if program.device.type != "cuda":
         return program.device
     local, number = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "RANK"))
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    here, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    alone = here is not None and here == world
     return choose_gpu(local, number, share=share_gpus, alone=alone)
 
 

@@ -7,6 +7,7 @@ waits for whom.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from piper.runtime.portable import Portions
 from piper.runtime.resharding import copied
 from piper.runtime.shaking import Shaker
 from piper.runtime.state import DeviceState
+from piper.runtime.uploads import Uploads
 
 
 class VirtualWorkerGroup:
@@ -78,24 +80,27 @@ class VirtualWorkerGroup:
 
     def _start(self, program: Program, begin: Mapping[int, Fetch | DeviceState]) -> None:
         """Load the plans of all devices; whatever fails changes nothing."""
-        hub = Hub(program.device.type == "cuda")
+        where = _numbered(program.device)
+        hub = Hub(where.type == "cuda")
         runners = Runners(program.compiler)
-        devices = [
-            LoadedDevice(
-                program,
-                number,
-                program.device,
-                Loopback(hub, number),
-                begin[number],
-                runners,
-                None if self._shake is None else Shaker(self._shake, number),
-            )
-            for number in program.devices
-        ]
+        with _current(where):
+            devices = [
+                LoadedDevice(
+                    program,
+                    number,
+                    where,
+                    Loopback(hub, number),
+                    begin[number],
+                    runners,
+                    None if self._shake is None else Shaker(self._shake, number),
+                )
+                for number in program.devices
+            ]
         self._program, self._hub, self._devices = program, hub, devices
+        self._where, self._uploads = where, Uploads(where)
         self._graph: StepGraph | None = None
         if self._cuda_graphs:
-            self._graph = StepGraph(program.device, self._train)
+            self._graph = StepGraph(where, self._train)
 
     @property
     def rows(self) -> None:
@@ -105,17 +110,18 @@ class VirtualWorkerGroup:
     def step(
         self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
     ) -> Report:
-        parts = self._cut(self._program.plans, self._program.code, batch)
-        if self._graph is None:
-            found = self._train(parts, report=report)
-        else:  # captured with its report, and without copies
+        with _current(self._where):
+            parts = self._cut(self._program.plans, self._program.code, batch)
+            if self._graph is None:
+                found = self._train(parts, report=report)
+            else:  # captured with its report, and without copies
+                for device in self._devices:
+                    device.finish_copies()
+                found = self._graph.run(parts, [d.state.settings() for d in self._devices])
+                rates = max((device.state.rates for device in self._devices), key=len)
+                found = replace(found, rates=rates)
             for device in self._devices:
-                device.finish_copies()
-            found = self._graph.run(parts, [d.state.settings() for d in self._devices])
-            rates = max((device.state.rates for device in self._devices), key=len)
-            found = replace(found, rates=rates)
-        for device in self._devices:
-            device.state.advance()
+                device.state.advance()
         return found
 
     def _train(self, parts: list[list[Tensor]], *, report: bool = True) -> Report:
@@ -123,14 +129,16 @@ class VirtualWorkerGroup:
         return self._drive([device.train(part, report=report) for device, part in both])
 
     def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
-        parts = self._cut(self._program.plans, self._program.code, batch)
-        runs = [d.profile(p, what) for d, p in zip(self._devices, parts, strict=True)]
-        return profiled(lambda: self._drive(runs), what, self._program.device)
+        with _current(self._where):
+            parts = self._cut(self._program.plans, self._program.code, batch)
+            runs = [d.profile(p, what) for d, p in zip(self._devices, parts, strict=True)]
+            return profiled(lambda: self._drive(runs), what, self._where)
 
     def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
         program = self._program
-        parts = self._cut(program.evaluation_plans, program.evaluation_code, batch)
-        return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
+        with _current(self._where):
+            parts = self._cut(program.evaluation_plans, program.evaluation_code, batch)
+            return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
 
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:
         return [device.export(only) for device in self._devices]
@@ -188,7 +196,7 @@ class VirtualWorkerGroup:
         self._next = program, index, rooms
         for number in program.devices:
             rooms[number] = NextState(
-                program, number, program.device, index, present.get(number),
+                program, number, _numbered(program.device), index, present.get(number),
                 capturable=self._cuda_graphs,
             )  # fmt: skip
             if rooms[number].refused:
@@ -222,7 +230,7 @@ class VirtualWorkerGroup:
         self, plans: Sequence[Plan], code: Code, batch: Sequence[Tensor]
     ) -> list[list[Tensor]]:
         of = {device: plan for plan in plans for device in plan.devices}
-        batch = [x.to(self._program.device, non_blocking=True) for x in batch]
+        batch = self._uploads(list(batch))
         return [cut(of[d.number], code, d.number, batch) for d in self._devices]
 
     def _drive(self, runs: list[Generator[Pending, None, Report]]) -> Report:
@@ -264,3 +272,15 @@ class VirtualWorkerGroup:
             lines.append(f"  device {device.number} at instruction {at} waits for {pending.name}")
         lines += [f"  {line}" for line in self._hub.waiting()]
         return "\n".join(lines)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The GPU that is meant: the current one, unless a number says which."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _current(where: torch.device) -> AbstractContextManager[Any]:
+    """What is done within is done there, by code that names no GPU."""
+    return torch.cuda.device(where) if where.type == "cuda" else nullcontext()

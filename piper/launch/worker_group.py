@@ -69,6 +69,13 @@ class Report:
                 x.record_stream(stream)
         return self.total, self.norm
 
+    def copied(self) -> Report:
+        """The same in memory of its own, which the next step does not write."""
+        total, norm = (None if x is None else x.clone() for x in (self.total, self.norm))
+        load = {chunk: x.clone() for chunk, x in self.load.items()}
+        outputs = {value: x.clone() for value, x in self.outputs.items()}
+        return replace(self, total=total, norm=norm, load=load, outputs=outputs)
+
     def on_host(self) -> Report:
         """The same when the GPU has got there."""
         total, norm = (None if x is None else x.cpu() for x in self.scalars())

@@ -99,7 +99,7 @@ class Nccl:
         options.rootRank = 0
 
         def begin(data: Tensor) -> None:
-            broadcast([data], options)
+            broadcast([_as_known(data)], options)
 
         return begin
 
@@ -121,10 +121,29 @@ class Nccl:
         begin, backend = definition.begin, self._backends[collective(stream, group)]
         options = _in_order(definition.options())
 
-        def on_stream(*tensors: Tensor) -> None:
-            begin(backend, options, *tensors)
+        def on_stream(*tensors: Any) -> None:
+            begin(backend, options, *(_as_real(x) for x in tensors))
 
         return on_stream
+
+
+_KNOWN = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8,
+        torch.int8, torch.int32, torch.int64,
+    }
+)  # fmt: skip
+"""The dtypes that NCCL knows, by torch."""
+
+
+def _as_known(x: Tensor) -> Tensor:
+    """``x``, or its bytes if NCCL does not know what they are: to send them, it need not."""
+    return x if x.dtype in _KNOWN else x.view(-1).view(torch.uint8)
+
+
+def _as_real(x: Any) -> Any:
+    """Complex numbers as two real ones each, which can be summed up."""
+    return torch.view_as_real(x) if isinstance(x, Tensor) and x.is_complex() else x
 
 
 def _in_order(options: Any) -> Any:

@@ -192,6 +192,10 @@ class CudaSnapshot(Snapshot):
     """The same from a GPU: the host waits for nothing, except where the state is about to change
     outside of a step."""
 
+    def __init__(self, holding: Holding, where: torch.device) -> None:
+        self._where = where
+        super().__init__(holding)
+
     def _start(self) -> None:
         super()._start()
         self._side: torch.cuda.Stream | None = None
@@ -200,12 +204,14 @@ class CudaSnapshot(Snapshot):
 
     def copy(self, bucket: int | None) -> Handle | None:
         """The same in the order of the current stream, also where another one copies already."""
-        if bucket in self._events:
-            torch.cuda.current_stream().wait_event(self._events[bucket])
-            return None
-        super().copy(bucket)
-        event = self._events[bucket] = torch.cuda.Event()
-        event.record()
+        with torch.cuda.device(self._where):
+            if bucket in self._events:
+                torch.cuda.current_stream().wait_event(self._events[bucket])
+                return None
+            super().copy(bucket)
+            event = torch.cuda.Event()
+            event.record()
+            self._events[bucket] = event
         return None
 
     def _begin(self, bucket: int | None, tensor: Tensor) -> Tensor:
@@ -213,16 +219,16 @@ class CudaSnapshot(Snapshot):
         return room.copy_(tensor, non_blocking=True)
 
     def copy_rest(self) -> None:
-        self._side = self._side or torch.cuda.Stream()
-        self._side.wait_stream(torch.cuda.current_stream())
+        self._side = self._side or torch.cuda.Stream(self._where)
+        self._side.wait_stream(torch.cuda.current_stream(self._where))
         with torch.cuda.stream(self._side):
             super().copy_rest()
 
     def _wait(self) -> None:
-        for event in self._events.values():
+        for event in list(self._events.values()):  # a bucket without slices may come meanwhile
             event.synchronize()
 
 
 def snapshot_of(holding: Holding, where: torch.device) -> Snapshot:
     """A snapshot of what a device that computes on ``where`` holds."""
-    return CudaSnapshot(holding) if where.type == "cuda" else Snapshot(holding)
+    return CudaSnapshot(holding, where) if where.type == "cuda" else Snapshot(holding)
