@@ -1,7 +1,7 @@
 """Saving and loading the state of training: ours, torch.save of each rank's own tensors, and
 torch's distributed checkpoint (DCP), beside the speed of the disk itself.
 
-    python bench/checkpoints.py [--mb 512] [--ranks 2] [--rounds 3]
+    python bench/checkpoints.py [--mb 512] [--ranks 2] [--rounds 3] [--rows 2048]
 
 "in background" is the call with background=True. All save the same tensors, sharded over the ranks
 alike (ZeRO-3 with AdamW), and sync them to the disk. They take turns in the same processes. Memory
@@ -221,7 +221,7 @@ def saved_step(trainer: piper.Trainer, x: Tensor, kind: str, path: Path) -> None
     trainer.step(x, x)
 
 
-def stalls(folder: Path, mb: int, rounds: int) -> dict[str, dict[str, float]]:
+def stalls(folder: Path, mb: int, rows: int, rounds: int) -> dict[str, dict[str, float]]:
     """By strategy, the median seconds of each kind of step, of the slowest rank."""
     ranks = int(os.environ["WORLD_SIZE"])
     strategies = {
@@ -230,8 +230,8 @@ def stalls(folder: Path, mb: int, rounds: int) -> dict[str, dict[str, float]]:
     }
     held, found = Held(), {}
     for name, strategy in strategies.items():
-        x = batch_of(256)
-        rows: dict[str, list[float]] = {PLAIN: [], SAVED: [], AT_ONCE: [], COPY: []}
+        x = batch_of(rows)
+        taken: dict[str, list[float]] = {PLAIN: [], SAVED: [], AT_ONCE: [], COPY: []}
         with trainer_of(mb, x, strategy) as trainer:
             for turn in range(rounds + 1):  # the first of each makes what is made once
                 for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:  # none always follows another
@@ -241,25 +241,25 @@ def stalls(folder: Path, mb: int, rounds: int) -> dict[str, dict[str, float]]:
                     )
                     held.go.set()
                     trainer.settle_save()
-                    rows[kind].append(seconds)
+                    taken[kind].append(seconds)
                 copies = partial(list, (x.clone() for x in own_tensors(trainer).values()))
-                rows[COPY].append(measured(copies)[0])
+                taken[COPY].append(measured(copies)[0])
         all_ranks: list[Any] = [None] * ranks
-        dist.all_gather_object(all_ranks, rows)
+        dist.all_gather_object(all_ranks, taken)
         found[name] = {
             kind: statistics.median([max(r[kind][i + 1] for r in all_ranks) for i in range(rounds)])
-            for kind in rows
+            for kind in taken
         }
     return found
 
 
-def work(folder: Path, mb: int, rounds: int) -> None:
+def work(folder: Path, mb: int, tokens: int, rounds: int) -> None:
     """What one rank does."""
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     place = piper.place({}, devices=list(range(ranks)))
     strategy = piper.Strategy([place, piper.replicate({}, zero=3)])
-    stalled = stalls(folder, mb // 4, 3 * rounds)
+    stalled = stalls(folder, mb // 4, tokens, 3 * rounds)
     with trainer_of(mb, batch_of(ranks), strategy) as trainer:
         state = sum(x.nbytes for x in own_tensors(trainer).values())
         rows = []
@@ -293,12 +293,13 @@ def main(
     mb: Annotated[int, typer.Option(help="MiB of state on all ranks together.")] = 512,
     ranks: Annotated[int, typer.Option(help="Processes.")] = 2,
     rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 3,
+    rows: Annotated[int, typer.Option(help="Rows of a batch of the steps after saves.")] = 2048,
     at: Annotated[Path | None, typer.Option(help="The folder to write to.")] = None,
 ) -> None:
     """Compare ways to save and load."""
     with tempfile.TemporaryDirectory(dir=at) as folder:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        arguments = ["--work", folder, str(mb), str(rounds)]
+        arguments = ["--work", folder, str(mb), str(rows), str(rounds)]
         subprocess.run([sys.executable, *command, __file__, *arguments], check=True)
         state, found, stalled = json.loads((Path(folder) / "found.json").read_text())
     title = f"{state / 2**20:.0f} MiB of state on each of {ranks} ranks, {rounds} rounds"
@@ -322,6 +323,6 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        work(Path(sys.argv[2]), *map(int, sys.argv[3:]))
     else:
         typer.run(main)
