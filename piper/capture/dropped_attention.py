@@ -34,7 +34,8 @@ def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
     build = _Builder(copy, node)
     query, key, value = (new[it[name]] for name in ("query", "key", "value"))
     width = query.meta["val"].shape[-1]
-    scale = math.sqrt(it.get("scale") or 1 / math.sqrt(width))
+    given = it.get("scale")
+    scale = math.sqrt(1 / math.sqrt(width) if given is None else given)
     if it.get("enable_gqa"):
         times = query.meta["val"].shape[-3] // key.meta["val"].shape[-3]
         repeat = aten.repeat_interleave.self_int
@@ -46,7 +47,7 @@ def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
         build.call(aten.mul.Scalar, turned, scale),
     )
     scores = _masked(build, scores, it, new)
-    weights = build.call(aten.softmax.int, scores, -1)
+    weights = build.call(aten._safe_softmax.default, scores, -1)  # rows may be hidden from all
     dropped = build.call(aten.dropout.default, weights, it["dropout_p"], True)
     return build.call(aten.matmul.default, dropped, value)
 

@@ -10,8 +10,10 @@ after become part of what is around it, so that expert parallelism moves rows an
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -142,7 +144,46 @@ def _gathers(node: fx.Node, weights: list[fx.Node], ends: fx.Node, products: lis
         and experts[0].meta["val"].shape == (rows,)
         and of.meta["val"].shape[0] == ends.meta["val"].shape[0]
         and experts[0] in ancestors([ends], ())
+        and _is_sorted(experts[0])
     )
+
+
+def _is_sorted(node: fx.Node) -> bool:
+    """Whether these are the experts of sorted rows, and not those of rows as they come."""
+    node = _origin(node)
+    if node.target is operator.getitem and node.args[1] == 0:
+        return _origin(node.args[0]).target in _SORTS
+    if node.target is not aten.index.Tensor:
+        return False
+    of, *order = node.all_input_nodes
+    return len(order) == 1 and _sorted_by(_origin(order[0])) is _origin(of)
+
+
+def _sorted_by(order: fx.Node) -> fx.Node | None:
+    """What is in order when it is taken in this one."""
+    if order.target is operator.getitem and order.args[1] == 1:
+        order = _origin(order.args[0])
+        return _origin(order.args[0]) if order.target in _SORTS else None
+    return _origin(order.args[0]) if order.target in _ARGSORTS else None
+
+
+def _origin(node: Any) -> fx.Node:
+    """What has the same elements in the same order, further up."""
+    assert isinstance(node, fx.Node)
+    while node.target in _SAME and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+_SORTS = frozenset({aten.sort.default, aten.sort.stable})
+_ARGSORTS = frozenset({aten.argsort.default, aten.argsort.stable})
+_SAME = frozenset(
+    {
+        aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
+        aten.to.dtype, aten._to_copy.default, aten.view.default, aten.reshape.default,
+        aten.clamp.default,
+    }
+)  # fmt: skip
 
 
 def _use_offsets(gathered: list[fx.Node], ends: fx.Node, products: list[fx.Node]) -> None:

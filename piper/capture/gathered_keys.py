@@ -58,7 +58,8 @@ def causal_shards(
             "attention of float64 on a GPU has no kernel for the head and the tail of a sequence: "
             "use another dtype, or attention='all_to_all'"
         )
-    scale = it.get("scale") or 1 / math.sqrt(query.shape[-1])
+    given = it.get("scale")
+    scale = 1 / math.sqrt(query.shape[-1]) if given is None else given
     taken = [local[it[name]] for name in ("query", "key", "value")]
     both = emit.call(HEAD_TAIL, *taken, emit.rank(), scale)
     return Rewrite(emit.call(operator.getitem, both, 0), _SEQUENCE, sharded=True)

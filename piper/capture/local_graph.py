@@ -246,4 +246,4 @@ def plain(placement: Given) -> Placement:
 def differentiable(local: fx.Node) -> bool:
     """Whether a value can have a gradient."""
     value = local.meta["val"]
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

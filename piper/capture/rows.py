@@ -33,8 +33,8 @@ class Rows:
 def rows_of(cut: Cut, rows: int) -> dict[int, Rows]:
     """Of every value between chunks; ``rows`` is how many a tensor of the batch has."""
     made = {value for chunk in cut.chunks for value in chunk.outputs}
-    found: dict[int, DimLayout] = {}
-    known: dict[tuple[str, tuple[DimLayout, ...]], tuple[DimLayout, ...]] = {}
+    found: dict[int, DimLayout | None] = {}
+    known: dict[tuple[str, _Followed], _Followed] = {}
     for chunk in cut.chunks:
         fakes = chunk.body.fakes()[chunk.body.parameters + chunk.body.buffers :]
         for value, fake in zip(chunk.inputs, fakes, strict=True):
@@ -46,6 +46,11 @@ def rows_of(cut: Cut, rows: int) -> dict[int, Rows]:
             known[key] = _followed(chunk.body, given, rows)
         found |= zip(chunk.outputs, known[key], strict=True)
     return {value: _rows(layout) for value, layout in found.items()} | _by_expert(cut)
+
+
+_Followed = tuple[DimLayout | None, ...]
+"""The layouts of several values; None where rows went into an operation of which nothing is known,
+and may be anywhere."""
 
 
 def _by_expert(cut: Cut) -> dict[int, Rows]:
@@ -60,23 +65,39 @@ def _by_expert(cut: Cut) -> dict[int, Rows]:
     return found
 
 
-def _followed(body: Body, given: tuple[DimLayout, ...], rows: int) -> tuple[DimLayout, ...]:
+def _followed(body: Body, given: _Followed, rows: int) -> _Followed:
     """The layouts of a body's outputs, from those of its inputs."""
     graph = body.module.graph
     found: dict[fx.Node, Layouts] = {}
+    lost: set[fx.Node] = set()
     first = body.parameters + body.buffers
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         plain = DimLayout.of(node.meta["val"].shape)
-        found[node] = plain if i < first else given[i - first]
+        layout = plain if i < first else given[i - first]
+        found[node] = plain if layout is None else layout
+        if layout is None:
+            lost.add(node)
     for node in graph.nodes:
         if node.op == "call_function":
             try:
                 found[node] = layouts_of(node, found)
             except (Mixed, UnknownOperation):
                 found[node] = _guesses(node.meta["val"], rows)
-    layouts = [found[node] for node in returned(graph)[: body.outputs]]
-    assert all(isinstance(layout, DimLayout) for layout in layouts)
-    return tuple(layout for layout in layouts if isinstance(layout, DimLayout))
+                if not all(_outermost(found[arg]) for arg in node.all_input_nodes):
+                    lost.add(node)
+            if not lost.isdisjoint(node.all_input_nodes):
+                lost.add(node)
+    results = returned(graph)[: body.outputs]
+    layouts = [None if node in lost else found[node] for node in results]
+    return tuple(layout if isinstance(layout, DimLayout) else None for layout in layouts)
+
+
+def _outermost(layouts: Layouts) -> bool:
+    """Whether rows, if there are any, are the first dimension, where they are looked for first."""
+    if isinstance(layouts, DimLayout):
+        found = _rows(layouts)
+        return found.dim in (None, 0) and not found.scrambled
+    return layouts is None or all(x is None or _outermost(x) for x in layouts)
 
 
 def _guess(value: Tensor, rows: int) -> DimLayout:
@@ -94,8 +115,10 @@ def _guesses(made: object, rows: int) -> Layouts:
     return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in made)
 
 
-def _rows(layout: DimLayout) -> Rows:
+def _rows(layout: DimLayout | None) -> Rows:
     """They are scrambled where something counts slower than they do in their dimension."""
+    if layout is None:
+        return Rows(scrambled=True)
     for number, dim in enumerate(layout.dims):
         for place, factor in enumerate(dim):
             if factor.axis is Axis.ROWS:

@@ -77,15 +77,40 @@ class Rules:
         try:
             with torch.no_grad(), fake.fake_mode, asking:
                 made = target(*args, **kwargs)
-        except (
-            _RedistributionError,
-            NotImplementedError,
-            RuntimeError,
-            ValueError,
-            AssertionError,
-        ):
-            return None  # the rules raise these for what they do not know
+        except _UNKNOWN:
+            return None
+        if asking.numbers != self._numbers_of_shards(target, args, kwargs, given, fake):
+            return None
         return _each(made, asking.placement)
+
+    def _numbers_of_shards(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, Placement],
+        fake: FakeTensor,
+    ) -> list[Any]:
+        """The numbers that a composite operation computes with on shards. They differ from those of
+        the whole where they come from its sizes, such as the number of rows of a mean."""
+
+        def shard(x: Tensor) -> Tensor:
+            placed = given.get(id(x), REPLICATED)
+            if not isinstance(placed, Shard):
+                return x
+            shape = list(x.shape)
+            shape[placed.dim] //= self._axis.ways
+            return x.new_empty(shape)
+
+        noting = _Noting()
+        try:
+            with torch.no_grad(), fake.fake_mode:
+                local = pytree.tree_map_only(Tensor, shard, (tuple(args), dict(kwargs)))
+                with noting:
+                    target(*local[0], **local[1])
+        except _UNKNOWN:
+            pass  # sizes among its arguments, which are made fit elsewhere
+        return noting.numbers
 
 
 def _key(
@@ -121,6 +146,7 @@ class _Asking(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh, self._parts = mesh, parts
         self._placed = dict(given)
+        self.numbers: list[Any] = []
         self._alive: list[Tensor] = []  # so that identities stay theirs
 
     def placement(self, x: Tensor) -> Placement:
@@ -137,6 +163,7 @@ class _Asking(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         made = func(*args, **kwargs)
+        self.numbers += _numbers(func, args)
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(self.placement(x) != REPLICATED for x in taken):
             self._note(made, self._rule(func, args, kwargs))
@@ -144,6 +171,9 @@ class _Asking(TorchDispatchMode):
 
     def _rule(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         rules = DTensor._op_dispatcher.sharding_propagator
+        args, kwargs = _from_the_front(func, args, kwargs)
+        if not _separate(func, args, kwargs, self.placement):
+            raise _RedistributionError
         taken, named = pytree.tree_map_only(Tensor, self._spec, (tuple(args), dict(kwargs)))
         info = rules.op_to_schema_info.get(func) or getattr(
             rules, "op_to_schema_info_for_single_dim_strategy", {}
@@ -170,6 +200,82 @@ class _Asking(TorchDispatchMode):
                     raise _RedistributionError
                 self._placed[id(x)] = placed
                 self._alive.append(x)
+
+
+class _Noting(TorchDispatchMode):
+    """Notes the numbers that operations compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: list[Any] = []
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.numbers += _numbers(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+_ARITHMETIC = frozenset({"mul", "div", "add", "sub", "rsub", "mul_", "div_", "add_", "sub_"})
+
+
+def _numbers(func: OpOverload, args: Sequence[Any]) -> list[Any]:
+    if func._schema.name.removeprefix("aten::") not in _ARITHMETIC:
+        return []
+    return [x for x in args if isinstance(x, int | float)]
+
+
+def _from_the_front(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The same dimension, counted from the first one: some rules take -1 for none that exists."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    first, dim = given.get(names[0]) if names else None, given.get("dim")
+    if func in _OF_THE_RESULT or not isinstance(first, Tensor) or type(dim) is not int or dim >= 0:
+        return args, kwargs
+    dim += first.dim()
+    if "dim" in kwargs:
+        return args, {**kwargs, "dim": dim}
+    place = names.index("dim")
+    return (*args[:place], dim, *args[place + 1 :]), kwargs
+
+
+_OF_THE_RESULT = frozenset({torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default})
+"""Operations whose dimension is one of the result's."""
+
+
+def _separate(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    placement: Callable[[Tensor], Placement],
+) -> bool:
+    """Whether shards are computed apart from each other, where torch's rule does not ask enough."""
+    aten = torch.ops.aten
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if func in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+        # shards have different numbers of targets that count, or weights of them
+        return bool(given["reduction"] != _MEAN)
+    if func is aten.gather.default:
+        x, index = given["self"], given["index"]
+        here, there = placement(x), placement(index)
+        if here == REPLICATED and isinstance(there, Shard):
+            return bool(there.dim == given["dim"])
+        if not isinstance(here, Shard) or here != there or here.dim == given["dim"]:
+            return False
+        return bool(x.shape[here.dim] == index.shape[here.dim])
+    # how often an index is there, no shard knows
+    return func is not aten.embedding.default or not given.get("scale_grad_by_freq")
+
+
+_MEAN = 1
+"""The number of a reduction."""
 
 
 def _specs(schema: OpSchema) -> list[DTensorSpec]:

@@ -61,7 +61,8 @@ def on_shards(
         weight, indices = node.args[:2]
         assert isinstance(weight, fx.Node)
         assert isinstance(indices, fx.Node)
-        if placed[weight] == Shard(0) and placed[indices] == REPLICATED:
+        by_frequency = len(node.args) > 3 and node.args[3]  # which no shard knows
+        if placed[weight] == Shard(0) and placed[indices] == REPLICATED and not by_frequency:
             padding = node.args[2] if len(node.args) > 2 else -1
             return _embedding(local[weight], local[indices], int(padding), emit)  # type: ignore[arg-type]
     if node.target is aten.cross_entropy_loss.default:
@@ -98,13 +99,26 @@ def _embedding(weight: fx.Node, indices: fx.Node, padding: int, emit: Emitter) -
     return Rewrite(emit.call(aten.masked_fill.Scalar, found, mask, 0.0), Partial(), sharded=True)
 
 
-def _own(indices: fx.Node, size: int, emit: Emitter) -> tuple[fx.Node, fx.Node]:
-    """Indices into this device's ``size`` rows, 0 for those of others, and which these are."""
+def _own(
+    indices: fx.Node, size: int, emit: Emitter, ignored: int | None = None
+) -> tuple[fx.Node, fx.Node]:
+    """Indices into this device's ``size`` rows, 0 for those of others, and which these are. What no
+    device has is left for the operation to refuse, unless it is ``ignored``."""
     first = emit.call(aten.mul.Tensor, emit.rank(), size)
     here = emit.call(aten.sub.Tensor, indices, first)
     below = emit.call(aten.lt.Scalar, here, 0)
     outside = emit.call(aten.logical_or.default, below, emit.call(aten.ge.Scalar, here, size))
-    return emit.call(aten.masked_fill.Scalar, here, outside, 0), outside
+    known = emit.call(
+        aten.logical_and.default,
+        emit.call(aten.ge.Scalar, indices, 0),
+        emit.call(aten.lt.Scalar, indices, size * emit.axis.ways),
+    )
+    if ignored is not None:
+        known = emit.call(
+            aten.logical_or.default, known, emit.call(aten.eq.Scalar, indices, ignored)
+        )
+    elsewhere = emit.call(aten.logical_and.default, outside, known)
+    return emit.call(aten.masked_fill.Scalar, here, elsewhere, 0), outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +163,7 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
     )
     shifted = emit.call(aten.sub.Tensor, x, emit.call(aten.unsqueeze.default, shift, 1))
     exponentials = emit.call(aten.sum.dim_IntList, emit.call(aten.exp.default, shifted), [1])
-    here, outside = _own(target, size, emit)
+    here, outside = _own(target, size, emit, loss.ignored)
     picked = emit.call(aten.gather.default, shifted, 1, emit.call(aten.unsqueeze.default, here, 1))
     picked = emit.call(aten.squeeze.dim, picked, 1)
     picked = emit.call(aten.masked_fill.Scalar, picked, outside, 0.0)
@@ -173,15 +187,25 @@ def _rows(loss: _Loss, placed: Given, x: fx.Node, target: fx.Node, emit: Emitter
     if loss.reduction not in (_MEAN, _SUM):
         losses = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
         return Rewrite(losses, placed, sharded=True)
-    total = emit.call(aten.cross_entropy_loss.default, x, target, None, _SUM, loss.ignored)
-    if loss.reduction == _SUM:
-        return Rewrite(total, Partial(), sharded=True)
-    ignored = emit.call(aten.eq.Scalar, target, loss.ignored)
-    count = _count(ignored, total, emit.call)
+    dtype = x.meta["val"].dtype
+    if dtype in (torch.bfloat16, torch.float16):  # sums of many rows, and their number, need more
+        each = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
+        total = emit.call(aten.sum.default, emit.call(aten.to.dtype, each, torch.float32))
+    else:
+        total = emit.call(aten.cross_entropy_loss.default, x, target, None, _SUM, loss.ignored)
+        if loss.reduction == _SUM:
+            return Rewrite(total, Partial(), sharded=True)
     losses = emit.moved(total, Partial(), REPLICATED, sharded=False)
-    targets = emit.moved(count, Partial(), REPLICATED, sharded=False)
-    mean = emit.call(aten.div.Tensor, losses, targets, sharded=False)
-    return Rewrite(mean, REPLICATED, sharded=False)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return emit.call(target, *args, sharded=False)
+
+    if loss.reduction == _MEAN:
+        ignored = emit.call(aten.eq.Scalar, target, loss.ignored)
+        count = _count(ignored, total, emit.call)
+        targets = emit.moved(count, Partial(), REPLICATED, sharded=False)
+        losses = call(aten.div.Tensor, losses, targets)
+    return Rewrite(_cast(losses, dtype, call), REPLICATED, sharded=False)
 
 
 def _count(ignored: fx.Node, like: fx.Node, call: Any) -> fx.Node:
