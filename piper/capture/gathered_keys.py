@@ -33,9 +33,9 @@ def wanted_keys(
         return {}
     it = arguments(node)
     query, key, value = (it[name] for name in ("query", "key", "value"))
-    shapes = [x.meta["val"].shape for x in (query, key)]
+    shapes = [x.meta["val"].shape for x in (query, key, value)]
     plain = it.get("attn_mask") is None and not it.get("dropout_p") and it.get("is_causal")
-    square = len(shapes[0]) == 4 and shapes[0][2] == shapes[1][2]
+    square = len(shapes[0]) == 4 and shapes[0][2] == shapes[1][2] and shapes[0][3] == shapes[2][3]
     apart = query not in (key, value)
     if not plain or not square or not apart or placed[query] != _SEQUENCE:
         return {}

@@ -190,7 +190,8 @@ def _levels(local: Local) -> dict[fx.Node, int]:
             level += 1
         levels[node] = level
         read = node.all_input_nodes
-        if node not in ends and all(a in local.constants or a in free for a in read):
+        alone = all(a in local.constants or a in free for a in read)
+        if alone and node not in ends and node not in local.moves:
             free[node] = None
     for node in reversed(free):
         levels[node] = min(levels[user] for user in node.users)

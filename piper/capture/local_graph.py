@@ -78,8 +78,9 @@ class LocalGraph:
 
     def call(self, target: Any, args: tuple[Any, ...], sharded: bool, **kwargs: Any) -> fx.Node:
         """An operation on local values, which devices compute on shards or all alike."""
+        value = self._on_fakes(target, args, kwargs)  # which may fail, and leaves nothing then
         local = self.graph.call_function(target, args, kwargs)
-        local.meta["val"] = self._on_fakes(target, args, kwargs)
+        local.meta["val"] = value
         if sharded:
             self.sharded.add(local)
         return local

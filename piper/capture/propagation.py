@@ -151,7 +151,7 @@ class _Propagation:
             self._compute(node, needs, made)
         except _MisfitError:
             whole = alike(self._whole[node], REPLICATED)
-            self._compute(node, dict.fromkeys(needs, REPLICATED), whole)
+            self._compute(node, dict.fromkeys(node.all_input_nodes, REPLICATED), whole)
 
     def note(self, node: fx.Node) -> None:
         """Say on the local value how it is placed."""
@@ -280,7 +280,7 @@ class _Propagation:
             if isinstance(self._made[x], Packed) and self._local[x] in taken:
                 target, args, kwargs = self._parting(node, self._made[x], target, args, kwargs)
         try:
-            local = self._out.call(target, tuple(args), sharded, **kwargs)
+            local = self._called(target, tuple(args), sharded, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             raise _MisfitError from error
         self._check(node, local)
@@ -291,6 +291,14 @@ class _Propagation:
             self._drawn(node, local)
         local.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         return local
+
+    def _called(self, target: Any, args: Any, sharded: bool, kwargs: Any) -> fx.Node:
+        try:
+            return self._out.call(target, args, sharded, **kwargs)
+        except ValueError:
+            if target not in (aten.view.default, aten._unsafe_view.default):
+                raise
+            return self._out.call(aten.reshape.default, args, sharded)  # moved, it lies otherwise
 
     def _parting(self, node: fx.Node, packed: Packed, target: Any, args: Any, kwargs: Any) -> Any:
         """Where the sections of a fused weight part: their sizes on a shard."""
