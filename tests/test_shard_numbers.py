@@ -1,4 +1,4 @@
-"""Operations whose shards could be taken for apart from each other and are not: all equal the run on
+"""Operations whose shards could be taken for apart from each other and are not: they equal a run on
 one device, under tensor and under context parallelism."""
 
 from __future__ import annotations
