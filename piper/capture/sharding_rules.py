@@ -196,8 +196,6 @@ class _Asking(TorchDispatchMode):
         for x, spec in zip(made, specs, strict=True):
             if isinstance(x, Tensor):
                 placed = spec.placements[0]
-                if type(placed) not in (Shard, Replicate, Partial):
-                    raise _RedistributionError  # a part of each of several blocks, for example
                 if isinstance(placed, Shard) and x.shape[placed.dim] % self._parts:
                     raise _RedistributionError
                 self._placed[id(x)] = placed
