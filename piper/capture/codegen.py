@@ -21,6 +21,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper.capture.gpu_numbers import gpu_for, move_values, name_gpu
+from piper.capture.kept_strides import keep_strides, strides_of
 from piper.capture.program import ChunkProgram, Function, Kind, Pass
 from piper.capture.saving import RematPolicy
 from piper.capture.shorten import leave_out, products_of, write_into
@@ -108,7 +109,7 @@ class Inductor:
         from torch._inductor.virtualized import V
 
         fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-        before = _strides(joint.graph)
+        before = strides_of(joint.graph)
         values = (node.meta.get("val") for node in joint.graph.nodes)
         first = next(value for value in values if isinstance(value, FakeTensor))
         mode = first.fake_mode
@@ -147,43 +148,6 @@ class Inductor:
             # parameters may begin anywhere in a flat buffer
             runner: Runner = compile_fx_inner(module, fakes, is_backward=which is not Pass.F)
         return runner
-
-
-Strides = list[tuple[int, ...] | None]
-
-
-def _strides(graph: fx.Graph) -> Strides:
-    """Those of each result that is a tensor."""
-    results: Any = graph.output_node().args[0]
-    values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in results]
-    return [x.stride() if isinstance(x, Tensor) else None for x in values]
-
-
-def keep_strides(graph: fx.Graph, wanted: Strides) -> None:
-    """Copy each result that has other strides than ``wanted``: chunks that read it were traced with
-    these. A product that is padded for speed, for one, is a slice of a wider one."""
-    end = graph.output_node()
-    results: Any = list(end.args[0])  # type: ignore[arg-type]
-    for i, (found, strides) in enumerate(zip(_strides(graph), wanted, strict=True)):
-        if strides is None or found == strides:
-            continue
-        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-        back = sorted(range(len(order)), key=order.__getitem__)
-        with graph.inserting_before(end):
-            copy = _inserted(graph, _ATEN.permute.default, results[i], order)
-            copy = _inserted(
-                graph, _ATEN.clone.default, copy, memory_format=torch.contiguous_format
-            )
-            results[i] = _inserted(graph, _ATEN.permute.default, copy, back)
-    end.args = (results,)
-
-
-def _inserted(graph: fx.Graph, target: Any, source: fx.Node, *more: Any, **how: Any) -> fx.Node:
-    node = graph.call_function(target, (source, *more), how)
-    value = source.meta["val"]
-    with value.fake_mode:
-        node.meta["val"] = target(value, *more, **how)
-    return node
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 
 from piper.capture.dropped_attention import ATTENTION, arguments
 from piper.capture.head_tail import HEAD_TAIL
+from piper.capture.placements import REPLICATED, Placement
 from piper.capture.shard_axis import ShardAxis
-from piper.capture.sharding_rules import REPLICATED, Placement
 from piper.capture.vocabulary import Emitter, Rewrite
 from piper.errors import CaptureError
 

@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.chunks import AxisPlacement, Move, Redistribution
 from piper.capture.fused import Packed
+from piper.capture.placements import REPLICATED, Placement
 from piper.capture.quiet import hushed_loggers
 from piper.capture.shard_axis import ShardAxis
-from piper.capture.sharding_rules import REPLICATED, Placement
 
 aten = torch.ops.aten
 Given = Placement | Packed

@@ -19,8 +19,9 @@ from piper.capture.flattening import VIEWS, flattened, unflattened
 from piper.capture.functions import FunctionCall
 from piper.capture.fused import SPLITS, Packed, dim_of, section
 from piper.capture.local_graph import plain
+from piper.capture.placements import REPLICATED, Placement, Placements
 from piper.capture.shard_axis import ShardAxis
-from piper.capture.sharding_rules import REPLICATED, Placement, Placements, Rules
+from piper.capture.sharding_rules import Rules
 
 aten = torch.ops.aten
 SUM, MEAN = Partial(), Partial("avg")

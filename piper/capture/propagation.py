@@ -26,11 +26,12 @@ from piper.capture.fused import SPLITS, Packed, dim_of, section
 from piper.capture.gathered_keys import causal_shards, wanted_keys
 from piper.capture.graphs import is_random
 from piper.capture.local_graph import Given, LocalGraph, differentiable
+from piper.capture.placements import REPLICATED, Placement
 from piper.capture.placing import MEAN, SUM, Placing, alike
 from piper.capture.resizing import resized
 from piper.capture.shard_axis import ShardAxis
 from piper.capture.sharding_rewrites import rewritten
-from piper.capture.sharding_rules import REPLICATED, Placement, Rules
+from piper.capture.sharding_rules import Rules
 from piper.capture.vocabulary import on_shards, wanted_target
 from piper.errors import CaptureError
 

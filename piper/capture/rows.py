@@ -97,7 +97,7 @@ def _outermost(layouts: Layouts) -> bool:
     if isinstance(layouts, DimLayout):
         found = _rows(layouts)
         return found.dim in (None, 0) and not found.scrambled
-    return layouts is None or all(x is None or _outermost(x) for x in layouts)
+    return all(x is None or _outermost(x) for x in layouts)
 
 
 def _guess(value: Tensor, rows: int) -> DimLayout:

@@ -22,9 +22,10 @@ from piper.capture.cut import body_key
 from piper.capture.fused import Packed
 from piper.capture.local_chunks import LocalChunks, Sharding
 from piper.capture.local_graph import Given, placements_of, stand_in
+from piper.capture.placements import REPLICATED, Placement
 from piper.capture.propagation import Local, propagate
 from piper.capture.shard_axis import ShardAxis
-from piper.capture.sharding_rules import REPLICATED, Placement, Rules
+from piper.capture.sharding_rules import Rules
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
 

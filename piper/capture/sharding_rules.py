@@ -14,23 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.capture.dropped_attention import ATTENTION, NAMES
 from piper.capture.head_tail import HEAD_TAIL
+from piper.capture.placements import REPLICATED, Placement, Placements
+from piper.capture.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard_axis import ShardAxis
-
-Placement = Shard | Replicate | Partial
-Placements = Placement | tuple["Placements | None", ...]
-"""Of one tensor, or of an operation with several results."""
-
-REPLICATED = Replicate()
 
 
 class Rules:
@@ -79,20 +74,19 @@ class Rules:
                 made = target(*args, **kwargs)
         except _UNKNOWN:
             return None
-        if asking.numbers != self._numbers_of_shards(target, args, kwargs, given, fake):
-            return None
+        if asking.numbers != self._on_shards(target, args, kwargs, given, fake.fake_mode):
+            return None  # some come from sizes, such as the number of rows of a mean
         return _each(made, asking.placement)
 
-    def _numbers_of_shards(
+    def _on_shards(
         self,
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         given: Mapping[int, Placement],
-        fake: FakeTensor,
-    ) -> list[Any]:
-        """The numbers that a composite operation computes with on shards. They differ from those of
-        the whole where they come from its sizes, such as the number of rows of a mean."""
+        mode: FakeTensorMode,
+    ) -> list[float]:
+        """The numbers that an operation computes with on shards."""
 
         def shard(x: Tensor) -> Tensor:
             placed = given.get(id(x), REPLICATED)
@@ -102,15 +96,15 @@ class Rules:
             shape[placed.dim] //= self._axis.ways
             return x.new_empty(shape)
 
-        noting = _Noting()
+        numbers = Numbers()
         try:
-            with torch.no_grad(), fake.fake_mode:
-                local = pytree.tree_map_only(Tensor, shard, (tuple(args), dict(kwargs)))
-                with noting:
-                    target(*local[0], **local[1])
+            with torch.no_grad(), mode:
+                local, named = pytree.tree_map_only(Tensor, shard, (tuple(args), dict(kwargs)))
+                with numbers:
+                    target(*local, **named)
         except _UNKNOWN:
             pass  # sizes among its arguments, which are made fit elsewhere
-        return noting.numbers
+        return numbers.numbers
 
 
 def _key(
@@ -139,14 +133,13 @@ _UNKNOWN = (
 """What the rules raise for what they do not know."""
 
 
-class _Asking(TorchDispatchMode):
+class _Asking(Numbers):
     """Runs operations on fake tensors of the whole, and notes how the results are placed."""
 
     def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement], parts: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._mesh, self._parts = mesh, parts
         self._placed = dict(given)
-        self.numbers: list[Any] = []
         self._alive: list[Tensor] = []  # so that identities stay theirs
 
     def placement(self, x: Tensor) -> Placement:
@@ -162,8 +155,7 @@ class _Asking(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        made = func(*args, **kwargs)
-        self.numbers += _numbers(func, args)
+        made = super().__torch_dispatch__(func, types, args, kwargs)
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(self.placement(x) != REPLICATED for x in taken):
             self._note(made, self._rule(func, args, kwargs))
@@ -171,8 +163,8 @@ class _Asking(TorchDispatchMode):
 
     def _rule(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         rules = DTensor._op_dispatcher.sharding_propagator
-        args, kwargs = _from_the_front(func, args, kwargs)
-        if not _separate(func, args, kwargs, self.placement):
+        args, kwargs = from_the_front(func, args, kwargs)
+        if not apart(func, args, kwargs, self.placement):
             raise _RedistributionError
         taken, named = pytree.tree_map_only(Tensor, self._spec, (tuple(args), dict(kwargs)))
         info = rules.op_to_schema_info.get(func) or getattr(
@@ -200,82 +192,6 @@ class _Asking(TorchDispatchMode):
                     raise _RedistributionError
                 self._placed[id(x)] = placed
                 self._alive.append(x)
-
-
-class _Noting(TorchDispatchMode):
-    """Notes the numbers that operations compute with."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers: list[Any] = []
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        self.numbers += _numbers(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-_ARITHMETIC = frozenset({"mul", "div", "add", "sub", "rsub", "mul_", "div_", "add_", "sub_"})
-
-
-def _numbers(func: OpOverload, args: Sequence[Any]) -> list[Any]:
-    if func._schema.name.removeprefix("aten::") not in _ARITHMETIC:
-        return []
-    return [x for x in args if isinstance(x, int | float)]
-
-
-def _from_the_front(
-    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The same dimension, counted from the first one: some rules take -1 for none that exists."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    first, dim = given.get(names[0]) if names else None, given.get("dim")
-    if func in _OF_THE_RESULT or not isinstance(first, Tensor) or type(dim) is not int or dim >= 0:
-        return args, kwargs
-    dim += first.dim()
-    if "dim" in kwargs:
-        return args, {**kwargs, "dim": dim}
-    place = names.index("dim")
-    return (*args[:place], dim, *args[place + 1 :]), kwargs
-
-
-_OF_THE_RESULT = frozenset({torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default})
-"""Operations whose dimension is one of the result's."""
-
-
-def _separate(
-    func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    placement: Callable[[Tensor], Placement],
-) -> bool:
-    """Whether shards are computed apart from each other, where torch's rule does not ask enough."""
-    aten = torch.ops.aten
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if func in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
-        # shards have different numbers of targets that count, or weights of them
-        return bool(given["reduction"] != _MEAN)
-    if func is aten.gather.default:
-        x, index = given["self"], given["index"]
-        here, there = placement(x), placement(index)
-        if here == REPLICATED and isinstance(there, Shard):
-            return bool(there.dim == given["dim"])
-        if not isinstance(here, Shard) or here != there or here.dim == given["dim"]:
-            return False
-        return bool(x.shape[here.dim] == index.shape[here.dim])
-    # how often an index is there, no shard knows
-    return func is not aten.embedding.default or not given.get("scale_grad_by_freq")
-
-
-_MEAN = 1
-"""The number of a reduction."""
 
 
 def _specs(schema: OpSchema) -> list[DTensorSpec]:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Partial, Shard
 
 from piper.capture.fused import Packed
 from piper.capture.local_graph import Given
+from piper.capture.placements import REPLICATED, Placement
 from piper.capture.shard_axis import ShardAxis
-from piper.capture.sharding_rules import REPLICATED, Placement
 
 aten = torch.ops.aten
 

@@ -282,5 +282,5 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _current(where: torch.device) -> AbstractContextManager[Any]:
-    """What is done within is done there, by code that names no GPU."""
+    """The GPU that code is compiled for, and that it runs on where it names none."""
     return torch.cuda.device(where) if where.type == "cuda" else nullcontext()

@@ -1,0 +1,46 @@
+"""Results that have the same strides after a compiler's passes as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+Strides = list[tuple[int, ...] | None]
+
+
+def strides_of(graph: fx.Graph) -> Strides:
+    """Those of each result that is a tensor."""
+    results: Any = graph.output_node().args[0]
+    values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in results]
+    return [x.stride() if isinstance(x, Tensor) else None for x in values]
+
+
+def keep_strides(graph: fx.Graph, wanted: Strides) -> None:
+    """Copy each result that has other strides than ``wanted``: chunks that read it were traced with
+    these. A product that is padded for speed, for one, is a slice of a wider one."""
+    end = graph.output_node()
+    given: Any = end.args[0]
+    results = list(given)
+    for i, (found, strides) in enumerate(zip(strides_of(graph), wanted, strict=True)):
+        if strides is None or found == strides:
+            continue
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        with graph.inserting_before(end):
+            turned = _inserted(graph, aten.permute.default, results[i], order)
+            copy = _inserted(
+                graph, aten.clone.default, turned, memory_format=torch.contiguous_format
+            )
+            results[i] = _inserted(graph, aten.permute.default, copy, back)
+    end.args = (results,)
+
+
+def _inserted(graph: fx.Graph, target: Any, source: fx.Node, *more: Any, **how: Any) -> fx.Node:
+    node = graph.call_function(target, (source, *more), how)
+    value = source.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = target(value, *more, **how)
+    return node
