@@ -1,6 +1,6 @@
 """What overlapping hides: experts on processes whose network is as slow as their compute.
 
-Runs in a network namespace of its own, whose loopback is slowed until all exchanges of a step take
+Runs in a network namespace of its own, whose loopback is slowed until all all-to-alls of a step take
 as long as all its computations. There, with the same model and microbatches, side by side:
 
     1F1B; DualPipeV without its pairs; DualPipeV; with the weights'
@@ -120,7 +120,7 @@ def main(
 
 
 def note(name: str, program: piper.Program, profile: Profile) -> str:
-    """How much of the exchanges is exposed."""
+    """How much of the all-to-alls is exposed."""
     paired = in_pairs(program)
     text = (
         f"{name}: of its dispatch and combine {program.schedule.all_to_all.share:.0%} is exposed "
@@ -146,7 +146,7 @@ def in_pairs(program: piper.Program) -> set[int]:
 
 
 def among(nodes: set[int], dag: Dag, devices: Iterable[Sequence[Span]]) -> float:
-    """The share of these exchanges that is exposed."""
+    """The share of these all-to-alls that is exposed."""
     found = Exposure(0.0, 0.0)
     for spans in devices:
         others = [s for s in spans if s.node in nodes or isinstance(dag.nodes[s.node].op, Compute)]
@@ -172,7 +172,7 @@ def _profile(program: piper.Program, x: Tensor) -> Profile:
 
 
 def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
-    """Slow the loopback until exchanges take as long as computations; how fast both are then."""
+    """Slow the loopback until all-to-alls take as long as computations; how fast both are then."""
     profile = _profile(program, x)
     dag, sizes = program.dag, Sizes(program.dag, program.models)
     ops = [node.op for node in dag.nodes]
