@@ -1,6 +1,6 @@
 """What overlapping hides: experts on processes whose network is as slow as their compute.
 
-Runs in a network namespace of its own, whose loopback is slowed until all all-to-alls of a step take
+Runs in a network namespace of its own, whose loopback is slowed until the all-to-alls of a step take
 as long as all its computations. There, with the same model and microbatches, side by side:
 
     1F1B; DualPipeV without its pairs; DualPipeV; with the weights'
@@ -9,7 +9,7 @@ as long as all its computations. There, with the same model and microbatches, si
 
 With ``--emulate`` computations are sleeps of known length, so that four workers fit on few cores.
 The strategies take turns, so that a noisy machine hits all of them. Beside the step times: the
-share of the exchanges that nothing covers, as the plan predicts it and as it was measured; of all,
+share of the all-to-alls that is exposed, as the plan predicts it and as it was measured; of all,
 and of those in pairs, since at the ends of a step there is nothing to pair with.
 
     python bench/overlap.py [--emulate] [--json FILE]
