@@ -1,6 +1,6 @@
 """What overlapping hides: experts on processes whose network is as slow as their compute.
 
-Runs in a network namespace of its own, whose loopback is slowed until the all-to-alls of a step take
+Runs in a network namespace of its own, whose loopback is slowed until all-to-alls of a step take
 as long as all its computations. There, with the same model and microbatches, side by side:
 
     1F1B; DualPipeV without its pairs; DualPipeV; with the weights'
