@@ -182,7 +182,7 @@ def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
     )
     flops = sum(sizes.facts(op, WAYS).flops for op in ops if isinstance(op, Compute))
     exchanged = sum(
-        sizes.nbytes(node.reads[0])
+        sizes.moved(node)
         for node in dag.nodes
         if isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_TO_ALL
     )

@@ -1440,7 +1440,8 @@ class _Checker:
         }
         brings: dict[int, int] = {}
         for pc, x in enumerate(plan.instructions):
-            needed = {*x.waits, *(brings[s] for s in (*x.reads, *x.adds) if s in brings)}
+            reads = x.reads[:-1] if _in_turn(plan, x, brings) else x.reads
+            needed = {*x.waits, *(brings[s] for s in (*reads, *x.adds) if s in brings)}
             for p in needed:
                 if p in over:
                     over[p] = min(over[p], pc)
@@ -1759,3 +1760,10 @@ def _parts(op: object, devices: Group) -> list[tuple[Verb, Group]]:
         case Copy():
             return [(Verb.COPY, devices)]
     raise PlanError(f"no instruction does {op}")
+
+
+def _in_turn(plan: Plan, x: Instruction, brings: Mapping[int, int]) -> bool:
+    """Whether it is begun before the counts of its rows, which its own stream brings before."""
+    if not isinstance(x.op, Collective) or not x.op.in_turn or x.reads[-1] not in brings:
+        return False
+    return plan.instructions[brings[x.reads[-1]]].stream == x.stream

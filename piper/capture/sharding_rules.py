@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from piper.capture.dropped_attention import ATTENTION, NAMES
 from piper.capture.head_tail import HEAD_TAIL
 from piper.capture.placements import REPLICATED, Placement, Placements
+from piper.capture.quiet import hushed_loggers
 from piper.capture.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard_axis import ShardAxis
 
@@ -70,7 +71,7 @@ class Rules:
         fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
         asking = _Asking(self._mesh, given, self._axis.parts if self._axis.head_tail else 1)
         try:
-            with torch.no_grad(), fake.fake_mode, asking:
+            with torch.no_grad(), fake.fake_mode, hushed_loggers(), asking:
                 made = target(*args, **kwargs)
         except _UNKNOWN:
             return None
@@ -98,7 +99,7 @@ class Rules:
 
         numbers = Numbers()
         try:
-            with torch.no_grad(), mode:
+            with torch.no_grad(), mode, hushed_loggers():
                 local, named = pytree.tree_map_only(Tensor, shard, (tuple(args), dict(kwargs)))
                 with numbers:
                     target(*local, **named)

@@ -61,9 +61,17 @@ class Collective:
     padded: bool = False
     """Of one by counts, whether as much is sent as there is room for, so that no host must know
     the counts."""
+    by_host: bool = False
+    """Of one by counts that is not padded, whether the host has to know them to begin it, as on
+    GPUs. Elsewhere its stream's own thread reads them when its turn comes."""
     runs: int = 1
     """Of rows sorted by expert, or their counts: of how many sorted ranges (runs) those of a member
     may be, because a group of another size sorted them."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether it may be begun before the counts are there that its stream brings before it."""
+        return self.rows is not None and not (self.padded or self.by_host)
 
 
 @dataclass(frozen=True, slots=True)

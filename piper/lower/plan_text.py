@@ -88,8 +88,9 @@ def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
         case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
             counts = "" if op.counts is None else f" counts of {op.counts} rows"
             return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}{counts}"
-        case Collective(kind=kind, groups=groups, rows=rows, padded=padded, runs=runs):
-            room = "" if rows is None else f" room for {rows} rows{', padded' * padded}"
+        case Collective(kind=kind, groups=groups, rows=rows, runs=runs):
+            counted = ", padded" * op.padded + ", by the host" * op.by_host
+            room = "" if rows is None else f" room for {rows} rows{counted}"
             merged = f" of {runs} runs" if runs > 1 else ""
             return f"{kind.value} {'|'.join(map(_numbers, groups))}{room}{merged}"
         case Update(bucket=bucket):
@@ -147,7 +148,8 @@ _OPS = {
     Verb.SEND: _MESSAGE,
     Verb.RECV: _MESSAGE,
     Verb.COLLECTIVE: re.compile(
-        r"(\w+) (\S+)(?: room for (\d+) rows(, padded)?)?(?: of (\d+) runs)? (\w+) (\d+)"
+        r"(\w+) (\S+)(?: room for (\d+) rows(, padded)?(, by the host)?)?(?: of (\d+) runs)?"
+        r" (\w+) (\d+)"
     ),
     Verb.UPDATE: re.compile(r"bucket (\d+)"),
     Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
@@ -254,8 +256,9 @@ def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, 
     if verb is Verb.COLLECTIVE:
         groups = tuple(map(_range, row[1].split("|")))
         room = None if row[2] is None else int(row[2])
-        padded, runs = row[3] is not None, int(row[4] or 1)
-        return Collective(CollectiveKind(row[0]), groups, room, padded, runs), role, of, ()
+        padded, by_host, runs = row[3] is not None, row[4] is not None, int(row[5] or 1)
+        op = Collective(CollectiveKind(row[0]), groups, room, padded, by_host, runs)
+        return op, role, of, ()
     source, ours, target, theirs, dim, rows, *_ = row
     replicas, counts = (int(ours), int(theirs)), None if rows is None else int(rows)
     return Transfer(_range(source), _range(target), int(dim), replicas, counts), role, of, ()

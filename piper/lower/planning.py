@@ -257,10 +257,13 @@ class _Planner:
         added = [v for v in writes if v in made_at]
         before: list[int] = []
         brought: list[int] = []
+        in_turn = isinstance(node.op, Collective) and node.op.in_turn
         for value in (*reads, *added):
             if made := made_at.get(value):
                 before += made
-                if self.out[made[-1]].verb in COMMUNICATING:
+                comes = self.out[made[-1]]
+                counts = in_turn and value == reads[-1] and comes.stream == stream
+                if comes.verb in COMMUNICATING and not counts:
                     brought.append(made[-1])
         before += [self.node_at[b] for b in node.after if b in self.node_at]
         role, of = self.shared.about(node)

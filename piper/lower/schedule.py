@@ -63,6 +63,9 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
         heapq.heappush(ready, (possible, rank, number))
 
     earliest = [0.0] * len(dag.nodes)
+    known = [0.0] * len(dag.nodes)
+    """When all that a node reads is there, but for what its stream brings in its turn."""
+    counts = _counts(dag)
     issue = _Issue(dag)
     for number, count in enumerate(waiting):
         if count == 0:
@@ -78,15 +81,28 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
         start[number], end[number] = now, now + lengths[number]
         for resource in needs[number]:
             free[resource] = end[number]
-        issue.note(number, now, end[number], earliest[number], needs[number], followers[number])
+        issue.note(number, now, end[number], known[number], needs[number], followers[number])
         order.append(number)
         for following in followers[number]:
             earliest[following] = max(earliest[following], end[number])
+            if counts.get(following) != number:
+                known[following] = max(known[following], end[number])
             left[following] -= 1
             if left[following] == 0:
                 push(following, earliest[following])
     assert len(order) == len(dag.nodes), "verify lets no cycle through"
     return IssueOrder(issue.sorted(order), tuple(start), tuple(end))
+
+
+def _counts(dag: Dag) -> dict[int, int]:
+    """Of all-to-alls that find their counts in their turn, the nodes that bring these."""
+    found: dict[int, int] = {}
+    for number, node in enumerate(dag.nodes):
+        if isinstance(node.op, Collective) and node.op.in_turn:
+            brings = dag.producers[node.reads[-1]]
+            if dag.nodes[brings].stream == node.stream:
+                found[number] = brings
+    return found
 
 
 class _Issue:

@@ -11,7 +11,9 @@ and whoever runs the plan keeps them alive until the communication is over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from piper.ir.collectives import CollectiveKind
 
@@ -40,7 +42,15 @@ class Handle(Protocol):
 
 
 Begin = Callable[..., Handle | None]
-"""Begins a communication: a message of one tensor, or a collective of those that its kind needs."""
+"""Begins a communication: a message of one tensor, or a collective of those that its kind needs. On
+CPUs a collective may be given one function in their place, which is called for them when all that
+its stream does before is over."""
+
+
+def in_turn(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a collective works on, whose turn has come."""
+    first = given[0]
+    return given if isinstance(first, Tensor) else tuple(first())
 
 
 class Comm(Protocol):

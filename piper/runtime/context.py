@@ -65,6 +65,9 @@ class ExecutionContext:
         self.plan = plan
         self.code = code
         self.slots: list[Any] = [None] * len(plan.slots)
+        self.coming: dict[int, Callable[[], Tensor]] = {}
+        """By slot, what reads all-to-alls under way, for those of their stream whose turn comes
+        before the host has taken them in."""
         self.scalars = Scalars()
         self.wanted = self._strides()
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
@@ -90,6 +93,7 @@ class ExecutionContext:
     def abandon(self) -> None:
         """Let go of everything after a step that failed."""
         self.slots[:] = [None] * len(self.slots)
+        self.coming.clear()
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of the model, or a constant of its code."""

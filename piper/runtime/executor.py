@@ -162,6 +162,8 @@ class Executor:
     def _complete(self, loaded: LoadedPlan, pending: dict[int, Pending], pc: int) -> None:
         try:
             loaded.bound.complete(pending.pop(pc), pc)
+        except CapacityError:
+            raise
         except Exception as error:
             raise self._failed(loaded.context, pc, CommunicationError, error) from error
 

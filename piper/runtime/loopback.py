@@ -9,7 +9,7 @@ import torch
 
 from piper.ir.collectives import CollectiveKind
 from piper.runtime.collectives import DEFINITIONS, Tensors
-from piper.runtime.comm import Begin, Group
+from piper.runtime.comm import Begin, Group, in_turn
 
 Name = str
 """A device's end of a communication, as errors call it."""
@@ -126,5 +126,9 @@ class Loopback:
     def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
         participants = [f"device {device}" for device in group]
         name, me = f"{kind.value} (node {node})", f"device {self._device}"
-        arrive, key, move = self._hub.arrive, (node, group), DEFINITIONS[kind].act
-        return lambda *tensors: arrive(key, name, participants, me, tensors, move)
+        arrive, key, act = self._hub.arrive, (node, group), DEFINITIONS[kind].act
+
+        def move(given: Sequence[Tensors]) -> None:
+            act([in_turn(one) for one in given])
+
+        return lambda *given: arrive(key, name, participants, me, given, move)

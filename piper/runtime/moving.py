@@ -173,21 +173,26 @@ def all_to_all_by_counts(
         return without_waiting
 
     def execute() -> Pending:
-        mine = slots[counts]
+        mine, coming = slots[counts], context.coming.get(received)
+        come = slots[received]
         there = own_counts(mine, runs).view(ways, -1).sum(1).tolist()
-        here = slots[received].sum(0).tolist()
-        sent, got = (there, here) if goes else (here, there)
-        if sum(got) > rows:
-            raise CapacityError(
-                f"{name}: device {device} is sent {sum(got)} rows for its experts ({got} from "
-                f"each device) and has room for {rows}: give shard(..., capacity=) more, or leave "
-                "it out for room for all"
-            )
         data = merged(slots[slot], mine) if merges else slots[slot].contiguous()
         out = data.new_empty(rows, *data.shape[1:])
-        if not goes:
-            out[sum(got) :].zero_()  # rows that have no expert
-        handle = begin(data[: sum(sent)], out[: sum(got)], sent, got)
+
+        def tensors() -> tuple[Tensor, Tensor, list[int], list[int]]:
+            here = (come if coming is None else coming()).sum(0).tolist()
+            sent, got = (there, here) if goes else (here, there)
+            if sum(got) > rows:
+                raise CapacityError(
+                    f"{name}: device {device} is sent {sum(got)} rows for its experts ({got} from "
+                    f"each device) and has room for {rows}: give shard(..., capacity=) more, or "
+                    "leave it out for room for all"
+                )
+            if not goes:
+                out[sum(got) :].zero_()  # rows that have no expert
+            return data[: sum(sent)], out[: sum(got)], sent, got
+
+        handle = begin(*tensors()) if coming is None else begin(tensors)
         back = in_order(mine)
 
         def finish() -> None:
@@ -215,8 +220,10 @@ def all_to_all(
         data = pack(given)
         out = torch.empty_like(data)
         handle = begin(data, out)
+        context.coming[target] = lambda: unpack(out)
 
         def finish() -> None:
+            del context.coming[target]
             store(context.arrange(target, unpack(out)))
 
         return Pending(x.name, [handle], finish, keeps=(data,))
