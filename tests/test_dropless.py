@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 
 import piper
 from piper.ir import build
+from piper.ir.ops import Collective
 from piper.lower.lower import Settings, lower
+from piper.lower.plan import Plan, Verb
+from piper.lower.plan_text import parse, text
 from piper.runtime.messages import packed, padded
 from piper.strategies import mesh
 from tests.facts import at, dropless
@@ -319,6 +323,32 @@ def test_memory_is_within_what_was_predicted(capacity: float | None) -> None:
     (memory,) = program.memory
     for device in measured.values():
         assert 0.5 * memory.peak < device.peak <= memory.peak
+
+
+def counts_ended(plan: Plan) -> int:
+    """How many all-to-alls by counts the host begins no sooner than it knows the counts."""
+    made = {slot: pc for pc, x in enumerate(plan.instructions) for slot in x.writes}
+    moves = [x for x in plan.instructions if isinstance(x.op, Collective) and x.op.rows]
+    return sum(made[x.reads[-1]] in x.ends for x in moves)
+
+
+def test_rows_follow_their_counts() -> None:
+    """At once where a thread of the stream reads these, and not after the next computation. On a
+    GPU the host does, unless as much is sent as there is room for."""
+    given = routed(torch.arange(256) % 4)
+    program = compiled(given, spread(capacity=1.5))
+    (plan,) = program.plans
+    assert counts_ended(plan) == 0
+    places = [pc for pc, x in enumerate(plan.instructions) if x.stream == "ep"]
+    for before, pc in itertools.pairwise(places):
+        between = range(before + 1, pc)
+        passes = [c for c in between if plan.instructions[c].verb is Verb.COMPUTE]
+        assert not passes or passes[-1] in plan.instructions[pc].waits
+    gpu = replace(program.settings, gpu=True)
+    (plan,) = replace(program, settings=gpu).lowered.plans
+    assert ", by the host" in text(plan)
+    assert counts_ended(plan) == 2, "one in each microbatch"
+    assert parse(text(plan)) == plan
 
 
 def test_load_is_reported() -> None:
