@@ -29,6 +29,7 @@ from piper.lower.rank_classes import RankClasses
 from piper.lower.schedule import IssueOrder
 from piper.lower.shared import Shared, Touched
 from piper.lower.sizes import Sizes
+from piper.lower.sorted_rows import brought_in_turn
 
 _UNDER_WAY = 2
 """How many messages of a stream, or reductions that scatter, may be under way at a time: each holds
@@ -257,13 +258,12 @@ class _Planner:
         added = [v for v in writes if v in made_at]
         before: list[int] = []
         brought: list[int] = []
-        in_turn = isinstance(node.op, Collective) and node.op.in_turn
+        in_turn = brought_in_turn(self.dag, node)
         for value in (*reads, *added):
             if made := made_at.get(value):
                 before += made
-                comes = self.out[made[-1]]
-                counts = in_turn and value == reads[-1] and comes.stream == stream
-                if comes.verb in COMMUNICATING and not counts:
+                last = self.out[made[-1]]
+                if last.verb in COMMUNICATING and last.node != in_turn:
                     brought.append(made[-1])
         before += [self.node_at[b] for b in node.after if b in self.node_at]
         role, of = self.shared.about(node)

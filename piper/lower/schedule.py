@@ -22,6 +22,7 @@ from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Dag, Node
 from piper.ir.ops import Collective, Transfer, Update
 from piper.lower.rank_classes import RankClasses
+from piper.lower.sorted_rows import brought_in_turn
 
 Resource = tuple[int, str]
 
@@ -65,7 +66,7 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     earliest = [0.0] * len(dag.nodes)
     known = [0.0] * len(dag.nodes)
     """When all that a node reads is there, but for what its stream brings in its turn."""
-    counts = _counts(dag)
+    counts = [brought_in_turn(dag, node) for node in dag.nodes]
     issue = _Issue(dag)
     for number, count in enumerate(waiting):
         if count == 0:
@@ -85,24 +86,13 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
         order.append(number)
         for following in followers[number]:
             earliest[following] = max(earliest[following], end[number])
-            if counts.get(following) != number:
+            if counts[following] != number:
                 known[following] = max(known[following], end[number])
             left[following] -= 1
             if left[following] == 0:
                 push(following, earliest[following])
     assert len(order) == len(dag.nodes), "verify lets no cycle through"
     return IssueOrder(issue.sorted(order), tuple(start), tuple(end))
-
-
-def _counts(dag: Dag) -> dict[int, int]:
-    """Of all-to-alls that find their counts in their turn, the nodes that bring these."""
-    found: dict[int, int] = {}
-    for number, node in enumerate(dag.nodes):
-        if isinstance(node.op, Collective) and node.op.in_turn:
-            brings = dag.producers[node.reads[-1]]
-            if dag.nodes[brings].stream == node.stream:
-                found[number] = brings
-    return found
 
 
 class _Issue:

@@ -17,10 +17,19 @@ from collections.abc import Mapping
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
-from piper.ir.ops import Compute
+from piper.ir.ops import Collective, Compute
 from piper.ir.overlaps import most_overlaps
 from piper.ir.text import name_of
 from piper.ir.values import Role, Value
+
+
+def brought_in_turn(dag: Dag, node: Node) -> int | None:
+    """Of an all_to_all that finds its counts in its turn, the node by which its own stream brings
+    them before."""
+    if not isinstance(node.op, Collective) or not node.op.in_turn:
+        return None
+    brings = dag.producers[node.reads[-1]]
+    return brings if dag.nodes[brings].stream == node.stream else None
 
 
 class SortedValues:

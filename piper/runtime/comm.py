@@ -47,8 +47,8 @@ CPUs a collective may be given one function in their place, which is called for 
 its stream does before is over."""
 
 
-def in_turn(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a collective works on, whose turn has come."""
+def tensors_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a collective works on, when its turn has come."""
     first = given[0]
     return given if isinstance(first, Tensor) else tuple(first())
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from piper.ir.collectives import CollectiveKind
 from piper.lower.plan import Plan
 from piper.runtime.collectives import DEFINITIONS
-from piper.runtime.comm import Begin, Group, Handle, in_turn
+from piper.runtime.comm import Begin, Group, Handle, tensors_of
 from piper.runtime.communicators import Communicator, channel, collective, communicators_of
 
 _IN_FLIGHT = 8
@@ -145,11 +145,11 @@ class Gloo:
 
     def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
         if len(group) == 1:
-            return lambda *given: DEFINITIONS[kind].act([in_turn(given)])
+            return lambda *given: DEFINITIONS[kind].act([tensors_of(given)])
         members = _Members(self._backends[collective(stream, group)], len(group))
         act = partial(_SUMS[kind], members) if kind in _SUMS else partial(members.do, kind)
         thread = self._thread(stream)
-        return lambda *given: _Begun(thread, lambda: act(*in_turn(given)))
+        return lambda *given: _Begun(thread, lambda: act(*tensors_of(given)))
 
     def _thread(self, stream: str) -> ThreadPoolExecutor:
         if stream not in self._threads:

@@ -9,7 +9,7 @@ import torch
 
 from piper.ir.collectives import CollectiveKind
 from piper.runtime.collectives import DEFINITIONS, Tensors
-from piper.runtime.comm import Begin, Group, in_turn
+from piper.runtime.comm import Begin, Group, tensors_of
 
 Name = str
 """A device's end of a communication, as errors call it."""
@@ -129,6 +129,6 @@ class Loopback:
         arrive, key, act = self._hub.arrive, (node, group), DEFINITIONS[kind].act
 
         def move(given: Sequence[Tensors]) -> None:
-            act([in_turn(one) for one in given])
+            act([tensors_of(one) for one in given])
 
         return lambda *given: arrive(key, name, participants, me, given, move)
