@@ -45,7 +45,7 @@ class Placer:
     def __init__(self, passes: Passes) -> None:
         self._known = Known(passes)
         self._shares: dict[tuple[int, int, int, int | None], Joint] = {}
-        self._rows: dict[int, Mapping[int, Rows]] = {}
+        self._rows: dict[tuple[int, int], Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
 
     def facts_of(self, captured: Captured) -> Model:
@@ -105,7 +105,7 @@ class Placer:
             n: replace(
                 model,
                 values=tuple(
-                    replace(facts, rows=found.dim, scrambled=found.scrambled)
+                    replace(facts, rows=found.dim, order=found.order)
                     for value, facts in enumerate(model.values)
                     for found in [rows.get(value, Rows())]  # nobody reads it
                 ),
@@ -114,21 +114,25 @@ class Placer:
         }
 
     def _rows_of(self, captured: Mapping[int, Captured]) -> Mapping[int, Rows]:
-        most = captured[min(captured)]  # of one row, nothing would be seen
-        if id(most) not in self._rows:
-            self._rows[id(most)] = rows_of(most.cut, most.example.size // most.microbatches)
-        return self._rows[id(most)]
+        most, fewest = captured[min(captured)], captured[max(captured)]
+        key = (id(most), id(fewest))
+        if key not in self._rows:
+            other = fewest.cut if fewest is not most else None
+            # of one row, nothing would be seen: it is the larger that is looked at
+            self._rows[key] = rows_of(most.cut, most.example.size // most.microbatches, other)
+        return self._rows[key]
 
     def placed_for_evaluation(self, strategy: Strategy, captured: Mapping[int, Captured]) -> Placed:
         """The same in evaluation mode."""
-        refuse_other_rows(captured[min(captured)], self._rows_of(captured))
         try:
-            return self.placed(strategy, captured)
+            placed = self.placed(strategy, captured)
         except DirectiveError as error:
             raise DirectiveError(
                 f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
                 "training mode: a strategy must fit both"
             ) from None
+        refuse_other_rows(captured[min(captured)], self._rows_of(captured))
+        return placed
 
     def _joints(self, captured: Captured, dag: Dag) -> tuple[Joint, ...]:
         """The joint graph of each chunk; of a sharded one, that of a device's share."""

@@ -38,7 +38,7 @@ def refuse_other_rows(captured: Captured, rows: Mapping[int, Rows]) -> None:
     """Outputs are put together from the rows that devices have of them."""
     for name, value in outputs_of(captured).items():
         shape = captured.cut.values[value].spec.shape
-        if shape and (rows[value].dim != 0 or rows[value].scrambled):
+        if shape and (rows[value] != Rows(0)):
             raise CaptureError(
                 f"the output {name!r} does not have the rows of the batch, one after another, in "
                 f"its first dimension (of {list(shape)}): transpose it to that, or give a single "

@@ -136,7 +136,7 @@ def test_composed_strategies_are_equal(zero: int) -> None:
 def test_a_pinned_batch_may_be_filled_again() -> None:
     x = torch.randint(257, (8, 33))
     program = piper.compile(
-        made(DENSE), composed(0), inputs=(x,), targets=(x,), loss=lm_loss, optimizer=sgd,
+        made(MOE), composed(0), inputs=(x,), targets=(x,), loss=lm_loss, optimizer=sgd,
         device="cuda",
     )  # fmt: skip
     batches = [torch.randint(257, (8, 33)) for _ in range(20)]
@@ -161,7 +161,8 @@ class Odd(nn.Module):
         self.first, self.second = nn.Linear(64, 35), nn.Linear(35, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * self.second(torch.tanh(self.first(x)))
+        with piper.annotate("layer"):
+            return x + self.scale * self.second(torch.tanh(self.first(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -288,3 +288,41 @@ def test_rows_wherever_they_are(turn: str, groups: list[list[int]]) -> None:
         return
     found = train(compiled(model, strategy, loss, batches), batches)
     assert_same(found, plain(model, loss, batches, microbatches=6), ULPS)
+
+
+class Slotted(nn.Module):
+    """Rows are sorted by the data, computed each by itself, and put back where they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("a"):
+            x = self.a(x)
+            order = x[:, 0].argsort()
+            slots = x[order].unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        with piper.annotate("b"):
+            slots = torch.tanh(self.b(slots))
+        with piper.annotate("c"):
+            back = slots.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+            return self.c(torch.zeros_like(x).index_copy(0, order, back))
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2], [3, 4]], [[0], [0, 1, 2], [0]]])
+def test_rows_in_an_order_of_their_own_come_back(groups: list[list[int]]) -> None:
+    torch.manual_seed(0)
+    model = Slotted()
+    x, y = torch.randn(2, 24, 8)
+    batches = [((x,), (y,))] * 3
+    strategy = [place({name: 0}, devices=d) for name, d in zip("abc", groups, strict=True)]
+    found = train(compiled(model, strategy, nn.functional.mse_loss, batches), batches)
+    assert_same(found, plain(model, nn.functional.mse_loss, batches, microbatches=1), ULPS)
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2], [2]], [[0], [0], [0, 1]], [[0, 1], [0, 1], [0]]])
+def test_rows_in_an_order_of_their_own_go_nowhere_else(groups: list[list[int]]) -> None:
+    x = torch.randn(24, 8)
+    strategy = [place({name: 0}, devices=d) for name, d in zip("abc", groups, strict=True)]
+    with pytest.raises(piper.DirectiveError, match=r"do not lie one after another .* place"):
+        compiled(Slotted(), strategy, nn.functional.mse_loss, [((x,), (x,))])

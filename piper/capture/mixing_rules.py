@@ -213,6 +213,15 @@ def _gathered(call: Call) -> DimLayout:
     return index
 
 
+def _embedded(call: Call) -> DimLayout:
+    """For each index, a row of a table."""
+    table, indices = call["weight"], call["indices"]
+    table.plain([0])
+    if call["scale_grad_by_freq"] and Axis.ROWS in indices.axes:
+        raise Mixed(Axis.ROWS)  # in its backward, which counts them
+    return DimLayout((*indices.dims, table.dims[1]))
+
+
 def _grouped(call: Call) -> DimLayout:
     """Each row by the weight of its expert."""
     x, weight, offsets = call["x"], call["weight"], call["offsets"]
@@ -266,6 +275,7 @@ _RULES: Mapping[Any, Rule] = {
     aten.unbind: _unbound,
     aten.cat: _joined,
     aten.gather: _gathered,
+    aten.embedding: _embedded,
     aten.native_layer_norm: _normalized,
     EXPERT_OFFSETS: lambda call: DimLayout(call.first.dims[:1]),
     GROUPED_MM: _grouped,

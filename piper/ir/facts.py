@@ -134,9 +134,10 @@ class ValueFacts:
     """As in ``Stored``."""
     rows: int | None = None
     """The dimension that has the rows of the batch, if any."""
-    scrambled: bool = False
-    """Whether the rows of the batch are known not to lie one after another in a dimension of it, so
-    that devices which divide the batch otherwise cannot get their part."""
+    order: int | None = None
+    """The chunk that put its rows into an order of its own; None if they lie one after another, as
+    in the batch. Devices that divide rows otherwise than that chunk does can only compute each by
+    itself."""
     placements: tuple[AxisPlacement, ...] = ()
     """Along the axes of tensor and context parallelism where it is not replicated."""
 

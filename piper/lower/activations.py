@@ -72,6 +72,11 @@ class _Forms:
         self._models = models
         self._gpu = gpu
         self._sorted = SortedValues(dag, models)
+        self._parts = {
+            (node.op.chunk, node.op.microbatch): node.parts
+            for node in dag.nodes
+            if isinstance(node.op, Compute)
+        }
         self._received: dict[tuple[int, int, int], int] = {}
         """By value, identity of the group, and its replicas."""
         self._dispatched: dict[int, int] = {}
@@ -237,7 +242,7 @@ class _Forms:
                 "not sharded by rows of the batch and cannot go between groups of different size; "
                 f"give both regions groups of one size ({places})"
             )
-        if here.scrambled or there.scrambled:
+        if not all(self._may_divide(node, here.order) for node in (made, read)):
             raise DirectiveError(
                 f"{edge}: the rows of the batch do not lie one after another in the value "
                 f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
@@ -246,6 +251,18 @@ class _Forms:
                 f"size ({places})"
             )
         return found
+
+    def _may_divide(self, node: Node, order: int | None) -> bool:
+        """Whether a node may have any part of rows in the order that a chunk gave them: it computes
+        each by itself, or has the part that is in order."""
+        op = node.op
+        if order is None or not isinstance(op, Compute):
+            return True
+        model = self._models.get(node.parts, self._dag.model)
+        chunk, values = model.chunks[op.chunk], model.values
+        if chunk.index != order and any(values[v].order == order for v in chunk.outputs):
+            return True
+        return node.parts == self._parts[order, op.microbatch]
 
 
 def _refuse_other_replicas(dag: Dag) -> None:
