@@ -28,6 +28,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,7 @@ from workers import Way
 
 import piper
 from piper.models import DenseConfig
+from piper.strategies import one_f_one_b
 
 LEVELS = {"ddp": 0, "zero-2": 2, "zero-3": 3}
 TENSOR = {"tp": False, "tp-sequence": True}
@@ -65,7 +67,16 @@ BUCKETS = (25.0, 4.0)
 WARM = 10
 """Steps before all others, whose losses must agree: AdamW multiplies differences of rounding."""
 
-Make = Callable[[], piper.Program | Way]
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """A program, and how it is launched."""
+
+    program: piper.Program
+    cuda_graphs: bool = False
+
+
+Make = Callable[[], Ours | piper.Program | Way]
 REPORTING = ", loss and norm"
 """What names of sides that report end in."""
 
@@ -81,10 +92,13 @@ class Side:
         self.found = Found()
         what, rank = make(), dist.get_rank()
         if isinstance(what, piper.Program):
-            trainer = piper.launch(what, on="torchrun", timeout=here.limit)
+            what = Ours(what)
+        if isinstance(what, Ours):
+            program, graphs = what.program, {"cuda_graphs": True} if what.cuda_graphs else {}
+            trainer = piper.launch(program, on="torchrun", timeout=here.limit, **graphs)
             self.close: Callable[[], None] = trainer.close
-            device = what.devices[rank]
-            self.found.predicted = [m.peak for m in what.memory if device in m.devices]
+            device = program.devices[rank]
+            self.found.predicted = [m.peak for m in program.memory if device in m.devices]
             self._rows: Callable[[Tensor], Any] = lambda x: x
             self._step: Callable[[Any, Any, bool], Any] = lambda x, y, report: trainer.step(
                 x, y, report=report
@@ -184,8 +198,9 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
         more = REPORTING if reports else ""
         if name in TENSOR:
             sequence = TENSOR[name]
-            for schedule in ("1f1b", "dualpipev")[: work.microbatches]:
-                found[f"piper {schedule}{more}"] = partial(
+            one = one_f_one_b(1, work.microbatches)
+            for schedule in (one, one.with_weights_apart()):
+                found[f"piper {schedule.name}{more}"] = partial(
                     tensor_parallel.program, work, sequence, schedule, COSTS, device
                 )
             found[f"torch parallelize_module{more}"] = partial(
@@ -217,14 +232,23 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
 
 
 def experts(work: Work, device: str) -> dict[str, Make]:
-    """One microbatch after another, in pairs, and with a bound on the rows of a rank."""
+    """One microbatch after another and in pairs; with a bound on the rows of a rank; and as a CUDA
+    graph, which theirs cannot be: its host reads counts."""
     ours = partial(expert_parallel.program, work, costs=COSTS, device=device)
-    return {
+    found: dict[str, Make] = {
         "piper 1f1b": partial(ours, "1f1b", None),
         "piper dualpipev": partial(ours, "dualpipev", None),
         "piper 1f1b, capacity=2": partial(ours, "1f1b", 2.0),
         "torch, dispatched by counts": partial(Dispatched, work, device),
     }
+    if device == "cuda":
+        for schedule in ("1f1b", "dualpipev"):
+            found[f"piper {schedule}, CUDA graph"] = partial(_graph, ours, schedule)
+    return found
+
+
+def _graph(ours: Callable[..., piper.Program], schedule: str) -> Ours:
+    return Ours(ours(schedule, None), cuda_graphs=True)
 
 
 def main(

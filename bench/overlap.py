@@ -174,22 +174,34 @@ def _profile(program: piper.Program, x: Tensor) -> Profile:
 def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
     """Slow the loopback until all-to-alls take as long as computations; how fast both are then."""
     profile = _profile(program, x)
-    dag, sizes = program.dag, Sizes(program.dag, program.models)
-    ops = [node.op for node in dag.nodes]
-    computing = statistics.mean(
+    computing = computing_seconds(program, profile)
+    # of each worker's part one half stays; all workers' other halves share the loopback
+    costs = costs_if(program, computing, computing, WAYS)
+    slow_link.slow_down(8 * costs.bytes_per_second)
+    return costs
+
+
+def computing_seconds(program: piper.Program, profile: Profile) -> float:
+    """What the computations of a step took on a device, on average."""
+    ops = [node.op for node in program.dag.nodes]
+    return statistics.mean(
         sum(span.end - span.start for span in spans if isinstance(ops[span.node], Compute))
         for spans in profile.spans.values()
     )
-    flops = sum(sizes.facts(op, WAYS).flops for op in ops if isinstance(op, Compute))
+
+
+def costs_if(program: piper.Program, computing: float, exchanging: float, ways: int) -> piper.Costs:
+    """The speeds of devices that compute for so many seconds of a step, and are at its all-to-alls
+    for so many."""
+    dag, sizes = program.dag, Sizes(program.dag, program.models)
+    ops = [node.op for node in dag.nodes if isinstance(node.op, Compute)]
+    flops = sum(sizes.facts(op, ways).flops for op in ops) / len(program.devices) * ways
     exchanged = sum(
         sizes.moved(node)
         for node in dag.nodes
         if isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_TO_ALL
     )
-    # of each worker's part one half stays; all workers' other halves share the loopback
-    rate = exchanged / computing
-    slow_link.slow_down(8 * rate)
-    return piper.Costs(flops / len(program.devices) * WAYS / computing, rate)
+    return piper.Costs(flops / computing, exchanged / exchanging)
 
 
 if __name__ == "__main__":

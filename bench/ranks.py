@@ -1,7 +1,11 @@
 """Ranks that share one GPU: this program once more for each of them, and what a rank knows.
 
 NCCL lets ranks share a GPU if each says that it is a host of its own, which must be said before
-torch starts. All are ended if one fails, or if they take too long; then the ends of their logs say
+torch starts. Under NVIDIA's MPS, which is started if it is there, their kernels run at the same
+time, as on GPUs of their own; without it they take turns, and a rank that waits for another keeps
+it from running for a slice of time.
+
+All are ended if one fails, or if they take too long; then the ends of their logs say
 what they did.
 """
 
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,6 +70,7 @@ def run_ranks(count: int, limit: float) -> str | None:
     common |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-W", "ignore", "-X", "faulthandler", *sys.argv, "--inside"]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        common |= stack.enter_context(shared_gpu(Path(folder) / "mps"))
         logs = [Path(folder) / f"{rank}.log" for rank in range(count)]
         ranks = []
         for rank, log in enumerate(logs):
@@ -94,6 +100,27 @@ def run_ranks(count: int, limit: float) -> str | None:
             _end(ranks[rank])
             found += "\n".join([f"\n--- rank {rank}", *logs[rank].read_text().splitlines()[-60:]])
         return found
+
+
+@contextlib.contextmanager
+def shared_gpu(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment in which kernels of several processes run on a GPU at the same time, where
+    NVIDIA's MPS can be started."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield {}
+        return
+    folder.mkdir()
+    named = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    if subprocess.run([control, "-d"], env=os.environ | named).returncode:
+        yield {}
+        return
+    try:
+        yield named
+    finally:
+        subprocess.run(
+            [control], input=b"quit\n", env=os.environ | named, stdout=subprocess.DEVNULL
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -27,13 +27,13 @@ from workers import ENVIRONMENT, Way, starter
 
 import piper
 from piper.launch.worker_process import KEEPING
-from piper.strategies import mesh
+from piper.strategies import Schedule, mesh, one_f_one_b
 
 WORKERS = 2
 
 
 def program(
-    work: Work, sequence: bool, schedule: str, costs: piper.Costs, device: str = "cpu"
+    work: Work, sequence: bool, schedule: str | Schedule, costs: piper.Costs, device: str = "cpu"
 ) -> piper.Program:
     x, y = work.batch(0)
     strategy = mesh(
@@ -77,6 +77,8 @@ def main(
     cases = []
     for sequence in (False, True):
         sides: dict[str, piper.Program | Way] = {"piper": program(work, sequence, "1f1b", costs)}
+        apart = one_f_one_b(1, microbatches).with_weights_apart()
+        sides["piper, weights apart"] = program(work, sequence, apart, costs)
         if microbatches > 1:
             sides["piper, pairs"] = program(work, sequence, "dualpipev", costs)
         sides["torch parallelize_module"] = Tensored(work, sequence)

@@ -59,11 +59,11 @@ class Collective:
     """Of an all_to_all by counts that are known when it runs, the rows that a device has room for;
     None if all parts are equal."""
     padded: bool = False
-    """Of one by counts, whether as much is sent as there is room for, so that no host must know
-    the counts."""
+    """Of one by counts, whether there is room for all rows, so that in a CUDA graph, where no host
+    can know the counts, as much is sent as there is room for."""
     by_host: bool = False
-    """Of one by counts that is not padded, whether the host has to know them to begin it, as on
-    GPUs. Elsewhere its stream's own thread reads them when its turn comes."""
+    """Of one by counts, whether the host has to know them to begin it, as on GPUs. Elsewhere its
+    stream's own thread reads them when its turn comes."""
     runs: int = 1
     """Of rows sorted by expert, or their counts: of how many sorted ranges (runs) those of a member
     may be, because a group of another size sorted them."""
@@ -71,7 +71,7 @@ class Collective:
     @property
     def in_turn(self) -> bool:
         """Whether it may be begun before the counts are there that its stream brings before it."""
-        return self.rows is not None and not (self.padded or self.by_host)
+        return self.rows is not None and not self.by_host
 
 
 @dataclass(frozen=True, slots=True)

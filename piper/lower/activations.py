@@ -187,7 +187,7 @@ class _Forms:
             alone = Collective(CollectiveKind.ALL_TO_ALL, tuple((d,) for d in node.devices))
             (equal,) = redistribute(rows, rows.along(ep=Shard(0))) or (alone,)
             padded = self._gpu and sent is not None and rule.capacity is None
-            by_host = self._gpu and room is not None and not padded
+            by_host = self._gpu and room is not None
             found = replace(equal, rows=room, padded=padded, by_host=by_host, runs=runs)
             self._all_to_alls[key] = found
         self.out.add(

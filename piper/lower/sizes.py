@@ -228,7 +228,7 @@ class Sizes:
 
 def _by_count(node: Node) -> bool:
     op = node.op
-    return isinstance(op, Collective) and op.rows is not None and not op.padded
+    return isinstance(op, Collective) and op.rows is not None
 
 
 _TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +69,10 @@ class ExecutionContext:
         self.coming: dict[int, Callable[[], Tensor]] = {}
         """By slot, what reads all-to-alls under way, for those of their stream whose turn comes
         before the host has taken them in."""
+        self.counted: dict[int, tuple[weakref.ref[Tensor], list[list[int]]]] = {}
+        """By slot of counts, which rows and gradients that go and come back read: the tensor that
+        was in it, and how many rows go to each device and come from it. The host of a GPU waits for
+        these numbers, so it asks once."""
         self.scalars = Scalars()
         self.wanted = self._strides()
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}

@@ -79,6 +79,8 @@ class DeviceState:
         self.device = given.device
         self.where = where
         self.training = given.training
+        self.capturable = False
+        """Whether steps may be captured as CUDA graphs: then the host waits for nothing in them."""
         self.steps = 0
         self.changing = False
         """Whether a step has begun to change what is kept, and is not over."""
@@ -132,12 +134,13 @@ class DeviceState:
             held.publish()
 
     def make_capturable(self) -> None:
-        """From now on updates wait for nothing on the host, and may be captured as CUDA graphs."""
+        """From now on a step waits for nothing on the host, and may be captured as a CUDA graph."""
         if self.training.on_nan is not None:
             raise PiperError(
                 f"cuda_graphs=True: on_nan={self.training.on_nan!r} decides on the host whether a "
                 "step updates anything: leave out one of them"
             )
+        self.capturable = True
         for group in self._groups():
             if "capturable" in group:
                 group["capturable"] = True

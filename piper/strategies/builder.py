@@ -224,22 +224,22 @@ class Schedule:
         return Schedule(f"{self.name} without pairs", self.microbatches, rows)
 
     def with_weights_apart(self) -> Schedule:
-        """The same, with the backwards of pairs in halves: nothing waits for the one for weights,
-        so it fills what a dispatch or combine would leave empty."""
+        """The same, with every whole backward in halves that overlap: nothing waits for the one for
+        weights, so it fills what a collective would leave empty."""
         rows = []
         for row in self.rows:
             rows.append(Row(row.stages))
             for group in row.groups:
-                rows[-1].run(*(half for action in group for half in _halves(action, group)))
+                rows[-1].run(*(half for action in group for half in _halves(action)))
         return Schedule(f"{self.name} with weights apart", self.microbatches, rows)
 
     def __str__(self) -> str:
         return str(timed(self))
 
 
-def _halves(action: Action, group: Sequence[Action]) -> tuple[Action, ...]:
-    """A whole backward that overlaps with others in two; anything else as it is."""
-    if action.which is not Pass.B or len(group) == 1:
+def _halves(action: Action) -> tuple[Action, ...]:
+    """A whole backward in two; anything else as it is."""
+    if action.which is not Pass.B:
         return (action,)
     return action._replace(which=Pass.BI), action._replace(which=Pass.BW)
 

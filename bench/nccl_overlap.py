@@ -1,0 +1,193 @@
+"""What overlapping hides on a GPU: experts without dropped tokens, on ranks that share it.
+
+The experts are made wider or narrower until the all-to-alls of a step of 1F1B take as long as all
+its computations. Then, with the same model and microbatches, in turns:
+
+    1F1B; DualPipeV; the same with the backwards for weights apart
+
+Beside the step times: the share of the all-to-alls that is exposed, as the plan predicts it and as
+events measured it; of all, and of those in pairs, since at the ends of a step there is nothing to
+pair with.
+
+Ranks talk over the loopback, which is slow, and share the GPU's multiprocessors: only the ratio of
+communication to computation is that of a cluster.
+
+    python bench/nccl_overlap.py [--ranks 4] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from options import File, Layers, Seq, Vocab
+from overlap import computing_seconds, costs_if, note
+from ranks import Here, entered, run_ranks
+from report import Case, Comparison, print_cases
+from rich.console import Console
+from turns import Found
+from work import Work
+
+import piper
+from piper.models import MoEConfig
+from piper.strategies import Schedule, dualpipev, mesh, one_f_one_b
+
+TRIES = 3
+"""How often the width of the experts is corrected, at most."""
+NEAR = 0.1
+"""How far from 1 the ratio of all-to-alls to computations may be."""
+
+
+def captured(work: Work, device: str) -> piper.Capture:
+    x, y = work.batch(0)
+    return piper.capture(
+        work.model(),
+        inputs=(x,),
+        targets=(y,),
+        loss=work.loss,
+        optimizer=work.optimizer,
+        device=device,
+    )
+
+
+def strategy(work: Work, schedule: Schedule) -> piper.Strategy:
+    return mesh(dp=work.workers, ep=work.workers, schedule=schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """A model whose all-to-alls take about as long as its computations."""
+
+    work: Work
+    captured: piper.Capture
+    costs: piper.Costs
+    ratio: float
+    """Of the one to the other."""
+
+
+def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
+    """``work`` with experts of the width that makes it so."""
+    for number in range(TRIES):
+        model = captured(work, here.device)
+        program = model.compile(strategy(work, one_f_one_b(1, microbatches)))
+        batch = [part.to(here.device) for part in work.batch(0)]
+        with piper.launch(program, on="torchrun", timeout=here.limit) as trainer:
+            for _ in range(3):
+                trainer.step(*batch)
+            profile = trainer.profile(*batch, steps=2)
+        seconds = computing_seconds(program, profile), profile.all_to_all.seconds / work.workers
+        computing, exchanging = here.everyone(seconds)[0]
+        ratio, width = exchanging / computing, work.config.mlp_dim
+        if dist.get_rank() == 0:
+            print(f"experts of width {width}: all-to-alls take {ratio:.2f} of computing")
+        wanted = max(64, round(width * ratio / 64) * 64)
+        if abs(ratio - 1) <= NEAR or wanted == width or number == TRIES - 1:
+            break
+        work = replace(work, config=replace(work.config, mlp_dim=wanted))
+    return Balanced(work, model, costs_if(program, computing, exchanging, work.workers), ratio)
+
+
+def compare(here: Here, work: Work, microbatches: int, rounds: int, warm: int) -> Comparison:
+    found = balanced(here, work, microbatches)
+    work = found.work
+    pairs = dualpipev(1, microbatches)
+    makes = {
+        "1F1B": strategy(work, one_f_one_b(1, microbatches)),
+        "DualPipeV": strategy(work, pairs),
+        "DualPipeV with weights apart": strategy(work, pairs.with_weights_apart()),
+    }
+    programs = {
+        name: found.captured.compile(make, costs=found.costs) for name, make in makes.items()
+    }
+    trainers = {
+        name: piper.launch(program, on="torchrun", timeout=here.limit)
+        for name, program in programs.items()
+    }
+    sides = {name: Found() for name in trainers}
+    for number in range(warm + rounds):
+        x, y = (part.to(here.device) for part in work.batch(number))
+        for name, trainer in trainers.items():
+            here.barrier()
+            start = time.perf_counter()
+            result = trainer.step(x, y)
+            here.barrier()
+            if number >= warm:
+                sides[name].seconds.append(time.perf_counter() - start)
+            sides[name].losses.append(float(result.loss))
+    profiles = {name: trainer.profile(x, y, steps=2) for name, trainer in trainers.items()}
+    for trainer in trainers.values():  # not after an error: the other ranks would be waited for
+        trainer.close()
+    size = f"experts of width {work.config.mlp_dim}, all-to-alls {found.ratio:.2f} of computing"
+    return Comparison(
+        f"experts without dropped tokens, {work.workers} ranks over NCCL on one GPU",
+        f"{size}, torch {torch.__version__}",
+        [
+            Case(
+                f"{microbatches} microbatches, {work.config.layers} layers of {work.config.dim}",
+                "piper 1F1B",
+                {f"piper {name}": one for name, one in sides.items()},
+            )
+        ],
+        [note(name, programs[name], profile) for name, profile in profiles.items()],
+        tolerance=1e-3,
+        compared=warm,
+    )
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="2 or 4: they share one GPU.")] = 2,
+    layers: Layers = 4,
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
+    seq: Seq = 256,
+    vocab: Vocab = 1024,
+    experts: Annotated[int, typer.Option(help="Experts of each block.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Of a step.")] = 8,
+    rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 16,
+    width: Annotated[int, typer.Option(help="Of experts, to begin with.")] = 6144,
+    device: Annotated[str, typer.Option(help="cuda (NCCL), or cpu (gloo): does it run?")] = "cuda",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 4,
+    warm: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 2,
+    limit: Annotated[float, typer.Option(help="Seconds after which ranks are ended.")] = 240,
+    file: File = None,
+    inside: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Compare schedules of ranks that share a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        typer.echo("skipped: no CUDA device here")
+        raise typer.Exit
+    file = file or Path("bench-results") / f"nccl-overlap-{ranks}.json"
+    if inside:
+        config = MoEConfig(
+            vocab=vocab,
+            dim=dim,
+            layers=layers,
+            heads=dim // 64,
+            mlp_dim=width,
+            max_seq=seq,
+            experts=experts,
+            capacity_factor=None,
+        )
+        work = Work(config, ranks, microbatches, rows, True, torch.bfloat16)
+        with entered(device, limit) as here:
+            comparison = compare(here, work, microbatches, rounds, warm)
+            if dist.get_rank() == 0:
+                comparison.write(file)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    wrong = run_ranks(ranks, limit)
+    if wrong:
+        sys.exit(wrong)
+    comparison = Comparison.read(file)
+    print_cases(comparison, Console(width=140))
+    comparison.check()
+
+
+if __name__ == "__main__":
+    typer.run(main)
