@@ -21,6 +21,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper.capture.gpu_numbers import gpu_for, move_values, name_gpu
+from piper.capture.grouped import EAGER
 from piper.capture.kept_strides import keep_strides, strides_of
 from piper.capture.program import ChunkProgram, Function, Kind, Pass
 from piper.capture.saving import RematPolicy
@@ -79,18 +80,51 @@ class Eager:
 
 _ATEN = torch.ops.aten
 _DIRECT: Mapping[object, Callable[..., Any]] = {
+    _ATEN.add.Scalar: torch.add,
     _ATEN.add.Tensor: torch.add,
+    _ATEN.addmm.default: torch.addmm,
+    _ATEN.bmm.default: torch.bmm,
     _ATEN.cat.default: torch.cat,
+    _ATEN.clone.default: torch.clone,
+    _ATEN.cumsum.default: torch.cumsum,
+    _ATEN.div.Scalar: torch.div,
+    _ATEN.div.Tensor: torch.div,
+    _ATEN.embedding.default: torch.embedding,
+    _ATEN.eq.Tensor: torch.eq,
+    _ATEN.exp.default: torch.exp,
+    _ATEN.gather.default: torch.gather,
+    _ATEN.index_add.default: torch.index_add,
+    _ATEN.index_select.default: torch.index_select,
+    _ATEN.mean.dim: torch.mean,
     _ATEN.mm.default: torch.mm,
+    _ATEN.mul.Scalar: torch.mul,
     _ATEN.mul.Tensor: torch.mul,
+    _ATEN.native_layer_norm.default: torch.native_layer_norm,
+    _ATEN.neg.default: torch.neg,
+    _ATEN.permute.default: torch.permute,
+    _ATEN.pow.Tensor_Scalar: torch.pow,
+    _ATEN.relu.default: torch.relu,
+    _ATEN.rsqrt.default: torch.rsqrt,
+    _ATEN.scatter.src: torch.scatter,
+    _ATEN.select.int: torch.select,
+    _ATEN.sigmoid.default: torch.sigmoid,
+    _ATEN.split_with_sizes.default: torch.split_with_sizes,
+    _ATEN.squeeze.dim: torch.squeeze,
     _ATEN.sub.Tensor: torch.sub,
+    _ATEN.sum.dim_IntList: torch.sum,
     _ATEN.t.default: torch.t,
+    _ATEN.tanh.default: torch.tanh,
     _ATEN.transpose.int: torch.transpose,
+    _ATEN.unsqueeze.default: torch.unsqueeze,
+    _ATEN.where.self: torch.where,
     # Real tensors may have other strides than the fake ones that were traced (gradients of batch
     # norms and of attention have): where a view is not possible, this copies.
+    _ATEN._unsafe_view.default: torch.reshape,
     _ATEN.view.default: torch.reshape,
+    **EAGER,
 }
-"""The commonest ops by torch's own functions: the same kernels for half the time of a call."""
+"""The commonest ops by torch's own functions, and ours by the functions that they are: the same
+kernels for half the time of a call."""
 
 
 class Inductor:

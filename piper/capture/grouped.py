@@ -8,7 +8,7 @@ torch's fused kernels on a GPU in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -175,6 +175,14 @@ EXPERT_OFFSETS = torch.ops.piper.expert_offsets.default
 EXPERT_ROWS = torch.ops.piper.expert_rows.default
 EXPERT_SUMS = torch.ops.piper.expert_sums.default
 REGROUP = torch.ops.piper.regroup.default
+
+EAGER: Mapping[object, Callable[..., Any]] = {
+    one._opoverload: one._init_fn
+    for one in (
+        grouped_mm, grouped_outer, expert_rows, expert_sums, expert_counts, expert_offsets, regroup
+    )
+}  # fmt: skip
+"""What each of these operators does, without the way through torch's dispatcher."""
 
 
 @register_flop_formula(torch.ops.piper.grouped_mm)

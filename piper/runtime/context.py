@@ -69,7 +69,7 @@ class ExecutionContext:
         self.coming: dict[int, Callable[[], Tensor]] = {}
         """By slot, what reads all-to-alls under way, for those of their stream whose turn comes
         before the host has taken them in."""
-        self.counted: dict[int, tuple[weakref.ref[Tensor], list[list[int]]]] = {}
+        self.counted: dict[int, tuple[weakref.ref[Tensor], tuple[list[int], list[int]]]] = {}
         """By slot of counts, which rows and gradients that go and come back read: the tensor that
         was in it, and how many rows go to each device and come from it. The host of a GPU waits for
         these numbers, so it asks once."""

@@ -170,12 +170,16 @@ def all_to_all_by_counts(
 
         return Pending(name, [handle], finish, keeps=(data,))
 
-    def by_device(mine: Tensor, come: Tensor) -> list[list[int]]:
+    def by_device(mine: Tensor, come: Tensor) -> tuple[list[int], list[int]]:
         """How many of one's own rows go to the experts of each device, and how many come."""
         known = context.counted.get(received)
         if known is None or known[0]() is not come:
-            both = torch.stack((own_counts(mine, runs).view(ways, -1).sum(1), come.sum(0)))
-            known = context.counted[received] = weakref.ref(come), both.tolist()
+            own = own_counts(mine, runs)
+            numbers = torch.cat((own, come.flatten())).tolist()
+            each, rest = len(own) // ways, numbers[len(own) :]
+            there = [sum(numbers[each * i : each * (i + 1)]) for i in range(ways)]
+            known = weakref.ref(come), (there, [sum(rest[i::ways]) for i in range(ways)])
+            context.counted[received] = known
         return known[1]
 
     def execute() -> Pending:
