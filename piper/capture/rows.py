@@ -74,9 +74,9 @@ def _varying(cut: Cut, other: Cut) -> dict[int, int]:
     """By value, the only dimension whose size depends on the number of rows."""
     found = {}
     for value, (mine, its) in enumerate(zip(cut.values, other.values, strict=True)):
-        shapes = zip(mine.spec.shape, its.spec.shape, strict=True)
+        shapes = zip(mine.spec.shape, its.spec.shape, strict=False)
         dims = [dim for dim, (a, b) in enumerate(shapes) if a != b]
-        if len(dims) == 1:
+        if len(dims) == 1 and len(mine.spec.shape) == len(its.spec.shape):
             found[value] = dims[0]
     return found
 
