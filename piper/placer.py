@@ -131,7 +131,8 @@ class Placer:
                 f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
                 "training mode: a strategy must fit both"
             ) from None
-        refuse_other_rows(captured[min(captured)], self._rows_of(captured))
+        most = captured[min(captured)]
+        refuse_other_rows(most, self._rows_of({min(captured): most}))
         return placed
 
     def _joints(self, captured: Captured, dag: Dag) -> tuple[Joint, ...]:

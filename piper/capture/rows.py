@@ -104,7 +104,8 @@ class _Orders:
     def add(self, maker: Chunk, value: int, followed: _Followed) -> None:
         """Find out about a value that a chunk makes, after all that the chunk reads."""
         found, dim = _rows(followed.layout), self._varying.get(value)
-        if followed.lost and (found != Rows(0) or dim or _counts(self._cut.values[value].spec)):
+        counts = dim is not None and _counts(self._cut.values[value].spec)
+        if followed.lost and (found != Rows(0) or dim or counts):
             found = None  # with the batch first it would be as everywhere
         self.found[value] = found or self._ordered(maker, dim)
 
