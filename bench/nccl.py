@@ -41,11 +41,22 @@ import torch
 import torch.distributed as dist
 import typer
 from expert_peers import Dispatched
-from options import File, Fused, Layers, Seq, Vocab, Warm, chosen
+from options import (
+    Device,
+    File,
+    Fused,
+    Inside,
+    Layers,
+    Limit,
+    Ranks,
+    Seq,
+    Vocab,
+    Warm,
+    chosen,
+)  # fmt: skip
 from peers import Piped, Replicated, Sharded, Tensored
-from ranks import Here, entered, run_ranks
-from report import Case, Comparison, best, print_cases, theirs
-from rich.console import Console
+from ranks import Here, entered, run_comparison, skip_without
+from report import Case, Comparison, best, theirs
 from torch import Tensor
 from turns import Found
 from work import Work, reference
@@ -94,8 +105,8 @@ class Side:
         if isinstance(what, piper.Program):
             what = Ours(what)
         if isinstance(what, Ours):
-            program, graphs = what.program, {"cuda_graphs": True} if what.cuda_graphs else {}
-            trainer = piper.launch(program, on="torchrun", timeout=here.limit, **graphs)
+            program, graphs = what.program, what.cuda_graphs
+            trainer = piper.launch(program, on="torchrun", timeout=here.limit, cuda_graphs=graphs)
             self.close: Callable[[], None] = trainer.close
             device = program.devices[rank]
             self.found.predicted = [m.peak for m in program.memory if device in m.devices]
@@ -252,9 +263,9 @@ def _graph(ours: Callable[..., piper.Program], schedule: str) -> Ours:
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="2 or 4: they share one GPU.")] = 2,
+    ranks: Ranks = 2,
     sides: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; or all.")] = None,
-    device: Annotated[str, typer.Option(help="cuda (NCCL), or cpu (gloo): does it run?")] = "cuda",
+    device: Device = "cuda",
     layers: Layers = 8,
     dim: Annotated[
         int,
@@ -272,14 +283,12 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 8,
     warm: Warm = WARM,
-    limit: Annotated[float, typer.Option(help="Seconds after which ranks are ended.")] = 240,
+    limit: Limit = 240,
     file: File = None,
-    inside: Annotated[bool, typer.Option(hidden=True)] = False,
+    inside: Inside = False,
 ) -> None:
     """Compare steps of ranks that share a GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
-        typer.echo("skipped: no CUDA device here")
-        raise typer.Exit
+    skip_without(device)
     names = chosen(sides, CASES)
     file = file or Path("bench-results") / f"nccl-{ranks}.json"
     if inside:
@@ -312,15 +321,7 @@ def main(
                     comparison.write(file)
                     print(f"{name}: done after {time.monotonic() - began:,.0f} s", flush=True)
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
-    wrong = run_ranks(ranks, limit)
-    if file.exists():
-        comparison = Comparison.read(file)
-        print_cases(comparison, Console(width=140))
-    if wrong:
-        sys.exit(wrong)
-    comparison.check()
+    run_comparison(file, ranks, limit)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ communication to computation is that of a cluster.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +25,10 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from options import File, Layers, Seq, Vocab
+from options import Device, File, Inside, Layers, Limit, Ranks, Seq, Vocab
 from overlap import computing_seconds, costs_if, note
-from ranks import Here, entered, run_ranks
-from report import Case, Comparison, print_cases
-from rich.console import Console
+from ranks import Here, entered, run_comparison, skip_without
+from report import Case, Comparison
 from turns import Found
 from work import Work
 
@@ -82,15 +80,15 @@ def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
                 trainer.step(*batch)
             profile = trainer.profile(*batch, steps=2)
         seconds = computing_seconds(program, profile), profile.all_to_all.seconds / work.workers
-        computing, exchanging = here.everyone(seconds)[0]
-        ratio, width = exchanging / computing, work.config.mlp_dim
+        computing, communicating = here.everyone(seconds)[0]
+        ratio, width = communicating / computing, work.config.mlp_dim
         if dist.get_rank() == 0:
             print(f"experts of width {width}: all-to-alls take {ratio:.2f} of computing")
         wanted = max(64, round(width * ratio / 64) * 64)
         if abs(ratio - 1) <= NEAR or wanted == width or number == TRIES - 1:
             break
         work = replace(work, config=replace(work.config, mlp_dim=wanted))
-    return Balanced(work, model, costs_if(program, computing, exchanging, work.workers), ratio)
+    return Balanced(work, model, costs_if(program, computing, communicating, work.workers), ratio)
 
 
 def compare(here: Here, work: Work, microbatches: int, rounds: int, warm: int) -> Comparison:
@@ -141,7 +139,7 @@ def compare(here: Here, work: Work, microbatches: int, rounds: int, warm: int) -
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="2 or 4: they share one GPU.")] = 2,
+    ranks: Ranks = 2,
     layers: Layers = 4,
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
     seq: Seq = 256,
@@ -150,17 +148,15 @@ def main(
     microbatches: Annotated[int, typer.Option(help="Of a step.")] = 8,
     rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 16,
     width: Annotated[int, typer.Option(help="Of experts, to begin with.")] = 6144,
-    device: Annotated[str, typer.Option(help="cuda (NCCL), or cpu (gloo): does it run?")] = "cuda",
+    device: Device = "cuda",
     rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 4,
     warm: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 2,
-    limit: Annotated[float, typer.Option(help="Seconds after which ranks are ended.")] = 240,
+    limit: Limit = 240,
     file: File = None,
-    inside: Annotated[bool, typer.Option(hidden=True)] = False,
+    inside: Inside = False,
 ) -> None:
     """Compare schedules of ranks that share a GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
-        typer.echo("skipped: no CUDA device here")
-        raise typer.Exit
+    skip_without(device)
     file = file or Path("bench-results") / f"nccl-overlap-{ranks}.json"
     if inside:
         config = MoEConfig(
@@ -179,14 +175,7 @@ def main(
             if dist.get_rank() == 0:
                 comparison.write(file)
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
-    wrong = run_ranks(ranks, limit)
-    if wrong:
-        sys.exit(wrong)
-    comparison = Comparison.read(file)
-    print_cases(comparison, Console(width=140))
-    comparison.check()
+    run_comparison(file, ranks, limit)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ Rounds = Annotated[int, typer.Option(min=2, help="How often each side has its tu
 Turn = Annotated[int, typer.Option(min=1, help="Steps of a turn.")]
 Slow = Annotated[float | None, typer.Option(help="Mbit/s of the link, each way.")]
 Warm = Annotated[int, typer.Option(min=1, help="Steps before anything is timed.")]
+Ranks = Annotated[int, typer.Option(help="2 or 4: they share one GPU.")]
+Device = Annotated[str, typer.Option(help="cuda (NCCL), or cpu (gloo): does it run?")]
+Limit = Annotated[float, typer.Option(help="Seconds after which ranks are ended.")]
+Inside = Annotated[bool, typer.Option(hidden=True)]
 File = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 
 

@@ -190,18 +190,20 @@ def computing_seconds(program: piper.Program, profile: Profile) -> float:
     )
 
 
-def costs_if(program: piper.Program, computing: float, exchanging: float, ways: int) -> piper.Costs:
+def costs_if(
+    program: piper.Program, computing: float, communicating: float, ways: int
+) -> piper.Costs:
     """The speeds of devices that compute for so many seconds of a step, and are at its all-to-alls
     for so many."""
     dag, sizes = program.dag, Sizes(program.dag, program.models)
     ops = [node.op for node in dag.nodes if isinstance(node.op, Compute)]
     flops = sum(sizes.facts(op, ways).flops for op in ops) / len(program.devices) * ways
-    exchanged = sum(
+    sent = sum(
         sizes.moved(node)
         for node in dag.nodes
         if isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_TO_ALL
     )
-    return piper.Costs(flops / computing, exchanged / exchanging)
+    return piper.Costs(flops / computing, sent / communicating)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import typer
+from report import Comparison, print_cases
+from rich.console import Console
 from workers import ENVIRONMENT
 
 Given = TypeVar("Given")
@@ -100,6 +103,27 @@ def run_ranks(count: int, limit: float) -> str | None:
             _end(ranks[rank])
             found += "\n".join([f"\n--- rank {rank}", *logs[rank].read_text().splitlines()[-60:]])
         return found
+
+
+def skip_without(device: str) -> None:
+    """End here if ranks would need a GPU, and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        typer.echo("skipped: no CUDA device here")
+        raise typer.Exit
+
+
+def run_comparison(file: Path, ranks: int, limit: float) -> None:
+    """Let ranks compare, of whom one writes ``file``, and show what it says, also if they fail
+    later."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    wrong = run_ranks(ranks, limit)
+    if file.exists():
+        comparison = Comparison.read(file)
+        print_cases(comparison, Console(width=140))
+    if wrong:
+        sys.exit(wrong)
+    comparison.check()
 
 
 @contextlib.contextmanager

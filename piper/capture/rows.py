@@ -5,8 +5,8 @@ on. That is a part of the tensor only if rows are the outermost factor of one of
 ``[rows, seq, 64]`` may be flattened to ``[rows * seq, 64]``, but transposed before that, every part
 has something of every row. Nor do rows lie as in the batch that were put into slots of experts.
 
-Rows in such an order of their own can be divided into other parts where each is computed by itself,
-and must then come back to as many devices as gave them their order.
+Rows in such an order of their own can be sharded otherwise where each is computed by itself, and
+must then come back to as many devices as gave them their order.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class ValueFacts:
     """The dimension that has the rows of the batch, if any."""
     order: int | None = None
     """The chunk that put its rows into an order of its own; None if they lie one after another, as
-    in the batch. Devices that divide rows otherwise than that chunk does can only compute each by
+    in the batch. Devices that shard rows otherwise than that chunk does can only compute each by
     itself."""
     placements: tuple[AxisPlacement, ...] = ()
     """Along the axes of tensor and context parallelism where it is not replicated."""

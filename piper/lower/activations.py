@@ -242,7 +242,7 @@ class _Forms:
                 "not sharded by rows of the batch and cannot go between groups of different size; "
                 f"give both regions groups of one size ({places})"
             )
-        if not all(self._may_divide(node, here.order) for node in (made, read)):
+        if not all(self._may_shard(node, here.order) for node in (made, read)):
             raise DirectiveError(
                 f"{edge}: the rows of the batch do not lie one after another in the value "
                 f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
@@ -252,7 +252,7 @@ class _Forms:
             )
         return found
 
-    def _may_divide(self, node: Node, order: int | None) -> bool:
+    def _may_shard(self, node: Node, order: int | None) -> bool:
         """Whether a node may have any part of rows in the order that a chunk gave them: it computes
         each by itself, or has the part that is in order."""
         op = node.op
