@@ -5,9 +5,12 @@ its computations. Then, with the same model and microbatches, in turns:
 
     1F1B; DualPipeV; the same with the backwards for weights apart
 
-Beside the step times: the share of the all-to-alls that is exposed, as the plan predicts it and as
-events measured it; of all, and of those in pairs, since at the ends of a step there is nothing to
-pair with.
+Beside the step times: the share of the all-to-alls that is exposed, as the plan predicts it from
+what 1F1B took, and as events measured it; of all, and of those in pairs, since at the ends of a
+step there is nothing to pair with.
+
+Sequences are long, so that attention takes about as long as the experts, and a microbatch takes
+longer than the host needs to launch it.
 
 Ranks talk over the loopback, which is slow, and share the GPU's multiprocessors: only the ratio of
 communication to computation is that of a cluster.
@@ -65,6 +68,7 @@ class Balanced:
     work: Work
     captured: piper.Capture
     costs: piper.Costs
+    """As measured; all ranks have the same."""
     ratio: float
     """Of the one to the other."""
 
@@ -80,7 +84,7 @@ def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
                 trainer.step(*batch)
             profile = trainer.profile(*batch, steps=2)
         seconds = computing_seconds(program, profile), profile.all_to_all.seconds / work.workers
-        computing, communicating = here.everyone(seconds)[0]
+        (computing, communicating), recorded = here.everyone((seconds, profile.recorded))[0]
         ratio, width = communicating / computing, work.config.mlp_dim
         if dist.get_rank() == 0:
             print(f"experts of width {width}: all-to-alls take {ratio:.2f} of computing")
@@ -88,7 +92,8 @@ def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
         if abs(ratio - 1) <= NEAR or wanted == width or number == TRIES - 1:
             break
         work = replace(work, config=replace(work.config, mlp_dim=wanted))
-    return Balanced(work, model, costs_if(program, computing, communicating, work.workers), ratio)
+    costs = costs_if(program, computing, communicating, work.workers)
+    return Balanced(work, model, replace(costs, recorded=recorded), ratio)
 
 
 def compare(here: Here, work: Work, microbatches: int, rounds: int, warm: int) -> Comparison:
@@ -140,14 +145,14 @@ def compare(here: Here, work: Work, microbatches: int, rounds: int, warm: int) -
 
 def main(
     ranks: Ranks = 2,
-    layers: Layers = 4,
+    layers: Layers = 8,
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
-    seq: Seq = 256,
+    seq: Seq = 8192,
     vocab: Vocab = 1024,
     experts: Annotated[int, typer.Option(help="Experts of each block.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Of a step.")] = 8,
-    rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 16,
-    width: Annotated[int, typer.Option(help="Of experts, to begin with.")] = 6144,
+    rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 4,
+    width: Annotated[int, typer.Option(help="Of experts, to begin with.")] = 2048,
     device: Device = "cuda",
     rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 4,
     warm: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 2,

@@ -189,9 +189,19 @@ def _nbytes(node: fx.Node) -> int:
     return TensorSpec.of(value).nbytes if isinstance(value, Tensor) else 0
 
 
+_ATEN = torch.ops.aten
+_COUNTED_AS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Attention on CPUs, of which torch's counter knows nothing, and what it is on GPUs."""
+
+
 def _node_flops(node: fx.Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_counter.flop_registry.get(packet)
+    formula = flop_counter.flop_registry.get(_COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0
     values: Any = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
