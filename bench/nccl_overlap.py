@@ -3,14 +3,14 @@
 The experts are made wider or narrower until the all-to-alls of a step of 1F1B take as long as all
 its computations. Then, with the same model and microbatches, in turns:
 
-    1F1B; DualPipeV; the same with the backwards for weights apart
+    1F1B; DualPipeV; with the weights' backwards apart; the same, ordered by a profile of it
 
 Beside the step times: the share of the all-to-alls that is exposed, as the plan predicts it from
 what 1F1B took, and as events measured it; of all, and of those in pairs, since at the ends of a
 step there is nothing to pair with.
 
-Sequences are long, so that attention takes about as long as the experts, and a microbatch takes
-longer than the host needs to launch it.
+Sequences and microbatches are long, so that attention has its part, and a microbatch takes longer
+than the host needs to launch it.
 
 Ranks talk over the loopback, which is slow, and share the GPU's multiprocessors: only the ratio of
 communication to computation is that of a cluster.
@@ -20,6 +20,7 @@ communication to computation is that of a cluster.
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from turns import Found
 from work import Work
 
 import piper
+from piper.ir.ops import Collective
+from piper.launch.profile import Profile
 from piper.models import MoEConfig
 from piper.strategies import Schedule, dualpipev, mesh, one_f_one_b
 
@@ -43,6 +46,9 @@ TRIES = 3
 """How often the width of the experts is corrected, at most."""
 NEAR = 0.1
 """How far from 1 the ratio of all-to-alls to computations may be."""
+
+
+APART = "DualPipeV with weights apart"
 
 
 def captured(work: Work, device: str) -> piper.Capture:
@@ -73,22 +79,27 @@ class Balanced:
     """Of the one to the other."""
 
 
+def profiled(here: Here, program: piper.Program, work: Work) -> Profile:
+    _make_room(here)
+    batch = [part.to(here.device) for part in work.batch(0)]
+    with piper.launch(program, on="torchrun", timeout=here.limit) as trainer:
+        for _ in range(2):
+            trainer.step(*batch)
+        return trainer.profile(*batch, steps=2)
+
+
 def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
     """``work`` with experts of the width that makes it so."""
     for number in range(TRIES):
         model = captured(work, here.device)
         program = model.compile(strategy(work, one_f_one_b(1, microbatches)))
-        batch = [part.to(here.device) for part in work.batch(0)]
-        with piper.launch(program, on="torchrun", timeout=here.limit) as trainer:
-            for _ in range(3):
-                trainer.step(*batch)
-            profile = trainer.profile(*batch, steps=2)
+        profile = profiled(here, program, work)
         seconds = computing_seconds(program, profile), profile.all_to_all.seconds / work.workers
         (computing, communicating), recorded = here.everyone((seconds, profile.recorded))[0]
         ratio, width = communicating / computing, work.config.mlp_dim
         if dist.get_rank() == 0:
             print(f"experts of width {width}: all-to-alls take {ratio:.2f} of computing")
-        wanted = max(64, round(width * ratio / 64) * 64)
+        wanted = max(64, round(width * ratio**2 / 64) * 64)  # experts are about half of it
         if abs(ratio - 1) <= NEAR or wanted == width or number == TRIES - 1:
             break
         work = replace(work, config=replace(work.config, mlp_dim=wanted))
@@ -96,34 +107,41 @@ def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
     return Balanced(work, model, replace(costs, recorded=recorded), ratio)
 
 
-def compare(here: Here, work: Work, microbatches: int, rounds: int, warm: int) -> Comparison:
+def compare(here: Here, work: Work, microbatches: int, rounds: int) -> Comparison:
     found = balanced(here, work, microbatches)
     work = found.work
     pairs = dualpipev(1, microbatches)
     makes = {
         "1F1B": strategy(work, one_f_one_b(1, microbatches)),
         "DualPipeV": strategy(work, pairs),
-        "DualPipeV with weights apart": strategy(work, pairs.with_weights_apart()),
+        APART: strategy(work, pairs.with_weights_apart()),
     }
     programs = {
         name: found.captured.compile(make, costs=found.costs) for name, make in makes.items()
     }
+    recorded = here.everyone(profiled(here, programs[APART], work).recorded)[0]
+    known = replace(found.costs, recorded=recorded)
+    programs[f"{APART}, by a profile"] = found.captured.compile(makes[APART], costs=known)
     trainers = {
         name: piper.launch(program, on="torchrun", timeout=here.limit)
         for name, program in programs.items()
     }
     sides = {name: Found() for name in trainers}
-    for number in range(warm + rounds):
-        x, y = (part.to(here.device) for part in work.batch(number))
+    profiles = {}
+    for number in range(rounds + 1):
         for name, trainer in trainers.items():
+            batch = [part.to(here.device) for part in work.batch(number)]
+            _make_room(here)
+            trainer.step(*batch)
             here.barrier()
+            if number == rounds:
+                profiles[name] = trainer.profile(*batch, steps=3)
+                continue
             start = time.perf_counter()
-            result = trainer.step(x, y)
+            result = trainer.step(*batch)
             here.barrier()
-            if number >= warm:
-                sides[name].seconds.append(time.perf_counter() - start)
+            sides[name].seconds.append(time.perf_counter() - start)
             sides[name].losses.append(float(result.loss))
-    profiles = {name: trainer.profile(x, y, steps=2) for name, trainer in trainers.items()}
     for trainer in trainers.values():  # not after an error: the other ranks would be waited for
         trainer.close()
     size = f"experts of width {work.config.mlp_dim}, all-to-alls {found.ratio:.2f} of computing"
@@ -137,25 +155,49 @@ def compare(here: Here, work: Work, microbatches: int, rounds: int, warm: int) -
                 {f"piper {name}": one for name, one in sides.items()},
             )
         ],
-        [note(name, programs[name], profile) for name, profile in profiles.items()],
+        [
+            link_note(programs["1F1B"], profiles["1F1B"]),
+            *(note(name, programs[name], profile) for name, profile in profiles.items()),
+        ],
         tolerance=1e-3,
-        compared=warm,
     )
+
+
+def link_note(program: piper.Program, profile: Profile) -> str:
+    """How evenly all-to-alls go when nothing runs beside them."""
+    ops = [node.op for node in program.dag.nodes]
+    tenths = statistics.quantiles(
+        (
+            1e3 * (span.end - span.start)
+            for spans in profile.spans.values()
+            for span in spans
+            if isinstance(op := ops[span.node], Collective) and op.rows is not None
+        ),
+        n=10,
+    )
+    spread = f"{tenths[0]:.1f} to {tenths[-1]:.1f}"
+    return f"1F1B: an all-to-all of rows takes {tenths[4]:.1f} ms, 10-90% {spread}"
+
+
+def _make_room(here: Here) -> None:
+    """Let go of what the allocator keeps for the streams of the side before."""
+    if here.device == "cuda":
+        here.barrier()
+        torch.cuda.empty_cache()
 
 
 def main(
     ranks: Ranks = 2,
-    layers: Layers = 8,
+    layers: Layers = 6,
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
     seq: Seq = 8192,
     vocab: Vocab = 1024,
     experts: Annotated[int, typer.Option(help="Experts of each block.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Of a step.")] = 8,
-    rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 4,
-    width: Annotated[int, typer.Option(help="Of experts, to begin with.")] = 2048,
+    rows: Annotated[int, typer.Option(help="Sequences of a microbatch, for each rank.")] = 8,
+    width: Annotated[int, typer.Option(help="Of experts, to begin with.")] = 1536,
     device: Device = "cuda",
     rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 4,
-    warm: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 2,
     limit: Limit = 240,
     file: File = None,
     inside: Inside = False,
@@ -176,7 +218,7 @@ def main(
         )
         work = Work(config, ranks, microbatches, rows, True, torch.bfloat16)
         with entered(device, limit) as here:
-            comparison = compare(here, work, microbatches, rounds, warm)
+            comparison = compare(here, work, microbatches, rounds)
             if dist.get_rank() == 0:
                 comparison.write(file)
         return

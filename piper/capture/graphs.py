@@ -200,7 +200,7 @@ _COUNTED_AS = {
 
 
 def _node_flops(node: fx.Node) -> int:
-    packet = getattr(node.target, "overloadpacket", None)
+    packet: Any = getattr(node.target, "overloadpacket", None)
     formula = flop_counter.flop_registry.get(_COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0
