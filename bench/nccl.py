@@ -98,6 +98,8 @@ class Side:
     def __init__(self, make: Make, here: Here) -> None:
         gc.collect()
         self._here, self._held = here, 0
+        self._allocates = here.device == "cuda"
+        """Whether the allocator knows what a step takes: not of a CUDA graph, which has its own."""
         self._forget()
         self._before = here.allocated()
         self.found = Found()
@@ -106,6 +108,7 @@ class Side:
             what = Ours(what)
         if isinstance(what, Ours):
             program, graphs = what.program, what.cuda_graphs
+            self._allocates &= not graphs
             trainer = piper.launch(program, on="torchrun", timeout=here.limit, cuda_graphs=graphs)
             self.close: Callable[[], None] = trainer.close
             device = program.devices[rank]
@@ -140,7 +143,7 @@ class Side:
         self.found.host += host
         if report:
             self.found.losses += map(float, losses)
-        if self._here.device == "cuda":
+        if self._allocates:
             peak = torch.cuda.max_memory_allocated() - others
             self.found.memory = max(self.found.memory, peak)
 

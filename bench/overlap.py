@@ -134,9 +134,10 @@ def note(name: str, program: piper.Program, profile: Profile) -> str:
 
 
 def in_pairs(program: piper.Program) -> set[int]:
-    """The collectives of passes that the strategy lets overlap with others."""
+    """The collectives of passes that the strategy lets overlap with those of other microbatches."""
     orders = [x for x in program.strategy.directives if isinstance(x, Order)]
-    pairs = [group for order in orders for group in order.groups if len(group) > 1]
+    groups = [group for order in orders for group in order.groups]
+    pairs = [group for group in groups if len({where["MB"] for where in group}) > 1]
     filters = [Filter.of(where) for pair in pairs for where in pair]
     return {
         number
