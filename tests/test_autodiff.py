@@ -296,6 +296,32 @@ def test_layers_that_differ_in_a_number_do_not_share() -> None:
     assert len(captured.unique_programs) == 4
 
 
+def test_flops_of_attention() -> None:
+    """Two products forward, and five backward; also on CPUs, of which torch's counter knows
+    nothing."""
+    batch, heads, queries, keys, width = 2, 3, 8, 5, 4
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(heads, queries, width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ours = self.queries.expand(batch, -1, -1, -1)
+            return F.scaled_dot_product_attention(ours, x, x)
+
+    captured = capture(
+        Attention(),
+        inputs=(torch.randn(batch, heads, keys, width),),
+        targets=(torch.randn(batch, heads, queries, width),),
+        loss=F.mse_loss,
+    )
+    product = 2 * batch * heads * queries * keys * width
+    found = [program.functions for program in captured.programs]
+    assert sum(one[Pass.F].flops for one in found) == 2 * product
+    assert sum(one[Pass.B].flops for one in found) == 5 * product
+
+
 def test_flops_of_a_linear_layer() -> None:
     m, k, n = 4, 6, 10
     model = nn.Sequential(nn.Linear(3, k), nn.Linear(k, n))
