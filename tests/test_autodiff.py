@@ -296,7 +296,8 @@ def test_layers_that_differ_in_a_number_do_not_share() -> None:
     assert len(captured.unique_programs) == 4
 
 
-def test_flops_of_attention() -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_flops_of_attention(grouped: bool) -> None:
     """Two products forward, and five backward; also on CPUs, of which torch's counter knows
     nothing."""
     batch, heads, queries, keys, width = 2, 3, 8, 5, 4
@@ -308,11 +309,11 @@ def test_flops_of_attention() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             ours = self.queries.expand(batch, -1, -1, -1)
-            return F.scaled_dot_product_attention(ours, x, x)
+            return F.scaled_dot_product_attention(ours, x, x, enable_gqa=grouped)
 
     captured = capture(
         Attention(),
-        inputs=(torch.randn(batch, heads, keys, width),),
+        inputs=(torch.randn(batch, 1 if grouped else heads, keys, width),),
         targets=(torch.randn(batch, heads, queries, width),),
         loss=F.mse_loss,
     )

@@ -190,20 +190,41 @@ def _nbytes(node: fx.Node) -> int:
 
 
 _ATEN = torch.ops.aten
-_COUNTED_AS = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ),
+_FORWARD = _ATEN._scaled_dot_product_flash_attention
+_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward
+_ATTENTION = {
+    _ATEN._scaled_dot_product_efficient_attention: _FORWARD,
+    _ATEN._scaled_dot_product_flash_attention: _FORWARD,
+    _ATEN._scaled_dot_product_cudnn_attention: _FORWARD,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _FORWARD,
+    _ATEN._scaled_dot_product_efficient_attention_backward: _BACKWARD,
+    _ATEN._scaled_dot_product_flash_attention_backward: _BACKWARD,
+    _ATEN._scaled_dot_product_cudnn_attention_backward: _BACKWARD,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _BACKWARD,
 }
-"""Attention on CPUs, of which torch's counter knows nothing, and what it is on GPUs."""
+"""Attention, and whose formula counts it: torch has none for CPUs."""
+
+
+def _heads_of_queries(node: fx.Node, args: Sequence[Any]) -> list[Any]:
+    """The arguments of attention in which keys and values have as many heads as queries: not all
+    versions of torch count them grouped."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    heads = args[names.index("query")].shape[1]
+    return [
+        torch.empty(x.shape[0], heads, *x.shape[2:], device="meta")
+        if name in ("key", "value")
+        else x
+        for name, x in zip(names, args, strict=False)
+    ]
 
 
 def _node_flops(node: fx.Node) -> int:
     packet: Any = getattr(node.target, "overloadpacket", None)
-    formula = flop_counter.flop_registry.get(_COUNTED_AS.get(packet, packet))
+    formula = flop_counter.flop_registry.get(_ATTENTION.get(packet, packet))
     if formula is None:
         return 0
     values: Any = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     args, kwargs = values
+    if packet in _ATTENTION:
+        args = _heads_of_queries(node, args)
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
