@@ -144,6 +144,38 @@ def test_a_hugging_face_model(name: str) -> None:
     check(name, 4, mesh(dp=2, ep=2, microbatches=2, zero=1))
 
 
+@cache
+def llama_4() -> tuple[nn.Module, piper.Capture]:
+    """Every expert has every row, weighed by 0 where it is not chosen; rows come and go without a
+    dimension of experts."""
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        **SIZES,
+        intermediate_size=12,
+        intermediate_size_mlp=24,
+        num_local_experts=4,
+        head_dim=8,
+        attention_chunk_size=4,
+    )
+    whole = transformers.Llama4ForCausalLM(config).double().train()
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    (inputs, targets), *_ = batches()
+    tags = {"model.layers.*": "layer", "model.layers.*.feed_forward.experts": "EP"}
+    return whole, piper.capture(
+        whole, inputs=inputs, targets=targets, loss=next_token_loss, tags=tags, optimizer=sgd
+    )
+
+
+@pytest.mark.cases(fast=1, slow=4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_llama_4(strategy: str) -> None:
+    whole, found = llama_4()
+    microbatches, make = STRATEGIES[strategy]
+    expected = plain(copy.deepcopy(whole), next_token_loss, batches(), microbatches=microbatches)
+    assert_same(train(found.compile(make()), batches()), expected, 1e-12)
+
+
 def with_balance(output: Any, targets: Tensor) -> Tensor:
     return next_token_loss(output, targets) + 0.02 * output.aux_loss
 

@@ -1,4 +1,4 @@
-"""Regions of experts whose rows are sorted by expert: what is in them, and what is around them.
+"""Regions of experts: what is in them, and what is around them.
 
     tagged   [ sort ─▶ rows ─▶ grouped_mm ─▶ gate ─▶ grouped_mm ─▶ weigh, sort back ]
     after      sort ─▶ rows ─▶ [grouped_mm ─▶ gate ─▶ grouped_mm] ─▶ weigh, sort back
@@ -6,12 +6,18 @@
 A region whose only parameters are those of grouped products is narrowed to these products and what
 lies between them: it takes rows and offsets and makes rows. The sorting before and the combination
 after become part of what is around it, so that expert parallelism moves rows and nothing else.
+
+    tagged   [ [experts * rows] ─▶ [experts, rows] ─▶ bmm ─▶ gate ─▶ bmm ─▶ [experts * rows] ]
+    after      [experts * rows] ─▶ [experts, rows] ─▶ [bmm ─▶ gate ─▶ bmm] ─▶ [experts * rows]
+
+A region whose parameters have one weight for each expert loses the reshapes at its ends that give
+its values a dimension of experts and take it away.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +44,24 @@ class SortedRows:
 
 
 def narrow_expert_regions(exported: Exported) -> frozenset[Region]:
-    """Narrow the regions of ``exported`` whose parameters are those of grouped products; these
-    regions."""
-    regions: dict[Region, list[fx.Node]] = {}
-    for node in exported.graph.find_nodes(op="call_function", target=GROUPED_MM):
-        stack = tags_of(node.meta)
+    """Narrow the regions of ``exported`` whose parameters are those of grouped products, or weights
+    of experts; these regions."""
+    grouped = _by_region(exported, {GROUPED_MM})
+    found = {region for region, products in grouped.items() if _narrow(exported, region, products)}
+    for region in _by_region(exported, _BATCHED):
+        if region not in grouped and _release_reshapes(exported, region):
+            found.add(region)
+    return frozenset(found)
+
+
+def _by_region(exported: Exported, targets: Collection[object]) -> dict[Region, list[fx.Node]]:
+    """Calls of these operators by the innermost region that they are in."""
+    found: dict[Region, list[fx.Node]] = {}
+    for node in exported.graph.nodes:
+        stack = tags_of(node.meta) if node.target in targets else ()
         if stack:
-            regions.setdefault(stack[-1], []).append(node)
-    return frozenset(
-        region for region, products in regions.items() if _narrow(exported, region, products)
-    )
+            found.setdefault(stack[-1], []).append(node)
+    return found
 
 
 def sorted_rows(body: Body) -> SortedRows | None:
@@ -96,6 +110,39 @@ def _narrow(exported: Exported, region: Region, products: list[fx.Node]) -> bool
     last = {*products, *(user for node in gathered for user in node.users)}
     first = _descendants([*products, *gathered], set(inside))
     core = first.intersection(ancestors(last, ())) | {*weights, ends}
+    _keep(graph, region, inside, core)
+    return True
+
+
+def _release_reshapes(exported: Exported, region: Region) -> bool:
+    """Let reshapes at the ends of a region out of it that give values a dimension of experts, and
+    that take it away; whether there are any."""
+    inside = [node for node in exported.graph.nodes if region in tags_of(node.meta)]
+    members = set(inside)
+    used = {arg for node in inside for arg in node.all_input_nodes if arg in exported.parameters}
+    shapes = [parameter.meta["val"].shape for parameter in used]
+    counts = {shape[0] for shape in shapes if len(shape) > 1}
+    if len(counts) != 1 or min(map(len, shapes)) < 2:
+        return False
+    (experts,) = counts
+
+    def at_an_end(node: fx.Node) -> bool:
+        if node.target not in _RESHAPES:
+            return False
+        (of,) = node.all_input_nodes
+        before, after = of.meta["val"].shape[:1], node.meta["val"].shape[:1]
+        if of not in members and of not in exported.parameters:
+            return bool(after == (experts,) != before)
+        return bool(before == (experts,) != after) and members.isdisjoint(node.users)
+
+    ends = {node for node in inside if at_an_end(node)}
+    if ends:
+        _keep(exported.graph, region, inside, members - ends)
+    return bool(ends)
+
+
+def _keep(graph: fx.Graph, region: Region, inside: list[fx.Node], core: set[fx.Node]) -> None:
+    """Of what is ``inside`` a region, keep the ``core`` in it."""
     span = _span(graph, inside)
     after = _descendants(core, set(span)) - core
     _reorder(span, core, after)
@@ -103,7 +150,6 @@ def _narrow(exported: Exported, region: Region, products: list[fx.Node]) -> bool
         if node not in core:
             stack = tuple(one for one in tags_of(node.meta) if one != region)
             node.meta = with_tags(node.meta, stack)
-    return True
 
 
 def _count(graph: fx.Graph, ends: fx.Node, products: list[fx.Node]) -> fx.Node:
@@ -175,6 +221,8 @@ def _origin(node: Any) -> fx.Node:
     return node
 
 
+_RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+_BATCHED = frozenset({aten.bmm.default, aten.matmul.default, aten.einsum.default})
 _SORTS = frozenset({aten.sort.default, aten.sort.stable})
 _ARGSORTS = frozenset({aten.argsort.default, aten.argsort.stable})
 _SAME = frozenset(
