@@ -41,19 +41,7 @@ import torch
 import torch.distributed as dist
 import typer
 from expert_peers import Dispatched
-from options import (
-    Device,
-    File,
-    Fused,
-    Inside,
-    Layers,
-    Limit,
-    Ranks,
-    Seq,
-    Vocab,
-    Warm,
-    chosen,
-)  # fmt: skip
+from options import Device, File, Fused, Inside, Layers, Limit, Ranks, Seq, Vocab, Warm, chosen
 from peers import Piped, Replicated, Sharded, Tensored
 from ranks import Here, entered, run_comparison, skip_without
 from report import Case, Comparison, best, theirs

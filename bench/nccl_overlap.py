@@ -46,8 +46,6 @@ TRIES = 3
 """How often the width of the experts is corrected, at most."""
 NEAR = 0.1
 """How far from 1 the ratio of all-to-alls to computations may be."""
-
-
 APART = "DualPipeV with weights apart"
 
 

@@ -121,10 +121,10 @@ def _release_reshapes(exported: Exported, region: Region) -> bool:
     members = set(inside)
     used = {arg for node in inside for arg in node.all_input_nodes if arg in exported.parameters}
     shapes = [parameter.meta["val"].shape for parameter in used]
-    counts = {shape[0] for shape in shapes if len(shape) > 1}
-    if len(counts) != 1 or min(map(len, shapes)) < 2:
+    leading = {shape[:1] for shape in shapes if len(shape) > 1}
+    if len(leading) != 1 or not all(len(shape) > 1 for shape in shapes):
         return False
-    (experts,) = counts
+    (experts,) = leading
 
     def at_an_end(node: fx.Node) -> bool:
         if node.target not in _RESHAPES:
@@ -132,8 +132,8 @@ def _release_reshapes(exported: Exported, region: Region) -> bool:
         (of,) = node.all_input_nodes
         before, after = of.meta["val"].shape[:1], node.meta["val"].shape[:1]
         if of not in members and of not in exported.parameters:
-            return bool(after == (experts,) != before)
-        return bool(before == (experts,) != after) and members.isdisjoint(node.users)
+            return bool(after == experts != before)
+        return bool(before == experts != after) and members.isdisjoint(node.users)
 
     ends = {node for node in inside if at_an_end(node)}
     if ends:

@@ -208,7 +208,8 @@ _ATTENTION = {
 def _heads_of_queries(node: fx.Node, args: Sequence[Any]) -> list[Any]:
     """The arguments of attention in which keys and values have as many heads as queries: not all
     versions of torch count them grouped."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
     heads = args[names.index("query")].shape[1]
     return [
         torch.empty(x.shape[0], heads, *x.shape[2:], device="meta")
