@@ -78,6 +78,14 @@ def sample_optimizer(factory: OptimizerFactory, trained: Shapes) -> torch.optim.
     return make(factory, _small(names))
 
 
+def sample_optimizer_of_all(
+    factory: OptimizerFactory, trained: Shapes
+) -> tuple[NamedParameters, torch.optim.Optimizer]:
+    """One for small parameters of all names, and these."""
+    given = _small(trained)
+    return given, make(factory, given)
+
+
 def _small(shapes: Shapes) -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(sample(0, small(shape)))) for name, shape in shapes.items()]
 
@@ -368,8 +376,8 @@ def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: Shapes)
 
 def _settings(factory: OptimizerFactory, shapes: Shapes) -> dict[str, str]:
     """By name, the optimizer and the group of each parameter."""
-    given = _small(shapes)
-    found = settings_by_parameter(make(factory, given))
+    given, optimizer = sample_optimizer_of_all(factory, shapes)
+    found = settings_by_parameter(optimizer)
     return {name: found[id(parameter)] for name, parameter in given}
 
 

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 import piper
 from piper import PiperError
 from piper.launch.agreeing import _refuse_other_rows, of_tensor
+from piper.launch.optimizer_facts import Difference, Facts, difference, facts_of
 from piper.runtime.feeding import cut, rows_read
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +42,23 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     assert first.pop("program").startswith(
         "rank 1 has another program than rank 0: its number of devices, its strategy,"
     )
+    differently = "ranks 0 and 1 train differently: "
+    for what, words in {
+        "kind": "optimizer is SGD on rank 0 and AdamW on rank 1; ",
+        "lr": "AdamW's lr is 0.1 on rank 0 and 1.1 on rank 1; ",
+        "betas": "AdamW's betas is [0.9, 0.99] on rank 0 and [0.9, 0.999] on rank 1; ",
+        "groups": "param group of 2.weight is 1 on rank 0 and 0 on rank 1; ",
+        "scheduler": "scheduler is None on rank 0 and LambdaLR on rank 1; ",
+        "rates": "learning rate in step 5 is [0.1] on rank 0 and [0.05] on rank 1; ",
+        "lr, later": "lr of param group 0 is 0.1 on rank 0 and 0.05 on rank 1; ",
+    }.items():
+        assert first[what].startswith(differently + words), what
+        assert first.pop(what).endswith("so let nothing of them depend on the rank")
+    assert first.pop("loaded").startswith(
+        "the state dicts of ranks 0 and 1 differ, and nothing has changed: 2.bias; under torchrun"
+    )
+    assert ", and nothing has changed: 0.weight; " in first.pop("loaded, some")
+    assert first.pop("loaded, nothing") == "True"
     assert "the first weights differ between ranks 0 and 1: 2.bias; " in first["weights"]
     assert "torch.manual_seed" in first.pop("weights")
     assert first.pop("weights, unchecked") == "nothing"
@@ -91,6 +111,34 @@ def test_every_row_is_read_by_somebody() -> None:
         assert torch.equal(trainer.evaluate(x, x, rows=True).loss, trainer.evaluate(x, x).loss)
         with pytest.raises(PiperError, match=r"pad the batch before taking trainer\.rows"):
             trainer.step(x, x, rows=True, pad=(0, 0))
+
+
+def test_what_an_optimizer_does_is_compared_and_not_its_code() -> None:
+    """Each program is made anew, by functions of its own: only what they do may differ."""
+    x = torch.zeros(4, 4)
+    strategy = piper.Strategy([piper.place({}, devices=[0])])
+    program = piper.compile(
+        nn.Linear(4, 4), strategy, inputs=(x,), targets=(x,), loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )  # fmt: skip
+
+    def facts(lr: float, last: int, **own: Any) -> Facts:
+        def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = torch.optim.SGD(parameters, lr=lr)
+            vars(optimizer).update(own)
+            return optimizer
+
+        def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < last))
+
+        training = replace(program.training, optimizer=make, scheduler=schedule)
+        return facts_of(replace(program, training=training))
+
+    first = facts(0.1, 50)
+    assert difference(first, facts(0.1, 50)) is None
+    assert difference(first, facts(0.2, 50)) == Difference("SGD's lr", 0.1, 0.2)
+    assert difference(first, facts(0.1, 60)) == Difference("learning rate in step 51", [0.0], [0.1])
+    assert difference(first, facts(0.1, 50, trust=3)) == Difference("SGD's trust", None, 3)
 
 
 def test_every_number_and_its_row_counts() -> None:

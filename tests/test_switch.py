@@ -122,7 +122,7 @@ def test_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         after = float(trainer.step(*batch(9)).loss)
     with piper.launch(programs[0], on="processes", timeout=120) as trainer:
         assert losses(trainer, programs) == should
-        with pytest.raises(PiperError, match="its optimizer is SGD, the one before is AdamW"):
+        with pytest.raises(PiperError, match="its optimizer is SGD, the one before has AdamW"):
             trainer.switch(made("hsdp", Net, optimizer=sgd, scheduler=None))
         assert float(trainer.step(*batch(9)).loss) == after
 
@@ -302,17 +302,17 @@ REFUSED: list[tuple[Callable[[], piper.Program], str]] = [
     (frozen, "it is of another model, in which gain is frozen"),
     (
         lambda: with_training(optimizer=sgd, scheduler=None),
-        "its optimizer is SGD, the one before is AdamW",
+        "its optimizer is SGD, the one before has AdamW",
     ),
     (
         lambda: with_training(optimizer=faster),
-        "its optimizer has lr=0.02, the one before has lr=0.01",
+        "its AdamW's lr is 0.02, the one before has 0.01",
     ),
     (
         lambda: with_training(scheduler=slower),
-        "its scheduler has other settings than the one before",
+        "its StepLR's step_size is 3, the one before has 2",
     ),
-    (lambda: with_training(scheduler=None), "its scheduler is None, the one before is StepLR"),
+    (lambda: with_training(scheduler=None), "its scheduler is None, the one before has StepLR"),
 ]
 
 

@@ -1,5 +1,5 @@
-"""Processes that run one script each must mean the same: the same program, the same first weights,
-the same batches. Each says what it has in a few bytes; where they differ, all of them are told.
+"""Processes that run one script each must mean the same: the same program, optimizer, first weights
+and batches. Each says what it has in a few bytes; where they differ, all of them are told.
 
 Numbers are compared by the bits of their rows, added up: that costs one pass over them, and the
 order of the rows counts.
@@ -19,8 +19,10 @@ from torch import Tensor
 from piper.capture.serial import program_to_json
 from piper.checkpoint.boxes import Box
 from piper.errors import PiperError
+from piper.launch.optimizer_facts import Facts, difference, facts_of, places_of, plain
 from piper.program import Program
 from piper.runtime.first_tensors import Fetch, FirstTensor, InFiles
+from piper.runtime.groups import Group
 
 Fingerprints = dict[str, str]
 _CORNER = 16
@@ -69,6 +71,58 @@ def refuse_other_programs(mine: Fingerprints, objects: Any) -> None:
             )
 
 
+class Optimizers:
+    """Compares what trains: the optimizer and the scheduler as they were compiled, then the
+    settings of their groups, which somebody may have changed."""
+
+    def __init__(self, program: Program, objects: Any) -> None:
+        """Refuse processes whose optimizer or scheduler does something else."""
+        self._objects = objects
+        facts = facts_of(program)
+        self._place_of = places_of(facts)
+        self._refuse_others(facts)
+
+    def refuse_others(self, groups: Sequence[Group]) -> None:
+        """Refuse groups of parameters that are trained with other settings elsewhere."""
+        mine: Facts = {}
+        for group in groups:
+            for place in {self._place_of[name] for name in group.names}:
+                for key, value in group.settings.items():
+                    mine[f"{key} of param group {place}"] = plain(value)
+        self._refuse_others(mine)
+
+    def _refuse_others(self, mine: Facts) -> None:
+        if len(set(everyone(_digest(mine), self._objects))) == 1:
+            return
+        first: dict[str, tuple[int, Any]] = {}
+        for rank, facts in enumerate(everyone(mine, self._objects)):
+            for what, value in facts.items():
+                other, known = first.setdefault(what, (rank, value))
+                if (unlike := difference({what: known}, {what: value})) is not None:
+                    raise PiperError(
+                        f"ranks {other} and {rank} train differently: {unlike.what} is "
+                        f"{unlike.one} on rank {other} and {unlike.two} on rank {rank}; under "
+                        "torchrun every process must train with the same optimizer and scheduler, "
+                        "so let nothing of them depend on the rank"
+                    )
+
+
+def refuse_other_tensors(tensors: Mapping[str, Tensor], objects: Any) -> None:
+    """Refuse tensors to be loaded that are not the same in all processes."""
+    mine = {name: of_tensor(x) for name, x in tensors.items()}
+    if len(set(everyone(_digest(mine), objects))) == 1:
+        return
+    said = everyone(mine, objects)
+    for rank, theirs in enumerate(said):
+        names = [n for n in {**said[0], **theirs} if said[0].get(n) != theirs.get(n)]
+        if names:
+            raise PiperError(
+                f"the state dicts of ranks 0 and {rank} differ, and nothing has changed: "
+                f"{_shown(names)}; under torchrun every process must load the same values: read "
+                "the same file on all of them, or send those of rank 0 to the others"
+            )
+
+
 class Weights:
     """Notes the first weights that this process takes."""
 
@@ -92,11 +146,9 @@ class Weights:
                     different.setdefault(name, (other, rank))
         if different:
             (one, two) = next(iter(different.values()))
-            names = list(different)
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise PiperError(
                 f"the first weights differ between ranks {one} and {two}: "
-                f"{', '.join(names[:5])}{more}; under torchrun every process must begin with the "
+                f"{_shown(list(different))}; under torchrun every process must begin with the "
                 "same ones: call torch.manual_seed with the same number on all of them before the "
                 "model is made, or load the same file (check_weights=False if trainer.load is to "
                 "replace them all)"
@@ -115,16 +167,16 @@ class Batches:
         self._objects = objects
         self._seen = 0
 
-    def refuse_others(self, batch: Sequence[Tensor], rows: Sequence[int] | None = None) -> None:
+    def refuse_others(self, batch: Sequence[Tensor], rows: Sequence[int] | None = None) -> bool:
         """Refuse a batch that is not the same in all processes; if each has only its own ``rows``,
-        those that several have must be the same."""
+        those that several have must be the same. Gives whether it was this one's turn."""
         self._seen += 1
         if not self._every or (self._seen > _FIRST and self._seen % self._every):
-            return
+            return False
         if rows is not None:
             mine = [_of_rows(x, rows) for x in batch]
             _refuse_other_rows(_compared(mine, self._objects, own_rows=True))
-            return
+            return True
         found = _compared([of_tensor(x) for x in batch], self._objects, own_rows=False)
         for rank, theirs in enumerate(found):
             if theirs == found[0]:
@@ -137,6 +189,7 @@ class Batches:
                 "DistributedSampler, and shuffle with a generator of the same seed everywhere "
                 "(check_batches=0 turns this comparison off)"
             )
+        return True
 
 
 def _compared(mine: Any, objects: Any, *, own_rows: bool) -> list[Any]:
@@ -221,6 +274,10 @@ def everyone(mine: Any, objects: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     lost_peers(lambda: dist.all_gather_object(found, mine, group=objects))
     return found
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _digest(data: Sequence[Any] | Mapping[str, Any]) -> str:

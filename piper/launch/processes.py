@@ -148,6 +148,9 @@ class ProcessWorkerGroup:
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:
         return self._all("export", only)
 
+    def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        return
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self._all("restore", dict(tensors))
 

@@ -12,25 +12,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from piper.checkpoint.index import Index
-from piper.checkpoint.values import to_json
 from piper.errors import PiperError, warn
 from piper.launch.checkpoint import index_of
 from piper.launch.device import LoadedDevice, assignment_of
+from piper.launch.optimizer_facts import difference, facts_of
 from piper.launch.state_checks import check_state
 from piper.launch.step_graph import refuse_uncapturable
 from piper.launch.worker_group import Refusal, WorkerGroup
-from piper.optimizer import make_scheduler, sample_optimizer
-from piper.optimizer_factory import kind_of, members_of, settings
 from piper.program import Program
 from piper.runtime.filling import Wanted, refusal, settle, wanted
 from piper.runtime.gloo import Peers
-from piper.runtime.groups import same
 from piper.runtime.holding import Held, all_held
 from piper.runtime.parts import Part
 from piper.runtime.resharding import Exchange, Request, parcels, requests, still_missing
@@ -89,56 +85,11 @@ def _trained(program: Program) -> set[str]:
 
 
 def _other_optimizer(old: Program, new: Program) -> str | None:
-    (was, before), (now, after) = (_tried(program) for program in (old, new))
-    for what, one, two in (("optimizer", was, now), ("scheduler", before, after)):
-        if _name(one) != _name(two):
-            return f"its {what} is {_name(two)}, the one before is {_name(one)}"
-    for one, two in zip(_members(was), _members(now), strict=False):
-        for key, value in two.defaults.items():
-            if not same(value, one.defaults.get(key)):
-                return (
-                    f"its optimizer has {key}={value!r}, the one before has "
-                    f"{key}={one.defaults.get(key)!r}"
-                )
-    if was is not None and now is not None and not same(_groups(was), _groups(now)):
-        return "its optimizer groups parameters otherwise than the one before"
-    if _state(before) != _state(after):
-        return "its scheduler has other settings than the one before"
-    return None
-
-
-def _tried(program: Program) -> tuple[torch.optim.Optimizer | None, Any]:
-    """The optimizer and the scheduler that a program makes."""
-    training = program.training
-    if training.optimizer is None:
-        return None, None
-    optimizer = sample_optimizer(training.optimizer, program.trained)
-    if training.scheduler is None:
-        return optimizer, None
-    return optimizer, make_scheduler(training.scheduler, optimizer)
-
-
-def _name(item: Any) -> str:
-    if isinstance(item, torch.optim.Optimizer):
-        return kind_of(item)
-    return "None" if item is None else type(item).__name__
-
-
-def _members(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Optimizer]:
-    return () if optimizer is None else members_of(optimizer)
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The groups, with how many parameters each has."""
-    return [[settings(group), len(group["params"])] for group in optimizer.param_groups]
-
-
-def _state(scheduler: Any) -> Any:
-    """What a scheduler begins with, as far as it can be told."""
-    try:
-        return None if scheduler is None else to_json(scheduler.state_dict())
-    except PiperError:
+    """What the run has continues, so another setting would be ignored."""
+    other = difference(facts_of(old), facts_of(new))
+    if other is None:
         return None
+    return f"its {other.what} is {other.two!s}, the one before has {other.one!s}"
 
 
 def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index:

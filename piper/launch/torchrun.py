@@ -25,11 +25,13 @@ from piper.checkpoint.pretrained import Target
 from piper.errors import PiperError
 from piper.launch.agreeing import (
     Batches,
+    Optimizers,
     Weights,
     everyone,
     fingerprints,
     lost_peers,
     refuse_other_programs,
+    refuse_other_tensors,
 )
 from piper.launch.clock import seconds_ahead
 from piper.launch.guard import Guard
@@ -39,6 +41,7 @@ from piper.launch.worker_group import ProfileKind, Refusal, Report, T
 from piper.program import Program
 from piper.runtime.feeding import cut, rows_read
 from piper.runtime.first_tensors import Fetch, FirstTensor
+from piper.runtime.groups import export_groups
 from piper.runtime.holding import Held
 from piper.runtime.parts import Part
 from piper.runtime.portable import Portions
@@ -66,7 +69,8 @@ class TorchrunWorkerGroup:
         ``share_gpus`` several processes may share a GPU; with ``cuda_graphs`` steps are captured
         and replayed; ``shake`` is the seed of random delays of streams, by which races are found.
         The first weights of all processes are compared, unless ``check_weights`` is False, and
-        their first three batches, then every ``check_batches``-th; 0 compares none.
+        their first three batches, then every ``check_batches``-th, each with the settings of the
+        optimizer; 0 compares none.
         """
         _refuse_alone()
         self._program = program
@@ -90,7 +94,8 @@ class TorchrunWorkerGroup:
         self._cuda_graphs = cuda_graphs
         self._shake = shake
         self._gives: Sequence[Held] = ()
-        self._next: tuple[Program, NextState, list[list[Request]]] | None = None
+        self._next: tuple[Program, NextState, list[list[Request]], Optimizers] | None = None
+        self._optimizers = Optimizers(program, self._objects)
         self._batches = Batches(check_batches, self._objects)
         self._evaluated = Batches(check_batches, self._objects)
         self._rank: Rank | None = None
@@ -166,7 +171,7 @@ class TorchrunWorkerGroup:
         self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
     ) -> Report:
         rows = self.rows if own_rows else None
-        self._batches.refuse_others(batch, rows)
+        self._refuse_other_steps(batch, rows)
         found = None
         if self._rank is not None:
             program = self._program
@@ -176,8 +181,13 @@ class TorchrunWorkerGroup:
                 found = self._rank.step(given, report=report)
         return self._told(found)
 
+    def _refuse_other_steps(self, batch: Sequence[Tensor], rows: Sequence[int] | None) -> None:
+        if self._batches.refuse_others(batch, rows):
+            rank = self._rank
+            self._optimizers.refuse_others([] if rank is None else export_groups(rank.device.state))
+
     def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
-        self._batches.refuse_others(batch)
+        self._refuse_other_steps(batch, None)
         ahead = seconds_ahead(self._objects)
         report = None
         if self._rank is not None:
@@ -225,6 +235,9 @@ class TorchrunWorkerGroup:
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:
         mine = None if self._rank is None else self._rank.export(only)
         return [one for one in everyone(mine, self._objects) if one is not None]
+
+    def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        refuse_other_tensors(tensors, self._objects)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         if self._rank is not None:
@@ -282,6 +295,7 @@ class TorchrunWorkerGroup:
         """The ranks stand for the devices that they stood for at first; those that the program has
         no device for wait."""
         refuse_other_programs(fingerprints(program), self._objects)
+        optimizers = Optimizers(program, self._objects)
         for device in program.devices:
             if device not in self._members:
                 return [
@@ -297,12 +311,12 @@ class TorchrunWorkerGroup:
             capturable=self._cuda_graphs,
         )
         found = everyone((room.refused, room.requests), self._objects)
-        self._next = program, room, [requests for _, requests in found]
+        self._next = program, room, [requests for _, requests in found], optimizers
         return [why for whys, _ in found for why in whys]
 
     def finish_switch(self) -> None:
         assert self._next is not None
-        program, room, requests = self._next
+        program, room, requests, self._optimizers = self._next
         store = _own_store(self._objects)
         limit = timedelta(seconds=self._timeout)
         crossing = Crossing(self._members, store, limit, alone=False)

@@ -295,6 +295,7 @@ class Trainer:
         names = {name: name for name in tensors}
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         with held_back():
+            self._devices.refuse_other_tensors(tensors)
             for run in in_turn(names, sizes):  # no device is sent the whole model
                 self._devices.restore({name: tensors[name] for name in run})
             held = self.program.held_names

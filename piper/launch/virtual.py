@@ -143,6 +143,9 @@ class VirtualWorkerGroup:
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:
         return [device.export(only) for device in self._devices]
 
+    def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        return
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for device in self._devices:
             device.restore(tensors)

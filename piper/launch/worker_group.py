@@ -166,6 +166,10 @@ class WorkerGroup(Protocol):
         """The parameters and buffers of all devices, or those named in ``only``."""
         ...
 
+    def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors to ``restore`` that the processes that have a trainer do not all give."""
+        ...
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from other parameters and buffers."""
         ...

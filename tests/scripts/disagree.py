@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,11 @@ import piper
 RANK = int(os.environ["RANK"])
 
 
-def compiled(model: nn.Module, devices: int) -> piper.Program:
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def compiled(model: nn.Module, devices: int, **options: Any) -> piper.Program:
     strategy = [piper.place({}, devices=range(devices)), piper.replicate({})]
     return piper.compile(
         model,
@@ -24,7 +30,7 @@ def compiled(model: nn.Module, devices: int) -> piper.Program:
         inputs=(torch.zeros(8, 4),),
         targets=(torch.zeros(8, 4),),
         loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        **{"optimizer": sgd, **options},
     )
 
 
@@ -48,6 +54,7 @@ def main(folder: Path) -> None:
     program = compiled(model, 2)
     with torch.no_grad():
         model[2].bias += RANK
+    told |= with_optimizers(model)
     told["weights"] = refused(program)
     told["weights, unchecked"] = refused(program, check_weights=False)
     with torch.no_grad():
@@ -67,6 +74,7 @@ def main(folder: Path) -> None:
         except piper.PiperError as error:
             told["evaluate"] = str(error)
         told |= with_rows(trainer)
+        told |= with_values(trainer)
     trainer = piper.launch(program, on="torchrun", timeout=30, check_batches=0)
     trainer.step(*batch(1))
     if RANK == 1:
@@ -82,6 +90,76 @@ def main(folder: Path) -> None:
         told["lost, state"] = str(error)
     write(folder, told)
     os._exit(0)
+
+
+def adam(lr: float, **options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr, **options)
+
+
+def falling(last: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """A learning rate that begins to fall after some steps, by a function that has no settings."""
+
+    def rate(step: int) -> float:
+        return 1.0 if step < 4 else 4 / (step * last)
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def grouped(decayed: str) -> Callable[[Any], torch.optim.Optimizer]:
+    def make(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p for n, p in named_parameters if (n == decayed) is chosen], "lr": lr}
+            for chosen, lr in ((True, 0.1), (False, 0.2))
+        ]
+        return torch.optim.SGD([group for group in groups if group["params"]])
+
+    return make
+
+
+def with_optimizers(model: nn.Module) -> dict[str, str]:
+    """Optimizers and schedulers that depend on the rank, and one that is changed there later."""
+    kinds: Mapping[str, dict[str, Any]] = {
+        "kind": {"optimizer": adam(0.1) if RANK else sgd},
+        "lr": {"optimizer": adam(0.1 + RANK)},
+        "betas": {"optimizer": adam(0.1, betas=(0.9, 0.99 + 0.009 * RANK))},
+        "groups": {"optimizer": grouped(f"{2 * RANK}.weight")},
+        "scheduler": {"scheduler": falling(1) if RANK else None},
+        "rates": {"scheduler": falling(1 + RANK)},
+    }
+    told = {what: refused(compiled(model, 2, **kind)) for what, kind in kinds.items()}
+    kept: list[torch.optim.Optimizer] = []
+
+    def keeping(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        kept.append(sgd(parameters))
+        return kept[-1]
+
+    program = compiled(model, 2, optimizer=keeping)
+    with piper.launch(program, on="torchrun", timeout=30, check_weights=False) as trainer:
+        trainer.step(*batch(1))
+        for group in kept[-1].param_groups:
+            group["lr"] /= 1 + RANK
+        try:
+            trainer.step(*batch(2))
+        except piper.PiperError as error:
+            told["lr, later"] = str(error)
+    return told
+
+
+def with_values(trainer: piper.Trainer) -> dict[str, str]:
+    """Each process loads values of its own; then one that the others lack."""
+    told = {}
+    before = trainer.state_dict()
+    others = {**before, "2.bias": before["2.bias"] + RANK}
+    some = {name: x for name, x in before.items() if RANK or name != "0.weight"}
+    for what, state in (("loaded", others), ("loaded, some", some)):
+        try:
+            trainer.load_state_dict(state, strict=False)
+        except piper.PiperError as error:
+            told[what] = str(error)
+    after = trainer.state_dict()
+    told["loaded, nothing"] = str(all(torch.equal(x, after[name]) for name, x in before.items()))
+    trainer.load_state_dict({name: x.clone() for name, x in before.items()})
+    return told
 
 
 def with_rows(trainer: piper.Trainer) -> dict[str, str]:
