@@ -256,6 +256,8 @@ class _Checker:
         self.clocks = [_Clocks(plan) for plan in plans]
         self.bucket_of = {p: i for i, b in enumerate(dag.buckets) for p in b.parameters}
         self.lies_in = self._gradient_roles()
+        self.first_replica: dict[tuple[int, int], int] = {}
+        """For a gradient and who makes it, the first of those who make the same."""
         self.holding = self._holding()
 
     def say(self, at: At) -> str:
@@ -1243,7 +1245,10 @@ class _Checker:
         held = self.holding[p]
         self._must(len(held.parts[d]) == 1, at, f"has parts {held.parts[d]} of {p} on {d}")
         wanted = held.gradients[next(iter(held.parts[d]))]
-        mine = {g: n for g, n in found.items() if self._is_of(g[0], p)}
+        mine: Counter[tuple[int, int]] = Counter()
+        for g, n in found.items():
+            if self._is_of(g[0], p):
+                mine[g[0], self.first_replica[g]] += n
         if mine != dict.fromkeys(wanted, 1):
             missing = [self._gradient(g) for g in sorted(wanted - set(mine))]
             wrong = [f"{n} x {self._gradient(g)}" for g, n in mine.items() if g not in wanted]
@@ -1680,8 +1685,10 @@ class _Checker:
                     part = i // stride % ways
                     held.devices[part].add(d)
                     held.parts[d].add(part)
-                    if made and i % node.replicas == 0:  # of replicas, one counts
-                        held.gradients[part].update((v, d) for v in made)
+                    first = node.devices[i - i % node.replicas]  # of replicas, one counts
+                    if made:
+                        held.gradients[part].update((v, first) for v in made)
+                    self.first_replica.update({(v, d): first for v in made})
         return dict(found)
 
     def _ways(self, chunk: int) -> int:

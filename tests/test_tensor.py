@@ -291,6 +291,19 @@ def test_with_sequence_parallelism_too() -> None:
     assert redistributions(program, "layer[1]") == Counter(all_gather=4, reduce_scatter=4)
 
 
+@pytest.mark.parametrize(("dp", "only"), [(1, "attention"), (2, "*")])
+def test_equal_gradients_are_not_summed_along_tp(dp: int, only: str) -> None:
+    """Norms, and what else is computed alike by all: only along dp, as what is sharded is."""
+    how = {pattern: way for pattern, way in DENSE.items() if only == "*" or only in pattern}
+    how |= {"*.w_qkv": "column"}
+    program = program_of(dense(), tensor(dp=dp, parameters=how))
+    sent = sum(f.nbytes for f in program.traffic[0].flows if f.stream == "reduce")
+    buckets = [b for b in program.buckets if 0 in {d for group in b.groups for d in group}]
+    held = 8 * sum(b.elements for b in buckets)
+    assert sent == 2 * (dp - 1) / dp * held
+    assert_same(train(program, batches()), expected(dense()), CLOSE)
+
+
 def test_layouts_say_what_is_sharded_and_what_is_a_partial_sum() -> None:
     """Attention of the last layer: norms on shards of the sequence, products on shards of the
     heads, whose sum is scattered along the sequence."""

@@ -160,6 +160,20 @@ class Dag:
         """How a chunk is sharded along an axis."""
         return next(rule for rule in self.tensor[chunk] if rule.axis == axis)
 
+    def copy_of(self, node: Node, rank: int) -> int:
+        """Which of the equal copies of what a node computes its member ``rank`` makes: all that
+        have the same number make one copy together."""
+        place = rank % node.replicas
+        if node.replicas > 1 and isinstance(node.op, Compute):
+            for rule in self.sharded_along(node.op.chunk):
+                place -= place // rule.stride % rule.ways * rule.stride
+        return place
+
+    def sharded_along(self, chunk: int) -> tuple[TensorRule, ...]:
+        """The axes along which devices compute a chunk on different shards."""
+        segments = self.model.chunks[chunk].segments
+        return tuple(self.rule(chunk, s.axis) for s in segments if s.sharded)
+
     def ways(self, chunk: int, parameter: str) -> int:
         """Over how many devices a parameter of a chunk is sharded."""
         rule = self.shard(chunk, parameter)

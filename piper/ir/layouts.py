@@ -44,14 +44,14 @@ def everywhere(mesh: Mesh, placement: Placement) -> Layout:
 
 class BucketLayouts:
     """A bucket of parameters on the devices that hold it: sharded along ``ep`` as experts, or along
-    an axis of tensor parallelism; copies replicated along ``replicate``, each sharded along
-    ``shard`` as far as ZeRO does."""
+    an axis of tensor parallelism; copies replicated along ``replicate``, and along ``alike`` where
+    their gradients are equal as made; each sharded along ``shard`` as far as ZeRO does."""
 
     def __init__(self, bucket: Bucket) -> None:
         devices = [device for group in bucket.groups for device in group]
-        axis = bucket.axis if bucket.axis not in ("replicate", "shard") else "ep"
-        sizes = {axis: len(bucket.groups), "replicate": bucket.copies, "shard": bucket.within}
-        self.mesh = Mesh(devices, **sizes)
+        axis = bucket.axis if bucket.axis not in ("replicate", "alike", "shard") else "ep"
+        sizes = {"replicate": bucket.copies // bucket.alike, "alike": bucket.alike}
+        self.mesh = Mesh(devices, **{axis: len(bucket.groups)}, **sizes, shard=bucket.within)
         self.in_use = everywhere(self.mesh, Replicate()).along(**{axis: Shard(bucket.dim)})
         sharded = self.in_use.along(shard=Shard(0))
         self.gradients = self.in_use.along(replicate=Partial(), shard=Partial())

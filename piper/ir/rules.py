@@ -125,6 +125,8 @@ class Bucket:
     """Sizes along ``dim`` that are divided each for itself, as in a fused weight."""
     axis: str = "ep"
     """What the axis along which the groups lie is called."""
+    alike: int = 1
+    """How many neighbours in a group make equal gradients, which are summed over the others."""
 
     @property
     def elements(self) -> int:

@@ -150,10 +150,10 @@ class _Planner:
             case Collective() if self.shared.about(node)[0] in _OF_VALUES:
                 yield Verb.COLLECTIVE, node.stream, [*node.reads], [*node.writes]
             case Collective():
-                reads = self._leaders(self._mine(node.reads))
+                reads = self._leaders(self._mine(node.reads, alike=self._alike(node)))
                 yield Verb.COLLECTIVE, node.stream, reads, self._leaders(node.writes)
             case Update():
-                reads = self._leaders(self._mine(node.reads))
+                reads = self._leaders(self._mine(node.reads, alike=self._alike(node)))
                 yield Verb.UPDATE, node.stream, reads, [*node.writes]
             case Add():
                 yield Verb.ADD, node.stream, [*node.reads], [*node.writes]
@@ -206,27 +206,26 @@ class _Planner:
     def _leaders(self, values: Iterable[int]) -> list[int]:
         return list(dict.fromkeys(self.sums.get(v, v) for v in values))
 
-    def _mine(self, values: tuple[int, ...]) -> list[int]:
-        """Those of ``values`` that this class makes and that count: a device of a replica group
-        that computes none of a sum's parts takes part in the sum with nothing."""
+    def _alike(self, node: Node) -> bool:
+        """Whether a node takes every equal copy of gradients: it sums each for itself, or they are
+        sums already."""
+        role, of = self.shared.about(node)
+        if role is ExtraRole.REDUCED:
+            return self.dag.buckets[of].alike > 1
+        return isinstance(node.op, Update) or role is ExtraRole.NORM
+
+    def _mine(self, values: tuple[int, ...], *, alike: bool = False) -> list[int]:
+        """Those of ``values`` that this class makes and that count: of equal copies the first,
+        unless they are summed ``alike``. A device of a replica group that computes none of a sum's
+        parts takes part in the sum with nothing."""
         nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
         made = ((value, nodes[producers[value]]) for value in values if value in producers)
         return [
             value
             for value, maker in made
-            if self.me in by(maker.devices) and (maker.replicas == 1 or self._counts(maker))
+            if self.me in by(maker.devices)
+            and (alike or self.dag.copy_of(maker, maker.devices.index(self.members[0])) == 0)
         ]
-
-    def _counts(self, maker: Node) -> bool:
-        """Whether what this class makes is counted: of replicas that compute the same, the first;
-        of those that compute on shards, each."""
-        place = maker.devices.index(self.members[0]) % maker.replicas
-        if isinstance(maker.op, Compute):
-            for segment in self.dag.model.chunks[maker.op.chunk].segments:
-                if segment.sharded:
-                    rule = self.dag.rule(maker.op.chunk, segment.axis)
-                    place -= place // rule.stride % rule.ways * rule.stride
-        return place == 0
 
     def _ranks(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The place of this class along the axes on whose shards a node computes."""

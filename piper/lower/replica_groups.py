@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from piper.errors import DirectiveError
-from piper.ir.dag import Dag
+from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
 from piper.ir.ops import Compute, Group
 from piper.ir.rules import Bucket, ShardRule, StateRule
@@ -49,6 +49,8 @@ class BucketKey:
     axis: str = "ep"
     tensors: bool = False
     """Whether the optimizer must have them whole."""
+    alike: int = 1
+    """How many neighbours in a group make equal gradients."""
 
     @property
     def packed(self) -> bool:
@@ -81,13 +83,14 @@ class BucketKey:
             gradient=self.gradient,
             sections=self.sections,
             axis=self.axis,
+            alike=self.alike,
         )
 
     def fixed(self) -> BucketKey:
         """The same for parameters that are not trained: they are divided as a whole or not."""
         if self.rule.zero == 3:
             return replace(self, trained=False, tensors=False)
-        return replace(self, trained=False, tensors=False, within=1, chunk=None)
+        return replace(self, trained=False, tensors=False, within=1, chunk=None, alike=1)
 
 
 def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, BucketKey]:
@@ -95,6 +98,7 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
     Those named in ``tensors`` are not sliced."""
     devices: dict[str, None] = {}
     places: defaultdict[str, dict[tuple[Group, ShardRule], None]] = defaultdict(dict)
+    makers: defaultdict[str, dict[tuple[int, ...], Node]] = defaultdict(dict)
     shards: dict[str, ShardRule] = {}
     rules: dict[str, StateRule] = {}
     users: dict[str, int] = {}
@@ -106,26 +110,33 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
         if (chunk, id(node.devices)) in seen:
             continue
         seen[chunk, id(node.devices)] = node.devices
+        axes = [n for rule in dag.sharded_along(chunk) for n in (rule.stride, rule.ways)]
         for name in dag.model.chunks[chunk].parameters:
             devices[name] = None
             users.setdefault(name, chunk)
             shards[name] = dag.shard(chunk, name) or _WHOLE
             places[name][node.devices, shards[name]] = None  # in order, in every process
+            makers[name].setdefault((id(node.devices), node.replicas, *axes), node)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     _refuse_both(dag, seen)
     found = {}
-    known: dict[tuple[object, ...], tuple[tuple[Group, ...], int]] = {}
+    known: dict[tuple[object, ...], tuple[tuple[Group, ...], int, int]] = {}
     for name in devices:
         shard, rule = shards[name], rules[name]
         _refuse_other_parts(dag, name, [by for _, by in places[name]])
         parts = shard.ways
         # groups are shared objects
         key = (parts, rule, *sorted((id(group), by.stride) for group, by in places[name]))
+        key += tuple(sorted(makers[name]))
         if key not in known:
             where = sorted(places[name], key=lambda place: min(place[0]))
             copies = _equal_copies(name, where, parts)
-            known[key] = _shard_groups(dag, name, [group for group, _ in where], copies, rule)
-        groups, within = known[key]
+            groups, within = _shard_groups(dag, name, [group for group, _ in where], copies, rule)
+            alike = 1
+            if within == 1:
+                groups, alike = _side_by_side(dag, groups, [*makers[name].values()])
+            known[key] = groups, within, alike
+        groups, within, alike = known[key]
         facts = dag.model.parameters[name]
         user = users[name] if rule.zero >= 2 else None
         held = BucketKey(
@@ -141,6 +152,7 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
             shard.sections,
             shard.axis,
             name in tensors,
+            alike,
         )
         found[name] = held if facts.trained else held.fixed()
     return found
@@ -229,6 +241,29 @@ def _equal_copies(name: str, places: list[tuple[Group, ShardRule]], ways: int) -
             "part has as many replicas (place, shard)"
         )
     return tuple(map(tuple, replicas))
+
+
+def _side_by_side(
+    dag: Dag, groups: tuple[Group, ...], makers: Sequence[Node]
+) -> tuple[tuple[Group, ...], int]:
+    """``groups`` with those side by side that make equal gradients in every one of ``makers``, and
+    how many these are; 1 where a device makes another copy in one maker than in another."""
+    copies: dict[int, int] = {}
+    for node in makers:
+        for rank, device in enumerate(node.devices):
+            copy = dag.copy_of(node, rank)
+            if copies.setdefault(device, copy) != copy:
+                return groups, 1
+    rows = [
+        [[d for d in group if copies[d] == copy] for copy in sorted({copies[d] for d in group})]
+        for group in groups
+    ]
+    numbers = {(len(row), len(one)) for row in rows for one in row}
+    several = {len({dag.copy_of(n, r) for r in range(len(n.devices))}) for n in makers}
+    if len(numbers) > 1 or several != {len(rows[0])}:
+        return groups, 1
+    together = [tuple(d for side in zip(*row, strict=True) for d in side) for row in rows]
+    return tuple(together), len(rows[0])
 
 
 def _shard_groups(
