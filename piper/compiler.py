@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from piper.arguments import named_arguments
 from piper.capture.batch import Batch
 from piper.capture.codegen import CompilerName, Eager
 from piper.capture.outputs import Outputs
@@ -44,6 +45,7 @@ from piper.units import counted
 from piper.weight_files import Init, WeightFiles
 
 
+@named_arguments(PiperError)
 def capture(
     model: nn.Module,
     *,
@@ -88,6 +90,7 @@ def capture(
     return _capture(subject, training, init)
 
 
+@named_arguments(PiperError)
 def compile(
     model: nn.Module,
     strategy: Strategy,

@@ -48,6 +48,7 @@ class Strategy:
                     f"a strategy is a list of directives; {directive!r} is a "
                     f"{type(directive).__name__}"
                 )
+            directive.checked()
         object.__setattr__(self, "directives", given)
 
     def apply(self, dag: Dag) -> Dag:
@@ -77,6 +78,8 @@ class Strategy:
         def counted(partition: Partition) -> Partition:
             tag, into = partition.tag, partition.into
             stages = {n.tags[tag]: n.tags[into] for n in placed.nodes if tag in n.tags}
+            if not stages:  # the whole model is one stage
+                return partition
             counts = Counter(stages.values())
             return replace(partition, by=[counts[stage] for stage in range(partition.parts)])
 

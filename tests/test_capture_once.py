@@ -115,3 +115,12 @@ def test_the_dag_before_any_directive_is_of_the_whole_batch() -> None:
     *_, last = piper.Strategy(STRATEGIES["1f1b"]).steps(captured.dag)
     assert {node.devices for node in last.nodes} == {(0,), (1,)}
     assert len(calls) == traced
+
+
+def test_arguments_that_there_are_not() -> None:
+    model, how = nn.Linear(2, 2), example()
+    with pytest.raises(PiperError, match=r"capture\(\) has no argument 'targts': did you mean"):
+        piper.capture(model, **how, targts=how["targets"])
+    del how["inputs"]
+    with pytest.raises(PiperError, match=r"compile\(\): missing a required argument: 'inputs'"):
+        piper.compile(model, piper.Strategy(STRATEGIES["one device"]), **how)

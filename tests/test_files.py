@@ -245,7 +245,7 @@ def backward(data: Any) -> dict[str, Any]:
     [
         (lambda d: d.update(plans=[]), "it has 'plans', which nobody reads"),
         (lambda d: d["strategy"][1].update(parts=4), "its tensor 0 is not what the code takes"),
-        (lambda d: d["strategy"][1].update(parts=10**9), "does not divide into 1000000000 parts"),
+        (lambda d: d["strategy"][1].update(parts=10**9), "not divide into 1000000000 microbatches"),
         (lambda d: d["strategy"][2].update(devices=[0, 2]), "none for groups of 2 devices"),
         (
             lambda d: d["strategy"].append({"op": "remat", "where": {}, "policy": "all"}),

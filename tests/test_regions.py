@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import piper
 from piper.capture import Captured, Region, capture
 from piper.errors import CaptureError
+from piper.strategies import mesh
+from tests.training import plain, sgd
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)
 
@@ -418,3 +420,52 @@ def test_an_interrupt_passes_through_and_leaves_nothing() -> None:
         record(model, tags={"a": "EP"})
     assert snapshot(model) == before
     assert names(record(Model(two_regions))) == ["layer[0]", "layer[1]", "loss[0]"]
+
+
+# models without regions
+
+
+class Feed(nn.Module):
+    """A feed-forward network on sequences in which nothing is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+TENSOR = {"up.*": 0, "down.weight": 1}
+WITHOUT: list[dict[str, Any]] = [
+    {"dp": 2},
+    {"dp": 4, "zero": 3, "within": 2, "microbatches": 2},
+    {"dp": 2, "tp": 2, "zero": 3, "parameters": TENSOR},
+    {"dp": 2, "cp": 2, "zero": 1},
+]
+
+
+def test_a_model_without_regions_trains_as_on_one_device_unless_it_is_cut_into_stages() -> None:
+    torch.manual_seed(0)
+    model = Feed().double()
+    x, y = torch.randn(2, 8, 2, 4, dtype=torch.float64)
+    expected = plain(model, F.mse_loss, [((x,), (y,))] * 2, microbatches=1)
+    captured = piper.capture(model, inputs=(x,), targets=(y,), loss=F.mse_loss, optimizer=sgd)
+    for axes in WITHOUT:
+        with piper.launch(captured.compile(mesh(**axes))) as trainer:
+            losses = torch.stack([trainer.step(x, y).loss for _ in range(2)])
+            state = trainer.state_dict()
+        torch.testing.assert_close(losses, torch.stack(expected.losses), msg=str(axes))
+        torch.testing.assert_close(state, expected.state, rtol=1e-12, atol=1e-12, msg=str(axes))
+    with pytest.raises(piper.DirectiveError, match="no region 'layer', nor any other, to make 2"):
+        captured.compile(mesh(pp=2))
+
+
+def test_evaluation_of_a_model_without_regions() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    captured = piper.capture(model, inputs=(X,), targets=(Y,), loss=F.mse_loss)
+    with piper.launch(captured.compile(mesh(dp=2))) as trainer:
+        loss = trainer.evaluate(X, Y).loss
+    torch.testing.assert_close(loss, F.mse_loss(model.eval()(X), Y).detach())

@@ -248,11 +248,11 @@ def crossed() -> Schedule:
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: interleaved(4, 6), r"cannot run 6 microbatches: multiples .* \(4, 8, 12, ...\)"),
-    (lambda: zb_v(4, 6), "cannot run 6 microbatches: from 7 on work"),
-    (lambda: dualpipev(4, 7), "cannot run 7 microbatches: from 8 on work"),
-    (lambda: dualpipe(4, 9), "cannot run 9 microbatches: even numbers from 8 on work"),
-    (lambda: dualpipe(4, 6), "cannot run 6 microbatches: even numbers from 8 on work"),
+    (lambda: interleaved(4, 6), r"cannot run 6 microbatches: give a multiple .* \(4, 8, 12, ...\)"),
+    (lambda: zb_v(4, 6), "cannot run 6 microbatches: give at least 7"),
+    (lambda: dualpipev(4, 7), "cannot run 7 microbatches: give at least 8"),
+    (lambda: dualpipe(4, 9), "cannot run 9 microbatches: give an even number, at least 8"),
+    (lambda: dualpipe(4, 6), "cannot run 6 microbatches: give an even number, at least 8"),
     (lambda: dualpipe(3, 6), "dualpipe needs an even number of ranks, not 3"),
     (lambda: dualpipe(0, 8), "ranks=0 must be a positive whole number"),
     (lambda: interleaved(-3, 8), "ranks=-3 must be a positive whole number"),
@@ -260,13 +260,22 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: gpipe(2, 0), "must be a positive whole number"),
     (lambda: one_f_one_b(0, 2), "must be a positive whole number"),
     (lambda: mesh(pp=2, dp=4, ep=3), r"ep=3 does not divide .* \[1, 2, 4\] do"),
+    (lambda: mesh(zero=5), "zero=5: must be 0, 1, 2 or 3"),
+    (lambda: mesh(expert_zero=-1), "zero=-1: must be 0, 1, 2 or 3"),
+    (lambda: mesh(dp=2, bucket_mb=-1), "bucket_mb=-1 must be a positive number"),
+    (lambda: mesh(dp=2, zero=1, within=0), "within=0 must be a positive whole number"),
+    (lambda: mesh(dp=2, within=2), "within=2 says over how many .* zero=0 shards nothing"),
+    (lambda: mesh(dp=2, ep=2, capacity=-0.5), "capacity=-0.5 must be a positive number"),
+    (lambda: mesh(attention="ring"), "attention='ring' is unknown"),
+    (lambda: mesh(shedule="1f1b"), "no argument 'shedule': did you mean schedule\\? .* pp, dp"),  # type: ignore[call-arg]
+    (lambda: mesh(2), r"mesh\(\): too many positional arguments"),  # type: ignore[misc]
     (lambda: mesh(schedule="zigzag"), "unknown: one of gpipe, 1f1b, zb-h1, dualpipe, zb-v"),
     (lambda: mesh(schedule="zb-v", virtual=3), "has 2 stages a rank; for others use interleaved"),
     (lambda: mesh(layout="sideways"), "layout='sideways' is unknown: one of pipeline-inner"),
     (lambda: mesh(pp=3, schedule=gpipe(2, 4)), "has 2 ranks and 4 microbatches"),
     (lambda: mesh(pp=2, microbatches=3, schedule=gpipe(2, 4)), "leave out virtual= and micro"),
     (lambda: mesh(schedule=3), "neither a name nor a Schedule"),  # type: ignore[arg-type]
-    (lambda: gpipe(2, 4).directives([[0]]), "has 2 ranks, but 1 groups of devices"),
+    (lambda: gpipe(2, 4).directives([[0]]), "has 2 ranks, but devices are given for 1"),
     (lambda: straight("mine", 1, 2).directives(), "rank 0 leaves 2 forwards and 2 backwards"),
     (lambda: Row({0: [0]}).forward(1), "stage 1 is not on this rank; its stages are: 0"),
     (lambda: Row({0: [0]}).forward(0, times=2), "no forward left: all 1 are in the row"),
@@ -287,9 +296,17 @@ def test_what_cannot_be_is_refused(act: Callable[[], object], message: str) -> N
         act()
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "dualpipe", "zb-v"])
+def test_a_pipeline_has_twice_as_many_microbatches_as_ranks(schedule: str) -> None:
+    strategy = mesh(pp=4, dp=2, schedule=schedule)
+    assert strategy == mesh(pp=4, dp=2, schedule=schedule, microbatches=8)
+    assert "split({}, into='MB', parts=8)" in str(strategy)
+    assert mesh(dp=2) == mesh(dp=2, microbatches=1)
+
+
 def test_weights_that_are_left_are_told() -> None:
     row = Row({0: [0]}).forward(0).backward_input(0)
-    with pytest.raises(DirectiveError, match="leaves 1 backwards for weights undone"):
+    with pytest.raises(DirectiveError, match="leaves 1 backward for weights undone"):
         Schedule("mine", 1, [row]).check()
 
 
@@ -479,7 +496,7 @@ TABLES: list[tuple[str, str]] = [
     ("0F0,0B0\n\n1F0,1B0", "rank 1 has nothing to do"),
     ("0F2000000000,0B2000000000", "is not an action"),
     ("0F99999999,0B99999999", "but each of the 100000000 must pass it once"),
-    ("0F0,0I0", "leaves 1 backwards for weights undone"),
+    ("0F0,0I0", "leaves 1 backward for weights undone"),
     ("0F0,0W0", "no backward for its inputs before it"),
     ("0F0,0B0,0F2,0B2", r"runs the microbatches \[0, 2\], but each of the 3"),
     (",,\n,", "the table has no actions"),

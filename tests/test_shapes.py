@@ -76,7 +76,7 @@ def test_shapes_that_are_refused(tmp_path: Path) -> None:
         piper.launch(made, shapes=-1)
     with piper.launch(made, shapes=1) as trainer:
         for words, rows, length in (
-            (r"3 does not divide into 2 parts.*drop_last=True", 3, 5),
+            (r"3 does not divide into 2 microbatches.*drop_last=True", 3, 5),
             ("", 4, 5),
             (re.escape("another shape again, and shapes=1 allows 1 beside"), 4, 6),
         ):

@@ -156,7 +156,7 @@ measures = (
     | st.lists(st.integers(1, 4), min_size=1, max_size=4)
     | st.dictionaries(numbers, costs, min_size=1, max_size=4)
 )
-groups = st.lists(st.lists(filters, min_size=1, max_size=2), max_size=3)
+groups = st.lists(st.lists(filters, min_size=1, max_size=2), min_size=1, max_size=3)
 any_directive: st.SearchStrategy[Directive] = st.one_of(
     st.builds(partition, names, into=names, parts=st.integers(1, 9), by=measures),
     st.builds(split, filters, into=names, parts=st.integers(1, 9)),
@@ -170,14 +170,16 @@ any_directive: st.SearchStrategy[Directive] = st.one_of(
         gather_stream=names,
         devices=st.none() | devices,
     ),
-    st.builds(shard, filters, stream=names, dim=st.integers(0, 2), ways=st.none() | numbers),
+    st.builds(
+        shard, filters, stream=names, dim=st.integers(0, 2), ways=st.none() | st.integers(1, 9)
+    ),
     groups.map(lambda found: order(*found)),
     st.builds(
         stream,
         filters,
         names,
         priority=st.integers(-2, 2),
-        sms=st.none() | numbers | st.just("rest"),
+        sms=st.none() | st.integers(1, 9) | st.just("rest"),
     ),
     st.builds(remat, filters, st.sampled_from(["none", "min-cut", "all"])),
 )

@@ -62,6 +62,12 @@ def mixed_experts() -> Model:
     return _with(model, {"experts.0": model.parameters["experts.0"], "router": router})
 
 
+def _bare() -> Model:
+    """A model without a name anywhere."""
+    model = chain(1)
+    return replace(model, chunks=tuple(replace(c, tags={}) for c in model.chunks))
+
+
 def _with(model: Model, parameters: dict[str, Any]) -> Model:
     chunks = tuple(
         replace(c, parameters=tuple(parameters)) if "EP" in c.tags else c for c in model.chunks
@@ -116,6 +122,12 @@ MISTAKES = [
         ["no region is tagged 'block'", "embed, head, layer, loss"],
     ),
     Mistake(
+        "no regions at all",
+        partition("layer", into="PP", parts=2),
+        ["no region 'layer', nor any other, to make 2 stages of", "piper.annotate", "tags="],
+        model=_bare,
+    ),
+    Mistake(
         "too many parts",
         partition("layer", into="PP", parts=3),
         ["3 parts of 2 regions 'layer'", "at most 2"],
@@ -160,7 +172,7 @@ MISTAKES = [
     Mistake(
         "uneven batch",
         split(parts=3),
-        ["a batch of 8 does not divide into 3 parts", "1, 2, 4, 8"],
+        ["a batch of 8 does not divide into 3 microbatches", "1, 2, 4, 8", "microbatches= of mesh"],
     ),
     # place
     Mistake("no device", place({}, devices=[]), ["devices=[]", "at least one"]),

@@ -66,7 +66,7 @@ def meshed(spec: str) -> Strategy:
         arguments[name] = _value(value)
     try:
         return mesh(**arguments)
-    except TypeError as error:
+    except PiperError as error:
         raise PiperError(f"--mesh {spec!r}: {error}") from None
 
 

@@ -2,13 +2,14 @@
 
 A directive is a frozen dataclass whose fields are what the user wrote. ``rewrite`` is a pure
 function from DAG to DAG; ``apply`` notes the directive in the DAG's history and says in every error
-which directive it was.
+which directive it was. A strategy refuses what ``check`` does as soon as it is made.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -31,19 +32,33 @@ class Directive(ABC):
         made for no other policies."""
         return ()
 
+    def check(self) -> None:  # noqa: B027 (a directive may have nothing to refuse)
+        """Refuse arguments that are right for no DAG."""
+
     @abstractmethod
     def rewrite(self, dag: Dag, me: int) -> Dag:
         """``dag`` rewritten; nodes and rules that change are marked as made by ``me``."""
 
+    def checked(self) -> None:
+        """``check``, which says in its error which directive it was."""
+        with self._named():
+            self.check()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except DirectiveError as error:
+            raise DirectiveError(f"{self}: {error}") from None
+
     def apply(self, dag: Dag, *, check: bool = True) -> Dag:
         """``dag`` rewritten, with this directive in its history, and checked if so asked."""
         me = len(dag.history)
-        try:
+        with self._named():
+            self.check()
             after = self.rewrite(dag.noted(str(self)), me)
             if check:
                 verify(after)
-        except DirectiveError as error:
-            raise DirectiveError(f"{self}: {error}") from None
         return after
 
     def to_json(self) -> dict[str, Any]:

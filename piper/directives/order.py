@@ -36,9 +36,11 @@ class Order(Directive):
 
     groups: tuple[tuple[FilterLike, ...], ...]
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
+    def check(self) -> None:
         if not self.groups or not all(self.groups):
             raise DirectiveError("an order is a list of groups, each with at least one filter")
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
         filters = [[Filter.of(where) for where in group] for group in self.groups]
         dag = _divide(dag, [f for group in filters for f in group], me)
         finder = _Finder(dag, [f for group in filters for f in group])

@@ -14,6 +14,7 @@ from piper.directives.base import Directive, check_tag, positive
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
 from piper.ir.facts import ChunkFacts
+from piper.units import counted
 
 
 @dataclass(frozen=True)
@@ -26,31 +27,40 @@ class Partition(Directive):
     parts: int
     by: str | Sequence[int] | Mapping[int, float] = "flops"
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
+    def check(self) -> None:
         positive("parts", self.parts)
         check_tag("tag", self.tag)
         check_tag("into", self.into)
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
         if self.into in dag.tag_values:
             raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
         regions = sorted({c.tags[self.tag] for c in dag.model.chunks if self.tag in c.tags})
+        if not regions and self.parts == 1 and isinstance(self.by, str):
+            return self._tagged(dag, [0] * len(dag.model.chunks), me)
         if not regions:
             known = sorted({t for c in dag.model.chunks for t in c.tags})
-            advice = "" if known != ["loss"] else (
-                ": name regions with piper.annotate in the model, or by the paths of its modules "
-                "with tags="
-            )  # fmt: skip
-            raise DirectiveError(
-                f"no region is tagged {self.tag!r}; there are: {', '.join(known)}{advice}"
-            )
+            if set(known) <= {"loss"}:
+                raise DirectiveError(
+                    f"the model has no region {self.tag!r}, nor any other, to make "
+                    f"{counted(self.parts, 'stage')} of: name its regions with piper.annotate in "
+                    "the model, or by the paths of its modules with tags="
+                )
+            raise DirectiveError(f"no region is tagged {self.tag!r}; there are: {', '.join(known)}")
         if self.parts > len(regions):
             raise DirectiveError(
-                f"{self.parts} parts of {len(regions)} regions {self.tag!r}: at most {len(regions)}"
+                f"{self.parts} parts of {counted(len(regions), 'region')} {self.tag!r}: at most "
+                f"{len(regions)}"
             )
         owners = self._owners(dag.model.chunks, regions)
         stages = self._stages(dag, regions, owners)
+        return self._tagged(dag, [stages[owner] for owner in owners], me)
+
+    def _tagged(self, dag: Dag, stages: Sequence[int], me: int) -> Dag:
+        """``dag`` with the stage of each chunk."""
         changed = {
             number: replace(
-                node, tags={**node.tags, self.into: stages[owners[node.compute.chunk]]}, made_by=me
+                node, tags={**node.tags, self.into: stages[node.compute.chunk]}, made_by=me
             )
             for number, node in enumerate(dag.nodes)
         }
@@ -140,6 +150,7 @@ def partition(
 
     ``by`` is what the stages balance: "flops", "params", a mapping from region to measured cost,
     or the number of regions in each stage. Chunks outside these regions join the stage before.
+    One stage needs no regions: it is the whole model.
     """
     if isinstance(by, Sequence) and not isinstance(by, str):
         by = list(by)

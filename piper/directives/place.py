@@ -36,15 +36,15 @@ class Place(Directive):
     sequence: str | None = None
     attention: str = ContextAttention.ALL_TO_ALL.value
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
-        group = self.devices
-        check_group(group)
+    def check(self) -> None:
+        check_group(self.devices)
         check_stream("stream", self.stream)
         self._check_batch()
         self._check_sequence()
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
         mesh = self.mesh
-        if mesh is not None:
-            group = mesh.devices
+        group = self.devices if mesh is None else mesh.devices
         sends = SendRule(self.stream, me)
         changed = {}
         rules = dict(dag.tensor)

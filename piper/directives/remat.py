@@ -27,10 +27,12 @@ class Remat(Directive):
     def policies(self) -> tuple[RematPolicy, ...]:
         return tuple(policy for policy in RematPolicy if policy.value == self.policy)
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
+    def check(self) -> None:
         known = [policy.value for policy in RematPolicy]
         if self.policy not in known:
             raise DirectiveError(f"policy={self.policy!r} is unknown: one of {', '.join(known)}")
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
         policy = RematPolicy(self.policy)
         matched = whole_chunks(dag, Filter.of(self.where), "recomputing")
         chunks = {dag.nodes[number].compute.chunk for number in matched}

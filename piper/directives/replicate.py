@@ -44,7 +44,7 @@ class Replicate(Directive):
     devices: tuple[int, ...] | None = None
     within: int | None = None
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
+    def check(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in range(4):
             raise DirectiveError(f"zero={self.zero!r}: must be 0, 1, 2 or 3")
         if self.within is not None:
@@ -59,6 +59,10 @@ class Replicate(Directive):
         size = self.bucket_mb
         if not isinstance(size, int | float) or not 1 <= size * 1024 * 1024 < float("inf"):
             raise DirectiveError(f"bucket_mb={self.bucket_mb!r} must be a positive number")
+        if self.devices is not None:
+            check_group(self.devices)
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
         numbers = whole_chunks(dag, Filter.of(self.where), "the state")
         self._check_devices(dag, numbers)
         bucket = int(self.bucket_mb * 1024 * 1024)
@@ -78,7 +82,6 @@ class Replicate(Directive):
     def _check_devices(self, dag: Dag, numbers: Sequence[int]) -> None:
         if self.devices is None:
             return
-        check_group(self.devices)
         held = {d for number in numbers for d in dag.nodes[number].devices}
         if held != set(self.devices):
             raise DirectiveError(

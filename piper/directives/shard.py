@@ -38,10 +38,30 @@ class Shard(Directive):
     sequence: bool = False
     capacity: float | None = None
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
-        numbers = whole_chunks(dag, Filter.of(self.where), "sharding")
+    def check(self) -> None:
         if self.stream is not None:
             check_stream("stream", self.stream)
+        if self.axis is None and (self.parameters is not None or self.sequence):
+            raise DirectiveError(
+                "parameters= and sequence= are of tensor parallelism: name the axis of the "
+                "mesh along which the parameters are sharded, axis="
+            )
+        if not isinstance(self.dim, int) or self.dim < 0:
+            raise DirectiveError(f"dim={self.dim!r} must be the number of a dimension, from 0")
+        if self.capacity is not None and not (
+            isinstance(self.capacity, int | float) and self.capacity > 0
+        ):
+            raise DirectiveError(
+                f"capacity={self.capacity!r} must be a positive number, of how many times a "
+                "device's own rows there is room for, or None for all"
+            )
+        if self.ways is not None:
+            positive("ways", self.ways)
+            if self.axis is not None:
+                raise DirectiveError(f"ways={self.ways} and axis={self.axis!r}: give one of them")
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        numbers = whole_chunks(dag, Filter.of(self.where), "sharding")
         if self._is_tensor(dag, numbers):
             assert self.axis is not None
             stream = self.stream or self.axis
@@ -51,11 +71,6 @@ class Shard(Directive):
     def _is_tensor(self, dag: Dag, numbers: list[int]) -> bool:
         """Whether it is along an axis whose devices have the same rows."""
         if self.axis is None:
-            if self.parameters is not None or self.sequence:
-                raise DirectiveError(
-                    "parameters= and sequence= are of tensor parallelism: name the axis of the "
-                    "mesh along which the parameters are sharded, axis="
-                )
             return False
         for number in numbers:
             node = dag.nodes[number]
@@ -70,19 +85,6 @@ class Shard(Directive):
     def _experts(self, dag: Dag, me: int, numbers: list[int], stream: str) -> Dag:
         shards = dict(dag.shards)
         groups: dict[int, Group] = {}
-        if not isinstance(self.dim, int) or self.dim < 0:
-            raise DirectiveError(f"dim={self.dim!r} must be the number of a dimension, from 0")
-        if self.capacity is not None and not (
-            isinstance(self.capacity, int | float) and self.capacity > 0
-        ):
-            raise DirectiveError(
-                f"capacity={self.capacity!r} must be a positive number, of how many times a "
-                "device's own rows there is room for, or None for all"
-            )
-        if self.ways is not None:
-            positive("ways", self.ways)
-            if self.axis is not None:
-                raise DirectiveError(f"ways={self.ways} and axis={self.axis!r}: give one of them")
         for number in numbers:
             node = dag.nodes[number]
             chunk = dag.model.chunks[node.compute.chunk]

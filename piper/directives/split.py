@@ -23,9 +23,11 @@ class Split(Directive):
     into: str
     parts: int
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
+    def check(self) -> None:
         positive("parts", self.parts)
         check_tag("into", self.into)
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
         if dag.microbatches is not None:
             raise DirectiveError(f"the batch is split already, into {dag.microbatches[0]!r}")
         if self.into in dag.tag_values:
@@ -40,8 +42,9 @@ class Split(Directive):
         if dag.model.batch % self.parts:
             sizes = [n for n in range(1, dag.model.batch + 1) if dag.model.batch % n == 0]
             raise DirectiveError(
-                f"a batch of {dag.model.batch} does not divide into {self.parts} parts; "
-                f"parts that would: {', '.join(map(str, sizes))}"
+                f"a batch of {dag.model.batch} does not divide into {self.parts} microbatches. "
+                f"Numbers that divide it: {', '.join(map(str, sizes))}. Set parts= of split, or "
+                "microbatches= of mesh, to one of them, or change the batch"
             )
         nodes = tuple(
             self._copy(dag, node, microbatch, me)

@@ -25,8 +25,12 @@ class Stream(Directive):
     priority: int | None = None
     sms: int | Literal["rest"] | None = None
 
-    def rewrite(self, dag: Dag, me: int) -> Dag:
+    def check(self) -> None:
         check_stream("name", self.stream)
+        if self.sms is not None:
+            _share(self.sms)
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
         sms = None if self.sms is None else _share(self.sms)
         matched = [] if self.where is None else select(dag, Filter.of(self.where))
         changed = {i: replace(dag.nodes[i], stream=self.stream, made_by=me) for i in matched}

@@ -23,6 +23,7 @@ from piper.errors import DirectiveError
 from piper.ir.mesh import Mesh
 from piper.strategies.action import Action
 from piper.strategies.timing import timed
+from piper.units import counted
 
 
 class Row:
@@ -160,7 +161,8 @@ class Schedule:
         groups = [[rank] for rank in range(self.ranks)] if groups is None else groups
         if len(groups) != self.ranks:
             raise DirectiveError(
-                f"{self.name} has {self.ranks} ranks, but {len(groups)} groups of devices are given"
+                f"{self.name} has {counted(self.ranks, 'rank')}, but devices are given for "
+                f"{len(groups)}"
             )
         found: list[Directive] = []
         for number in range(self.stages):
@@ -198,13 +200,13 @@ class Schedule:
                 forwards, backwards = row.forwards_left(stage), row.backwards_left(stage)
                 if forwards or backwards:
                     raise DirectiveError(
-                        f"{self.name}: rank {rank} leaves {forwards} forwards and {backwards} "
-                        f"backwards of stage {stage} undone"
+                        f"{self.name}: rank {rank} leaves {counted(forwards, 'forward')} and "
+                        f"{counted(backwards, 'backward')} of stage {stage} undone"
                     )
             if row.weights_left:
                 raise DirectiveError(
-                    f"{self.name}: rank {rank} leaves {row.weights_left} backwards for weights "
-                    "undone"
+                    f"{self.name}: rank {rank} leaves {counted(row.weights_left, 'backward')} for "
+                    "weights undone"
                 )
         for stage in range(self.stages):
             found = sorted(m for row in self.rows for m in row.stages.get(stage, ()))
@@ -271,7 +273,8 @@ def folded(name: str, ranks: int, microbatches: int) -> Schedule:
     return Schedule(name, microbatches, rows)
 
 
-def refuse(name: str, microbatches: int, works: str, good: bool) -> None:
+def refuse(name: str, microbatches: int, needs: str, good: bool) -> None:
     """Refuse a number of microbatches that a schedule cannot run."""
     if not good:
-        raise DirectiveError(f"{name} cannot run {microbatches} microbatches: {works}")
+        given = counted(microbatches, "microbatch")
+        raise DirectiveError(f"{name} cannot run {given}: give {needs}")

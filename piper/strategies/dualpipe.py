@@ -23,8 +23,8 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     if positive("ranks", ranks) % 2:
         raise DirectiveError(f"dualpipe needs an even number of ranks, not {ranks}")
     good = positive("microbatches", microbatches) % 2 == 0 and microbatches >= 2 * ranks
-    works = f"even numbers from {2 * ranks} on work"
-    refuse("dualpipe", microbatches, works, good)
+    needs = f"an even number, at least {2 * ranks}"
+    refuse("dualpipe", microbatches, needs, good)
     half = microbatches // 2
     first, second = range(half), range(half, microbatches)
     schedule = Schedule("dualpipe", microbatches)

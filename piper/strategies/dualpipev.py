@@ -18,8 +18,8 @@ from piper.strategies.builder import Row, Schedule, folded, refuse
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
     """At least twice as many microbatches as ranks."""
     schedule = folded("dualpipev", ranks, microbatches)
-    works = f"from {2 * ranks} on work"
-    refuse("dualpipev", microbatches, works, microbatches >= 2 * ranks)
+    needs = f"at least {2 * ranks}"
+    refuse("dualpipev", microbatches, needs, microbatches >= 2 * ranks)
     for rank, row in enumerate(schedule.rows):
         eight_phases(row, rank, 2 * ranks - 1 - rank, rank, ranks, microbatches)
     return schedule

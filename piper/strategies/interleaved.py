@@ -17,8 +17,8 @@ from piper.strategies.builder import Schedule, looped, refuse
 def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
     """Microbatches in multiples of the number of ranks: they go round in such blocks."""
     schedule = looped("interleaved", ranks, virtual, microbatches)
-    works = f"multiples of the {ranks} ranks work ({ranks}, {2 * ranks}, {3 * ranks}, ...)"
-    refuse("interleaved", microbatches, works, microbatches % ranks == 0)
+    needs = f"a multiple of the {ranks} ranks ({ranks}, {2 * ranks}, {3 * ranks}, ...)"
+    refuse("interleaved", microbatches, needs, microbatches % ranks == 0)
     total = virtual * microbatches
     for rank, row in enumerate(schedule.rows):
         forwards = _turns(rank, ranks, virtual, total)

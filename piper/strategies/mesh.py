@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
+from piper.arguments import named_arguments
 from piper.directives import Directive, partition, replicate, shard, split
 from piper.directives.base import positive
 from piper.errors import DirectiveError
@@ -73,6 +74,7 @@ def _letters(name: str) -> str:
     return "".join(c for c in name.casefold() if c.isalnum())
 
 
+@named_arguments(DirectiveError)
 def mesh(
     *,
     pp: int = 1,
@@ -108,7 +110,8 @@ def mesh(
     the sequence, with ``attention`` as in ``piper.place``. Devices along ``tp`` have neighbouring
     numbers, then those along ``cp``.
     ``virtual`` is the number of stages a rank, for schedules that leave it open. ``microbatches``
-    is 1, or as many as a schedule of your own has.
+    is 1 without a pipeline, 2 * ``pp`` with one, or as many as a schedule of your own has. Without
+    a pipeline the model needs no regions.
     """
     for name, value in (("pp", pp), ("dp", dp), ("tp", tp), ("cp", cp), ("ep", ep)):
         positive(name, value)
@@ -155,13 +158,15 @@ def _schedule(
         if value is not None:
             positive(name, value)
     if isinstance(schedule, str):
-        return schedule_named(schedule, pp, microbatches or 1, virtual)
+        usual = 1 if pp == 1 else 2 * pp  # every schedule of ours can run these
+        return schedule_named(schedule, pp, microbatches or usual, virtual)
     if not isinstance(schedule, Schedule):
         raise DirectiveError(f"schedule={schedule!r} is neither a name nor a Schedule")
     asked = (pp, microbatches or schedule.microbatches)
     if asked != (schedule.ranks, schedule.microbatches) or virtual is not None:
         raise DirectiveError(
-            f"{schedule.name} has {schedule.ranks} ranks and {schedule.microbatches} microbatches: "
+            f"{schedule.name} has {counted(schedule.ranks, 'rank')} and "
+            f"{counted(schedule.microbatches, 'microbatch')}: "
             f"leave out virtual= and microbatches=, and set pp={schedule.ranks}"
         )
     return schedule

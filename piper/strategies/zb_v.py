@@ -16,8 +16,8 @@ from piper.strategies.builder import Schedule, folded, refuse
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """At least 2 * ranks - 1 microbatches."""
     schedule = folded("zb-v", ranks, microbatches)
-    works = f"from {2 * ranks - 1} on work"
-    refuse("zb-v", microbatches, works, microbatches >= 2 * ranks - 1)
+    needs = f"at least {2 * ranks - 1}"
+    refuse("zb-v", microbatches, needs, microbatches >= 2 * ranks - 1)
     for rank, row in enumerate(schedule.rows):
         near, far = rank, 2 * ranks - 1 - rank
         row.forward(near, times=2 * (ranks - rank) - 1)  # warm-up: the way to the turn
