@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
@@ -18,6 +21,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 """By the names that files use."""
 _LARGEST = 2**63
 _SHOWN = 60
+_DEPTH = 100
+"""Lists and objects inside each other, more than any file of ours has."""
+_FILE_BYTES = 2**30
+"""What a file may have that is read at once."""
 
 
 class MalformedError(PiperError):
@@ -58,14 +65,52 @@ def wrong(item: Any, wanted: str) -> MalformedError:
     return MalformedError(f"{shown(item)} is not {wanted}")
 
 
+def open_file(path: Path) -> BinaryIO:
+    """``path``, opened for reading. What is no file is refused: a pipe may never say anything."""
+    file = open(path, "rb", buffering=0, opener=_opener)  # noqa: SIM115 - it is returned
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise MalformedError("it is not a file, but a pipe or a device: copy it to a file")
+    return file
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # otherwise a pipe is opened when somebody writes
+
+
+def file_bytes(path: str | Path) -> bytes:
+    """The content of a file that is read at once."""
+    with open_file(Path(path)) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _FILE_BYTES:
+            raise MalformedError(f"it has {size} bytes, and at most {_FILE_BYTES} are read")
+        return file.read()
+
+
 def parsed(text: str | bytes) -> Any:
     """What JSON says."""
     try:
-        return json.loads(text)
+        data = json.loads(text)
     except RecursionError:
         raise MalformedError("this is nested too deeply to be read") from None
     except ValueError as error:
         raise MalformedError(f"this is not JSON: {error}") from None
+    check_depth(data)
+    return data
+
+
+def check_depth(data: Any) -> None:
+    """Refuse what is nested so deeply that whoever walks through it may run out of stack."""
+    level = [data]
+    for _ in range(_DEPTH):
+        level = [
+            item
+            for one in level
+            if type(one) in (list, dict)
+            for item in (one.values() if type(one) is dict else one)
+        ]
+        if not level:
+            return
+    raise MalformedError("this is nested too deeply to be read")
 
 
 def whole(item: Any, least: int = -_LARGEST, below: int = _LARGEST) -> int:

@@ -32,6 +32,7 @@ from piper.errors import DirectiveError
 from piper.ir.dag import Dag
 from piper.ir.mesh import Mesh
 from piper.ir.verify import verify
+from piper.reading import MalformedError, file_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ class Strategy:
     def load(path: str | Path) -> Strategy:
         """The strategy in a JSON file."""
         try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = file_bytes(path).decode()
+        except (OSError, ValueError, MalformedError) as error:
             raise DirectiveError(f"the strategy {path} cannot be read: {error}") from error
         return Strategy.from_json(text)
 

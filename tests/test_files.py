@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import resource
 import sys
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ import piper
 from piper import PiperError
 from piper.capture.operators import check_arguments, operator_named
 from piper.cli import main as cli
+from piper.cost import toml
 from piper.lower.plan import Plan
+from piper.reading import parsed
 from tests.scripts.mutations import OTHER, tally
 from tests.training import pipeline
 
@@ -512,6 +516,47 @@ def test_a_program_of_an_earlier_format_is_told_so(folder: Path) -> None:
     (folder / "checksums.json").unlink()
     with pytest.raises(PiperError, match="a program of an earlier Piper"):
         piper.Program.load(folder)
+
+
+# what is no file, too large, or nested without end
+
+
+def pipe(path: Path) -> Path:
+    """One that ends at once for whoever opens it and waits: such a reader would wait for ever."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    threading.Thread(target=path.open, args=("wb",), daemon=True).start()
+    return path
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "strategy.json": piper.Strategy.load,
+    "cluster.toml": toml.read,
+    "costs.json": piper.Recorded.load,
+    "table.csv": piper.strategies.from_csv,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PiperError, match="cannot be read: it is not a file, but a pipe"):
+        READERS[name](pipe(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_larger_than_any_is_not_read(name: str, tmp_path: Path) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(PiperError, match=r"it has 1099511627776 bytes, and at most 1\d* are read"):
+        READERS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 101 + "]" * 101, "[" * 10**6, '{"a":' * 300 + "1" + "}" * 300]
+)
+def test_json_that_is_nested_without_end(text: str) -> None:
+    with pytest.raises(PiperError, match="nested too deeply"):
+        parsed(text)
 
 
 # saving

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from piper.cli.scripts import program_of
 from piper.cli.tables import comparison_table
 from piper.cost import Recorded, Simulation
 from piper.errors import PiperError
+from piper.reading import MalformedError, file_bytes, parsed
 from piper.strategy import Strategy
 from piper.units import bytes_text, seconds_text
 from piper.view.page import timeline_page
@@ -83,8 +83,8 @@ def _result(
 ) -> tuple[dict[str, Any], Simulation | None]:
     """The figures of a file, and the simulation that they come from if it is a strategy."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        data = parsed(file_bytes(path))
+    except (OSError, MalformedError) as error:
         raise PiperError(f"{path} cannot be read: {error}") from error
     if isinstance(data, dict) and data.get("kind") in ("simulation", "profile"):
         return data, None

@@ -45,6 +45,7 @@ import torch
 from piper.cost import presets
 from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
 from piper.errors import PiperError
+from piper.reading import MalformedError, file_bytes
 
 _MOST = 10**6
 _TABLES = {"name", "machines", "devices", "links", "between", "sharing"}
@@ -55,8 +56,8 @@ _DEVICE = {field.name for field in fields(Device)} - {"name"} | {"like"}
 def read(path: str | Path) -> Cluster:
     """The cluster that a file describes."""
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = file_bytes(path).decode()
+    except (OSError, ValueError, MalformedError) as error:
         raise PiperError(f"{path} cannot be read: {error}") from error
     try:
         return parse(text, default_name=Path(path).stem)

@@ -21,7 +21,7 @@ from piper.codec import Format, decode, encode
 from piper.errors import PiperError
 from piper.ir.ops import Group
 from piper.lower.tasks import Task, Work
-from piper.reading import MalformedError, parsed
+from piper.reading import MalformedError, file_bytes, parsed
 
 _FORMAT = Format("costs", 2)
 
@@ -165,7 +165,7 @@ class Recorded:
     def load(path: str | Path) -> Recorded:
         """What ``save`` wrote."""
         try:
-            found: Recorded = decode(Recorded, _FORMAT.content(parsed(Path(path).read_bytes())))
+            found: Recorded = decode(Recorded, _FORMAT.content(parsed(file_bytes(path))))
             return found
         except (OSError, MalformedError) as error:
             raise PiperError(f"{path} cannot be read: {error}") from error

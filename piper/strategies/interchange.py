@@ -18,6 +18,7 @@ from pathlib import Path
 
 from piper.capture.program import Pass
 from piper.errors import DirectiveError
+from piper.reading import MalformedError, file_bytes
 from piper.strategies.action import Action
 from piper.strategies.builder import Row, Schedule
 from piper.strategies.timing import timed
@@ -36,8 +37,8 @@ def from_csv(table: str | Path | Iterable[str], *, name: str | None = None) -> S
     if isinstance(table, str | Path):
         path = Path(table)
         try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, ValueError) as error:
+            text = file_bytes(path).decode("utf-8-sig")
+        except (OSError, ValueError, MalformedError) as error:
             raise DirectiveError(f"the table {path} cannot be read: {error}") from error
         return from_csv(text.splitlines(), name=name or path.stem)
     try:
