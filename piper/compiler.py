@@ -41,7 +41,7 @@ from piper.program import Program, trained_shapes
 from piper.strategy import Strategy
 from piper.traces import Subject, Traces
 from piper.training import Training
-from piper.units import counted
+from piper.units import counted, nbytes_of
 from piper.weight_files import Init, WeightFiles
 
 
@@ -109,7 +109,7 @@ def compile(
     remat: str | None = None,
     clip_norm: float | None = None,
     on_nan: str | None = None,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     costs: CostModel | None = None,
     seed: int = 0,
 ) -> Program:
@@ -172,15 +172,16 @@ class Capture:
         self,
         strategy: Strategy,
         *,
-        memory_limit: int | None = None,
+        memory_limit: int | str | None = None,
         costs: CostModel | None = None,
     ) -> Program:
-        """The program of ``strategy``. ``memory_limit`` is the bytes that a device has: a strategy
-        that needs more is refused. ``costs`` says how long things take, by which that is ordered
-        which a strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, what was measured, or a
-        cost model of your own."""
+        """The program of ``strategy``. ``memory_limit`` is the bytes that a device has, a number or
+        a size such as "80GB": a strategy that needs more is refused. ``costs`` orders what the
+        strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, what was measured, or a cost
+        model of your own."""
         _check_strategy(strategy)
-        _check(memory_limit, costs)
+        _check_costs(costs)
+        limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
         how = {"strategy": strategy, "memory_limit": memory_limit, "costs": costs}
         shape = _shape(strategy, self._size)
         with _no_collection():
@@ -194,7 +195,7 @@ class Capture:
             settings = Settings(
                 clip=self._training.waits_for_norm,
                 optimizer=self._cost,
-                memory_limit=memory_limit,
+                memory_limit=limit,
                 gpu=first.device.type == "cuda",
                 fused=not isinstance(first.compiler, Eager),
                 costs=Costs() if costs is None else costs,
@@ -263,10 +264,7 @@ def _check_strategy(strategy: object) -> None:
         raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
 
 
-def _check(memory_limit: int | None, costs: object) -> None:
-    whole = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
-    if memory_limit is not None and (not whole or memory_limit <= 0):
-        raise PiperError(f"memory_limit={memory_limit!r} must be a number of bytes, or None")
+def _check_costs(costs: object) -> None:
     if not isinstance(costs, CostModel | None):
         raise PiperError(
             f"costs={costs!r} must be piper.Costs(...) or another cost model, which has a method "

@@ -55,7 +55,7 @@ class Job:
     remat: str | None = None
     clip_norm: float | None = None
     on_nan: str | None = None
-    memory_limit: int | None = None
+    memory_limit: int | str | None = None
     costs: CostModel | None = None
     seed: int = 0
     outputs: Outputs | None = None
@@ -72,7 +72,7 @@ class Job:
         self,
         strategy: Strategy | None = None,
         *,
-        memory_limit: int | None = None,
+        memory_limit: int | str | None = None,
         cluster: Cluster | None = None,
     ) -> Program:
         """The job under ``strategy``, or its own; what is given here goes before the job's own.

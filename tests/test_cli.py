@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 import piper
 from piper.cli import app
-from piper.cli.options import cluster_of, nbytes_of
+from piper.cli.options import cluster_of
 from piper.cli.scripts import job_in, meshed
 from piper.launch.launch import Where
 from piper.strategies import mesh
+from piper.units import nbytes_of
 from tests.test_strategy_errors import MISTAKES, Mistake
 
 SCRIPT = """
@@ -164,8 +165,8 @@ KINDS = {type(m.wrong).__name__: m for m in SAME}
 
 def refused(script: str, mistake: Mistake, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
-    strategy = piper.Strategy([*mistake.after, mistake.wrong])
-    path.write_text(json.dumps(strategy.to_json(), default=str))
+    written = [directive.to_json() for directive in [*mistake.after, mistake.wrong]]
+    path.write_text(json.dumps(written, default=str))
     found = run("check", script, "--strategy", path, code=1)
     text = " ".join(found.stderr.split())
     assert text.startswith("error: ")
@@ -189,7 +190,7 @@ def test_check_prints_all_of_the_table(mistake: Mistake, script: str, tmp_path: 
     ("arguments", "says"),
     [
         (["--mesh", "pp"], "'pp' is not of the form name=value"),
-        (["--mesh", "pipelines=2"], "unexpected keyword argument 'pipelines'"),
+        (["--mesh", "pipelines=2"], "mesh() has no argument 'pipelines'"),
         (["--mesh", "pp=2,dp=3,ep=2"], "ep=2 does not divide"),
         (["--mesh", "pp=2,schedule=nine"], "nine"),
         ([], "the job has no strategy"),
@@ -368,10 +369,10 @@ def test_it_is_a_program() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("80GiB", 80 * 2**30), ("1.5 mb", 1_500_000), ("12", 12), ("2K", 2048), (None, None)],
+    [("80GiB", 80 * 2**30), ("1.5 mb", 1_500_000), ("12", 12), ("2K", 2048), (80e9, 80 * 10**9)],
 )
-def test_sizes(text: str | None, nbytes: int | None) -> None:
-    assert nbytes_of(text) == nbytes
+def test_sizes(text: str | float, nbytes: int) -> None:
+    assert nbytes_of("--memory-limit", text) == nbytes
 
 
 def test_clusters_by_name() -> None:

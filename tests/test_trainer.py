@@ -825,7 +825,12 @@ def test_states_that_are_refused(
         ({"device": "nowhere"}, "nowhere"),
         ({"remat": "some"}, "remat='some' is unknown"),
         ({"memory_limit": 100}, "100"),
-        ({"memory_limit": "1GB"}, "memory_limit='1GB'"),
+        ({"memory_limit": "0.1kB"}, "memory_limit=100 is not enough"),
+        (
+            {"memory_limit": "1 gigabyte"},
+            "memory_limit='1 gigabyte' is not a valid size: give bytes",
+        ),
+        ({"memory_limit": -1}, "memory_limit=-1 is not a valid size"),
         ({"seed": "x"}, "seed='x'"),
         ({"init": 3}, "init=3"),
         ({"tags": {"nowhere.*": "layer"}}, "nowhere"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, Target, nbytes_of
+from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, Target
 from piper.cli.output import Output
 from piper.cli.scripts import program_of, strategy_of
 from piper.cli.tables import memory_json, memory_table
-from piper.units import bytes_text, counted
+from piper.units import bytes_text, counted, nbytes_of
 
 
 def check(
@@ -26,7 +26,7 @@ def check(
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
-        limit = nbytes_of(memory_limit)
+        limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
         with output.doing("compiling"):
             program = program_of(target, chosen, memory_limit=limit)
             traffic = program.traffic

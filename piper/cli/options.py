@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from piper.cost import Cluster
-from piper.errors import PiperError
 from piper.launch.launch import Where
 
 Target = Annotated[
@@ -75,35 +74,6 @@ Trace = Annotated[
     Path | None,
     typer.Option("--trace", help="Write a trace for Perfetto.", show_default=False),
 ]
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 2**10,
-    "KIB": 2**10,
-    "KB": 10**3,
-    "M": 2**20,
-    "MIB": 2**20,
-    "MB": 10**6,
-    "G": 2**30,
-    "GIB": 2**30,
-    "GB": 10**9,
-    "T": 2**40,
-    "TIB": 2**40,
-    "TB": 10**12,
-}
-
-
-def nbytes_of(text: str | None) -> int | None:
-    """Bytes, from a number with a unit."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].upper() not in _UNITS:
-        raise PiperError(
-            f"--memory-limit {text!r} is not a valid size: write 80GiB, 512MiB or 24e9 as 24GB"
-        )
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def cluster_of(text: str) -> Cluster:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile, nbytes_of
+from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
 from piper.cli.output import Output
 from piper.cli.scripts import job_in, strategy_of
 from piper.job import Job
@@ -17,7 +17,7 @@ from piper.launch import Trainer, launch
 from piper.launch.launch import Where
 from piper.launch.positions import Batch
 from piper.launch.step_result import StepResult
-from piper.units import counted
+from piper.units import counted, nbytes_of
 
 
 def train(
@@ -48,7 +48,7 @@ def train(
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
-        limit = nbytes_of(memory_limit)
+        limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
         job = job_in(script)
         with output.doing("compiling"):
             program = job.compile(chosen, memory_limit=limit)
