@@ -126,6 +126,79 @@ def test_it_trains_as_one_device(name: str) -> None:
     check(dense(), CASES[name])
 
 
+def odd_batches() -> list[Batch]:
+    return [((x % 29,), (y % 29,)) for (x,), (y,) in batches()]
+
+
+@functools.cache
+def odd_expected(tied: bool) -> Run:
+    model = dense(vocab=29, tie_embeddings=tied)
+    return plain(model, lm_loss, odd_batches(), microbatches=1, clip_norm=CLIP)
+
+
+ODD = {
+    "tp2": mesh(tp=2),
+    "tp4-dp2-zero1-sequence": mesh(tp=4, dp=2, zero=1, sequence_parallel=True),
+    "tp2-dp2-zero3": mesh(tp=2, dp=2, zero=3),
+    "tp2-cp2": mesh(tp=2, cp=2),
+    "pp2-tp2": mesh(pp=2, tp=2, microbatches=4),
+}
+
+
+@pytest.mark.cases(fast=1, slow=4)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ODD)
+def test_a_vocabulary_that_does_not_divide_is_padded(name: str, tied: bool) -> None:
+    """Rows of the embedding and the head, logits and their loss: no padding is ever counted."""
+    model = dense(vocab=29, tie_embeddings=tied)
+    program = compiled(model, ODD[name].directives, lm_loss, odd_batches(), clip_norm=CLIP)
+    assert_same(train(program, odd_batches()), odd_expected(tied), CLOSE)
+    if name == "tp2":  # logits are not gathered: a few numbers a row
+        gathers = [f.nbytes for f in program.traffic[0].flows if f.kind == "all_gather"]
+        assert sum(gathers) < 8 * SEQ * 29 * 8 / 2
+
+
+def test_padded_vocabularies_are_saved_without_padding(tmp_path: Path) -> None:
+    """From padded shards to whole tensors, through files and from memory to memory."""
+    model = dense(vocab=29)
+    names = ("tp2-dp2-zero3", "tp4-dp2-zero1-sequence")
+    programs = [
+        compiled(model, ODD[name].directives, lm_loss, odd_batches(), optimizer=adamw)
+        for name in names
+    ]
+    with piper.launch(programs[0]) as trainer:
+        steps(trainer, odd_batches()[:1])
+        trainer.save(tmp_path / "saved")
+        trainer.switch(programs[1])
+        switched = steps(trainer, odd_batches()[1:])
+    assert switched.state["embedding.weight"].shape == (29, 16)
+    with piper.launch(programs[1]) as trainer:
+        trainer.load(tmp_path / "saved")
+        assert_same(steps(trainer, odd_batches()[1:]), switched)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens)
+
+
+def test_the_plan_of_a_wrapped_model() -> None:
+    def sharded(model: nn.Module, **how: Any) -> set[str]:
+        program = compiled(model, mesh(tp=2, **how).directives, lm_loss, batches())
+        return {name for b in program.buckets if b.ways > 1 for name in b.parameters}
+
+    whole = sharded(dense())
+    assert sharded(Wrapped(dense())) == {f"inner.{name}" for name in whole}
+    left = sharded(
+        dense(), parameters={"head": "replicate", "*.1.mlp.*": "replicate", "*": "model"}
+    )
+    assert left == {n for n in whole if n != "head.weight" and not n.startswith("layers.1.mlp.")}
+
+
 PIPELINES = [
     (schedule, pp, dp, tp, zero, sequence)
     for schedule in ("1f1b", "interleaved", "zb-v", "dualpipev")
@@ -634,7 +707,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"parameters": {"up": "columns"}},
         DirectiveError,
-        r"'up' is to be sharded 'columns': give the number of a dimension, 'column' or 'row'",
+        r"'up' is to be sharded 'columns': give the number of a dimension, 'column', 'row', 'rep",
     ),
     ({"parameters": {}}, DirectiveError, r"parameters=\{\} shards nothing: name parameters, or"),
     ({"parameters": None}, DirectiveError, r"the model declares no plan for tensor parallelism"),

@@ -130,10 +130,10 @@ class LocalGraph:
     def slice(self, x: fx.Node, dim: int) -> fx.Node:
         """This device's part of what is the same everywhere and has no gradient."""
         size = x.meta["val"].shape[dim] // self._axis.parts
-        at = self._positions(self.rank(), size)
+        at = self.positions(self.rank(), size)
         if self._axis.head_tail:
             other = self._constant(aten.rsub.Scalar, self.rank(), self._axis.parts - 1)
-            at = self._constant(aten.cat.default, [at, self._positions(other, size)])
+            at = self._constant(aten.cat.default, [at, self.positions(other, size)])
         part = self.call(aten.index_select.default, (x, dim, at), True)
         if x in self.constants:
             self.constants.add(part)
@@ -150,7 +150,7 @@ class LocalGraph:
         together = [*shape[:dim], -1, *shape[dim + 1 :]]
         return self.call(aten.reshape.default, (part, together), True)
 
-    def _positions(self, part: fx.Node, size: int) -> fx.Node:
+    def positions(self, part: fx.Node, size: int) -> fx.Node:
         """Where the elements of a part are in the whole."""
         own = self._constant(aten.arange.default, size, device=self._device)
         first = self._constant(aten.mul.Tensor, part, size)
@@ -207,10 +207,10 @@ class LocalGraph:
         return self.call(aten.cat.default, (whole, packed.dim), sharded)
 
     def shape(self, whole: Tensor, placement: Given) -> tuple[int, ...]:
-        """The shape of a shard."""
+        """The shape of a shard; that of an uneven dimension is padded."""
         shape = list(whole.shape)
         if isinstance(placement, Shard | Packed):
-            shape[placement.dim] //= self._ways
+            shape[placement.dim] = -(-shape[placement.dim] // self._ways)
         return tuple(shape)
 
     def _on_fakes(self, target: Any, args: Any, kwargs: Any) -> Any:

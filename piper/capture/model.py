@@ -241,10 +241,16 @@ def _capture(
     )
 
 
-def _declared(model: nn.Module) -> dict[str, str]:
-    """The attribute ``tensor_plan``, or what transformers models have."""
+def _declared(model: nn.Module, path: str = "") -> dict[str, str]:
+    """The attribute ``tensor_plan``, or what transformers models have; of a model that wraps such
+    modules, their plans under the names that parameters have in it."""
     plan = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
-    return {str(pattern): str(how) for pattern, how in dict(plan).items()}
+    if plan:
+        return {f"{path}{pattern}": str(how) for pattern, how in dict(plan).items()}
+    inner: dict[str, str] = {}
+    for name, child in model.named_children():
+        inner |= _declared(child, f"{path}{name}.")
+    return inner
 
 
 def _check(model: object, loss: object) -> None:

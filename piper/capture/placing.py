@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -142,28 +142,36 @@ class Placing:
             return alike(self.whole[node], REPLICATED)
         if isinstance(node.target, FunctionCall):
             return None  # nothing is known of its backward
+        padded: set[int] = set()
         for x, placement in needs.items():
             if isinstance(placement, Shard) and isinstance(self.whole[x], Tensor):
                 shape = self.whole[x].shape
-                if placement.dim >= len(shape) or shape[placement.dim] % self._parts:
+                if placement.dim >= len(shape):
                     return None
+                if shape[placement.dim] % self._parts:
+                    if self.made[x] != placement:
+                        return None
+                    padded.add(shape[placement.dim])
         given = {id(self.whole[x]): p for x, p in needs.items() if isinstance(p, Placement)}
         args, kwargs = pytree.tree_map_only(
             fx.Node, lambda x: self.whole[x], (node.args, dict(node.kwargs))
         )
         made = self._rules.ask(node.target, args, kwargs, given)  # type: ignore[arg-type]
-        if made is None or not self._fits(self.whole[node], made):
+        if made is None or not self._fits(self.whole[node], made, padded):
             return None
         return made
 
-    def _fits(self, whole: Any, made: Any) -> bool:
-        """Whether shards placed so are even, and partial sums are sums."""
+    def _fits(self, whole: Any, made: Any, padded: Collection[int]) -> bool:
+        """Whether shards placed so are even, and partial sums are sums. Where the inputs have
+        ``padded`` dimensions of these sizes, the result has one of them too: nothing is summed
+        over padding."""
         if isinstance(made, tuple):
             pairs = zip(whole, made, strict=True)
-            return all(p is None or (self._fits(x, p) and p != MEAN) for x, p in pairs)
+            return all(p is None or (self._fits(x, p, padded) and p != MEAN) for x, p in pairs)
         if isinstance(made, Shard):
-            return type(made) is Shard and whole.shape[made.dim] % self._parts == 0
-        return made in (REPLICATED, SUM, MEAN)
+            size = whole.shape[made.dim]
+            return type(made) is Shard and (size in padded if padded else size % self._parts == 0)
+        return made in ((REPLICATED, SUM, MEAN) if not padded else ())
 
     def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
         """The placement of what is made of a fused weight's sections, up to where they part; None

@@ -233,6 +233,9 @@ class _Propagation:
     def rank(self) -> fx.Node:
         return self._out.rank()
 
+    def positions(self, size: int) -> fx.Node:
+        return self._out.positions(self.rank(), size)
+
     def moved(
         self, local: fx.Node, made: Placement, wanted: Placement, *, sharded: bool
     ) -> fx.Node:
@@ -261,12 +264,20 @@ class _Propagation:
             else:
                 if node in self._placing.fixed:  # what is moved is a value
                     local = self._out.call(aten.clone.default, (local,), made_sharded)
-                self._forms[key] = self._out.redistributed(
+                moved = self._out.redistributed(
                     local, made, placement, before=made_sharded, after=sharded
                 )
+                self._forms[key] = self._without_padding(moved, node, made, sharded)
             if isinstance(made, Partial) and placement == self._placing.resolved(self._whole[node]):
                 self._placing.reduced.add(node)
         return self._forms[key]
+
+    def _without_padding(self, moved: fx.Node, node: fx.Node, made: Any, sharded: bool) -> fx.Node:
+        """What was gathered of a dimension that the devices do not share evenly."""
+        if not isinstance(made, Shard) or self._whole[node].shape[made.dim] % self._ways == 0:
+            return moved
+        size = self._whole[node].shape[made.dim]
+        return self._out.call(aten.slice.Tensor, (moved, made.dim, 0, size), sharded)
 
     def _again(self, node: fx.Node) -> fx.Node:
         """What is computed of parameters, for those who compute on shards."""

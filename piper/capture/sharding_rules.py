@@ -94,7 +94,7 @@ class Rules:
             if not isinstance(placed, Shard):
                 return x
             shape = list(x.shape)
-            shape[placed.dim] //= self._axis.ways
+            shape[placed.dim] = -(-shape[placed.dim] // self._axis.ways)
             return x.new_empty(shape)
 
         numbers = Numbers()

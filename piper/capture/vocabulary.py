@@ -37,6 +37,10 @@ class Emitter(Protocol):
         """The place of the device along the axis."""
         ...
 
+    def positions(self, size: int) -> fx.Node:
+        """Where the ``size`` elements of this device's part of a dimension are in the whole."""
+        ...
+
     def moved(
         self, local: fx.Node, made: Placement, wanted: Placement, *, sharded: bool
     ) -> fx.Node:
@@ -64,7 +68,8 @@ def on_shards(
         by_frequency = len(node.args) > 3 and node.args[3]  # which no shard knows
         if placed[weight] == Shard(0) and placed[indices] == REPLICATED and not by_frequency:
             padding = node.args[2] if len(node.args) > 2 else -1
-            return _embedding(local[weight], local[indices], int(padding), emit)  # type: ignore[arg-type]
+            rows = weight.meta["val"].shape[0]
+            return _embedding(local[weight], local[indices], rows, int(padding), emit)  # type: ignore[arg-type]
     if node.target is aten.cross_entropy_loss.default:
         loss = _Loss.of(node)
         if loss is None:
@@ -89,8 +94,10 @@ def wanted_target(node: fx.Node, placed: Mapping[fx.Node, Any]) -> dict[fx.Node,
     return {loss.target: Shard(0)} if logits == Shard(0) and elsewhere else {}
 
 
-def _embedding(weight: fx.Node, indices: fx.Node, padding: int, emit: Emitter) -> Rewrite:
-    here, outside = _own(indices, weight.meta["val"].shape[0], emit)
+def _embedding(
+    weight: fx.Node, indices: fx.Node, rows: int, padding: int, emit: Emitter
+) -> Rewrite:
+    here, outside = _own(indices, weight.meta["val"].shape[0], rows, emit)
     found = emit.call(aten.embedding.default, weight, here)
     if padding >= 0:  # its row is read and gets no gradient
         pads = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, indices, padding), -1)
@@ -100,10 +107,10 @@ def _embedding(weight: fx.Node, indices: fx.Node, padding: int, emit: Emitter) -
 
 
 def _own(
-    indices: fx.Node, size: int, emit: Emitter, ignored: int | None = None
+    indices: fx.Node, size: int, whole: int, emit: Emitter, ignored: int | None = None
 ) -> tuple[fx.Node, fx.Node]:
-    """Indices into this device's ``size`` rows, 0 for those of others, and which these are. What no
-    device has is left for the operation to refuse, unless it is ``ignored``."""
+    """Indices into this device's ``size`` of the ``whole`` rows, 0 for those of others, and which
+    these are. What no device has is left for the operation to refuse, unless it is ``ignored``."""
     first = emit.call(aten.mul.Tensor, emit.rank(), size)
     here = emit.call(aten.sub.Tensor, indices, first)
     below = emit.call(aten.lt.Scalar, here, 0)
@@ -111,7 +118,7 @@ def _own(
     known = emit.call(
         aten.logical_and.default,
         emit.call(aten.ge.Scalar, indices, 0),
-        emit.call(aten.lt.Scalar, indices, size * emit.axis.ways),
+        emit.call(aten.lt.Scalar, indices, whole),
     )
     if ignored is not None:
         known = emit.call(
@@ -154,7 +161,9 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
     dtype = x.meta["val"].dtype
     if dtype in (torch.bfloat16, torch.float16):
         x = emit.call(aten.to.dtype, x, torch.float32)
-    size = x.meta["val"].shape[1]
+    size, whole = x.meta["val"].shape[1], loss.logits.meta["val"].shape[1]
+    if size * emit.axis.ways != whole:
+        x = _without_padding(x, size, whole, emit)
     largest = emit.call(aten.amax.default, emit.call(aten.detach.default, x), [1])
     everywhere = emit.moved(largest, Shard(0), REPLICATED, sharded=True)  # ways * rows
     rows = largest.meta["val"].shape[0]
@@ -163,7 +172,7 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
     )
     shifted = emit.call(aten.sub.Tensor, x, emit.call(aten.unsqueeze.default, shift, 1))
     exponentials = emit.call(aten.sum.dim_IntList, emit.call(aten.exp.default, shifted), [1])
-    here, outside = _own(target, size, emit, loss.ignored)
+    here, outside = _own(target, size, whole, emit, loss.ignored)
     picked = emit.call(aten.gather.default, shifted, 1, emit.call(aten.unsqueeze.default, here, 1))
     picked = emit.call(aten.squeeze.dim, picked, 1)
     picked = emit.call(aten.masked_fill.Scalar, picked, outside, 0.0)
@@ -181,6 +190,12 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
     if loss.reduction == _MEAN:
         losses = call(aten.div.Tensor, losses, _count(ignored, losses, call))
     return Rewrite(_cast(losses, dtype, call), REPLICATED, sharded=False)
+
+
+def _without_padding(x: fx.Node, size: int, whole: int, emit: Emitter) -> fx.Node:
+    """Logits of which those after the ``whole`` classes never occur."""
+    after = emit.call(aten.ge.Scalar, emit.positions(size), whole)
+    return emit.call(aten.masked_fill.Scalar, x, after, float("-inf"))
 
 
 def _rows(loss: _Loss, placed: Given, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from piper.capture.chunks import Chunk, ParameterShard, Style
 from piper.capture.fused import TURNS, sections_of, turned
@@ -91,12 +91,40 @@ def _bias_sections(node: fx.Node) -> tuple[int, ...]:
     return ()
 
 
+def _is_vocabulary(node: fx.Node) -> bool:
+    """Whether dimension 0 of a parameter are the tokens of an embedding, or the classes of logits
+    that nothing but a loss compares."""
+    return any(
+        (user.target is aten.embedding.default and user.args[0] is node)
+        or (user.target is aten.linear.default and user.args[0] is not node and _are_logits(user))
+        for user in node.users
+    )
+
+
+def _are_logits(node: fx.Node) -> bool:
+    """Whether the last dimension stays what it is until the region or a cross entropy ends it."""
+    size = node.meta["val"].shape[-1]
+    return all(
+        user.op == "output"
+        or user.target is aten.cross_entropy_loss.default
+        or (len(user.all_input_nodes) == 1 and _keeps(user, size) and _are_logits(user))
+        for user in node.users
+    )
+
+
+def _keeps(node: fx.Node, size: int) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == size
+
+
 def _check(name: str, node: fx.Node, shard: ParameterShard, ways: int, region: str) -> None:
     shape = list(node.meta["val"].shape)
     if shard.dim >= len(shape):
         raise CaptureError(
             f"{name!r} in region {region} has shape {shape} and no dimension {shard.dim} to shard"
         )
+    if shard.dim == 0 and not shard.sections and shape[0] >= ways and _is_vocabulary(node):
+        return  # it is padded
     for size in shard.sections or (shape[shard.dim],):
         if size % ways:
             part = f" ({list(shard.sections)}, fused)" if shard.sections else ""

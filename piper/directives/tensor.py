@@ -31,6 +31,8 @@ _STYLES = {
     "packed_rowwise": Style.ROW,
 }
 """Ours and those of ``transformers``: what else those say of activations is derived here."""
+MODEL = "model"
+"""In place of a style: as the model declares."""
 
 
 def tensor_rules(
@@ -136,31 +138,39 @@ class _Chosen:
     def __init__(self, dag: Dag, patterns: Mapping[str, Wanted] | None) -> None:
         self._dag = dag
         self._given = patterns is not None
-        found = dag.model.declared if patterns is None else patterns
+        declared = dag.model.declared
         if patterns is not None and not patterns:
             raise DirectiveError(
                 "parameters={} shards nothing: name parameters, or leave parameters= out for the "
                 "plan that the model declares"
             )
-        if not found:
+        if not declared and (patterns is None or MODEL in patterns.values()):
             raise DirectiveError(
                 "the model declares no plan for tensor parallelism (_tp_plan, as transformers "
                 "models have): say how parameters are sharded, "
                 "parameters={'*.up.weight': 0, '*.down.weight': 1}"
             )
-        self._patterns = {pattern: _style(pattern, how) for pattern, how in found.items()}
+        self._patterns = {"*": MODEL} if patterns is None else patterns
+        plan = [(own, _style(own, how)) for own, how in declared.items()]
+        self._rules: list[tuple[str, str, int | Style | None]] = []
+        for pattern, wanted in self._patterns.items():
+            if wanted == MODEL:
+                self._rules += [(pattern, own, how) for own, how in plan if how is not None]
+            self._rules.append((pattern, "*", None if wanted == MODEL else _style(pattern, wanted)))
         self._used: set[str] = set()
 
     def of(self, chunk: int) -> dict[str, int | Style]:
         """How the parameters of a chunk are sharded, those that are."""
-        found: dict[str, int | Style] = {}
-        for name in self._dag.model.chunks[chunk].parameters:
-            for pattern, how in self._patterns.items():
-                if how is not None and _matches(name, pattern):
-                    self._used.add(pattern)
-                    found[name] = how
-                    break
-        return found
+        styles = ((name, self._of(name)) for name in self._dag.model.chunks[chunk].parameters)
+        return {name: how for name, how in styles if how is not None}
+
+    def _of(self, name: str) -> int | Style | None:
+        """How a parameter is sharded; the first pattern that names it says so."""
+        for pattern, declared, how in self._rules:
+            if _matches(name, pattern) and _matches(name, declared):
+                self._used.add(pattern)
+                return how
+        return None
 
     def refuse_unused(self) -> None:
         unused = [p for p in self._patterns if p not in self._used] if self._given else []
@@ -186,7 +196,7 @@ def _style(pattern: str, how: object) -> int | Style | None:
         return None
     raise DirectiveError(
         f"parameters: {pattern!r} is to be sharded {how!r}: give the number of a dimension, "
-        "'column' or 'row'"
+        "'column', 'row', 'replicate' or, for the plan that the model declares, 'model'"
     )
 
 

@@ -6,6 +6,7 @@ one node, not n. A DAG is never changed: directives make new ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,16 @@ from piper.capture.saving import RematPolicy
 from piper.ir.facts import Model
 from piper.ir.mesh import Mesh
 from piper.ir.ops import COMPUTE, Compute, Group, Op, Transfer
-from piper.ir.rules import P2P, Bucket, SendRule, ShardRule, StateRule, StreamRule, TensorRule
+from piper.ir.rules import (
+    P2P,
+    Bucket,
+    SendRule,
+    ShardRule,
+    StateRule,
+    StreamRule,
+    TensorRule,
+    shard_numel,
+)
 from piper.ir.values import Extra, ValueTable
 
 Tag = int | Pass
@@ -174,10 +184,10 @@ class Dag:
         segments = self.model.chunks[chunk].segments
         return tuple(self.rule(chunk, s.axis) for s in segments if s.sharded)
 
-    def ways(self, chunk: int, parameter: str) -> int:
-        """Over how many devices a parameter of a chunk is sharded."""
-        rule = self.shard(chunk, parameter)
-        return rule.ways if rule else 1
+    def numel(self, chunk: int, parameter: str) -> int:
+        """Numbers in a device's shard of a parameter of a chunk."""
+        shape, rule = self.model.parameters[parameter].shape, self.shard(chunk, parameter)
+        return shard_numel(shape, rule.dim, rule.ways) if rule else math.prod(shape)
 
     def policy(self, chunk: int) -> RematPolicy:
         """How much chunk ``chunk`` recomputes."""

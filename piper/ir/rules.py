@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -91,6 +91,13 @@ class TensorRule:
     """The dimension along which the tensors of the batch are sharded: the sequence."""
     context: ContextAttention | None = None
     """How a sequence that is sharded attends to all of itself."""
+
+
+def shard_numel(shape: Sequence[int], dim: int, ways: int) -> int:
+    """Numbers in each of ``ways`` shards along ``dim``; those of an uneven dimension are padded."""
+    if ways == 1:
+        return math.prod(shape)
+    return math.prod(shape) // shape[dim] * -(-shape[dim] // ways)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ is then reduced as it is; others each for itself, to be copied into one when the
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -85,8 +84,8 @@ class Accumulation:
 
     def _nbytes(self, value: int, name: str) -> int:
         parameter = self._dag.model.parameters[name]
-        ways = self._dag.ways(self._dag.table.value(value)[0].of, name)
-        return math.prod(parameter.shape) // ways * parameter.gradient.itemsize
+        chunk = self._dag.table.value(value)[0].of
+        return self._dag.numel(chunk, name) * parameter.gradient.itemsize
 
     def _bucket(self, made: int) -> int:
         return self._dag.extra[made - self._dag.first_extra].of

@@ -19,7 +19,7 @@ from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.facts import Model
 from piper.ir.ops import Compute, Group
-from piper.ir.rules import Bucket, ShardRule, StateRule
+from piper.ir.rules import Bucket, ShardRule, StateRule, shard_numel
 from piper.ir.text import group_text, name_of, region_of
 from piper.lower.packing import in_a_row, packed
 
@@ -65,7 +65,7 @@ class BucketKey:
 
     def bucket(self, parameters: list[str], model: Model) -> Bucket:
         shapes = [model.parameters[name].shape for name in parameters]
-        sizes = tuple(math.prod(shape) // self.ways for shape in shapes)
+        sizes = tuple(shard_numel(shape, self.dim, self.ways) for shape in shapes)
         offsets, share = (packed if self.packed else in_a_row)(sizes, self.within)
         return Bucket(
             parameters=tuple(parameters),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -131,8 +130,7 @@ class Sizes:
         found = self.dag.buckets[bucket]
         updated = self.part(bucket, 1)
         if not together:
-            shapes = (self.dag.model.parameters[name].shape for name in found.parameters)
-            updated = min(updated, max(math.prod(shape) // found.ways for shape in shapes))
+            updated = min(updated, max(found.sizes))
         return int(updated * found.gradient.itemsize * per_byte)
 
     def sharded(self, bucket: int) -> bool:
@@ -189,9 +187,8 @@ class Sizes:
                 own, tied = parameters_of(model, chunk, self.dag.table.ties)
                 names = tied if value.role is Role.TIED_GRADIENT else own
                 return sum(
-                    math.prod(p.shape) // self.dag.ways(value.of, name) * p.gradient.itemsize
+                    self.dag.numel(value.of, name) * model.parameters[name].gradient.itemsize
                     for name in names
-                    for p in [model.parameters[name]]
                 )
             case _:
                 return self._lying(value, group).nbytes

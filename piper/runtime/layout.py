@@ -74,10 +74,11 @@ class BucketLayout:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each parameter on this device."""
+        """The shape of each parameter on this device: the last shard of an uneven dimension is
+        padded."""
         ways, dim = self.bucket.ways, self.bucket.dim
         return {
-            name: tuple(n // ways if i == dim else n for i, n in enumerate(spec.shape))
+            name: tuple(-(-n // ways) if i == dim else n for i, n in enumerate(spec.shape))
             for name, spec in self.specs.items()
         }
 
@@ -104,10 +105,20 @@ class BucketLayout:
 
     def buffer(self, dtype: torch.dtype, where: torch.device) -> Tensor:
         """A whole buffer to be filled: what belongs to no parameter is zero."""
+        if self._uneven:
+            return torch.zeros(self.padded, dtype=dtype, device=where)
         flat = torch.empty(self.padded, dtype=dtype, device=where)
         for start, stop in self._gaps:
             flat[start:stop].zero_()
         return flat
+
+    @property
+    def _uneven(self) -> bool:
+        """Whether shards have padding."""
+        ways, dim = self.bucket.ways, self.bucket.dim
+        if ways == 1 or self.bucket.sections:
+            return False
+        return any(spec.shape[dim] % ways for spec in self.specs.values())
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int], ...]:
@@ -134,27 +145,6 @@ class BucketLayout:
         """A fragment as the optimizer is given it; ``row`` is this device's range."""
         mine = row[fragment.start : fragment.stop]
         return mine if self.sliced else self.shaped(mine, fragment.name)
-
-    def shard(self, whole: Tensor) -> Tensor:
-        """This device's shard of a whole parameter, of experts or under tensor parallelism."""
-        pieces = self._pieces(whole)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.bucket.dim)
-
-    def put(self, whole: Tensor, shard: Tensor) -> None:
-        """Copy this device's shard to where it is in the whole."""
-        pieces = self._pieces(whole)
-        sizes = [piece.shape[self.bucket.dim] for piece in pieces] if len(pieces) > 1 else []
-        shards = shard.split(sizes, self.bucket.dim) if sizes else [shard]
-        for piece, mine in zip(pieces, shards, strict=True):
-            piece.copy_(mine)
-
-    def _pieces(self, whole: Tensor) -> list[Tensor]:
-        """Where the shard is in the whole: one piece of each section."""
-        ways, dim, sections = self.bucket.ways, self.bucket.dim, self.bucket.sections
-        if ways == 1:
-            return [whole]
-        parts = whole.split(sections, dim) if sections else [whole]
-        return [part.chunk(ways, dim)[self.part] for part in parts]
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:

@@ -58,8 +58,8 @@ def _in_whole(layout: BucketLayout, name: str, box: Box) -> list[Piece]:
     found = []
     begin = start = 0
     for size in bucket.sections or (layout.specs[name].shape[bucket.dim],):
-        mine = size // bucket.ways
-        part = box.between(bucket.dim, begin, begin + mine)
+        mine = -(-size // bucket.ways)  # what is after the last element is padding
+        part = box.between(bucket.dim, begin, begin + min(mine, size - layout.part * mine))
         if part is not None:
             found.append(Piece(part.moved(bucket.dim, start + layout.part * mine - begin), part))
         begin, start = begin + mine, start + size

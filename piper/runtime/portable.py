@@ -3,7 +3,6 @@ their original names, and taken apart again."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from piper.capture.tensors import TensorSpec
 from piper.ir.rules import Bucket
 from piper.runtime.layout import BucketLayout
+from piper.runtime.pieces import whole_shard
 from piper.runtime.state import DeviceState, HeldBucket
 
 
@@ -60,8 +60,8 @@ def assemble(
     layouts = {name: b for b in buckets for name in b.parameters}
     rows: dict[tuple[str, int], Tensor] = {}
     for portion in portions:
-        spec = specs[portion.name]
-        size = math.prod(spec.shape) // layouts[portion.name].ways
+        bucket = layouts[portion.name]
+        size = bucket.sizes[bucket.parameters.index(portion.name)]
         key = (portion.name, portion.part)
         if key not in rows:
             rows[key] = torch.empty(size, dtype=portion.data.dtype)
@@ -72,7 +72,9 @@ def assemble(
         layout = BucketLayout(bucket, {n: specs[n] for n in bucket.parameters}, 0, part)
         if name not in found:
             found[name] = torch.empty(specs[name].shape, dtype=row.dtype)
-        layout.put(found[name], layout.shaped(row, name))
+        shard = layout.shaped(row, name)
+        for piece in whole_shard(layout, name):
+            piece.whole.of(found[name]).copy_(piece.shard.of(shard))
     return found
 
 
@@ -96,7 +98,9 @@ def _restore_bucket(held: HeldBucket, tensors: Mapping[str, Tensor], where: torc
     else:
         whole.copy_(held.flat)
     for name, tensor in tensors.items():
-        layout.view(whole, name).copy_(layout.shard(tensor))
+        shard = layout.view(whole, name)
+        for piece in whole_shard(layout, name):
+            piece.shard.of(shard).copy_(piece.whole.of(tensor))
     if layout.scattered or held.is_copy:
         held.updated.copy_(whole[low:high])
     if layout.scattered:
