@@ -11,7 +11,6 @@ machines as they are, where nothing can be installed.
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -299,7 +298,7 @@ def _made(kind: Any, found: dict[str, Any]) -> Any:
 
 
 def _float(data: Any) -> float:
-    if type(data) not in (int, float) or math.isnan(data):
+    if type(data) not in (int, float) or data != data:
         raise wrong(data, "a number")
     return data
 

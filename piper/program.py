@@ -40,6 +40,7 @@ from piper.lower.traffic import Traffic, traffic_of
 from piper.matching import Located, located
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
+from piper.paths import path_of
 from piper.strategy import Strategy
 from piper.training import Training
 from piper.units import counted
@@ -216,7 +217,7 @@ class Program:
         page = dag_page(
             counted(len(self.devices), "device"), steps, stages=stages, models=self.models
         )
-        Path(path).write_text(page, encoding="utf-8")
+        path_of(path).write_text(page, encoding="utf-8")
 
     def text(self) -> str:
         """The strategy, the DAG, the layouts of its values, the plans and their memory, to be
@@ -242,7 +243,7 @@ class Program:
         """Write the program into the folder ``path``; weights and callables are not part of it."""
         from piper.storage import save
 
-        save(self, Path(path))
+        save(self, path_of(path))
 
     @staticmethod
     def load(
@@ -256,7 +257,7 @@ class Program:
         compiled with need not be the same optimizer: plans are those for the one given here."""
         from piper.storage import load, with_plans
 
-        program = load(Path(path), source, optimizer, scheduler)
+        program = load(path_of(path), source, optimizer, scheduler)
         if optimizer is None:
             return program
         try_scheduler(optimizer, scheduler, program.trained)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from piper.errors import PiperError
+from piper.paths import path_of
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: item for name, item in vars(torch).items() if isinstance(item, torch.dtype)
@@ -23,6 +25,8 @@ _LARGEST = 2**63
 _SHOWN = 60
 _DEPTH = 100
 """Lists and objects inside each other, more than any file of ours has."""
+_MOST = 2**128
+"""Whole numbers are smaller, so that all can be written in a message and taken for a float."""
 _FILE_BYTES = 2**30
 """What a file may have that is read at once."""
 
@@ -55,10 +59,13 @@ def place_text(place: str | int) -> str:
     return f"[{place}]" if isinstance(place, int) else f".{place}"
 
 
-def shown(item: Any) -> str:
+def shown(item: Any, most: int = _SHOWN) -> str:
     """``item`` in a message, cut short."""
-    text = repr(item)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
+    return cut(repr(item), most)
+
+
+def cut(text: str, most: int = _SHOWN) -> str:
+    return text if len(text) <= most else text[: most - 4] + " ..."
 
 
 def wrong(item: Any, wanted: str) -> MalformedError:
@@ -80,7 +87,7 @@ def _opener(path: str, flags: int) -> int:
 
 def file_bytes(path: str | Path) -> bytes:
     """The content of a file that is read at once."""
-    with open_file(Path(path)) as file:
+    with open_file(path_of(path)) as file:
         if (size := os.fstat(file.fileno()).st_size) > _FILE_BYTES:
             raise MalformedError(f"it has {size} bytes, and at most {_FILE_BYTES} are read")
         return file.read()
@@ -88,20 +95,43 @@ def file_bytes(path: str | Path) -> bytes:
 
 def parsed(text: str | bytes) -> Any:
     """What JSON says."""
-    try:
-        data = json.loads(text)
-    except RecursionError:
-        raise MalformedError("this is nested too deeply to be read") from None
-    except ValueError as error:
-        raise MalformedError(f"this is not JSON: {error}") from None
-    check_depth(data)
+    return _loaded("JSON", json.loads, text)
+
+
+def parsed_toml(text: str) -> dict[str, Any]:
+    """What TOML says."""
+    data: dict[str, Any] = _loaded("TOML", tomllib.loads, text)
     return data
 
 
-def check_depth(data: Any) -> None:
-    """Refuse what is nested so deeply that whoever walks through it may run out of stack."""
+def _loaded(kind: str, loads: Callable[[Any], Any], text: str | bytes) -> Any:
+    try:
+        data = loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MalformedError(f"this is not {kind}: {error}") from None
+    except ValueError:  # Python reads no number of more than some thousand digits
+        raise _too_long() from None
+    check_limits(data)
+    return data
+
+
+def _too_deep() -> MalformedError:
+    return MalformedError("this is nested too deeply to be read")
+
+
+def _too_long() -> MalformedError:
+    return MalformedError("a number in it has too many digits to be read")
+
+
+def check_limits(data: Any) -> None:
+    """Refuse what is nested so deeply that whoever walks through it may run out of stack, and
+    numbers of hundreds of digits, which no float can hold."""
     level = [data]
     for _ in range(_DEPTH):
+        if any(type(item) is int and not -_MOST < item < _MOST for item in level):
+            raise _too_long()
         level = [
             item
             for one in level
@@ -110,7 +140,7 @@ def check_depth(data: Any) -> None:
         ]
         if not level:
             return
-    raise MalformedError("this is nested too deeply to be read")
+    raise _too_deep()
 
 
 def whole(item: Any, least: int = -_LARGEST, below: int = _LARGEST) -> int:

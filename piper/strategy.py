@@ -7,7 +7,6 @@ Reads two forms of JSON: its own (``to_json``), and that of the published system
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from piper.errors import DirectiveError
 from piper.ir.dag import Dag
 from piper.ir.mesh import Mesh
 from piper.ir.verify import verify
-from piper.reading import MalformedError, file_bytes
+from piper.reading import MalformedError, check_limits, file_bytes, parsed, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +107,14 @@ class Strategy:
     @staticmethod
     def from_json(data: str | Sequence[Mapping[str, Any]]) -> Strategy:
         """The strategy that ``to_json``, or a file of the published system, wrote."""
+        items = data
         try:
-            items = json.loads(data) if isinstance(data, str) else data
-        except json.JSONDecodeError as error:
-            raise DirectiveError(f"the strategy is not JSON: {error}") from None
+            if isinstance(data, str):
+                items = parsed(data)
+            else:
+                check_limits(data)
+        except MalformedError as error:
+            raise DirectiveError(f"the strategy cannot be read: {error}") from None
         if not isinstance(items, Sequence) or isinstance(items, str):
             raise DirectiveError("a strategy in JSON is a list of objects, each with an 'op'")
         return Strategy(_read(item, place) for place, item in enumerate(items))
@@ -130,7 +133,7 @@ def _read(item: Any, at: int) -> Directive:
     op = item.get("op") if isinstance(item, Mapping) else None
     if not isinstance(op, str) or op not in _READERS:
         known = ", ".join(_READERS)
-        raise DirectiveError(f"directive {at}: {item!r} has no 'op' that is known: {known}")
+        raise DirectiveError(f"directive {at}: {shown(item)} has no 'op' that is known: {known}")
     fields = {key: value for key, value in item.items() if key != "op"}
     if "filter" in fields:
         fields["where"] = fields.pop("filter")
@@ -141,7 +144,7 @@ def _read(item: Any, at: int) -> Directive:
             fields["devices"] = _devices(fields)
         return _READERS[op](fields)
     except (TypeError, KeyError, ValueError, AttributeError, DirectiveError) as error:
-        raise DirectiveError(f"directive {at}, {op}: {error} in {dict(item)}") from None
+        raise DirectiveError(f"directive {at}, {op}: {error} in {shown(dict(item), 200)}") from None
 
 
 def _where(given: Mapping[str, Any]) -> dict[str, Any]:

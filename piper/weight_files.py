@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from piper.errors import PiperError
+from piper.paths import path_of
 
 Init = Callable[[str, Tensor, torch.Generator], None]
 
@@ -41,4 +42,4 @@ def weights(
         raise PiperError(f"ignore={ignore!r} must be a list of patterns of names")
     if init is not None and not callable(init):
         raise PiperError(f"init={init!r} must be a function (name, tensor, generator)")
-    return WeightFiles(Path(os.path.abspath(folder)), tuple(ignore), init)
+    return WeightFiles(Path(os.path.abspath(path_of(folder))), tuple(ignore), init)

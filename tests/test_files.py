@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import re
 import resource
 import sys
 import threading
@@ -23,7 +25,8 @@ import piper
 from piper import PiperError
 from piper.capture.operators import check_arguments, operator_named
 from piper.cli import main as cli
-from piper.cost import toml
+from piper.cost import Cluster, toml
+from piper.cost.presets import LINKS
 from piper.lower.plan import Plan
 from piper.reading import parsed
 from tests.scripts.mutations import OTHER, tally
@@ -559,6 +562,49 @@ def test_json_that_is_nested_without_end(text: str) -> None:
         parsed(text)
 
 
+@pytest.mark.parametrize("digits", [40, 5000])
+def test_numbers_of_many_digits(digits: int) -> None:
+    number = "9" * digits
+    for read, text in (
+        (parsed, f"[{number}]"),
+        (piper.Strategy.from_json, f'[{{"op": "split", "parts": {number}}}]'),
+        (toml.parse, f"[[machines]]\ndevice = 'H100'\ncount = {number}"),
+        (Plan.from_json, f'{{"format": "piper plan 4", "devices": [{number}]}}'),
+    ):
+        with pytest.raises(PiperError, match="a number in it has too many digits"):
+            read(text)
+    with pytest.raises(PiperError, match="a number has at most 18 digits"):
+        Plan.parse(f"plan of devices {number}")
+
+
+def test_a_strategy_and_a_plan_that_are_nested_without_end() -> None:
+    deep: Any = 0
+    for _ in range(2000):
+        deep = [deep]
+    for data in (deep, [{"op": "place", "filter": {"PP": deep}, "devices": [0]}]):
+        with pytest.raises(PiperError, match="the strategy cannot be read: this is nested"):
+            piper.Strategy.from_json(data)
+    with pytest.raises(PiperError, match="the plan cannot be read: this is nested"):
+        Plan.from_json({"format": "piper plan 4", "devices": deep})
+    with pytest.raises(PiperError, match="nested too deeply"):
+        toml.parse("name = " + "[" * 2000)
+
+
+def test_what_is_no_path_is_refused(program: piper.Program) -> None:
+    with piper.launch(program) as trainer:
+        for act in (
+            trainer.save, trainer.load, trainer.export, program.save, piper.Program.load,
+            piper.Strategy.load, toml.read, piper.Recorded.load, piper.weights,
+        ):  # fmt: skip
+            for path in (None, 5, "a\0b"):
+                with pytest.raises(PiperError, match=f"{re.escape(repr(path))} is not a path"):
+                    act(path)  # type: ignore[operator]
+            with pytest.raises(PiperError, match="has 5,000 characters, more than the file system"):
+                act("n" * 5000)  # type: ignore[operator]
+        with pytest.raises(PiperError, match="there is no checkpoint"):
+            trainer.load("n" * 250)
+
+
 # saving
 
 
@@ -586,6 +632,66 @@ def test_mutations_of_every_kind_of_file() -> None:
     assert sum(found.values()) == 300
     assert not found["program, damaged", OTHER]
     assert not found["checkpoint, damaged", OTHER]
+
+
+def scrambled(text: str, rng: random.Random) -> str:
+    """``text`` with something left out, put in, doubled or exchanged, up to four times."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        start = rng.randrange(len(text) + 1)
+        end = start + rng.choice((0, 1, 1, 2, 5, 40))
+        other = rng.randrange(len(text) + 1)
+        numbers = [found.span() for found in re.finditer(r"\d+", text)]
+        lines = text.split("\n")
+        place = rng.randrange(len(lines))
+        match rng.randrange(6):
+            case 0:
+                text = text[:start] + text[end:]
+            case 1:
+                text = text[:start] + rng.choice(PIECES) + text[end:]
+            case 2:
+                text = text[:start] + text[other : other + rng.choice((1, 5, 30))] + text[end:]
+            case 3 if numbers:
+                first, last = rng.choice(numbers)
+                text = text[:first] + rng.choice(NUMBERS) + text[last:]
+            case 4:
+                lines[place : place + rng.randrange(2)] = [rng.choice(lines)] * rng.randrange(2)
+                text = "\n".join(lines)
+            case _:
+                text = text[:start]
+    return text
+
+
+NUMBERS = ("0", "7", "-3", "1.5", "1e999", "999999", "0-99999999999", "9" * 18, "9" * 5000)
+PIECES = (*NUMBERS, *',|s+!: #[]{}"\\\n\0é', "->", "nan", "[[[[" * 300, "0-1000000,0-1000000")
+TEXTS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "plan": (Plan.parse, str),
+    "plan as JSON": (Plan.from_json, lambda plan: plan.to_json()),
+    "strategy": (piper.Strategy.from_json, lambda strategy: strategy.to_json()),
+    "cluster": (toml.parse, toml.write),
+}
+"""How each is read, and written."""
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_mutations_of_texts(kind: str, program: piper.Program) -> None:
+    """What is read can be written and read again; ``PiperError`` is the only error."""
+    read, write = TEXTS[kind]
+    cluster = replace(Cluster.of("H100", 2, machines=2), between={(0, 1): LINKS["PCIe4"]})
+    made = {"strategy": program.strategy, "cluster": cluster}
+    written = write(made.get(kind, program.plans[0]))
+    text = written if isinstance(written, str) else json.dumps(written)
+    refused = 0
+    for number in range(150):
+        mutation = scrambled(text, random.Random(number))
+        try:
+            thing = read(mutation)
+            assert read(write(thing)) == thing, mutation
+        except PiperError:
+            refused += 1
+        except Exception as error:
+            error.add_note(f"{kind}, mutation {number}")
+            raise
+    assert 0 < refused < 150
 
 
 @pytest.mark.slow

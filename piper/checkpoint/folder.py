@@ -121,7 +121,8 @@ def _sync(folder: Path) -> None:
 def found(target: Path) -> Path:
     """Where the checkpoint ``target`` is."""
     previous = _previous(target)
-    return previous if not target.exists() and previous.exists() else target
+    there = os.path.exists(previous)  # no, if only this name is too long
+    return previous if not target.exists() and there else target
 
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")

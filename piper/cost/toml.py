@@ -34,7 +34,6 @@ links = 0.46
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -45,7 +44,7 @@ import torch
 from piper.cost import presets
 from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
 from piper.errors import PiperError
-from piper.reading import MalformedError, file_bytes
+from piper.reading import MalformedError, file_bytes, parsed_toml, shown
 
 _MOST = 10**6
 _TABLES = {"name", "machines", "devices", "links", "between", "sharing"}
@@ -67,10 +66,7 @@ def read(path: str | Path) -> Cluster:
 
 def parse(text: str, default_name: str = "cluster") -> Cluster:
     """The cluster that ``text`` describes."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PiperError(f"this is not TOML: {error}") from None
+    data = parsed_toml(text)
     _known(data, _TABLES, "the file")
     links = {**presets.LINKS}
     for name, table in _table(data, "links").items():
@@ -82,7 +78,12 @@ def parse(text: str, default_name: str = "cluster") -> Cluster:
     if not isinstance(rows, list) or not rows:
         raise PiperError("give at least one [[machines]] table")
     machines = tuple(m for i, row in enumerate(rows) for m in _machines(i, row, devices, links))
-    between = dict(_between(row, links) for row in data.get("between", []))
+    if (devices_in_all := sum(len(m.devices) for m in machines)) > _MOST:
+        raise PiperError(f"the machines have {devices_in_all:,} devices; at most {_MOST:,} may be")
+    pairs = data.get("between", [])
+    if not isinstance(pairs, list):
+        raise PiperError("between must be [[between]] tables")
+    between = dict(_between(row, links) for row in pairs)
     usual = presets.sharing(device for m in machines for device in m.devices)
     given = _table(data, "sharing")
     _known(given, {field.name for field in fields(Sharing)}, "[sharing]")
@@ -204,11 +205,13 @@ def _between(row: Any, links: Mapping[str, Link]) -> tuple[tuple[int, int], Link
     _known(row, {"machines", "link"}, where)
     pair = row.get("machines")
     if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(m, int) for m in pair):
-        raise PiperError(f"{where}: machines must be two numbers, not {pair!r}")
+        raise PiperError(f"{where}: machines must be two numbers, not {shown(pair)}")
     return (min(pair), max(pair)), _link(row.get("link"), links, where)
 
 
 def _named(known: Mapping[str, Any], name: Any, what: str, where: str) -> Any:
+    if not isinstance(name, str):
+        raise PiperError(f"{where}: a {what} is given by its name, not as {shown(name)}")
     try:
         return presets.named(known, name, what)
     except PiperError as error:
@@ -219,7 +222,7 @@ def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:
     unknown = sorted(table.keys() - names)
     if unknown:
         raise PiperError(
-            f"{where} has {', '.join(map(repr, unknown))}, which nobody reads; "
+            f"{where} has {', '.join(map(shown, unknown))}, which nobody reads; "
             f"known: {', '.join(sorted(names))}"
         )
 
@@ -236,14 +239,14 @@ def _number(
 ) -> float:
     value = table.get(key, otherwise)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise PiperError(f"{where}: {key} must be a number, not {value!r}")
+        raise PiperError(f"{where}: {key} must be a number, not {shown(value)}")
     return value
 
 
 def _count(table: Mapping[str, Any], key: str, where: str) -> int:
     value = table.get(key, 1)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
-        raise PiperError(f"{where}: {key} must be a whole number from 1 on, not {value!r}")
+        raise PiperError(f"{where}: {key} must be a whole number from 1 on, not {shown(value)}")
     return value
 
 
@@ -255,7 +258,7 @@ def _pair(point: Any) -> bool:
 def _dtype(name: str, where: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise PiperError(f"{where}: {name!r} is no dtype; write float32, bfloat16, ...")
+        raise PiperError(f"{where}: {shown(name)} is no dtype; write float32, bfloat16, ...")
     return found
 
 

@@ -20,6 +20,7 @@ from piper.errors import PiperError
 from piper.launch.fetching import fetcher
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.matching import pretrained_part
+from piper.paths import path_of
 from piper.program import Program
 
 
@@ -34,7 +35,7 @@ def export(
 ) -> None:
     """Write the model to the folder ``path``. ``rest`` are tensors that no device holds, if they
     are not the first ones any more."""
-    target = Path(os.path.abspath(path))
+    target = Path(os.path.abspath(path_of(path)))
 
     def prepare() -> tuple[Path, dict[str, Target]]:
         folder = folders.prepare(target, (WEIGHTS, WEIGHTS_INDEX))

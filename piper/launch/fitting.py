@@ -20,6 +20,7 @@ from piper.checkpoint import folder as folders
 from piper.errors import PiperError, warn
 from piper.launch.positions import Position
 from piper.launch.worker_group import WorkerGroup
+from piper.paths import path_of
 
 _NAME = "step-{:08}"
 
@@ -52,7 +53,7 @@ class Checkpoints:
             if number is not None and not (whole and number >= 1):
                 raise PiperError(f"{name}={number!r} must be a whole number from 1 on, or None")
         self._trainer = trainer
-        self._folder = Path(folder)
+        self._folder = path_of(folder)
         self._every = every
         self._keep = keep
         self._background = background

@@ -37,6 +37,7 @@ from piper.launch.shapes import Shapes
 from piper.launch.step_result import StepResult
 from piper.launch.switching import switch
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
+from piper.paths import path_of
 from piper.program import Program
 from piper.tracking import Alive
 
@@ -309,12 +310,12 @@ class Trainer:
         copies it beside its computations, and it is written while training continues; the next
         save, and the end of the trainer, wait for it, and a call that finds that it failed raises
         an error."""
-        self.save_at(Path(path), None, keep, background=background)
+        self.save_at(path_of(path), None, keep, background=background)
 
     def load(self, path: str | Path) -> None:
         """Resume from a checkpoint that ``save`` wrote, under this or another strategy. Every
         device reads the slices that it needs; a checkpoint that is refused changes nothing."""
-        self.load_at(Path(path))
+        self.load_at(path_of(path))
 
     def switch(self, program: Program) -> None:
         """Continue with another program of the same model and optimizer, under another strategy and

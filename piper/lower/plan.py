@@ -18,7 +18,7 @@ from piper.codec import COLUMNS, Format, decode, encode
 from piper.errors import PiperError
 from piper.ir.ops import Group, Op
 from piper.ir.values import ExtraRole
-from piper.reading import MalformedError, parsed
+from piper.reading import MalformedError, check_limits, parsed
 
 
 class Verb(Enum):
@@ -200,7 +200,11 @@ class Plan:
     def from_json(data: str | Mapping[str, Any]) -> Plan:
         """The plan that ``to_json`` wrote."""
         try:
-            content = _FORMAT.content(parsed(data) if isinstance(data, str) else data)
+            if isinstance(data, str):
+                data = parsed(data)
+            else:
+                check_limits(data)
+            content = _FORMAT.content(data)
             found: Plan = decode(Plan, content)
         except MalformedError as error:
             raise PiperError(f"the plan cannot be read: {error}") from None

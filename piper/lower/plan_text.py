@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
@@ -26,12 +27,15 @@ from piper.ir.collectives import CollectiveKind
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
 from piper.ir.values import ExtraRole
 from piper.lower.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
-from piper.reading import DTYPES
+from piper.reading import DTYPES, cut, shown
 
 _SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update "}
 _SAID |= {Verb.ADD: "add ", Verb.COPY: "copy "}
 """How the names of nodes begin, where the verb says it already."""
 _HEAD = "plan of devices "
+_MOST = 10**6
+"""Numbers that a range may stand for."""
+_DIGITS = 18
 
 
 def text(plan: Plan) -> str:
@@ -160,36 +164,48 @@ _OPS = {
 
 def parse(written: str) -> Plan:
     """What ``text`` wrote."""
-    head, *lines = written.strip().splitlines()
+    head, *lines = written.strip().splitlines() or [""]
+    with _reading(head):
+        if not head.startswith(_HEAD):
+            raise ValueError(f"a plan begins with '{_HEAD}'")
+        devices = _range(head.removeprefix(_HEAD))
     slots: dict[int, Slot] = {}
     given: list[Given] = []
     returned: list[Returned] = []
     seeds: list[Seed] = []
     instructions: list[Instruction] = []
     for line in lines:
-        try:
+        with _reading(line):
             if found := _SLOTS.fullmatch(line):
                 slots |= dict.fromkeys(_range(found["row"]), _parsed_slot(found))
             elif found := _GIVEN.fullmatch(line):
                 word, *numbers, group = found.groups()
-                slot, value, microbatch = map(int, numbers)
+                slot, value, microbatch = map(_int, numbers)
                 if word == "given":
                     given.append(Given(slot, value, microbatch, _range(group)))
                 else:
                     returned.append(Returned(slot, value, microbatch, _range(group)))
             elif found := _SEED.fullmatch(line):
-                seeds.append(Seed(*map(int, found.groups())))
+                seeds.append(Seed(*map(_int, found.groups())))
             else:
                 instructions.append(_parsed(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise PiperError(f"this is not a line of a plan: {line!r} ({error})") from None
-    devices = _range(head.removeprefix(_HEAD))
+    if missing := slots.keys() ^ range(len(slots)):
+        raise PiperError(f"the plan says nothing of slot {min(missing)}: each needs a line 'slots'")
     row = tuple(slots[number] for number in range(len(slots)))
     return Plan(devices, tuple(instructions), tuple(given), tuple(seeds), row, tuple(returned))
 
 
+@contextmanager
+def _reading(line: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        why = cut(str(error))
+        raise PiperError(f"this is not a line of a plan: {shown(line, 200)} ({why})") from None
+
+
 def _parsed_slot(found: re.Match[str]) -> Slot:
-    nbytes, own, bucket = int(found["nbytes"]), found["own"], found["bucket"]
+    nbytes, own, bucket = _int(found["nbytes"]), found["own"], found["bucket"]
     names: list[str] = []
     dtypes: list[torch.dtype] = []
     for part in re.findall(rf", ((?:{_JSON}|{_WORD}| )+)", found["names"]):
@@ -199,8 +215,8 @@ def _parsed_slot(found: re.Match[str]) -> Slot:
     return Slot(
         Holder(found["holder"]),
         nbytes,
-        nbytes if own is None else int(own),
-        None if bucket is None else int(bucket),
+        nbytes if own is None else _int(own),
+        None if bucket is None else _int(bucket),
         tuple(names),
         tuple(dtypes),
         _range(found["lies_in"] or ""),
@@ -219,7 +235,7 @@ def _parsed(line: str) -> Instruction:
     waits = (found["waits"] or "").split()
     return Instruction(
         verb=verb,
-        node=int(found["node"]),
+        node=_int(found["node"]),
         name=_unquoted(found["name"], _SAID.get(verb, "")),
         stream=_unquoted(found["stream"]),
         op=op,
@@ -232,8 +248,8 @@ def _parsed(line: str) -> Instruction:
         adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", found["writes"])))),
         allocates=tuple(_integers(found["allocates"])),
         frees=tuple(_integers(found["frees"])),
-        waits=tuple(int(wait.rstrip("!")) for wait in waits),
-        ends=tuple(int(wait[:-1]) for wait in waits if wait.endswith("!")),
+        waits=tuple(_int(wait.rstrip("!")) for wait in waits),
+        ends=tuple(_int(wait[:-1]) for wait in waits if wait.endswith("!")),
         buckets=tuple(_integers(found["buckets"])),
         weights=tuple(map(float, (found["weights"] or "").split())),
     )
@@ -243,39 +259,48 @@ def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, 
     """What is done, what it makes, what it is about, and among whom rows are divided."""
     row = found.groups()
     if verb is Verb.COMPUTE:
-        return Compute(int(row[0]), Pass(row[1]), int(row[2])), None, 0, _range(row[3])
+        return Compute(_int(row[0]), Pass(row[1]), _int(row[2])), None, 0, _range(row[3])
     if verb is Verb.UPDATE:
-        return Update(int(row[0])), None, int(row[0]), ()
+        return Update(_int(row[0])), None, _int(row[0]), ()
     if verb is Verb.COPY:
-        return Copy(*map(int, row)), None, int(row[0]), ()
+        return Copy(*map(_int, row)), None, _int(row[0]), ()
     if verb is Verb.ADD:
-        return Add(*map(int, row)), None, 0, ()
+        return Add(*map(_int, row)), None, 0, ()
     if verb is Verb.SELECT:
         return Select(tuple(map(_range, row[0].split("|")))), None, 0, ()
-    role, of = ExtraRole(row[-2]), int(row[-1])
+    role, of = ExtraRole(row[-2]), _int(row[-1])
     if verb is Verb.COLLECTIVE:
         groups = tuple(map(_range, row[1].split("|")))
-        room = None if row[2] is None else int(row[2])
-        padded, by_host, runs = row[3] is not None, row[4] is not None, int(row[5] or 1)
+        room = None if row[2] is None else _int(row[2])
+        padded, by_host, runs = row[3] is not None, row[4] is not None, _int(row[5] or "1")
         op = Collective(CollectiveKind(row[0]), groups, room, padded, by_host, runs)
         return op, role, of, ()
     source, ours, target, theirs, dim, rows, *_ = row
-    replicas, counts = (int(ours), int(theirs)), None if rows is None else int(rows)
-    return Transfer(_range(source), _range(target), int(dim), replicas, counts), role, of, ()
+    replicas, counts = (_int(ours), _int(theirs)), None if rows is None else _int(rows)
+    return Transfer(_range(source), _range(target), _int(dim), replicas, counts), role, of, ()
 
 
 def _ranks(written: str) -> tuple[tuple[str, int], ...]:
     pairs = (word.split("=") for word in written.split())
-    return tuple((axis, int(rank)) for axis, rank in pairs)
+    return tuple((axis, _int(rank)) for axis, rank in pairs)
 
 
 def _integers(written: str | None) -> Iterator[int]:
-    return (int(word.lstrip("+s")) for word in (written or "").split())
+    return (_int(word.lstrip("+s")) for word in (written or "").split())
 
 
 def _range(written: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in filter(None, written.split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
+        run = range(_int(first), _int(last or first) + 1)
+        if not 0 < len(run) <= _MOST - len(found):
+            raise ValueError(f"{part} are none, or more than {_MOST:,} numbers")
+        found += run
     return tuple(found)
+
+
+def _int(written: str) -> int:
+    if len(written) > _DIGITS:
+        raise ValueError(f"a number has at most {_DIGITS} digits")
+    return int(written)
