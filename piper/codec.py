@@ -72,6 +72,8 @@ def written_as(kind: Any) -> Mapping[str, Any]:
     return {_WRITTEN: kind}
 
 
+ADDED: Mapping[str, Any] = {"added": True}
+"""The metadata of a field that files of earlier versions do not have: it has a default."""
 COLUMNS: Mapping[str, Any] = {"columns": True}
 """The metadata of a field that is a tuple of many dataclasses, to be written by columns."""
 
@@ -225,15 +227,19 @@ def _fields(kind: Any) -> dict[str, _Form]:
 def _record(kind: Any, forms: Mapping[str, _Form]) -> _Form:
     writers = [(name, form.write) for name, form in forms.items()]
     readers = [(name, form.read) for name, form in forms.items()]
+    added = {f.name for f in fields(kind) if "added" in f.metadata} if is_dataclass(kind) else set()
 
     def write(item: Any) -> Any:
         return {name: write(getattr(item, name)) for name, write in writers}
 
     def read(data: Any) -> Any:
         if type(data) is not dict or data.keys() != forms.keys():
-            table(data, forms)  # says what is wrong
+            left = added - data.keys() if type(data) is dict else set()
+            table(data, [name for name in forms if name not in left])  # says what is wrong
         found = {}
         for name, read in readers:
+            if name not in data:
+                continue
             try:
                 found[name] = read(data[name])
             except MalformedError as error:

@@ -34,6 +34,7 @@ from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.lower.tasks import CostModel
+from piper.lower.waste import LARGE
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
 from piper.placer import Placed, Placer
@@ -233,6 +234,9 @@ class Capture:
         )
         vars(program)["lowered"] = found  # a cached property: it need not be made again
         _ = program.located  # files that do not fit are refused now
+        for waste in program.waste:
+            if waste.share > LARGE:
+                warn(f"{waste}. {_CURES[waste.copies is None]}")
         return program
 
     def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
@@ -245,6 +249,13 @@ class Capture:
                 "no memory: what is computed again is said by the strategy; add "
                 "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
             )
+
+
+_CURES = {
+    False: "Shard its weights (parameters= of shard or mesh), or give the axis to the batch",
+    True: "Write it with operations that have a rule, or leave what feeds it whole",
+}
+"""Against what is computed more than once, and against what is gathered."""
 
 
 def _again(

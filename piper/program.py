@@ -37,6 +37,7 @@ from piper.lower.saving import saving
 from piper.lower.sizes import Sizes
 from piper.lower.tasks import CostModel
 from piper.lower.traffic import Traffic, traffic_of
+from piper.lower.waste import Waste, waste_of, waste_text
 from piper.matching import Located, located
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
@@ -117,6 +118,12 @@ class Program:
         dag = self.dag
         sizes = Sizes(dag, self.models)
         return tuple(traffic_of(dag, plan, sizes) for plan in self.plans)
+
+    @cached_property
+    def waste(self) -> tuple[Waste, ...]:
+        """What the step computes more than once, and what it gathers because there is no rule to
+        shard it, most costly first."""
+        return waste_of(self.dag, self.models, max(t.nbytes for t in self.traffic))
 
     def simulate(self, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
         """A step on ``cluster``, which need not exist: its time, and when everything in it starts
@@ -220,9 +227,10 @@ class Program:
         path_of(path).write_text(page, encoding="utf-8")
 
     def text(self) -> str:
-        """The strategy, the DAG, the layouts of its values, the plans and their memory, to be
-        read."""
+        """The strategy, the DAG, the layouts of its values, what it wastes, the plans and their
+        memory, to be read."""
         parts = [str(self.strategy), str(self.dag), self.layouts]
+        parts += [waste_text(self.waste)] if self.waste else []
         return "\n\n".join([*parts, *map(str, self.plans), *map(str, self.memory)])
 
     @property

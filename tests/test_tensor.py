@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -197,6 +198,64 @@ def test_the_plan_of_a_wrapped_model() -> None:
         dense(), parameters={"head": "replicate", "*.1.mlp.*": "replicate", "*": "model"}
     )
     assert left == {n for n in whole if n != "head.weight" and not n.startswith("layers.1.mlp.")}
+
+
+def wasted(
+    model: nn.Module, parameters: Any, x: Tensor, loss: Any
+) -> tuple[piper.Program, list[str]]:
+    """The program under ``tp=2``, and what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = mesh(tp=2, parameters=parameters)
+        program = piper.compile(model, strategy, inputs=(x,), targets=(x,), loss=loss)
+    return program, [str(w.message) for w in caught if w.category is piper.PiperWarning]
+
+
+def test_products_computed_more_than_once_are_named() -> None:
+    tokens = batches()[0][0][0]
+    program, warned = wasted(dense(), None, tokens, lm_loss)
+    assert not warned
+    assert "waste:" not in program.text()
+    mlp = {"*.mlp.w_in": "column", "*.mlp.w_gate": "column", "*.mlp.w_out": "row"}
+    program, warned = wasted(dense(), mlp, tokens, lm_loss)
+    attention, head = program.waste
+    assert attention.operations[0].startswith("linear of layers.0.attention.w_qkv (layers.py:")
+    assert attention.regions == ("layer[0]", "layer[1]")
+    whole = 3 * 2 * 8 * SEQ * 16 * VOCAB  # forward and backward of the head
+    assert (head.copies, head.amount) == (2, whole)
+    assert str(head) in program.text()
+    assert [str(attention) in warned[0], str(head) in warned[1]] == [True, True]
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Unknown(nn.Module):
+    """An operation that nobody has a sharding rule for, between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Twice.apply(self.up(x)))
+
+
+def test_operations_without_a_rule_are_named() -> None:
+    plan = {"up": "column", "down": "row"}
+    program, warned = wasted(Unknown(), plan, torch.randn(8, 16), F.mse_loss)
+    (gather,) = program.waste
+    assert gather.operations[0].startswith("Twice")
+    assert gather.amount == 2 * 8 * 32 * 4 // 2  # half of it from the other, there and back
+    assert "Twice" in warned[0]
+    assert "no sharding rule" in warned[0]
 
 
 PIPELINES = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -78,6 +78,23 @@ def user_frames(stack: str) -> str:
     names = [(re.search(r'File "([^"]+)"', frame), frame.strip()) for frame in frames]
     own = [frame for found, frame in names if found and not is_internal_file(found[1])]
     return "\n".join(own)
+
+
+def operation_text(node: fx.Node) -> str:
+    """An operation, with the module and the user's line that call it."""
+    function = getattr(node.target, "function", None)  # an autograd function
+    name = getattr(function, "__name__", None) or _operator(node)
+    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+    module = f" of {user_name(modules[-1], {})}" if modules and modules[-1] != "model" else ""
+    places = re.findall(
+        r'File "([^"]+)", line (\d+)', user_frames(node.meta.get("stack_trace") or "")
+    )
+    line = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+    return name + module + line
+
+
+def _operator(node: fx.Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
 
 
 def calling_line() -> str:

@@ -135,6 +135,15 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """An operation that reads its inputs gathered, since no rule says how to shard it."""
+
+    operation: str
+    nbytes: int
+    """Sent by each device for a microbatch, forward and backward."""
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
     """A dropout of the whole."""
 
@@ -168,6 +177,7 @@ class Chunk:
     """Which part of a region it is under tensor and context parallelism, one for each axis."""
     draws: Draws | None = None
     """Of a segment that draws random numbers."""
+    gathered: tuple[Gathered, ...] = ()
 
     @property
     def name(self) -> str:

@@ -65,6 +65,8 @@ class Placing:
         """Parameters and buffers."""
         self.reduced: set[fx.Node] = set()
         """Partial sums that were reduced already, for some reader."""
+        self.gathered: list[fx.Node] = []
+        """Operations for which no rule was found."""
 
     def of(self, node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
         """How an operation reads its inputs, and how what it makes is placed."""
@@ -105,8 +107,9 @@ class Placing:
         for row in sorted(rows, key=lambda row: self._costs(now, row))[:_TRIED]:
             needs = dict(zip(now, row, strict=True))
             made = self._ask(node, needs)
-            if made is not None:
+            if made is not None and any(p != REPLICATED for p in row):
                 return needs, made
+        self.gathered.append(node)
         return dict.fromkeys(now, REPLICATED), alike(self.whole[node], REPLICATED)
 
     def _choices(self, x: fx.Node, now: Placement) -> list[Placement]:

@@ -21,7 +21,8 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.chunks import Body, Draw, Redistribution
+from piper.capture.blame import operation_text
+from piper.capture.chunks import Body, Draw, Gathered, Redistribution
 from piper.capture.fused import SPLITS, Packed, dim_of, section
 from piper.capture.gathered_keys import causal_shards, wanted_keys
 from piper.capture.graphs import is_random
@@ -58,6 +59,7 @@ class Local:
     """The device's place along the axis, if it is needed."""
     draws: tuple[tuple[fx.Node, Draw | None], ...]
     """What draws random numbers, in the order of the whole; None for what is no dropout."""
+    gathered: tuple[Gathered, ...]
 
 
 def propagate(
@@ -151,6 +153,7 @@ class _Propagation:
         try:
             self._compute(node, needs, made)
         except _MisfitError:
+            self._placing.gathered.append(node)
             whole = alike(self._whole[node], REPLICATED)
             self._compute(node, dict.fromkeys(node.all_input_nodes, REPLICATED), whole)
 
@@ -301,7 +304,8 @@ class _Propagation:
             self._out.constants.add(local)
         if is_random(node):
             self._drawn(node, local)
-        local.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+        for key in ("nn_module_stack", "stack_trace"):
+            local.meta[key] = node.meta.get(key)
         return local
 
     def _called(self, target: Any, args: Any, sharded: bool, kwargs: Any) -> fx.Node:
@@ -359,7 +363,17 @@ class _Propagation:
             tuple(placements),
             self._out.rank_node,
             tuple(self._draws),
+            tuple(map(self._gathered, dict.fromkeys(self._placing.gathered))),
         )
+
+    def _gathered(self, node: fx.Node) -> Gathered:
+        """What an operation without a rule costs: gathers, and the sums of gradients."""
+        nbytes = 0
+        for x in node.all_input_nodes:
+            if self._made[x] != REPLICATED and isinstance(whole := self._whole[x], Tensor):
+                passes = 2 if differentiable(self._local[x]) else 1
+                nbytes += passes * whole.numel() * whole.dtype.itemsize
+        return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)
 
     def _natural(self, node: fx.Node) -> Placement:
         """How a result is placed if its readers leave it open: as it is made, or a sum of it."""

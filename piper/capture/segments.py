@@ -151,6 +151,7 @@ class _Segmenter:
         local = self._local(chunk, sharding)
         parts = LocalChunks(chunk, sharding, local)
         numbers = dict(zip(parts.inputs, (self._numbers[v] for v in chunk.inputs), strict=True))
+        gathered = (*chunk.gathered, *local.gathered)
         for part in parts:
             index = len(self._chunks)
             self.origin.append(chunk.index)
@@ -169,8 +170,10 @@ class _Segmenter:
                     body=part.body or self._stand_in(part.outputs[0], sharding.ways),
                     segments=(*chunk.segments, part.segment),
                     draws=part.draws,
+                    gathered=gathered if part.body is not None else (),
                 )
             )
+            gathered = gathered if part.body is None else ()  # of the first that computes
         ends = zip(chunk.outputs, local.results, local.placements, strict=False)
         for value, node, placement in ends:
             self._numbers[value] = numbers[node]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from piper.capture.chunks import AxisPlacement, Segment
+from piper.capture.blame import operation_text
+from piper.capture.chunks import AxisPlacement, Body, Gathered, Segment
 from piper.capture.expert_regions import SortedRows, sorted_rows
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
@@ -21,6 +22,7 @@ from piper.capture.passes import Passes
 from piper.capture.program import BUNDLES, ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.saving import RematPolicy
 from piper.capture.tensors import TensorSpec
+from piper.codec import ADDED
 
 _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
 
@@ -91,6 +93,10 @@ class ChunkFacts:
     """Which part of a region it is under tensor and context parallelism, one for each axis."""
     sorted_rows: SortedRows | None = None
     """Of experts whose rows are sorted by expert, how."""
+    products: tuple[str, ...] = field(default=(), metadata=ADDED)
+    """Its matrix products and attentions, with their modules and lines."""
+    gathered: tuple[Gathered, ...] = field(default=(), metadata=ADDED)
+    """Operations that read their inputs gathered, since no rule says how to shard them."""
 
     @property
     def moving(self) -> Segment | None:
@@ -254,6 +260,8 @@ def facts_of(
             },
             segments=chunk.segments,
             sorted_rows=sorted_rows(chunk.body),
+            products=_products(chunk.body),
+            gathered=chunk.gathered,
         )
         for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)
     )
@@ -282,6 +290,19 @@ def facts_of(
         outputs=cut.outputs,
         declared=captured.declared,
     )
+
+
+_PRODUCTS = {
+    "linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "convolution", "conv1d",
+    "conv2d", "conv3d", "scaled_dot_product_attention", "head_tail_attention", "grouped_mm",
+}  # fmt: skip
+
+
+def _products(body: Body) -> tuple[str, ...]:
+    nodes = [node for node in body.module.graph.nodes if node.op == "call_function"]
+    names = [str(getattr(node.target, "overloadpacket", "")).rpartition(".")[2] for node in nodes]
+    kept = (node for node, name in zip(nodes, names, strict=True) if name in _PRODUCTS)
+    return tuple(dict.fromkeys(map(operation_text, kept)))
 
 
 def _variant(captured: Captured, program: ChunkProgram) -> Variant:
