@@ -28,7 +28,7 @@ _DEPTH = 100
 _MOST = 2**128
 """Whole numbers are smaller, so that all can be written in a message and taken for a float."""
 _FILE_BYTES = 2**30
-"""What a file may have that is read at once."""
+"""What a file may have that is read at once, unless it holds tensors."""
 
 
 class MalformedError(PiperError):
@@ -85,11 +85,11 @@ def _opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # otherwise a pipe is opened when somebody writes
 
 
-def file_bytes(path: str | Path) -> bytes:
-    """The content of a file that is read at once."""
+def file_bytes(path: str | Path, most: int = _FILE_BYTES) -> bytes:
+    """The content of a file, which is read at once."""
     with open_file(path_of(path)) as file:
-        if (size := os.fstat(file.fileno()).st_size) > _FILE_BYTES:
-            raise MalformedError(f"it has {size} bytes, and at most {_FILE_BYTES} are read")
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise MalformedError(f"it has {size} bytes, and at most {most} are read")
         return file.read()
 
 

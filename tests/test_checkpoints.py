@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import re
 import threading
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 import piper
 from piper import Mesh, PiperError, annotate, place, replicate, shard, split
 from piper.checkpoint import files
-from piper.checkpoint.boxes import boxes_of_range, tile
+from piper.checkpoint.boxes import Box, boxes_of_range, tile
 from piper.checkpoint.index import Index
 from piper.checkpoint.values import from_json, to_json
 from piper.directives import Directive
@@ -349,6 +350,13 @@ def test_boxes_that_are_all_of_a_tensor() -> None:
     assert len(seen) == 2
 
 
+def test_boxes_of_many_dimensions() -> None:
+    """Of which each has 2**48 corners."""
+    first, second, third = (Box((0,) * 47 + (low,), (1,) * 47 + (1,)) for low in range(3))
+    assert tile([first, second, third], (1,) * 47 + (3,))
+    assert not tile([first, second, second], (1,) * 47 + (3,))
+
+
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[piper.Trainer]:
     with piper.launch(made("pp2-zero1")) as found:
@@ -417,10 +425,57 @@ def renamed(index: Any) -> None:
     index["keys"] = {f"other.{key}": f"other.{name}" for key, name in index["keys"].items()}
 
 
+def overlapping(index: Any) -> None:
+    """One slice there twice, in place of another that is as large."""
+    entry = next(x for x in index["model"].values() if len(x["slices"]) > 1)
+    slices = sorted(entry["slices"], key=lambda one: math.prod(one[1]))
+    slices[0][:2] = slices[1][:2] = slices[0][:2]
+
+
+def at_the_same_place(index: Any) -> None:
+    """Two tensors in the same bytes of a file."""
+    by_file: dict[tuple[str, int], Any] = {}
+    for entry in index["model"].values():
+        for one in entry["slices"]:
+            other = by_file.setdefault((one[2], math.prod(one[1])), one)
+            if other is not one:
+                one[4] = other[4]
+                return
+
+
+def misnamed(index: Any) -> None:
+    averages = index["optimizer"]["exp_avg"]
+    averages["b"] = averages.pop("gain")
+
+
+def linked(folder: Path) -> None:
+    (folder / "rest.safetensors").rename(folder / "moved")
+    (folder / "rest.safetensors").symlink_to("moved")
+
+
+def piped(name: str) -> Callable[[Path], None]:
+    """Whoever waits for the other end of it reads nothing, and does not wait for ever here."""
+
+    def harm(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        threading.Thread(target=(folder / name).open, args=("wb",), daemon=True).start()
+
+    return harm
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
         (lambda p: p.rename(p.parent / "moved"), "there is no checkpoint at"),
+        (changed(overlapping), "they overlap or leave something out"),
+        (changed(at_the_same_place), "are said to lie in the same bytes"),
+        (linked, "rest.safetensors: it is a link, or no file at all"),
+        (piped("rest.safetensors"), "rest.safetensors: it is a link, or no file at all"),
+        (piped("index.json"), "index.json: it is not a file, but a pipe"),
+        (changed(lambda c: c.update(values=[])), "optimizer: it lacks step of "),
+        (changed(lambda c: c["optimizer"].pop("exp_avg")), "optimizer: it lacks exp_avg of "),
+        (changed(lambda c: c["model"]["gain"].update(shape=[1] * 65)), "the shape of a tensor"),
         (as_file, "is a file: a checkpoint is a folder"),
         (lambda p: (p / "index.json").unlink(), "is no checkpoint: it has no index.json"),
         (lambda p: (p / "index.json").write_text("no"), "index.json: this is not JSON"),
@@ -437,7 +492,7 @@ def renamed(index: Any) -> None:
         (changed(lambda c: c.update(steps="2")), "steps: '2' is not a whole number from 0 on"),
         (changed(lambda c: c.update(groups=[[[], {"params": []}, {}]])), "settings have no params"),
         (changed(lambda c: c.update(values=[[1, 2]])), "values[0]: [1, 2] is not a parameter"),
-        (changed(lambda c: c["optimizer"].update(a={"b": c["model"]["gain"]})), "no parameter 'b'"),
+        (changed(misnamed), "there is no parameter 'b'"),
         (changed(lambda c: c.update(kind=3)), "kind: 3 is not a string"),
         (changed(lambda c: c.update(kind="SGD")), "was saved with the optimizer SGD"),
         (changed(lambda c: c["scheduler"].pop("gamma")), "scheduler: it is not this program's"),
@@ -463,65 +518,114 @@ def test_checkpoints_that_are_refused(
     assert all(torch.equal(x, before[name]) for name, x in after.items())
 
 
+def test_an_optimizer_that_begins_anew_is_told(tmp_path: Path, trainer: piper.Trainer) -> None:
+    trainer.save(tmp_path / "state")
+    changed(lambda c: c.update(values=[], optimizer={}))(tmp_path / "state")
+    with pytest.warns(PiperWarning, match="nothing of what AdamW keeps: the optimizer begins anew"):
+        trainer.load(tmp_path / "state")
+    trainer.step(*given(0))
+
+
 # the folder
 
 
 def test_a_save_replaces_the_former_one(tmp_path: Path, trainer: piper.Trainer) -> None:
-    trainer.save(tmp_path / "state")
-    (tmp_path / "state" / "note").touch()
-    trainer.save(tmp_path / "state")
+    """And nothing else."""
+    folder = tmp_path / "state"
+    trainer.save(folder)
+    parts = {path.name for path in folder.iterdir()}
+    (folder / "note").touch()
+    trainer.save(folder)
+    assert (folder / "note").exists()
+    assert len(list(folder.iterdir())) == len(parts) + 1
+    trainer.load(folder)
+    trainer.save(folder)
+    assert {path.name for path in folder.iterdir()} == {*parts, "note"}
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-    assert not (tmp_path / "state" / "note").exists()
-    trainer.load(tmp_path / "state")
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("nowhere/state", "No such file"),
-        ("file", "there is a file"),
-        ("other", "a folder with something else in it"),
-    ],
-)
-def test_paths_that_cannot_be_saved_to(
-    tmp_path: Path, trainer: piper.Trainer, path: str, words: str
-) -> None:
-    (tmp_path / "file").touch()
+def test_a_save_makes_the_folder_and_those_above_it(tmp_path: Path, trainer: piper.Trainer) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis").touch()
-    with pytest.raises(PiperError, match=f"cannot be saved to .*{words}"):
-        trainer.save(tmp_path / path)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "other", "thesis"]
+    for path in (tmp_path / "some" / "where" / "state", tmp_path / "other"):
+        trainer.save(path)
+        trainer.load(path)
+    assert (tmp_path / "other" / "thesis").exists()
 
 
-def test_what_a_killed_save_left_is_removed(tmp_path: Path, trainer: piper.Trainer) -> None:
-    for name in (".step-3.saving", ".step-17.saving"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "device-00000.safetensors").touch()
-    (tmp_path / ".other.saving").mkdir()
-    trainer.save(tmp_path / "step-4")
-    assert {path.name for path in tmp_path.iterdir()} == {"step-4", ".other.saving"}
+def test_paths_that_cannot_be_saved_to(tmp_path: Path, trainer: piper.Trainer) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.json").write_text("{}")
+    for path, words in (
+        ("file", "there is a file"),
+        ("file/state", "File exists|Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("site", "there is a file index.json that Piper did not write"),
+    ):
+        with pytest.raises(PiperError, match=f"cannot be saved to .*({words})"):
+            trainer.save(tmp_path / path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "index.json", "site"]
 
 
-def test_a_save_that_was_killed_between_two_renames(tmp_path: Path, trainer: piper.Trainer) -> None:
-    trainer.save(tmp_path / "state")
-    (tmp_path / "state").rename(tmp_path / ".state.previous")
-    trainer.load(tmp_path / "state")
-    trainer.save(tmp_path / "state")
-    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+def test_jobs_that_save_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One saves run2 while the other writes run1."""
+    writing, usual = threading.Event(), parts.write_file
+
+    def held_up(path: Path, tensors: Any) -> files.Written:
+        writing.wait()
+        return usual(path, tensors)
+
+    program = made("zero1", kind=Small)
+    with piper.launch(program) as one, piper.launch(program) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(parts, "write_file", held_up)
+            one.save(tmp_path / "run1", background=True)
+            one.step(*given(0))
+        other.save(tmp_path / "run2")
+        writing.set()
+        one.load(tmp_path / "run1")
+        other.load(tmp_path / "run2")
 
 
 def test_the_last_ones_are_kept(tmp_path: Path, trainer: piper.Trainer) -> None:
     (tmp_path / "step-1").mkdir()  # not a checkpoint
     trainer.save(tmp_path / "best-1")
-    for step in (2, 9, 10, 11):
+    trainer.save(tmp_path / "step-2")
+    (tmp_path / "step-2" / "note").touch()
+    for step in (9, 10, 11):
         trainer.save(tmp_path / f"step-{step}", keep=2)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"step-1", "best-1", "step-10", "step-11"}
+    assert names == {"step-1", "best-1", "step-2", "step-10", "step-11"}
+    assert [path.name for path in (tmp_path / "step-2").iterdir()] == ["note"]
     with pytest.raises(PiperError, match="keep= keeps the last of several checkpoints"):
         trainer.save(tmp_path / "state", keep=2)
     with pytest.raises(PiperError, match="keep=0 must be a whole number"):
         trainer.save(tmp_path / "step-12", keep=0)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_those_are_kept_that_can_be_loaded(
+    keep: int, tmp_path: Path, trainer: piper.Trainer
+) -> None:
+    """After some were damaged, and the run went back before them."""
+    harm: list[Callable[[Path], Any]] = [
+        lambda p: flip(p, "index.json", 200),
+        lambda p: (p / "index.json").write_text(""),
+        lambda p: (p / "rest.safetensors").unlink(),
+        lambda p: (p / "device-00000.safetensors").write_bytes(b"short"),
+    ]
+    for step in (1, 2, 13, 14):
+        trainer.save(tmp_path / f"step-{step}")
+    for step, one in zip((3, 4, 11, 12), harm, strict=True):
+        trainer.save(tmp_path / f"step-{step}")
+        one(tmp_path / f"step-{step}")
+    for step in (5, 6):
+        trainer.save(tmp_path / f"step-{step}", keep=keep)
+        kept = {int(path.name[5:]) for path in tmp_path.iterdir()}
+        last = {1: {step}, 2: {2, 3, 4, 5} if step == 5 else {5, 6}}[keep]
+        assert kept == {*last, 11, 12, 13, 14}
+        trainer.load(tmp_path / f"step-{step}")
 
 
 # plain values

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate
+from piper.checkpoint.boxes import Box
+from piper.checkpoint.files import Reader
+from piper.checkpoint.stored import stored_tensors
 from tests.hugging_face import FAMILIES, VOCAB
 from tests.training import data_parallel, pipeline
 
@@ -181,3 +184,35 @@ def test_models_without_a_configuration(on: str, tmp_path: Path) -> None:
     assert found.keys() == model.state_dict().keys()
     for key, tensor in model.state_dict().items():
         assert torch.equal(found[key], tensor.bfloat16())
+
+
+def test_an_export_replaces_the_former_one_and_nothing_else(tmp_path: Path) -> None:
+    """A tokenizer, and notes: those that were there before, and those put there afterwards."""
+    model, x = Wrapped(), torch.randn(4, 4)
+    program = piper.compile(
+        model, piper.Strategy(data_parallel(2, 1)), inputs=(x,), targets=(x,), loss=F.mse_loss
+    )
+    out = tmp_path / "runs" / "out"
+    out.mkdir(parents=True)
+    (out / "tokenizer.json").write_text("mine")
+    (out / "notes").mkdir()
+    several, one = 4e-9 * 5, 5.0
+    with piper.launch(program) as trainer:
+        for file_gb in (one, several, several, one, one):
+            trainer.load_state_dict({k: t + 1 for k, t in trainer.state_dict().items()})
+            trainer.export(out, file_gb=file_gb)
+            (out / "LICENSE").write_text("mine")
+            state = trainer.state_dict()
+            _, entries = stored_tensors(out)
+            assert entries.keys() == state.keys()
+            files = {entry.slices[0].file for entry in entries.values()}
+            index = {"model.safetensors.index.json"} if file_gb == several else set()
+            others = {"tokenizer.json", "notes", "LICENSE"}
+            assert {path.name for path in out.iterdir()} == files | index | others
+            assert len(files) == (1 if file_gb == one else 3)
+            with Reader(out) as reader:
+                for key, entry in entries.items():
+                    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+                    entry.read(reader, Box.whole(entry.shape), tensor)
+                    assert torch.equal(tensor, state[key])
+    assert (out / "tokenizer.json").read_text() == "mine"

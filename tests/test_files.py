@@ -623,6 +623,18 @@ def test_a_full_disk_leaves_the_earlier_program(program: piper.Program, folder: 
     assert piper.Program.load(folder).plans == program.plans
 
 
+def test_a_program_that_is_saved_again_replaces_its_own_files_alone(
+    program: piper.Program, tmp_path: Path
+) -> None:
+    folder = tmp_path / "new" / "folder"
+    for _ in range(3):
+        program.save(folder)
+        (folder / "notes.json").write_text("mine")
+        assert piper.Program.load(folder).plans == program.plans
+        assert len(list(folder.iterdir())) == 5
+    assert (folder / "notes.json").read_text() == "mine"
+
+
 # everything at random
 
 

@@ -7,6 +7,7 @@ Each tensor, and the header, has a CRC-32, so that damage is found and named.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from piper.checkpoint.boxes import Box
 from piper.errors import PiperError
+from piper.reading import MalformedError, counts, open_file, wrong
 
 BLOCK = 4 * 2**20
 """Bytes that are copied, written or read at a time."""
@@ -31,6 +33,8 @@ _SMALL = 2**16
 """Bytes below which another thread does not pay."""
 _OPEN = 64
 """Files that are held open at a time."""
+_DIMENSIONS = 64
+"""That a tensor of torch can have."""
 
 NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -52,6 +56,31 @@ NAMES: dict[torch.dtype, str] = {
 }
 """What the format calls the types that it has."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+def sizes(item: Any) -> tuple[int, ...]:
+    """The shape of a tensor, as torch can have it."""
+    shape = counts(item)
+    if len(shape) > _DIMENSIONS or math.prod(n for n in shape if n) >= 2**63:
+        raise wrong(item, "the shape of a tensor")
+    return shape
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """Bytes of a file, and what they hold."""
+
+    start: int
+    size: int
+    what: str
+
+
+def refuse_overlaps(extents: Iterable[Extent]) -> None:
+    """Refuse a file of which some bytes are said to be two things."""
+    placed = sorted(extent for extent in extents if extent.size)
+    for one, other in itertools.pairwise(placed):
+        if other.start < one.start + one.size:
+            raise MalformedError(f"{one.what} and {other.what} are said to lie in the same bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +298,7 @@ class Reader:
         if name not in self._files:
             if len(self._files) == _OPEN:
                 self._close()
-            file = (self._folder / name).open("rb", buffering=0)
-            self._files[name] = self._stack.enter_context(file)
+            self._files[name] = self._stack.enter_context(open_file(self._folder / name))
         return self._files[name]
 
     def _close(self) -> None:

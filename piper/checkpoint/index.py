@@ -16,17 +16,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from piper.checkpoint.boxes import Box
-from piper.checkpoint.files import DTYPES, NAMES, FileFacts, Reader, Stored
+from piper.checkpoint.boxes import Box, tile
+from piper.checkpoint.files import (
+    DTYPES,
+    NAMES,
+    Extent,
+    FileFacts,
+    Reader,
+    Stored,
+    refuse_overlaps,
+    sizes,
+)
 from piper.checkpoint.values import from_json, stored_names
 from piper.codec import Format
 from piper.reading import (
@@ -173,6 +181,24 @@ class Index:
         """The parameter or buffer that the model has under ``name``."""
         return self.tensors.model[self.first(name)]
 
+    def in_files(self, named: Callable[[str], str]) -> Index:
+        """The same where each file has the name that ``named`` gives it."""
+
+        def moved(entries: Entries) -> dict[str, Entry]:
+            return {
+                name: replace(one, slices=tuple(replace(s, file=named(s.file)) for s in one.slices))
+                for name, one in entries.items()
+            }
+
+        tensors = replace(
+            self.tensors,
+            model=moved(self.tensors.model),
+            optimizer={kind: moved(one) for kind, one in self.tensors.optimizer.items()},
+            stored=moved(self.tensors.stored),
+        )
+        files = {named(name): facts for name, facts in self.files.items()}
+        return replace(self, tensors=tensors, files=files)
+
     def to_bytes(self) -> bytes:
         """The file that holds it."""
         content = _FORMAT.headed(
@@ -198,14 +224,24 @@ class Index:
     @staticmethod
     def from_bytes(content: bytes) -> Index:
         """What ``to_bytes`` wrote; anything else is refused."""
-        first, _, rest = content.partition(b"\n")
-        data = parsed(content)
-        if type(data) is dict:
-            data.pop("sha256", None)
-        data = _FORMAT.content(data)
-        if first != _first_line(rest):
-            raise MalformedError("it is damaged: its checksum differs")
-        return _index(table(data, _FIELDS))
+        return _index(_checked(content))
+
+
+def files_of(content: bytes) -> dict[str, FileFacts]:
+    """Of an index, which files there are."""
+    with within("files"):
+        return _files(_checked(content)["files"])
+
+
+def _checked(content: bytes) -> dict[str, Any]:
+    first, _, rest = content.partition(b"\n")
+    data = parsed(content)
+    if type(data) is dict:
+        data.pop("sha256", None)
+    data = _FORMAT.content(data)
+    if first != _first_line(rest):
+        raise MalformedError("it is damaged: its checksum differs")
+    return table(data, _FIELDS)
 
 
 def _first_line(rest: bytes) -> bytes:
@@ -237,22 +273,21 @@ def _index(data: dict[str, Any]) -> Index:
         with within(name):
             return read(data[name])
 
-    files: dict[str, FileFacts] = part("files", lambda x: _named(x, _file))
-    for name in files:
-        if re.fullmatch(r"[\w-]+\.safetensors", name) is None:
-            raise wrong(name, "the name of a file of a checkpoint")
+    files: dict[str, FileFacts] = part("files", _files)
 
     def entries(item: Any) -> dict[str, Entry]:
         return _named(item, lambda x: _entry(x, files))
 
     stored = part("stored", entries)
+    tensors = Tensors(
+        model=part("model", entries),
+        optimizer=part("optimizer", lambda x: _named(x, entries)),
+        stored=stored,
+        values=part("values", lambda x: tuple(rows(x, lambda y: _value(y, stored)))),
+    )
+    _refuse_overlaps(tensors, files)
     return Index(
-        tensors=Tensors(
-            model=part("model", entries),
-            optimizer=part("optimizer", lambda x: _named(x, entries)),
-            stored=stored,
-            values=part("values", lambda x: tuple(rows(x, lambda y: _value(y, stored)))),
-        ),
+        tensors=tensors,
         keys=part("keys", lambda x: _named(x, string)),
         files=files,
         steps=part("steps", count),
@@ -281,6 +316,14 @@ def _listed(item: Any, length: int, what: str) -> list[Any]:
     return item
 
 
+def _files(item: Any) -> dict[str, FileFacts]:
+    files = _named(item, _file)
+    for name in files:
+        if re.fullmatch(r"[\w-]+\.safetensors", name) is None:
+            raise wrong(name, "the name of a file of a checkpoint")
+    return files
+
+
 def _file(item: Any) -> FileFacts:
     size, header, crc = _listed(item, 3, "a size, that of the header, a checksum")
     return FileFacts(count(size), whole(header, 0, size + 1), count(crc))
@@ -290,11 +333,14 @@ def _entry(item: Any, files: Mapping[str, FileFacts]) -> Entry:
     table(item, ("dtype", "shape", "slices"))
     if type(item["dtype"]) is not str or item["dtype"] not in DTYPES:
         raise wrong(item["dtype"], "a dtype")
-    dtype, shape = DTYPES[item["dtype"]], counts(item["shape"])
+    dtype, shape = DTYPES[item["dtype"]], sizes(item["shape"])
     with within("slices"):
         slices = tuple(rows(item["slices"], lambda x: _slice(x, dtype, shape, files)))
-        if sum(one.box.numel for one in slices) != math.prod(shape):
-            raise MalformedError(f"they are not all of a tensor of shape {list(shape)}")
+        if not tile((one.box for one in slices), shape):
+            raise MalformedError(
+                f"they are not a whole tensor of shape {list(shape)}: they overlap or leave "
+                "something out"
+            )
     return Entry(dtype, shape, slices)
 
 
@@ -311,6 +357,22 @@ def _slice(
     if count(offset) + box.numel * dtype.itemsize > files[file].bytes:
         raise MalformedError(f"{file} is shorter than that")
     return Slice(box, file, string(key), offset, count(crc))
+
+
+def _refuse_overlaps(tensors: Tensors, files: Mapping[str, FileFacts]) -> None:
+    """What one slice is read from is no other's, nor the header's."""
+    held: dict[str, list[Extent]] = {
+        file: [Extent(0, facts.header, "the header")] for file, facts in files.items()
+    }
+    for table_name, entries in tensors.tables():
+        for name, entry in entries.items():
+            for one in entry.slices:
+                size = one.box.numel * entry.dtype.itemsize
+                extent = Extent(one.offset, size, f"{table_name} {name}{one.box.text}")
+                held[one.file].append(extent)
+    for file, extents in held.items():
+        with within(file):
+            refuse_overlaps(extents)
 
 
 def _value(item: Any, stored: Entries) -> Value:

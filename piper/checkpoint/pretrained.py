@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,15 @@ from torch import Tensor
 
 from piper.checkpoint.boxes import Box
 from piper.checkpoint.files import header_of, memory_of, pieces_in_order
+from piper.staging import Kind
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PRETRAINED = Kind(
+    "model",
+    re.compile(r"(?P<stem>model)(-(?P<number>\d{1,4}))?-\d{5}-of-\d{5}\.safetensors"),
+    (WEIGHTS, WEIGHTS_INDEX),
+)
+"""Several files are named by the index; one file names itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +47,12 @@ class Target:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def lay_out(folder: Path, tensors: Mapping[str, Target], file_bytes: int) -> dict[str, Target]:
+def lay_out(
+    folder: Path, tensors: Mapping[str, Target], file_bytes: int, named: Callable[[str], str]
+) -> dict[str, Target]:
     """Make the files for ``tensors``, none of them much longer than ``file_bytes``, and the index
-    that goes with them; and say where each tensor is to lie."""
+    that goes with them, in which they have the names that ``named`` gives; and say where each
+    tensor is to lie."""
     runs: list[list[str]] = [[]]
     size = 0
     for name, one in tensors.items():
@@ -59,7 +70,7 @@ def lay_out(folder: Path, tensors: Mapping[str, Target], file_bytes: int) -> dic
     if len(runs) > 1:
         index = {
             "metadata": {"total_size": sum(one.nbytes for one in tensors.values())},
-            "weight_map": {one.key: one.file for one in found.values()},
+            "weight_map": {one.key: named(one.file) for one in found.values()},
         }
         (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2))
     return found

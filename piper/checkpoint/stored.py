@@ -14,17 +14,31 @@ Only headers are read here. Nothing in them is trusted: what is not what it must
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from piper.checkpoint.boxes import Box, tile
-from piper.checkpoint.files import DTYPES
+from piper.checkpoint.damage import size_of
+from piper.checkpoint.files import DTYPES, Extent, refuse_overlaps, sizes
 from piper.checkpoint.index import INDEX, Entry, Index, Slice
 from piper.checkpoint.pretrained import WEIGHTS, WEIGHTS_INDEX
 from piper.errors import PiperError
-from piper.reading import MalformedError, count, counts, parsed, row, string, table, within, wrong
+from piper.reading import (
+    MalformedError,
+    count,
+    counts,
+    file_bytes,
+    open_file,
+    parsed,
+    row,
+    string,
+    table,
+    within,
+    wrong,
+)
 
 _SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
@@ -68,10 +82,11 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _of_checkpoint(folder: Path) -> dict[str, Entry]:
     with _reading(folder / INDEX):
-        index = Index.from_bytes((folder / INDEX).read_bytes())
+        index = Index.from_bytes(file_bytes(folder / INDEX))
         for name, facts in index.files.items():
-            if (size := (folder / name).stat().st_size) != facts.bytes:
-                raise MalformedError(f"{name} has {size} bytes, not {facts.bytes}")
+            with within(name):
+                if (size := size_of(folder / name)) != facts.bytes:
+                    raise MalformedError(f"it has {size} bytes, not {facts.bytes}")
         for key, name in index.keys.items():
             if name not in index.tensors.model:
                 raise MalformedError(f"{key} is not among the tensors")
@@ -80,7 +95,7 @@ def _of_checkpoint(folder: Path) -> dict[str, Entry]:
 
 def _of_index(folder: Path) -> dict[str, Entry]:
     with _reading(folder / WEIGHTS_INDEX):
-        data = parsed((folder / WEIGHTS_INDEX).read_bytes())
+        data = parsed(file_bytes(folder / WEIGHTS_INDEX))
         if type(data) is not dict or type(data.get("weight_map")) is not dict:
             raise MalformedError("it has no weight_map")
         files: dict[str, str] = data["weight_map"]
@@ -123,27 +138,30 @@ def _of_file(folder: Path, name: str) -> Iterator[tuple[str, Entry]]:
     """The tensors of one file, each with what is known of its whole shape from here."""
     header, begin, end = _header(folder / name)
     starts = _starts(header.pop("__metadata__", None))
+    extents = []
     for key, item in header.items():
         with within(key):
             table(item, ("dtype", "shape", "data_offsets"))
             if type(item["dtype"]) is not str or item["dtype"] not in DTYPES:
                 raise wrong(item["dtype"], "a dtype")
-            dtype, shape = DTYPES[item["dtype"]], counts(item["shape"])
+            dtype, shape = DTYPES[item["dtype"]], sizes(item["shape"])
             first, last = map(count, row(item["data_offsets"], 2))
             if last - first != math.prod(shape) * dtype.itemsize or begin + last > end:
                 raise MalformedError("its place in the file is not one of its size")
+            extents.append(Extent(first, last - first, key))
             start = starts.get(key, (0,) * len(shape))
             if len(start) != len(shape):
                 raise MalformedError("it begins in a tensor of other dimensions")
             one = Slice(Box(start, shape), name, key, begin + first, 0)
             whole = tuple(a + n for a, n in zip(start, shape, strict=True))
             yield key, Entry(dtype, whole, (one,))
+    refuse_overlaps(extents)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header of a file, where it ends, and where the file does."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, _LARGEST_HEADER):
             raise MalformedError("it is no safetensors file, or cut off")

@@ -64,9 +64,9 @@ class BackgroundSave:
     ) -> None:
         """As ``checkpoint.save``, which returns at the end."""
         self._group = group
-        self._target, folder = prepare(group, path, keep)
+        self._staged = prepare(group, path, keep)
         self._finish = program, dict(rest), copy.deepcopy(data), keep
-        group.begin_parts(folder)
+        group.begin_parts(self._staged.folder)
 
     def settled(self, *, wait: bool) -> bool:
         """Whether it is over: a checkpoint now, or an error is raised. All processes that have a
@@ -75,5 +75,5 @@ class BackgroundSave:
         if parts is None:
             return False
         program, rest, data, keep = self._finish
-        self._group.once(lambda: finish(program, self._target, parts, rest, data, keep))
+        self._group.once(lambda: finish(program, self._staged, parts, rest, data, keep))
         return True

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.checkpoint import folder as folders
 from piper.checkpoint.boxes import Box
 from piper.checkpoint.files import Given, Reader
+from piper.checkpoint.folder import CHECKPOINT, keep_last, numbered
 from piper.checkpoint.index import INDEX, GroupEntry, Index, Tensors
 from piper.checkpoint.values import to_json
 from piper.errors import PiperError, warn
@@ -27,10 +27,11 @@ from piper.launch.state_checks import check_index
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.optimizer_factory import joined_kinds
 from piper.program import Program
-from piper.reading import MalformedError
+from piper.reading import MalformedError, file_bytes
 from piper.runtime.holding import MODEL, Holding, whole
 from piper.runtime.parts import Part, write
 from piper.runtime.portable import Portions, assemble
+from piper.staging import Staged, stage
 
 _AT_ONCE = 4 * 1024 * 1024
 """Elements that are brought together, or handed out, at a time."""
@@ -92,16 +93,20 @@ def save(
 ) -> None:
     """Write a checkpoint. ``rest`` are tensors of the model that no device holds, if they are not
     the first ones any more; ``data`` says where in the data training is."""
-    target, folder = prepare(group, path, keep)
-    parts = group.write_parts(folder)
-    group.once(lambda: finish(program, target, parts, rest, data, keep))
+    staged = prepare(group, path, keep)
+    try:
+        parts = group.write_parts(staged.folder)
+    except BaseException:
+        staged.discard()
+        raise
+    group.once(lambda: finish(program, staged, parts, rest, data, keep))
 
 
-def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> tuple[Path, Path]:
-    """Where a checkpoint is to be, and the folder to write it in."""
+def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> Staged:
+    """Where a checkpoint is written."""
     target = _absolute(path)
     _check_keep(target, keep)
-    return target, group.once(lambda: folders.prepare(target))
+    return group.once(lambda: stage(target, CHECKPOINT))
 
 
 def _absolute(path: str | Path) -> Path:
@@ -114,20 +119,20 @@ def _check_keep(target: Path, keep: int | None) -> None:
         return
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise PiperError(f"keep={keep!r} must be a whole number from 1 on, or None to keep all")
-    folders.numbered(target)
+    numbered(target)
 
 
 def finish(
     program: Program,
-    target: Path,
+    staged: Staged,
     parts: Sequence[Part | Refusal],
     rest: Mapping[str, Tensor],
     data: Any,
     keep: int | None,
 ) -> None:
     """All devices have written: make it a checkpoint."""
-    with folders.failing(target):
-        folder = folders.saving(target)
+    folder = staged.folder
+    with staged.failing():
         good = []
         for part in parts:
             if isinstance(part, Refusal):
@@ -138,14 +143,11 @@ def finish(
             raise PiperError(
                 f"{absent[0]} was written on another machine: all machines must share the folder"
             )
-        index = index_of(program, good, data)
-        with (folder / INDEX).open("xb") as file:
-            file.write(index.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        folders.commit(target)
+        index = index_of(program, good, data).in_files(staged.named)
+        (folder / INDEX).write_bytes(index.to_bytes())
+        staged.commit()
     if keep is not None:
-        folders.keep_last(target, keep)
+        keep_last(staged.target, keep)
 
 
 def _write_rest(
@@ -193,8 +195,8 @@ def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
 def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index, dict[str, Tensor]]:
     """Resume from a checkpoint, or refuse it and change nothing. Gives its index, and those tensors
     of the model that no device holds."""
-    target = _absolute(path)
-    folder, index = group.once(lambda: read_index(target, program))
+    folder = _absolute(path)
+    index = group.once(lambda: read_index(folder, program))
     if whys := group.refusals(folder, index):
         raise PiperError(f"{path} cannot be loaded, and nothing has changed: {whys[0]}")
     if index.seed != program.training.seed:
@@ -213,26 +215,22 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
     return index, rest
 
 
-def read_index(target: Path, program: Program) -> tuple[Path, Index]:
-    """Where a checkpoint lies and what it says, which is something that ``program`` can go on
-    from."""
-    folder = folders.found(target)
-    if folder.is_file():
-        raise PiperError(
-            f"{target} is a file: a checkpoint is a folder. One that an earlier Piper saved as a "
-            "file must be loaded, and its state_dict taken, with that version"
-        )
-    if not folder.exists():
-        raise PiperError(f"there is no checkpoint at {target}")
+def read_index(target: Path, program: Program) -> Index:
+    """What a checkpoint says, which is something that ``program`` can go on from."""
     try:
-        content = (folder / INDEX).read_bytes()
+        if target.is_file():
+            raise PiperError(
+                f"{target} is a file: a checkpoint is a folder. One that an earlier Piper saved as "
+                "a file must be loaded, and its state_dict taken, with that version"
+            )
+        if not target.exists():
+            raise PiperError(f"there is no checkpoint at {target}")
+        index = Index.from_bytes(file_bytes(target / INDEX))
+        check_index(index, program)
     except FileNotFoundError as error:
         raise PiperError(f"{target} is no checkpoint: it has no {INDEX}") from error
     except OSError as error:
         raise PiperError(f"{target} cannot be read: {error}") from error
-    try:
-        index = Index.from_bytes(content)
-        check_index(index, program)
     except MalformedError as error:
         raise PiperError(f"{target} cannot be used: {INDEX}: {error}") from None
-    return folder, index
+    return index

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from piper.capture.blame import LOSS_PREFIX
-from piper.checkpoint import folder as folders
 from piper.checkpoint.boxes import Box
-from piper.checkpoint.pretrained import WEIGHTS, WEIGHTS_INDEX, SliceWriter, Target, lay_out
+from piper.checkpoint.pretrained import PRETRAINED, SliceWriter, Target, lay_out
 from piper.errors import PiperError
 from piper.launch.fetching import fetcher
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.matching import pretrained_part
 from piper.paths import path_of
 from piper.program import Program
+from piper.staging import Staged, stage
 
 
 def export(
@@ -37,14 +37,19 @@ def export(
     are not the first ones any more."""
     target = Path(os.path.abspath(path_of(path)))
 
-    def prepare() -> tuple[Path, dict[str, Target]]:
-        folder = folders.prepare(target, (WEIGHTS, WEIGHTS_INDEX))
-        with folders.failing(target):
-            return folder, lay_out(folder, _tensors(program, dtype), file_bytes)
+    def prepare() -> tuple[Staged, dict[str, Target]]:
+        staged = stage(target, PRETRAINED)
+        with staged.failing():
+            tensors = _tensors(program, dtype)
+            return staged, lay_out(staged.folder, tensors, file_bytes, staged.named)
 
-    folder, targets = group.once(prepare)
-    parts = group.export_parts(folder, targets)
-    group.once(lambda: _finish(program, target, targets, parts, rest, dtype))
+    staged, targets = group.once(prepare)
+    try:
+        parts = group.export_parts(staged.folder, targets)
+    except BaseException:
+        staged.discard()
+        raise
+    group.once(lambda: _finish(program, staged, targets, parts, rest, dtype))
 
 
 def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
@@ -67,14 +72,14 @@ def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
 
 def _finish(
     program: Program,
-    target: Path,
+    staged: Staged,
     targets: Mapping[str, Target],
     parts: Iterable[Any],
     rest: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> None:
-    with folders.failing(target):
-        folder = folders.saving(target)
+    folder = staged.folder
+    with staged.failing():
         written: set[str] = set()
         for part in parts:
             if isinstance(part, Refusal):
@@ -90,7 +95,7 @@ def _finish(
         _, model = pretrained_part(program.source.model)
         if model is not None:
             _write_config(model, folder, dtype)
-        folders.commit(target)
+        staged.commit()
 
 
 def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
