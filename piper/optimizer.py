@@ -86,6 +86,20 @@ def sample_optimizer_of_all(
     return given, make(factory, given)
 
 
+def kept_kinds(
+    factory: OptimizerFactory, trained: Shapes, device: torch.device
+) -> dict[str, frozenset[str]]:
+    """By parameter, the names of what the optimizer keeps of it after a step."""
+    with _trying("optimizer="), _own_randomness(device):
+        kinds = _kinds(factory, trained)
+        given = [(k.names[0], nn.Parameter(sample(0, k.shape).to(device))) for k in kinds]
+        optimizer = make(factory, given)
+        parameters = [parameter for _, parameter in given]
+        step_with(optimizer, parameters, [sample(1, k.shape).to(device) for k in kinds])
+    kept = (frozenset(map(str, optimizer.state.get(p, {}))) for p in parameters)
+    return {name: names for kind, names in zip(kinds, kept, strict=True) for name in kind.names}
+
+
 def _small(shapes: Shapes) -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(sample(0, small(shape)))) for name, shape in shapes.items()]
 

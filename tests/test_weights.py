@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -370,6 +372,32 @@ def damaged(folder: Path, change: Callable[[Path], object]) -> str:
     return str(caught.value)
 
 
+def with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Another header of the first file."""
+
+    def harm(folder: Path) -> None:
+        content = (folder / FIRST).read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        change({key: item for key, item in header.items() if key != "__metadata__"})
+        written = json.dumps(header).encode()
+        (folder / FIRST).write_bytes(len(written).to_bytes(8, "little") + written + content[end:])
+
+    return harm
+
+
+def at_the_same_place(tensors: Any) -> None:
+    larger, *_, smaller = sorted(tensors.values(), key=lambda x: -x["data_offsets"][1])
+    size = smaller["data_offsets"][1] - smaller["data_offsets"][0]
+    smaller["data_offsets"] = [larger["data_offsets"][0], larger["data_offsets"][0] + size]
+
+
+def piped(folder: Path) -> None:
+    (folder / FIRST).unlink()
+    os.mkfifo(folder / FIRST)
+    threading.Thread(target=(folder / FIRST).open, args=("wb",), daemon=True).start()
+
+
 FIRST = "model-00001-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -379,6 +407,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
         "its place in the file is not one of its size",
     ),
+    "overlap": (with_header(at_the_same_place), "are said to lie in the same bytes"),
+    "dimensions": (
+        with_header(lambda h: next(iter(h.values())).update(shape=[1] * 65)),
+        "is not the shape of a tensor",
+    ),
+    "a pipe": (piped, "it is not a file, but a pipe"),
     "no JSON": (
         lambda f: (f / FIRST).write_bytes(b"\x02" + bytes(7) + b"xx"),
         f"{FIRST} cannot be used",
@@ -403,6 +437,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damaged_files_are_refused(name: str, tmp_path: Path) -> None:
     change, words = DAMAGE[name]
     assert words in damaged(tmp_path / "files", change)
+
+
+def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
+    folder = in_several_files(one(), tmp_path / "files")
+    (folder / FIRST).rename(tmp_path / "blob")
+    (folder / FIRST).symlink_to(tmp_path / "blob")
+    source = meta_one()
+    assert located(source, StateNames.of(source), piper.weights(folder)).entries
 
 
 def test_folders_without_weights_are_refused(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from piper.checkpoint.index import Index
 from piper.checkpoint.values import from_json
-from piper.errors import PiperError
-from piper.optimizer import make_scheduler, sample_optimizer
+from piper.errors import PiperError, warn
+from piper.optimizer import kept_kinds, make_scheduler, sample_optimizer
 from piper.optimizer_factory import kind_of
 from piper.program import Program
 from piper.reading import MalformedError, shown, within, wrong
+from piper.units import counted
 
 
 def check_index(index: Index, program: Program) -> None:
@@ -26,6 +27,7 @@ def check_index(index: Index, program: Program) -> None:
     program.names.check({key: index.entry(key).shape for key in index.keys})
     check_state(index, program)
     _refuse_other_optimizer(index.kind, program)
+    _refuse_half_kept(index, program)
 
 
 def check_state(index: Index, program: Program) -> None:
@@ -75,6 +77,30 @@ def _refuse_other_optimizer(kind: str, program: Program) -> None:
             f"the checkpoint was saved with the optimizer {kind}, but this program trains with "
             f"{mine}: use load_state_dict to take over the weights alone"
         )
+
+
+def _refuse_half_kept(index: Index, program: Program) -> None:
+    """An optimizer cannot go on from a part of what it keeps of a parameter."""
+    factory = program.training.optimizer
+    if factory is None or not index.kind or not index.steps:
+        return
+    kept: dict[str, set[str]] = {name: set() for group in index.groups for name in group.names}
+    for kind, entries in index.tensors.optimizer.items():
+        for name in entries:
+            kept.setdefault(name, set()).add(kind)
+    for value in index.tensors.values:
+        kept.setdefault(value.name, set()).add(value.kind)
+    wanted = kept_kinds(factory, program.trained, program.device)
+    if any(wanted.values()) and not any(kept.values()):
+        warn(
+            f"the checkpoint was saved after {counted(index.steps, 'step')}, but has nothing of "
+            f"what {index.kind} keeps: the optimizer begins anew"
+        )
+        return
+    for name, kinds in wanted.items():
+        here = kept.get(index.first(name))  # None if it was not trained
+        if here is not None and (lacking := sorted(kinds - here)):
+            raise MalformedError(f"optimizer: it lacks {', '.join(lacking)} of {name}")
 
 
 def _scheduler(item: Any, program: Program) -> None:
