@@ -24,6 +24,7 @@ from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own, refuse_counted
 from piper.directives.place import Place
 from piper.directives.remat import Remat
+from piper.directives.shard import Shard
 from piper.directives.split import Split
 from piper.errors import DirectiveError, PiperError, warn
 from piper.first_weights import Source, StateNames
@@ -189,7 +190,7 @@ class Capture:
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)
-            placed = self._placer.placed(strategy, captured)
+            placed = self._placer.placed(strategy, captured, shape.experts)
             if self._cost is None:
                 trained = trained_shapes(placed.facts.whole, placed.code)
                 self._cost = cost_of(self._training.optimizer, trained, first.device)
@@ -205,7 +206,9 @@ class Capture:
             evaluation = placed
             if self._traces.depends_on_mode(first.microbatches):
                 again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
-                evaluation = self._placer.placed_for_evaluation(strategy.as_in(placed.dag), again)
+                evaluation = self._placer.placed_for_evaluation(
+                    strategy.as_in(placed.dag), again, shape.experts
+                )
             forwards = lower_forwards(evaluation.dag, evaluation.facts.models, settings, found.dag)
         loss = self._subject.loss
         source = Source(
@@ -300,11 +303,14 @@ class _Shape:
     microbatches: int
     groups: tuple[int, ...]
     """The sizes of groups that it places regions on."""
+    experts: tuple[int, ...] = ()
+    """Further sizes, of groups that have experts alone: their rows are those of other regions."""
 
 
 def _shape(strategy: Strategy, batch: int) -> _Shape:
     parts = [d.parts for d in strategy.directives if isinstance(d, Split)]
-    groups = [d for d in strategy.directives if isinstance(d, Place) and d.devices]
+    places = [d for d in strategy.directives if isinstance(d, Place) and d.devices]
+    groups = [place for place in places if not _of_experts(place, strategy)] or places
     count = parts[0] if parts and isinstance(parts[0], int) and parts[0] > 0 else 1
     for place in groups:
         each = count * place.parts
@@ -319,7 +325,25 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
             )
     if batch % count:
         count = 1  # split itself says what is wrong
-    return _Shape(count, tuple(dict.fromkeys(p.parts for p in groups)) or (1,))
+    sizes = tuple(dict.fromkeys(p.parts for p in groups)) or (1,)
+    axes = {d.batch for d in strategy.directives if isinstance(d, Shard) and d.batch is not None}
+    experts = [place.parts for place in places]
+    experts += [replace(p, batch=names).parts for p in places for names in axes if p.axes]
+    return _Shape(count, sizes, tuple(dict.fromkeys(n for n in experts if n not in sizes)))
+
+
+def _of_experts(place: Place, strategy: Strategy) -> bool:
+    """Whether it places nothing but regions of experts: those that a filter of ``shard`` names."""
+    return any(
+        isinstance(d, Shard)
+        and d.axis is None
+        and d.where
+        and all(
+            key in place.where and value in (place.where[key], "*") and place.where[key] != "-"
+            for key, value in d.where.items()
+        )
+        for d in strategy.directives
+    )
 
 
 def _lowered(

@@ -3,12 +3,12 @@ them. What was found out for one strategy is kept for the next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from piper.capture.code import Code
 from piper.capture.expert_regions import sorted_rows
-from piper.capture.experts import trace_share
+from piper.capture.experts import trace_share, with_rows
 from piper.capture.joint import Joint
 from piper.capture.local_chunks import Sharding
 from piper.capture.model import Captured
@@ -47,14 +47,17 @@ class Placer:
         self._shares: dict[tuple[int, int, int, int | None], Joint] = {}
         self._rows: dict[tuple[int, int], Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
+        self._resized: list[tuple[Captured, Mapping[int, int], int, Captured]] = []
 
     def facts_of(self, captured: Captured) -> Model:
         """What is known of a model under any policy of recomputing."""
         return facts_of(captured, captured.remat, known=self._known)
 
-    def placed(self, strategy: Strategy, captured: Mapping[int, Captured]) -> Placed:
+    def placed(
+        self, strategy: Strategy, captured: Mapping[int, Captured], experts: Iterable[int] = ()
+    ) -> Placed:
         """A model under ``strategy``; ``captured`` is it as one device of a group of each size sees
-        it."""
+        it. On groups of the sizes in ``experts`` are regions of experts alone."""
         known = self._known
         policies = strategy.policies(next(iter(captured.values())).remat)
         facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
@@ -67,6 +70,11 @@ class Placer:
             whole = facts[next(iter(captured))]
             dag = strategy.apply(build(whole))
             refuse_other_ways(dag)
+        resized = {n: self._of_experts(captured, dag, n) for n in experts}
+        rows = self._rows_of(captured, next(iter(resized.values()), None))
+        captured = {**captured, **resized}
+        for n, one in resized.items():
+            facts[n] = facts_of(one, one.remat, None, known, policies)
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
         models = {n: facts_of(c, c.remat, joints[n], known, policies) for n, c in captured.items()}
         if any(dag.model.chunks[chunk].sorted_rows for chunk in dag.shards):
@@ -76,7 +84,7 @@ class Placer:
             dag = strategy.apply(build(whole))
         for n in captured:
             refuse_other_share(facts[n], models[n])
-        models = self._with_rows(models, captured)
+        models = _with_rows(models, rows)
         programs = {
             n: consume_inputs(
                 c.cut, [known.passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])]
@@ -96,36 +104,37 @@ class Placer:
         )
         return self._segmented[-1][2]
 
-    def _with_rows(
-        self, models: Mapping[int, Model], captured: Mapping[int, Captured]
-    ) -> dict[int, Model]:
-        """``models`` with what is known of where rows are."""
-        rows = self._rows_of(captured)
-        return {
-            n: replace(
-                model,
-                values=tuple(
-                    replace(facts, rows=found.dim, order=found.order)
-                    for value, facts in enumerate(model.values)
-                    for found in [rows.get(value, Rows())]  # nobody reads it
-                ),
-            )
-            for n, model in models.items()
-        }
+    def _of_experts(self, captured: Mapping[int, Captured], dag: Dag, parts: int) -> Captured:
+        """The model as one of ``parts`` devices sees it that have nothing but experts."""
+        of, one = next(iter(captured.items()))
+        chunks = {node.compute.chunk for node in dag.nodes if node.parts == parts}
+        dims = {chunk: dag.shards[chunk].dim for chunk in sorted(chunks)}
+        for kept, known, size, resized in self._resized:
+            if (kept is one) and (known, size) == (dims, parts):
+                return resized
+        resized = with_rows(one, dims, parts, of, self._known.passes)
+        self._resized.append((one, dims, parts, resized))
+        return resized
 
-    def _rows_of(self, captured: Mapping[int, Captured]) -> Mapping[int, Rows]:
+    def _rows_of(
+        self, captured: Mapping[int, Captured], experts: Captured | None = None
+    ) -> Mapping[int, Rows]:
+        """Where rows are; what has other ``experts`` alone says it of their rows."""
         most, fewest = captured[min(captured)], captured[max(captured)]
-        key = (id(most), id(fewest))
+        other = fewest if fewest is not most else experts
+        key = (id(most), id(other))
         if key not in self._rows:
-            other = fewest.cut if fewest is not most else None
+            size = most.example.size // most.microbatches
             # of one row, nothing would be seen: it is the larger that is looked at
-            self._rows[key] = rows_of(most.cut, most.example.size // most.microbatches, other)
+            self._rows[key] = rows_of(most.cut, size, None if other is None else other.cut)
         return self._rows[key]
 
-    def placed_for_evaluation(self, strategy: Strategy, captured: Mapping[int, Captured]) -> Placed:
+    def placed_for_evaluation(
+        self, strategy: Strategy, captured: Mapping[int, Captured], experts: Iterable[int] = ()
+    ) -> Placed:
         """The same in evaluation mode."""
         try:
-            placed = self.placed(strategy, captured)
+            placed = self.placed(strategy, captured, experts)
         except DirectiveError as error:
             raise DirectiveError(
                 f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
@@ -151,3 +160,18 @@ class Placer:
                 joint = self._shares[key]
             found.append(joint)
         return tuple(found)
+
+
+def _with_rows(models: Mapping[int, Model], rows: Mapping[int, Rows]) -> dict[int, Model]:
+    """``models`` with what is known of where rows are."""
+    return {
+        n: replace(
+            model,
+            values=tuple(
+                replace(facts, rows=found.dim, order=found.order)
+                for value, facts in enumerate(model.values)
+                for found in [rows.get(value, Rows())]  # nobody reads it
+            ),
+        )
+        for n, model in models.items()
+    }

@@ -1,4 +1,4 @@
-"""A region of experts, traced for a device that holds only some of them.
+"""A region of experts, traced for a device that holds only some of them, or has other rows.
 
 Captured, a region takes ``[experts, rows, ...]`` and all parameters; after the dispatch a device
 has ``[experts / ways, ways * rows, ...]`` and its part of the parameters. The region's own ops are
@@ -7,7 +7,9 @@ traced again at these shapes, once it is proved that they treat each expert and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -24,11 +26,15 @@ from piper.capture.joint import Joint
 from piper.capture.layouts import Axis, DimLayout
 from piper.capture.mixing import prove_separate
 from piper.capture.mixing_rules import Layouts
+from piper.capture.model import Captured
+from piper.capture.passes import Passes
 from piper.capture.program import Kind, Ref
 from piper.capture.quiet import quiet_tracing
 from piper.capture.resizing import resized
-from piper.capture.sorted_experts import dispatched_shape, sorted_share
+from piper.capture.sorted_experts import dispatched_shape, sorted_layouts, sorted_share
+from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
+from piper.units import counted
 
 Shape = tuple[int, ...]
 
@@ -44,6 +50,61 @@ def trace_share(
         body = sorted_share(chunk, found, ways, dim, rows)
     else:
         body = _share(chunk, ways, dim)
+    return _traced(body, joint, compiler)
+
+
+def with_rows(
+    captured: Captured, dims: Mapping[int, int], parts: int, of: int, passes: Passes
+) -> Captured:
+    """``captured``, which is as one of ``of`` devices sees the model, with chunks of experts as one
+    of ``parts`` devices does that divide the same rows; ``dims`` is the dimension of experts of
+    their parameters, by chunk. Nothing else can run there."""
+    times = Fraction(of, parts)
+    chunks, values = list(captured.chunks), list(captured.cut.values)
+    joints, programs = list(captured.joints), list(captured.programs)
+    known: dict[tuple[int, int], tuple[Body, Joint]] = {}
+    for index, dim in dims.items():
+        chunk, joint = chunks[index], joints[index]
+        key = id(joint), dim
+        if key not in known:
+            body = _resized(chunk, dim, times, of, parts)
+            known[key] = body, _traced(body, joint, captured.compiler)
+        body, joints[index] = known[key]
+        chunks[index] = replace(chunk, body=body)
+        programs[index] = passes.of(joints[index], captured.remat)
+        ends = [*body.fakes()[body.parameters + body.buffers :]]
+        ends += [node.meta["val"] for node in returned(body.module.graph)]
+        for value, fake in zip((*chunk.inputs, *chunk.outputs), ends, strict=True):
+            values[value] = replace(values[value], spec=TensorSpec.of(fake))
+    return replace(
+        captured,
+        cut=replace(captured.cut, chunks=tuple(chunks), values=tuple(values)),
+        joints=tuple(joints),
+        programs=tuple(programs),
+    )
+
+
+def _resized(chunk: Chunk, dim: int, times: Fraction, of: int, parts: int) -> Body:
+    """The chunk's body with another number of rows."""
+    found = sorted_rows(chunk.body)
+    first = chunk.body.parameters + chunk.body.buffers
+    rows = found.rows if found else chunk.body.fakes()[first].shape[1]
+    if (rows * times).denominator > 1:
+        which = "sorted by expert" if found else "for each expert"
+        fits = [str(n) for n in range(1, parts + 1) if rows * of % n == 0]
+        raise CaptureError(
+            f"region {chunk.name} has {rows} rows {which} on each of {counted(of, 'device')}, "
+            f"which {parts} devices cannot share evenly; numbers that work: {', '.join(fits)}. "
+            "Change the batch, the sequence or the capacity of an expert, or leave axes out of "
+            "shard(batch=)"
+        )
+    given = _given(chunk.body, dim) if found is None else sorted_layouts(chunk.body, found, dim)
+    layouts = prove_separate(chunk.body.module.graph, given, chunk.name)
+    return _at_shapes(chunk, given, layouts, lambda layout: layout.with_rows(times).shape(1))
+
+
+def _traced(body: Body, joint: Joint, compiler: Compiler) -> Joint:
+    """The joint graph of a body that stands for the one of ``joint``."""
     outputs = [node.meta["val"] for node in returned(body.module.graph)[: body.outputs]]
     taken, wanted = set(joint.arguments.values()), {ref for ref, _ in joint.gradients}
     demand = Demand(
@@ -67,17 +128,40 @@ def _share(chunk: Chunk, ways: int, dim: int) -> Body:
     body = chunk.body
     given = _given(body, dim)
     layouts = prove_separate(body.module.graph, given, chunk.name)
+    made = _at_shapes(chunk, given, layouts, lambda layout: layout.shape(ways))
+    for before, after in zip(returned(body.module.graph), returned(made.module.graph), strict=True):
+        shape = before.meta["val"].shape
+        found = tuple(after.meta["val"].shape)
+        if layouts[before] != _expert_major(shape) or found != _expert_major(shape).shape(ways):
+            raise CaptureError(
+                f"region {chunk.name} mixes experts: on one of {ways} shares it makes "
+                f"{list(found)}, not {list(dispatched_shape(shape, ways))} with the experts first "
+                "and their rows second; do the dispatch and the combination outside"
+            )
+    return made
+
+
+def _at_shapes(
+    chunk: Chunk,
+    given: Mapping[fx.Node, DimLayout],
+    layouts: Mapping[fx.Node, Layouts],
+    shape: Callable[[DimLayout], Shape],
+) -> Body:
+    """The chunk's body where a value with a layout has another ``shape``."""
+    body = chunk.body
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.module.graph, copies))
     for node, copied in copies.items():
-        _resize(copied, layouts[node], ways)
+        made = layouts[node]
+        if isinstance(node.target, OpOverload) and isinstance(made, DimLayout) and made.axes:
+            copied.target, copied.args, copied.kwargs = resized(
+                copied.target, copied.args, copied.kwargs, shape(made)
+            )
     module = fx.GraphModule(torch.nn.Module(), graph)
     old = body.fakes()
     mode = old[0].fake_mode
-    fakes = [
-        _empty(mode, x, layout.shape(ways)) for x, layout in zip(old, given.values(), strict=True)
-    ]
+    fakes = [_empty(mode, x, shape(layout)) for x, layout in zip(old, given.values(), strict=True)]
     try:
         with quiet_tracing():
             FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
@@ -91,22 +175,13 @@ def _share(chunk: Chunk, ways: int, dim: int) -> Body:
     for node, copied in copies.items():
         layout = layouts[node]
         found = tuple(copied.meta["val"].shape) if isinstance(layout, DimLayout) else ()
-        if isinstance(layout, DimLayout) and found != layout.shape(ways):
+        if isinstance(layout, DimLayout) and found != shape(layout):
             raise CaptureError(
                 f"region {chunk.name} cannot run on a share of its experts: {node.target} makes "
-                f"{list(found)} there, not {list(layout.shape(ways))}; leave its sizes to its "
+                f"{list(found)} there, not {list(shape(layout))}; leave its sizes to its "
                 "inputs (broadcasting, -1)"
             )
-    for before, after in zip(returned(body.module.graph), returned(graph), strict=True):
-        shape = before.meta["val"].shape
-        found = tuple(after.meta["val"].shape)
-        if layouts[before] != _expert_major(shape) or found != _expert_major(shape).shape(ways):
-            raise CaptureError(
-                f"region {chunk.name} mixes experts: on one of {ways} shares it makes "
-                f"{list(found)}, not {list(dispatched_shape(shape, ways))} with the experts first "
-                "and their rows second; do the dispatch and the combination outside"
-            )
-    key = f"{body.key} share {ways} along {dim}"
+    key = f"{body.key} at {[list(fake.shape) for fake in fakes]}"
     return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, body.updates, key)
 
 
@@ -126,14 +201,6 @@ def _given(body: Body, dim: int) -> dict[fx.Node, DimLayout]:
 
 def _expert_major(shape: Sequence[int]) -> DimLayout:
     return DimLayout.of(shape, {0: Axis.EXPERTS, 1: Axis.ROWS})
-
-
-def _resize(node: fx.Node, made: Layouts, ways: int) -> None:
-    """Write the sizes on a share into an operation that names those of the whole."""
-    if isinstance(node.target, OpOverload) and isinstance(made, DimLayout) and made.axes:
-        node.target, node.args, node.kwargs = resized(
-            node.target, node.args, node.kwargs, made.shape(ways)
-        )
 
 
 def _empty(mode: FakeTensorMode, like: FakeTensor, shape: Shape) -> torch.Tensor:

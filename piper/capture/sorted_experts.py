@@ -42,7 +42,7 @@ def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int
     placeholders = body.module.graph.find_nodes(op="placeholder")
     first = body.parameters + body.buffers
     counts = placeholders[first + found.counts]
-    given = {node: _layout(i, node, body, counts, dim) for i, node in enumerate(placeholders)}
+    given = sorted_layouts(body, found, dim)
     layouts = prove_separate(body.module.graph, given, chunk.name)
     times = Fraction(rows, found.rows * ways)
 
@@ -97,15 +97,18 @@ def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int
     return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, 0, key)
 
 
-def _layout(index: int, node: fx.Node, body: Body, counts: fx.Node, dim: int) -> DimLayout:
-    shape = node.meta["val"].shape
-    if index < body.parameters:
-        return DimLayout.of(shape, {dim: Axis.EXPERTS})
-    if node is counts:
-        return DimLayout.of(shape, {0: Axis.EXPERTS})
-    if index < body.parameters + body.buffers:
-        return DimLayout.of(shape)
-    return DimLayout.of(shape, {0: Axis.ROWS})
+def sorted_layouts(body: Body, found: SortedRows, dim: int) -> dict[fx.Node, DimLayout]:
+    """The layout of each argument: experts along ``dim`` of parameters, rows first in inputs."""
+    layouts = {}
+    first = body.parameters + body.buffers
+    for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
+        axes = {0: Axis.ROWS} if i >= first else {}
+        if i < body.parameters:
+            axes = {dim: Axis.EXPERTS}
+        elif i == first + found.counts:
+            axes = {0: Axis.EXPERTS}
+        layouts[node] = DimLayout.of(node.meta["val"].shape, axes)
+    return layouts
 
 
 def _empty(mode: FakeTensorMode, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -10,7 +10,8 @@ for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.facts import ChunkFacts
 from piper.ir.filters import Filter, FilterLike
+from piper.ir.mesh import Mesh
 from piper.ir.ops import Group
 from piper.ir.rules import ShardRule
 from piper.ir.text import name_of
@@ -37,6 +39,7 @@ class Shard(Directive):
     parameters: Mapping[str, int | str] | None = None
     sequence: bool = False
     capacity: float | None = None
+    batch: tuple[str, ...] | None = None
 
     def check(self) -> None:
         if self.stream is not None:
@@ -59,6 +62,11 @@ class Shard(Directive):
             positive("ways", self.ways)
             if self.axis is not None:
                 raise DirectiveError(f"ways={self.ways} and axis={self.axis!r}: give one of them")
+        if self.batch is not None and self.axis is not None:
+            raise DirectiveError(
+                f"batch={list(self.batch)} and axis={self.axis!r}: with axes that divide the rows "
+                "of experts, say how many ways, ways="
+            )
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         numbers = whole_chunks(dag, Filter.of(self.where), "sharding")
@@ -76,7 +84,7 @@ class Shard(Directive):
             node = dag.nodes[number]
             if not node.devices:
                 raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
-            self._refuse_no_axis(node, name_of(dag, number))
+            self._refuse_no_axis(node, name_of(dag, number), self.axis)
             assert node.mesh is not None
             if node.mesh.size(self.axis) > 1:
                 return self.parameters is not None or node.mesh.stride(self.axis) < node.replicas
@@ -85,11 +93,14 @@ class Shard(Directive):
     def _experts(self, dag: Dag, me: int, numbers: list[int], stream: str) -> Dag:
         shards = dict(dag.shards)
         groups: dict[int, Group] = {}
+        dag = self._with_rows_divided(dag, me, numbers)
         for number in numbers:
             node = dag.nodes[number]
             chunk = dag.model.chunks[node.compute.chunk]
             if not node.devices:
                 raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
+            if chunk.sorted_rows is not None:
+                self._refuse_sequence(dag, chunk.index, node, name_of(dag, number))
             ways, stride = self._division(node, name_of(dag, number))
             if node.parts % ways:
                 raise DirectiveError(
@@ -124,23 +135,58 @@ class Shard(Directive):
         self._refuse_half_shared(dag, shards)
         return replace(dag, shards=shards)
 
+    def _with_rows_divided(self, dag: Dag, me: int, numbers: list[int]) -> Dag:
+        """``dag`` where all axes in ``batch`` divide the rows of the matched nodes."""
+        if self.batch is None:
+            return dag
+        changed: dict[int, Node] = {}
+        rules = dict(dag.tensor)
+        meshes: dict[int, Mesh] = {}  # groups are shared objects
+        for number in numbers:
+            node = dag.nodes[number]
+            for axis in self.batch if node.devices else ():
+                self._refuse_no_axis(node, name_of(dag, number), axis)
+            if node.mesh is None:
+                continue
+            mesh = meshes.setdefault(id(node.devices), node.mesh.first(self.batch))
+            others = [size for axis, size in mesh.axes if axis not in self.batch]
+            changed[number] = replace(
+                node, devices=mesh.devices, mesh=mesh, replicas=math.prod(others), made_by=me
+            )
+            chunk = node.compute.chunk
+            rules[chunk] = tuple(r for r in dag.tensor.get(chunk, ()) if r.axis not in self.batch)
+        return replace(
+            dag.with_nodes(changed), tensor={chunk: row for chunk, row in rules.items() if row}
+        )
+
     def _division(self, node: Node, name: str) -> tuple[int, int]:
         """Over how many devices of a node the experts are sharded, and how far these are apart."""
         if self.axis is None:
             return (node.parts if self.ways is None else self.ways), node.replicas
-        self._refuse_no_axis(node, name)
+        self._refuse_no_axis(node, name, self.axis)
         assert node.mesh is not None
         return node.mesh.size(self.axis), node.mesh.stride(self.axis)
 
-    def _refuse_no_axis(self, node: Node, name: str) -> None:
+    def _refuse_no_axis(self, node: Node, name: str, axis: str) -> None:
         mesh = node.mesh
-        if mesh is None or self.axis not in dict(mesh.axes):
+        if mesh is None or axis not in dict(mesh.axes):
             axes = ", ".join(name for name, _ in mesh.axes) if mesh else ""
             has = f"has the axes {axes}" if axes else "has no named axes"
             raise DirectiveError(
-                f"axis={self.axis!r}: {name} is placed on {mesh or list(node.devices)}, which "
-                f"{has}; give place(..., devices=Mesh(..., {self.axis}=...))"
+                f"axis={axis!r}: {name} is placed on {mesh or list(node.devices)}, which "
+                f"{has}; give place(..., devices=Mesh(..., {axis}=...))"
             )
+
+    def _refuse_sequence(self, dag: Dag, chunk: int, node: Node, name: str) -> None:
+        """Rows in the order of experts are not in that of the sequence."""
+        for rule in dag.tensor.get(chunk, ()):
+            if rule.ways > 1 and rule.split is not None and node.mesh is not None:
+                axes = [axis for axis, _ in node.mesh.axes]
+                raise DirectiveError(
+                    f"{name} takes rows that are sorted by expert, but "
+                    f"{dag.history[rule.made_by]} shards the sequence along {rule.axis!r}: let all "
+                    f"axes divide these rows, shard(..., batch={axes}), as mesh does"
+                )
 
     def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
         """A parameter is sharded for all regions that use it or for none."""
@@ -198,6 +244,7 @@ def shard(
     parameters: Mapping[str, int | str] | None = None,
     sequence: bool = False,
     capacity: float | None = None,
+    batch: str | Sequence[str] | None = None,
 ) -> Shard:
     """Shard the parameters of the matched regions over their devices.
 
@@ -206,6 +253,9 @@ def shard(
     several such groups of neighbours, each with all experts; ``axis`` names the axis of a ``Mesh``
     along which they lie. Rows that are sorted by expert are sent as many as there are for each
     (no token is dropped); a device has room for ``capacity`` times its own rows, or for all.
+    ``batch`` names the axes of the ``Mesh`` that divide the rows of these regions, by default those
+    of ``place``: with the axes of tensor and context parallelism among them, each row goes through
+    its experts once, and not once on each device along these axes.
 
     Tensor parallelism: along an ``axis`` that is not in ``place(batch=)``, whose devices have the
     same rows. ``parameters`` maps patterns of parameters' names to the dimension that is sharded,
@@ -213,4 +263,7 @@ def shard(
     (its attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards
     what would be replicated between the sharded products along dimension 1 (sequence parallelism).
     """
-    return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence, capacity)
+    names = (batch,) if isinstance(batch, str) else None if batch is None else tuple(batch)
+    return Shard(
+        plain_filter(where), stream, dim, ways, axis, parameters, sequence, capacity, names
+    )

@@ -102,9 +102,10 @@ def mesh(
 
     The regions named ``regions`` are cut into stages ``by`` their cost, which ``schedule`` orders:
     the name of one of ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp``
-    devices with ``zero``, each copy of the state divided ``within`` so many; the regions named
-    ``experts`` are divided over ``ep`` of them, and replicated over the rest with ``expert_zero``,
-    which is ``zero`` unless given; ``capacity`` is as in ``piper.shard``.
+    devices with ``zero``, each copy of the state divided ``within`` so many. The regions named
+    ``experts`` are divided over ``ep`` of the ``dp`` * ``cp`` * ``tp`` devices, which also divide
+    their rows, and replicated over the rest with ``expert_zero``, which is ``zero`` unless given;
+    ``capacity`` is as in ``piper.shard``.
     ``tp`` devices shard the parameters that the model declares, or ``parameters`` (as in
     ``piper.shard``), with ``sequence_parallel`` also activations between them; ``cp`` devices shard
     the sequence, with ``attention`` as in ``piper.place``. Devices along ``tp`` have neighbouring
@@ -115,9 +116,12 @@ def mesh(
     """
     for name, value in (("pp", pp), ("dp", dp), ("tp", tp), ("cp", cp), ("ep", ep)):
         positive(name, value)
-    if dp % ep:
-        fits = [n for n in range(1, dp + 1) if dp % n == 0]
-        raise DirectiveError(f"ep={ep} does not divide the dp={dp} devices of a stage: {fits} do")
+    size = dp * cp * tp
+    if size % ep:
+        fits = [n for n in range(1, size + 1) if size % n == 0]
+        raise DirectiveError(
+            f"ep={ep} does not divide the dp * cp * tp = {size} devices of a stage: {fits} do"
+        )
     order = _schedule(schedule, pp, microbatches, virtual)
     groups = [_group(rank, pp, dp, cp * tp, layout) for rank in range(pp)]
     axes = {"dp": dp, **({"cp": cp} if cp > 1 else {}), **({"tp": tp} if tp > 1 else {})}
@@ -140,10 +144,11 @@ def mesh(
         state.append(replicate({experts: "*"}, zero=theirs, bucket_mb=bucket_mb))
     else:
         state.append(replicate({}, zero=zero, bucket_mb=bucket_mb, within=within))
-    if ep > 1:
-        state.append(shard({experts: "*"}, ways=ep, capacity=capacity))
+    if ep > 1 or (expert_zero is not None and named):
+        rows = tuple(axes) if named else None
+        state.append(shard({experts: "*"}, ways=ep, capacity=capacity, batch=rows))
     if tp > 1:
-        where: dict[str, str] = {experts: "-"} if ep > 1 else {}
+        where: dict[str, str] = {experts: "-"} if ep > 1 or expert_zero is not None else {}
         tensor = shard(where, axis="tp", parameters=parameters, sequence=sequence_parallel)
         state.append(tensor)
     elif parameters is not None or sequence_parallel:
