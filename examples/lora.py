@@ -144,7 +144,7 @@ def main() -> None:
         else {}
     )
     with piper.launch(program, on=options.on) as trainer:
-        for result in trainer.fit(batch, steps=options.steps, **kept):
+        for result in trainer.iterate(batch, steps=options.steps, **kept):
             if first and (trainer.steps == 1 or trainer.steps % 5 == 0):
                 print(f"step {trainer.steps}: loss {result.loss:.4f}")
         state = trainer.state_dict()

@@ -125,14 +125,12 @@ def main() -> None:
     with piper.launch(program, on=given.on) as trainer:
         if trainer.rank == 0:
             print(program, flush=True)
-        run = trainer.fit(
+        trainer.fit(
             lambda step: batches[step],
             steps=given.steps,
             callbacks=callbacks,
             **(kept if given.checkpoints else {}),
         )
-        for _ in run:
-            pass
 
 
 if __name__ == "__main__":

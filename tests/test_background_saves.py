@@ -3,6 +3,7 @@ and what is written is what a plain save would have written."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Iterator
@@ -250,12 +251,22 @@ def test_a_copy_that_fails_is_told_and_training_goes_on(
         assert torch.equal(trainer.step(*given(1)).loss, found)
 
 
-def test_a_trainer_that_ends_with_an_error_leaves_no_save(tmp_path: Path) -> None:
+def test_a_trainer_that_ends_with_an_error_finishes_its_save(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyError), piper.launch(made("zero1", kind=Small)) as trainer:
+        trainer.save(tmp_path / "plain")
+        trainer.save(tmp_path / "saved", background=True)
+        raise KeyError
+    assert files(tmp_path / "saved") == files(tmp_path / "plain")
+
+
+def test_devices_that_are_closed_write_nothing(tmp_path: Path) -> None:
     trainer = piper.launch(made("zero1", kind=Small))
     group: Any = trainer._worker_group
     trainer.save(tmp_path / "saved", background=True)
-    trainer.__exit__(KeyError, KeyError(), None)
+    group.close(KeyError())
     assert group._writing.result()[0].why.startswith("the trainer was closed")
+    with pytest.warns(piper.PiperWarning, match="in the background is not finished: .*was closed"):
+        trainer.__exit__(KeyError, KeyError(), None)
     assert not (tmp_path / "saved").exists()
 
 

@@ -69,9 +69,9 @@ def trainer(program: piper.Program) -> Iterator[piper.Trainer]:
 
 def test_callbacks_are_told_of_every_step_and_of_the_end(trainer: piper.Trainer) -> None:
     heard = Heard()
-    results = [float(r) for r in trainer.fit([(X, X)] * 3, callbacks=[heard])]
+    results = [float(r) for r in trainer.iterate([(X, X)] * 3, callbacks=[heard])]
     assert (heard.steps, heard.losses, heard.ended) == ([1, 2, 3], results, 1)
-    list(trainer.fit([(X, X)], callbacks=[heard]))
+    trainer.fit([(X, X)], callbacks=[heard])
     assert (heard.steps, heard.ended) == ([1, 2, 3, 4], 2)
 
 
@@ -79,24 +79,23 @@ def test_a_resumed_run_counts_on(program: piper.Program, tmp_path: Path) -> None
     for steps, expected in ((2, [1, 2]), (3, [3])):
         heard = Heard()
         with piper.launch(program) as trainer:
-            run = trainer.fit(
+            trainer.fit(
                 lambda step: (X, X),
                 steps=steps,
                 checkpoint=tmp_path,
                 resume=True,
                 callbacks=[heard],
             )
-            list(run)
         assert heard.steps == expected
 
 
 def test_the_end_is_told_after_an_error_and_to_all(trainer: piper.Trainer) -> None:
     heard = Heard()
     with pytest.raises(ValueError, match="paper"):
-        list(trainer.fit([(X, X)], callbacks=[heard, Failing()]))
+        trainer.fit([(X, X)], callbacks=[heard, Failing()])
     with pytest.raises(piper.PiperError):
-        list(trainer.fit([(X[:1], X)], callbacks=[heard]))
-    next(iter(trainer.fit([(X, X)] * 2, callbacks=[heard])))  # nobody asks for the second step
+        trainer.fit([(X[:1], X)], callbacks=[heard])
+    next(iter(trainer.iterate([(X, X)] * 2, callbacks=[heard])))  # nobody asks for the second step
     assert heard.ended == 3
 
 
@@ -128,13 +127,13 @@ def test_a_missing_package_is_named(
     if find_spec(module) is not None:
         pytest.skip(f"{module} is installed")
     with pytest.raises(piper.PiperError, match=f"not installed: pip install {module}"):
-        list(trainer.fit([(X, X)], callbacks=[callback]))
+        trainer.fit([(X, X)], callbacks=[callback])
 
 
 def test_tensorboard_has_what_the_steps_gave(trainer: piper.Trainer, tmp_path: Path) -> None:
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = TensorBoard(tmp_path, every=2)
-    losses = [float(r) for r in trainer.fit([(X, X)] * 4, callbacks=[board])]
+    losses = [float(r) for r in trainer.iterate([(X, X)] * 4, callbacks=[board])]
     events = loading.EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
     assert [e.step for e in events] == [2, 4]
     assert [e.value for e in events] == pytest.approx(losses[1::2])

@@ -311,6 +311,19 @@ def test_training_goes_on_where_it_was_saved(script: str, tmp_path: Path) -> Non
     assert "step 1: loss" in run("train", script, "-m", TWO, "--steps", 1).stdout
 
 
+def test_more_steps_than_batches_are_another_pass(script: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    lines = run("train", script, "-m", TWO, "--steps", 9, "--json").stdout.splitlines()
+    whole = [json.loads(line) for line in lines]
+    assert [x["step"] for x in whole] == list(range(1, 10))  # of six batches
+    run("train", script, "-m", TWO, "--save", state)
+    then = run("train", script, "-m", TWO, "--load", state, "--steps", 3, "--json")
+    losses = [json.loads(line)["loss"] for line in then.stdout.splitlines()]
+    assert losses == pytest.approx([x["loss"] for x in whole[6:]], rel=1e-6)
+    words = run("train", script, "-m", TWO, "--load", state, code=1).stderr
+    assert "the batches end after step 6, and the checkpoint is of step 6" in words
+
+
 def test_batches_may_be_a_loader(tmp_path: Path) -> None:
     path = tmp_path / "loader_job.py"
     path.write_text(SCRIPT.replace("batches=batches", "batches=list(batches())"))

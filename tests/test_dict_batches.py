@@ -65,7 +65,7 @@ def test_a_loader_of_dicts_whose_last_batch_is_smaller() -> None:
     loader = DataLoader(dataset(2 * ROWS + 3), batch_size=ROWS)
     expected = plain(model, loss, [(batch, ()) for batch in loader], microbatches=1)
     with piper.launch(program(model)) as trainer:
-        results = list(trainer.fit(loader, pad={"x": 0, "labels": IGNORED}))
+        results = list(trainer.iterate(loader, pad={"x": 0, "labels": IGNORED}))
         norms = tuple(result.grad_norm for result in results)
         found = Run(tuple(result.loss for result in results), norms, trainer.state_dict())
     assert_same(found, expected, 1e-12)
@@ -88,7 +88,7 @@ def test_dicts_that_are_refused(batch: Any, pad: Any, says: str) -> None:
         piper.launch(program(Classifier().double())) as trainer,
         pytest.raises(PiperError, match=re.escape(says)),
     ):
-        list(trainer.fit([batch], pad=pad))
+        list(trainer.iterate([batch], pad=pad))
 
 
 def test_values_without_dimensions() -> None:

@@ -105,6 +105,20 @@ def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
     assert profile.all_to_all.seconds > 0
 
 
+@pytest.mark.parametrize(
+    ("on", "option", "words"),
+    [
+        ("virtual", "cuda_graph", r"no option cuda_graph=\. Did you mean cuda_graphs=\? It has: "),
+        ("virtual", "timeout", r"no option timeout=\. It has: shapes=, cuda_graphs=, shake=$"),
+        ("processes", "time_out", r"Did you mean timeout=\? It has: shapes=, timeout=, start_time"),
+        ("torchrun", "check_weight", r"launch\(on='torchrun'\) has .* Did you mean check_weights="),
+    ],
+)
+def test_an_option_that_a_launcher_has_not(on: str, option: str, words: str) -> None:
+    with pytest.raises(piper.PiperError, match=words):
+        piper.launch(compiled(zero=2), on=on, **{option: 1})
+
+
 @pytest.mark.slow
 def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: Path) -> None:
     program = compiled(zero=2)

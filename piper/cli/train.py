@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,8 @@ import typer
 from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
 from piper.cli.output import Output
 from piper.cli.scripts import job_in, strategy_of
-from piper.job import Job
+from piper.errors import PiperError
+from piper.job import Batches, Job
 from piper.launch import Trainer, launch
 from piper.launch.launch import Where
 from piper.launch.positions import Batch
@@ -59,8 +60,9 @@ def train(
                 trainer.load(load)
                 output.say(f"resuming after step {trainer.steps}")
             batches = _batches(job, trainer, steps)
-            for result in trainer.fit(batches, steps=steps, progress=not as_json):
-                _report(output, trainer, result, every, last=trainer.steps == steps)
+            last = None if steps is None else trainer.steps + steps
+            for result in trainer.iterate(batches, steps=steps, progress=not as_json):
+                _report(output, trainer, result, every, last=trainer.steps == last)
                 if save is not None and trainer.steps % every == 0:
                     trainer.save(save)
             if save is not None:
@@ -71,8 +73,37 @@ def train(
 def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[Batch]:
     if job.batches is None:
         return itertools.repeat(trainer.example, steps if steps is not None else 10)
-    batches = job.batches() if callable(job.batches) else job.batches
-    return itertools.islice(batches, trainer.steps, None)
+    return _Following(job.batches, trainer.steps, around=steps is not None)
+
+
+class _Following:
+    """A job's batches, of which the first pass begins after some: those of the steps before."""
+
+    def __init__(
+        self, batches: Batches | Callable[[], Batches], before: int, *, around: bool
+    ) -> None:
+        """``around`` says that ``before`` may be those of several passes."""
+        self._batches = batches
+        self._before = before
+        self._around = around
+
+    def __iter__(self) -> Iterator[Batch]:
+        before, self._before = self._before, 0
+        done = before
+        while True:
+            rows = iter(self._batches() if callable(self._batches) else self._batches)
+            dropped = sum(1 for _ in itertools.islice(rows, before))
+            before -= dropped
+            for first in rows:
+                return itertools.chain([first], rows)
+            if not dropped:
+                return rows
+            if not self._around:
+                raise PiperError(
+                    f"the batches end after step {dropped}, and the checkpoint is of step {done}: "
+                    "nothing is left to train on. --steps says how many more steps to take, in "
+                    "another pass over the batches"
+                )
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from piper.launch.launch import launch
 from piper.launch.step_result import StepResult
+from piper.launch.summary import FitSummary
 from piper.launch.trainer import Trainer
 
-__all__ = ["StepResult", "Trainer", "launch"]
+__all__ = ["FitSummary", "StepResult", "Trainer", "launch"]

@@ -8,6 +8,7 @@ a checkpoint. A save that fails leaves the checkpoint before it, and is reported
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from piper.errors import PiperError, warn
 from piper.launch.checkpoint import finish, prepare
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.program import Program
@@ -68,6 +70,15 @@ class BackgroundSave:
         self._finish = program, dict(rest), copy.deepcopy(data), keep
         group.begin_parts(self._staged.folder)
 
+    @property
+    def target(self) -> Path:
+        return self._staged.target
+
+    @property
+    def takes_others(self) -> bool:
+        """Whether other processes with a trainer must take part."""
+        return self._group.trainers > 1
+
     def settled(self, *, wait: bool) -> bool:
         """Whether it is over: a checkpoint now, or an error is raised. All processes that have a
         trainer ask."""
@@ -77,3 +88,36 @@ class BackgroundSave:
         program, rest, data, keep = self._finish
         self._group.once(lambda: finish(program, self._staged, parts, rest, data, keep))
         return True
+
+
+class PendingSave:
+    """The save in the background that a trainer has begun and not yet seen the end of, if any."""
+
+    def __init__(self) -> None:
+        self._save: BackgroundSave | None = None
+
+    def begin(self, save: BackgroundSave) -> None:
+        self._save = save
+
+    def settle(self, *, wait: bool = True) -> None:
+        """See to it; an error if it failed."""
+        save, self._save = self._save, None
+        if save is not None and not save.settled(wait=wait):
+            self._save = save
+
+    def settle_late(self, error: BaseException | None = None) -> None:
+        """Finish it when nobody is left who would: after ``error``, or when the trainer is gone
+        (collected, or at the end of the interpreter) and was not closed."""
+        save = self._save
+        if save is None:
+            return
+        error = error or getattr(sys, "last_value", None)  # what has ended the interpreter
+        try:
+            if error is not None and save.takes_others:
+                raise PiperError(
+                    "an error has ended this process, and a checkpoint takes all of them"
+                )
+            self.settle()
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it is told
+            self._save = None
+            warn(f"the save to {save.target} in the background is not finished: {failure}")

@@ -3,7 +3,7 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,31 @@ Pad = Sequence[Any] | Mapping[str, float | int]
 def arguments_of(batch: Any) -> tuple[Any, ...]:
     """A batch as a loader gives it, as the arguments of a step: a dict or a tensor is one input."""
     return (batch,) if isinstance(batch, Mapping | Tensor) else tuple(batch)
+
+
+def unpacked(program: Program, batch: Sequence[Any], *, evaluated: bool) -> Sequence[Any]:
+    """What ``trainer.step`` or ``trainer.evaluate`` was given, if it is one batch; a tuple or list
+    stands for the arguments in it, as loaders give them."""
+    if len(batch) != 1 or isinstance(batch[0], Tensor | Mapping):
+        return batch
+    (only,) = batch
+    expected = program.example.given
+    plain = all(isinstance(x, Tensor) for x in expected)
+    if isinstance(only, tuple | list):
+        many = plain and any(isinstance(x, tuple | list | Mapping) for x in only)
+    else:
+        arrays = hasattr(only, "shape") or isinstance(only, str | type(expected[0]))
+        many = isinstance(only, Iterable) and not arrays
+    if many:
+        kind = type(only).__name__
+        raise PiperError(
+            f"trainer.evaluate takes one batch, and a {kind} gives many: evaluate each of them, "
+            "for batch in batches: trainer.evaluate(*batch)"
+            if evaluated
+            else f"trainer.step takes one batch, and a {kind} gives many: trainer.fit(batches) "
+            "trains on all of them"
+        )
+    return tuple(only) if isinstance(only, tuple | list) and len(expected) != 1 else batch
 
 
 def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:

@@ -3,7 +3,9 @@
     folder/step-00000050    after step 50, and so on
 
 A run that is killed at any moment and started again with ``resume`` continues from the last whole
-checkpoint, with the same losses. SIGTERM lets the step end, saves, and ends the run.
+checkpoint, with the same losses. SIGTERM lets the step end, saves, and ends the run. A run may be
+several calls of one trainer, such as one for each epoch: a checkpoint has the number of its call,
+and a script that is started again passes over the calls before that one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -37,12 +40,30 @@ class Saver(Protocol):
     def load_at(self, path: Path) -> Any: ...
 
 
+@dataclass(slots=True)
+class Run:
+    """The calls of one trainer that save to one folder: together they are one run."""
+
+    calls: int
+    """How many there have been."""
+    resumed: int | None = None
+    """The step that the run was resumed from."""
+    call: int = 0
+    """The number of the call that was saved last before, which continues; those before it are
+    done."""
+    first: int = 0
+    """The step before that call."""
+    data: Any = None
+    """Where in its batches that call was."""
+
+
 class Checkpoints:
-    """The checkpoints of one run, in one folder."""
+    """The checkpoints of one call of ``fit`` or ``iterate``, in the folder of its run."""
 
     def __init__(
         self,
         trainer: Saver,
+        group: WorkerGroup,
         folder: str | Path,
         every: int | None,
         keep: int | None,
@@ -53,16 +74,40 @@ class Checkpoints:
             if number is not None and not (whole and number >= 1):
                 raise PiperError(f"{name}={number!r} must be a whole number from 1 on, or None")
         self._trainer = trainer
-        self._folder = path_of(folder)
+        self._group = group
+        self._folder = path_of(folder).absolute()
         self._every = every
         self._keep = keep
         self._background = background
+        self._call = 0
         self._last: int | None = None
-        """The step of the last checkpoint."""
+        """The step of the last checkpoint of this call."""
+        self.first = 0
+        """The step before this call, in this process or before it was resumed."""
+        self.resumed: int | None = None
+        """The step that this call was resumed from."""
+        self.done = False
+        """Whether this call was done before the run was resumed."""
 
-    def begin(self, position: Position, *, resume: bool, group: WorkerGroup) -> None:
-        """Go on from the last checkpoint, if there is one; a damaged one is passed over."""
-        known = group.once(self._prepare)
+    def begin(self, runs: dict[Path, Run], position: Position, *, resume: bool) -> None:
+        """Begin the next call of the run in this folder. The first goes on from the last
+        checkpoint, if there is one; later ones continue."""
+        if self._folder not in runs:
+            runs[self._folder] = self._begun(resume=resume)
+        run = runs[self._folder]
+        self._call = run.calls
+        run.calls += 1
+        self.first = self._trainer.steps
+        if run.resumed is not None and self._call <= run.call:
+            self.resumed = run.resumed
+            self.done = self._call < run.call
+            if not self.done:
+                self.first, self._last = run.first, run.resumed
+                position.go_to(run.data, run.resumed)
+
+    def _begun(self, *, resume: bool) -> Run:
+        """The run, resumed from its last checkpoint; a damaged one is passed over."""
+        known = self._group.once(self._prepare)
         if known and not resume:
             raise PiperError(
                 f"{self._folder} has the checkpoints of a run that got to step {max(known)}: say "
@@ -76,11 +121,18 @@ class Checkpoints:
                 warn(f"the run does not resume from step {step}: {error}")
                 refused = refused or error
                 continue
-            position.go_to(data, step)
-            self._last = step
-            return
+            said = data if isinstance(data, dict) else {}
+            call, first = said.get("call"), said.get("first")
+            return Run(
+                0,
+                resumed=step,
+                call=call if isinstance(call, int) else 0,
+                first=first if isinstance(first, int) else 0,
+                data=data,
+            )
         if refused is not None:
             raise refused
+        return Run(0)
 
     def _prepare(self) -> dict[int, Path]:
         try:
@@ -101,10 +153,12 @@ class Checkpoints:
 
     def _save(self, position: Position, *, background: bool) -> None:
         step = self._trainer.steps
-        if self._last != step:
-            path = self._folder / _NAME.format(step)
-            self._trainer.save_at(path, position.state(), self._keep, background=background)
-            self._last = step
+        if self._last == step:
+            return
+        self._last = step  # also if Ctrl-C comes when all is done: others do not save again
+        data = {**self._group.once(position.state), "call": self._call, "first": self.first}
+        path = self._folder / _NAME.format(step)
+        self._trainer.save_at(path, data, self._keep, background=background)
 
 
 class Stop:

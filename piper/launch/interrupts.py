@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _NOTE = "piper: interrupted, as soon as this is done; once more to end at once\n"
 
@@ -16,27 +17,35 @@ _NOTE = "piper: interrupted, as soon as this is done; once more to end at once\n
 def held_back() -> Iterator[None]:
     """Inside, the first SIGINT is noted, and whoever handles it outside is told at the end; of a
     second one it is told at once. Only the main thread can do that, and only with a handler of
-    Python's; elsewhere nothing changes."""
+    Python's; elsewhere, and inside another one, nothing changes."""
     usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+    here = threading.current_thread() is threading.main_thread()
+    if not here or not callable(usual) or isinstance(usual, _Noting):
         yield
         return
-    noted: list[FrameType | None] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if noted:
-            noted.clear()
-            signal.signal(signal.SIGINT, usual)
-            usual(number, frame)
-        else:
-            noted.append(frame)
-            sys.stderr.write(_NOTE)
-
-    signal.signal(signal.SIGINT, note)
+    noting = _Noting(usual)
+    signal.signal(signal.SIGINT, noting)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is note:
+        if signal.getsignal(signal.SIGINT) is noting:
             signal.signal(signal.SIGINT, usual)
-        if noted:
-            usual(signal.SIGINT, noted.pop())
+        if noting.noted:
+            usual(signal.SIGINT, noting.noted.pop())
+
+
+class _Noting:
+    """Notes the first SIGINT, and gives a second one to the usual handler."""
+
+    def __init__(self, usual: Callable[[int, FrameType | None], Any]) -> None:
+        self._usual = usual
+        self.noted: list[FrameType | None] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.noted:
+            self.noted.clear()
+            signal.signal(signal.SIGINT, self._usual)
+            self._usual(number, frame)
+        else:
+            self.noted.append(frame)
+            sys.stderr.write(_NOTE)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -40,12 +43,7 @@ def launch(
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
     refuse_in_worker()
     programs = Shapes(program, shapes)
-    try:
-        return Trainer(_worker_group(program, on, options), programs)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise PiperError(f"on={on!r} takes no such option: {error}") from None
+    return Trainer(_worker_group(program, on, options), programs)
 
 
 def _worker_group(program: Program, on: str, options: dict[str, Any]) -> WorkerGroup:
@@ -53,15 +51,31 @@ def _worker_group(program: Program, on: str, options: dict[str, Any]) -> WorkerG
         case Where.VIRTUAL.value:
             from piper.launch.virtual import VirtualWorkerGroup
 
+            _refuse_unknown(on, options, VirtualWorkerGroup.__init__)
             return VirtualWorkerGroup(program, fetcher(program), **options)
         case Where.PROCESSES.value:
             from piper.launch.processes import ProcessWorkerGroup
 
+            _refuse_unknown(on, options, ProcessWorkerGroup.__init__)
             return ProcessWorkerGroup(program, **options)
         case Where.TORCHRUN.value:
             from piper.launch.torchrun import TorchrunWorkerGroup
 
+            _refuse_unknown(on, options, TorchrunWorkerGroup.__init__)
             return TorchrunWorkerGroup(program, fetcher(program), **options)
         case _:
             names = ", ".join(where.value for where in Where)
             raise PiperError(f"on={on!r} is unknown: one of {names}")
+
+
+def _refuse_unknown(on: str, options: dict[str, Any], start: Callable[..., None]) -> None:
+    """Refuse an option that the launcher does not have."""
+    known = ["shapes", *inspect.getfullargspec(start).kwonlyargs]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f" Did you mean {near[0]}=?" if near else ""
+            raise PiperError(
+                f"launch(on={on!r}) has no option {name}=.{meant} "
+                f"It has: {', '.join(f'{one}=' for one in known)}"
+            )

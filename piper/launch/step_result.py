@@ -78,6 +78,12 @@ class StepResult:
         return loss
 
     @property
+    def loss_on_host(self) -> float | None:
+        """The loss as a number, if it is there without waiting for a GPU."""
+        total = self._report.total
+        return None if total is None or total.is_cuda else float(self.loss)
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients before clipping; None after an evaluation, or a step that was
         not to report it."""

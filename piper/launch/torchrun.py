@@ -6,9 +6,9 @@ its own rows of it; each computes its own part, and every one of them gets the s
 
 from __future__ import annotations
 
-import atexit
 import os
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -150,6 +150,10 @@ class TorchrunWorkerGroup:
     def rank(self) -> int:
         return dist.get_rank()
 
+    @property
+    def trainers(self) -> int:
+        return dist.get_world_size()
+
     def once(self, call: Callable[[], T]) -> T:
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -162,10 +166,10 @@ class TorchrunWorkerGroup:
             raise PiperError(found[0].why)
         return cast(T, found[0])
 
-    def any_of(self, flag: bool) -> bool:
-        found = torch.tensor(int(flag))
-        lost_peers(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=self._objects))
-        return bool(found)
+    def largest(self, number: int) -> int:
+        largest = torch.tensor(number)
+        lost_peers(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects))
+        return int(largest)
 
     def step(
         self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
@@ -252,7 +256,7 @@ class TorchrunWorkerGroup:
 
     def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
         rank = self._rank
-        if not wait and self.any_of(rank is not None and not rank.writing.done):
+        if not wait and self.largest(int(rank is not None and not rank.writing.done)):
             return None
         found = self._at_first([] if rank is None else rank.written_part())
         return [part for parts in found for part in parts]
@@ -356,8 +360,9 @@ def _join(timeout: float) -> None:
     if dist.is_initialized():
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    # not before: torch could not begin again on the same rendezvous, for another program
-    atexit.register(_leave)
+    # not before: torch could not begin again on the same rendezvous, for another program; and
+    # after the finalizers of trainers, which are made later
+    weakref.finalize(_leave, _leave)
 
 
 def _leave() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -14,27 +14,29 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piper.callbacks import Callback, checked_callbacks, told
+from piper.callbacks import Callback, checked_callbacks
 from piper.checkpoint.values import from_json
 from piper.errors import PiperError
-from piper.launch.background import BackgroundSave
+from piper.launch.background import BackgroundSave, PendingSave
 from piper.launch.batch_tensors import (
     Pad,
-    arguments_of,
     first_tensor,
     padded,
     tensors_of,
     tensors_of_rows,
+    unpacked,
 )
 from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
 from piper.launch.exporting import export
-from piper.launch.fitting import Checkpoints, Stop
+from piper.launch.fitting import Checkpoints, Run
 from piper.launch.interrupts import held_back
+from piper.launch.loop import Loop, Rounds
+from piper.launch.notices import Notice, Notices
 from piper.launch.positions import Batches, Position
 from piper.launch.profile import Profile
-from piper.launch.progress_bar import shown_progress
 from piper.launch.shapes import Shapes
 from piper.launch.step_result import StepResult
+from piper.launch.summary import FitSummary
 from piper.launch.switching import switch
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
 from piper.paths import path_of
@@ -51,9 +53,17 @@ class Trainer:
         self._shapes = shapes
         self.steps = 0
         self._worker_group: WorkerGroup | None = group
-        self._saving: BackgroundSave | None = None
+        self._saving = PendingSave()
+        # also if nobody closes this trainer; made after the group's own, so called before it
+        weakref.finalize(self, self._saving.settle_late)
         self._rest: dict[str, Tensor] = {}
         """Tensors of the model that no device holds, if they are not the first ones any more."""
+        self._runs: dict[Path, Run] = {}
+        """By folder, what ``fit`` and ``iterate`` have done there."""
+        self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+        self.notices = Notices(silent=group.rank != 0)
+        self.failed = False
+        """Whether the last step or evaluation ended with an error."""
 
     def __enter__(self) -> Trainer:
         return self
@@ -74,8 +84,12 @@ class Trainer:
         if self._worker_group is None:
             return
         try:
+            for loop in list(self._loops):  # left, but still held by a name of the caller's
+                loop.close()
             if error is None:
                 self.settle_save()
+            else:
+                self._saving.settle_late(error)
         finally:
             self._worker_group.close(error)
             self._worker_group = None
@@ -99,8 +113,9 @@ class Trainer:
         report: bool = True,
         rows: bool = False,
     ) -> StepResult:
-        """Train on one global batch: the inputs, then the targets; with ``rows=True`` on what has
-        been given of it to this process: its rows ``trainer.rows``, in this order.
+        """Train on one global batch: the inputs, then the targets, also as one tuple; with
+        ``rows=True`` on what has been given of it to this process: its rows ``trainer.rows``, in
+        this order.
 
         A smaller batch is refused, or, if ``pad`` gives one value for each tensor (by name for a
         dict), filled up with rows of these values; they must not count, so the loss must return
@@ -108,11 +123,19 @@ class Trainer:
         the step itself needs them, and cannot be read; under torchrun, all processes must say the
         same.
         """
+        if self.program.training.optimizer is None:
+            self.notices.give(
+                Notice.OPTIMIZER,
+                "the program was compiled without optimizer=: steps compute gradients, and update "
+                "no parameter; give piper.compile an optimizer, or trainer.evaluate the batches",
+            )
         with held_back():
             self.settle_save(wait=False)
             run = partial(self._whole.step, report=report, own_rows=rows)
             result = self._run(run, batch, pad, rows=rows)
             self.steps += 1
+        if (loss := result.loss_on_host) is not None:
+            self.notices.look_at(self.steps, loss)
         if self.program.training.on_nan == "stop" and result.skipped:
             raise PiperError(
                 f"the gradients of step {self.steps} are not finite (on_nan='stop'): it changed no "
@@ -183,65 +206,80 @@ class Trainer:
         progress: bool = True,
         rows: bool = False,
         pad: Pad | None = None,
-    ) -> Iterator[StepResult]:
-        """Train on batches, each ``(*inputs, *targets)`` or a dict of inputs, with a progress
-        display; yields the result of each step. ``batches`` is an iterable, a loader with a
-        ``state_dict``, or a function from the number of a step to its batch. With ``rows``, each is
-        this process's rows of a global batch; with ``pad``, smaller ones are filled up.
-        ``callbacks`` are told of each step (``piper.callbacks``); they, and the progress display,
-        are in the process of rank 0 alone.
+    ) -> FitSummary:
+        """Train on batches, with a progress display, and say what was done.
+
+        ``batches`` is an iterable of batches, each ``(*inputs, *targets)`` or a dict of inputs; a
+        loader with a ``state_dict``; a function without arguments that yields them; or a function
+        from the number of a step to its batch. With ``rows``, each is this process's rows of a
+        global batch; with ``pad``, smaller ones are filled up. Without ``steps``, one pass over the
+        batches is made; with ``steps``, that many steps are taken, in several passes if one is too
+        short. ``callbacks`` are told of each step (``piper.callbacks``); they, and the progress
+        display, are in the process of rank 0 alone.
 
         With ``checkpoint``, a folder, the state is saved there every ``every`` steps and at the
-        end, also when SIGTERM asks the process to end; ``keep`` says how many of them to keep, and
-        with ``background`` all but the last are written while training continues.
-        With ``resume`` the run resumes from the last one, if there is one, with the same losses as
-        if it had not ended; ``steps`` are then those of the whole run.
+        end, also if an error, Ctrl-C or SIGTERM ends it; ``keep`` says how many of them to keep,
+        and with ``background`` all but the last are written while training continues.
+        With ``resume`` the first call in that folder resumes from the last one, if there is one,
+        with the same losses as if it had not ended. Later calls of this trainer continue, whatever
+        ``resume`` says. Calls that were done before are passed over, and the steps that a call
+        took before it was resumed count: the same script can be started again at any time.
         """
+        loop = self.iterate(
+            batches,
+            steps=steps,
+            checkpoint=checkpoint,
+            every=every,
+            resume=resume,
+            keep=keep,
+            background=background,
+            callbacks=callbacks,
+            progress=progress,
+            rows=rows,
+            pad=pad,
+        )
+        for _ in loop:
+            pass
+        return loop.summary()
+
+    def iterate(
+        self,
+        batches: Batches,
+        *,
+        steps: int | None = None,
+        checkpoint: str | Path | None = None,
+        every: int | None = None,
+        resume: bool = False,
+        keep: int | None = None,
+        background: bool = False,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+        rows: bool = False,
+        pad: Pad | None = None,
+    ) -> Loop:
+        """``fit`` as an iterator: each step is taken when its result is asked for. Whatever ends
+        the loop over it (``break`` and errors, too), the state after the last step is saved, with
+        ``checkpoint``."""
         if checkpoint is None and (every is not None or resume or keep is not None or background):
             raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+            raise PiperError(f"steps={steps!r} must be a whole number, or None")
         listeners = checked_callbacks(callbacks)
-        position = Position(batches, self.steps)
-        last = None if steps is None else self.steps + steps
+        group = self._devices
+        position = Position(batches, self.steps, repeat=steps is not None, random=not rows)
         saved = None
         if checkpoint is not None:
-            saved = Checkpoints(self, checkpoint, every, keep, background)
-            saved.begin(position, resume=resume, group=self._devices)
-            last = steps
+            saved = Checkpoints(self, group, checkpoint, every, keep, background)
+            saved.begin(self._runs, position, resume=resume)
         if self.rank != 0:
             listeners, progress = [], False
-        return self._fitted(position, last, saved, listeners, progress=progress, rows=rows, pad=pad)
-
-    def _fitted(
-        self,
-        position: Position,
-        last: int | None,
-        saved: Checkpoints | None,
-        callbacks: Sequence[Callback],
-        *,
-        progress: bool,
-        rows: bool,
-        pad: Pad | None,
-    ) -> Iterator[StepResult]:
-        stop = Stop()
-        guarded = nullcontext() if saved is None else stop.on_sigterm()
-        showing = shown_progress(last, self.steps, shown=progress)
-        with showing as show, guarded, told(callbacks):
-            while saved is None or not self._devices.any_of(stop.asked):
-                if last is not None and self.steps >= last:
-                    break
-                if (batch := position.take()) is None:
-                    break
-                result = self.step(*arguments_of(batch), pad=pad, rows=rows)
-                show(result)
-                for one in callbacks:
-                    one.on_step(self.steps, result)
-                yield result
-                if saved is not None:  # now that it was seen: a run that goes on leaves no gap
-                    saved.after_step(position)
-            if saved is not None:
-                saved.finish(position)
-                if self._devices.any_of(stop.asked):
-                    stop.end()
+        rounds = Rounds(
+            self, group, position, steps, saved, listeners,
+            progress=progress, rows=rows, pad=pad,
+        )  # fmt: skip
+        loop = Loop(rounds)
+        self._loops.add(loop)
+        return loop
 
     def save_at(self, path: Path, data: Any, keep: int | None, *, background: bool) -> None:
         """``save``, with the position in the data."""
@@ -249,15 +287,13 @@ class Trainer:
             self.settle_save()
             given = self._whole, self.program, path, self._rest
             if background:
-                self._saving = BackgroundSave(*given, data=data, keep=keep)
+                self._saving.begin(BackgroundSave(*given, data=data, keep=keep))
             else:
                 save(*given, data=data, keep=keep)
 
     def settle_save(self, *, wait: bool = True) -> None:
         """See to a save in the background, if there is one; an error if it failed."""
-        saving, self._saving = self._saving, None
-        if saving is not None and not saving.settled(wait=wait):
-            self._saving = saving
+        self._saving.settle(wait=wait)
 
     def load_at(self, path: Path) -> Any:
         """``load``; gives the position in the data that was saved with the state."""
@@ -379,6 +415,8 @@ class Trainer:
         evaluated: bool = False,
     ) -> StepResult:
         start = time.perf_counter()
+        self.failed = True
+        batch = unpacked(self.program, batch, evaluated=evaluated)
         whole = padded(self._shapes.first, batch, pad, rows=rows)
         if rows:
             tensors = tensors_of_rows(self.program, self.rows, whole)
@@ -387,6 +425,7 @@ class Trainer:
             tensors = tensors_of(self.program, whole)
         report: Report = run(tensors)
         seconds = time.perf_counter() - start
+        self.failed = False
         given = first_tensor(batch) if pad is not None else tensors[0]
         if rows or given is None:
             given = self.program.example.tensors[0]  # of all processes

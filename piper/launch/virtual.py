@@ -49,12 +49,13 @@ class VirtualWorkerGroup:
         return any(device.state.changing for device in self._devices)
 
     rank = 0
+    trainers = 1
 
     def once(self, call: Callable[[], T]) -> T:
         return call()
 
-    def any_of(self, flag: bool) -> bool:
-        return flag
+    def largest(self, number: int) -> int:
+        return number
 
     def __init__(
         self,

@@ -135,6 +135,11 @@ class WorkerGroup(Protocol):
         ...
 
     @property
+    def trainers(self) -> int:
+        """How many processes have a trainer."""
+        ...
+
+    @property
     def rows(self) -> Sequence[int] | None:
         """The rows of a batch that devices of this process read; None for all of them."""
         ...
@@ -144,8 +149,8 @@ class WorkerGroup(Protocol):
         raised in all of them. They wait for each other."""
         ...
 
-    def any_of(self, flag: bool) -> bool:
-        """Whether ``flag`` is true in any of the processes that have a trainer; all of them ask."""
+    def largest(self, number: int) -> int:
+        """The largest that any of the processes that have a trainer gives; all of them ask."""
         ...
 
     def step(

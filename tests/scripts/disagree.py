@@ -178,7 +178,7 @@ def with_rows(trainer: piper.Trainer) -> dict[str, str]:
         told["rows, all"] = str(error)
     evaluated = trainer.evaluate(x[mine], y[mine], rows=True).loss
     first = trainer.step(x[mine], y[mine], rows=True)
-    (second,) = trainer.fit([(x[mine], y[mine])], progress=False, rows=True)
+    (second,) = trainer.iterate([(x[mine], y[mine])], progress=False, rows=True)
     third = trainer.step(x[mine], y[mine], rows=True)  # the tenth, which is compared
     told["rows"] = (
         f"{len(mine)} {torch.equal(evaluated, whole)} {torch.equal(first.loss, whole)} "

@@ -68,7 +68,7 @@ def kill_again_and_again(folder: Path, times: int, background: bool) -> int:
     _, status = os.waitpid(started(program, folder, steps, background), 0)
     assert status == 0, "the last run failed"
     with piper.launch(program) as trainer:
-        results = trainer.fit(batch, steps=steps, progress=False)
+        results = trainer.iterate(batch, steps=steps, progress=False)
         expected = {i: float(result.loss).hex() for i, result in enumerate(results, start=1)}
     assert seen(folder) == expected, "losses differ from those of a run that nobody killed"
     left = sorted(path.name for path in (folder / "run").iterdir())

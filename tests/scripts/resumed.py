@@ -40,17 +40,20 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def compiled() -> piper.Program:
+def compiled(**options: Any) -> piper.Program:
     torch.manual_seed(0)
     x, y = batch(0)
+    usual: dict[str, Any] = {
+        "loss": F.mse_loss,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+    }
     return piper.compile(
         Net(),
         piper.Strategy([piper.place({}, devices=[0, 1]), piper.replicate({}, zero=1)]),
         inputs=(x,),
         targets=(y,),
-        loss=F.mse_loss,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+        **(usual | options),
     )
 
 
@@ -62,7 +65,7 @@ def main(program: piper.Program, folder: Path, on: str, steps: int, background: 
         piper.launch(program, on=on) as trainer,
         (folder / f"log.{rank}").open("a", buffering=1) as log,
     ):
-        for result in trainer.fit(batch, steps=steps, progress=False, **run):
+        for result in trainer.iterate(batch, steps=steps, progress=False, **run):
             log.write(f"{trainer.steps} {float(result.loss).hex()}\n")
         log.write("done\n")
 
