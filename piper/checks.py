@@ -38,6 +38,9 @@ def check(program: Program) -> None:
         )
     if program.settings.fused != (not isinstance(program.compiler, Eager)):
         raise MalformedError("settings.fused: it does not say whether the compiler fuses")
+    what = program.computation
+    if what is not None and len(what.places) != len(what.operations):
+        raise MalformedError("computation.places: there is not one for each operation")
     for name, code in (("code", program.code), ("evaluation_code", program.evaluation_code)):
         with within(name):
             check_code(code)

@@ -233,6 +233,7 @@ class Capture:
             example=first.example,
             device=first.device,
             compiler=first.compiler,
+            computation=first.computation,
             again=partial(_again, self._subject, self._training, self._init, how),
         )
         vars(program)["lowered"] = found  # a cached property: it need not be made again

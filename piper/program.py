@@ -18,6 +18,7 @@ from piper.capture.batch import Batch
 from piper.capture.chunks import RANK
 from piper.capture.code import Code
 from piper.capture.codegen import Compiler
+from piper.capture.computation import Computation
 from piper.capture.program import Pass
 from piper.capture.tensors import TensorSpec
 from piper.cost import Cluster, Simulation, simulate
@@ -84,6 +85,9 @@ class Program:
     names: StateNames = field(repr=False)
     device: torch.device
     compiler: Compiler
+    computation: Computation | None = field(default=None, repr=False)
+    """What the model and the loss compute, as it was traced; None if the program was saved by a
+    Piper that did not keep it."""
     again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
     """Compiles the same for batches of other shapes; a program that was loaded has no model to do
     so."""

@@ -27,6 +27,7 @@ from piper import folder as folders
 from piper.capture.batch import Batch
 from piper.capture.code import Code, Piece
 from piper.capture.codegen import compiler_named
+from piper.capture.computation import Computation
 from piper.capture.program import ChunkProgram
 from piper.capture.serial import (
     device_named,
@@ -95,6 +96,7 @@ def save(program: Program, folder: Path) -> None:
         "example": _batch_to_json(program.example),
         "device": program.device.type,
         "compiler": type(program.compiler).__name__.lower(),
+        "computation": encode(Computation | None, program.computation),
     }
     constants = {
         "code": dict(program.code.constants),
@@ -130,7 +132,10 @@ def load(
     with _reading(folder, "constants.pt"):
         constants = _constants(files["constants.pt"])
     with _reading(folder, "program.json"):
-        data = table(parsed(files["program.json"]), _PARTS)
+        data = parsed(files["program.json"])
+        if type(data) is dict:
+            data.setdefault("computation", None)  # earlier ones did not have it
+        table(data, _PARTS)
         device = _part(data, "device", device_named)
     with _reading(folder, "graphs.json"):
         programs = rows(parsed(files["graphs.json"]), lambda x: program_from_json(x, device))
@@ -151,6 +156,7 @@ def _reading(folder: Path, name: str) -> Iterator[None]:
 _PARTS = (
     "strategy", "clip_norm", "on_nan", "precision", "seed", "settings", "facts", "evaluation_facts",
     "names", "code", "evaluation_code", "example", "device", "compiler",
+    "computation",
 )  # fmt: skip
 
 
@@ -207,6 +213,7 @@ def _program(
         example=_part(data, "example", _batch_from_json),
         device=device,
         compiler=_part(data, "compiler", lambda item: compiler_named(string(item))),
+        computation=part("computation", Computation | None),
     )
 
 

@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper import PiperError, annotate
+from piper import PiperError, annotate, place
+from piper.capture.computation import Computation, OtherOperation
+from piper.capture.model import capture
 from piper.checkpoint import files
 from piper.checkpoint.boxes import Box
 from piper.errors import PiperWarning
@@ -272,6 +274,16 @@ def test_nobody_holds_more_than_both_states_and_a_few_parcels(
 # what is refused
 
 
+class Bent(Small):
+    """The same names and shapes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with annotate("layer"):
+                x = F.dropout(torch.sin(layer(x)), 0.2, self.training)
+        return x * self.gain
+
+
 class Other(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -312,6 +324,30 @@ REFUSED: list[tuple[Callable[[], piper.Program], str]] = [
         lambda: with_training(scheduler=slower),
         "its StepLR's step_size is 3, the one before has 2",
     ),
+    (
+        lambda: made("pp2", Bent),
+        "it is of another model: the model computes aten.sin.default where the one before computes "
+        "aten.tanh.default; compile it with the same, or say switch(program, allow=['model']) if "
+        "it is to change",
+    ),
+    (
+        lambda: made("one", loss=F.l1_loss),
+        "it has another loss: the loss computes aten.l1_loss.default where the one before computes "
+        "aten.mse_loss.default; compile it with the same, or say switch(program, allow=['loss']) "
+        "if it is to change",
+    ),
+    *(
+        (
+            functools.partial(with_training, **{what: value}),
+            f"its {what} is {value}, the one before has {before}: compile it with the same, or say "
+            f"switch(program, allow=[{what!r}]) if it is to change",
+        )
+        for what, value, before in [
+            ("clip_norm", 1.0, None),
+            ("on_nan", "skip", None),
+            ("precision", "bf16", "fp32"),
+        ]
+    ),
     (lambda: with_training(scheduler=None), "its scheduler is None, the one before has StepLR"),
 ]
 
@@ -334,3 +370,98 @@ def test_programs_that_are_refused_change_nothing(tmp_path: Path) -> None:
         assert float(trainer.step(*batch(1)).loss) == expected(2)[2]
         with pytest.warns(PiperWarning, match="compiled with seed=7, the one before with seed=0"):
             trainer.switch(with_training(seed=7))
+
+
+def test_what_is_allowed_changes() -> None:
+    """Each of these alone would be refused."""
+    with piper.launch(made("one")) as trainer:
+        trainer.step(*batch(0))
+        trainer.switch(made("hsdp", clip_norm=0.01), allow=["clip_norm"])
+        assert float(trainer.step(*batch(1)).grad_norm) > 0.01
+        trainer.switch(made("one"), allow=["clip_norm"])
+        trainer.switch(made("pp2", loss=F.l1_loss), allow=["loss"])
+        x, y = batch(2)
+        absolute = trainer.evaluate(x, y).loss
+        trainer.switch(made("one", Bent), allow=["model"])
+        assert float(trainer.evaluate(x, y).loss) != float(absolute)
+        with pytest.raises(PiperError, match="allow='lr' is unknown; choose of model, loss, prec"):
+            trainer.switch(made("one"), allow=["lr"])
+
+
+def test_the_precision_may_change() -> None:
+    """fp32 weights become those that the optimizer keeps beside copies in bf16."""
+    x, y = (t.float() for t in batch(0))
+    strategy = piper.Strategy([place({}, devices=[0])])
+
+    def compiled(precision: str) -> piper.Program:
+        return piper.compile(
+            nn.Linear(WIDTH, WIDTH), strategy, inputs=(x,), targets=(y,), loss=F.mse_loss,
+            optimizer=sgd, precision=precision,
+        )  # fmt: skip
+
+    with piper.launch(compiled("fp32")) as trainer:
+        trainer.step(x, y)
+        before = trainer.state_dict()
+        trainer.switch(compiled("bf16"), allow="precision")
+        after = trainer.state_dict()
+        assert all(torch.equal(x, after[name]) for name, x in before.items())
+        trainer.step(x, y)
+
+
+class Pooled(nn.Module):
+    """Attention whose heads, and what is taken of it, show in numbers alone."""
+
+    def __init__(self, heads: int = 2, token: int = 0) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.heads = heads
+        self.token = token
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query(x).reshape(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)[:, self.token]
+
+
+def cubed(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(3).sum() / output.shape[0]
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).sum() / output.shape[0]
+
+
+def test_computations_are_compared_at_other_sizes() -> None:
+    def computed(
+        model: nn.Module | None = None,
+        rows: int = 8,
+        length: int = 6,
+        loss: Callable[..., Tensor] = squared,
+        **options: Any,
+    ) -> Computation:
+        x, y = torch.zeros(rows, length, WIDTH), torch.zeros(rows, WIDTH)
+        given = {"inputs": (x,), "targets": (y,), "loss": loss, **options}
+        return capture(model or Pooled(), **given).computation
+
+    first = computed()
+    for other in (
+        computed(),
+        computed(microbatches=4),
+        computed(rows=24),
+        computed(length=9),
+        computed(rows=24, length=9, microbatches=3),
+        computed(outputs=lambda output, target: (output.mean(), target.sum())),
+    ):
+        assert first.difference(other) is None
+    for rows in (8, 24, 4):
+        heads = first.difference(computed(Pooled(heads=4), rows))
+        assert heads is not None
+        assert heads.two == f"aten.reshape.default(%4, [{rows}, 6, 4, -1])"
+    for sizes in ({}, {"rows": 16}, {"length": 12}):
+        token = first.difference(computed(Pooled(token=1), **sizes))
+        assert token is not None
+        assert (token.place, token.two) == ("the model", "aten.select.int(%9, 1, 1)")
+        power = first.difference(computed(loss=cubed, **sizes))
+        assert power is not None
+        assert (power.place, power.two) == ("the loss", "aten.pow.Tensor_Scalar(%11, 3)")
+    more = first.difference(computed(loss=lambda output, target: 2 * squared(output, target)))
+    assert more == OtherOperation("the loss", "nothing", "aten.mul.Tensor")

@@ -25,6 +25,7 @@ from piper.capture.attention import restore_eager_attention
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import explain, user_frames, user_name
 from piper.capture.checkpointing import plain_checkpoints
+from piper.capture.computation import Computation, computation_of
 from piper.capture.counting import FixedCounts
 from piper.capture.draws import DecideDraws
 from piper.capture.fingerprint import fingerprint
@@ -42,6 +43,7 @@ from piper.capture.regions import (
     check_tags_entered,
     recording,
     tag_modules,
+    tags_of,
 )
 from piper.capture.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.capture.stray import RefuseStray, refuse_unsupported
@@ -68,6 +70,8 @@ class Exported:
     output_tree: OutputTree
     traced: str
     """What was traced, as a text to compare with that of another trace."""
+    computation: Computation
+    """The same, to compare with that of another program."""
     checkpoints: tuple[str, ...]
     """The lines that asked for activation checkpointing (``torch.utils.checkpoint``)."""
 
@@ -153,6 +157,7 @@ def export(
     with function_ops() as functions:
         traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
         text = fingerprint(traced.program)
+        computation = _computation(traced)
         program = _functional(traced)
         functions.restore(program.graph)
     step = traced.step
@@ -170,7 +175,7 @@ def export(
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)
     _free_views(program.graph)
-    return _roles(program, traced, text)
+    return _roles(program, traced, text, computation)
 
 
 def _functional(traced: _Trace) -> ExportedProgram:
@@ -277,7 +282,20 @@ def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
     return loss
 
 
-def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
+def _computation(traced: _Trace) -> Computation:
+    seen, names = traced.step.seen, traced.names
+    last = len(traced.program.graph_signature.output_specs) - len(seen.assigned)
+    return computation_of(
+        traced.program,
+        slice(last - seen.tree.tensors, last),
+        lambda target: user_name(target, names),
+        lambda meta: seen.loss_region in tags_of(meta),
+    )
+
+
+def _roles(
+    program: ExportedProgram, traced: _Trace, text: str, computation: Computation
+) -> Exported:
     """Read off which end of the graph is which, in the user's names."""
     graph = program.graph
     step, paths, names = traced.step, traced.paths, traced.names
@@ -333,6 +351,7 @@ def _roles(program: ExportedProgram, traced: _Trace, text: str) -> Exported:
         loss_region=step.seen.loss_region,
         output_tree=step.seen.tree,
         traced=text,
+        computation=computation,
         checkpoints=traced.checkpoints,
     )
 

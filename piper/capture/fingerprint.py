@@ -19,7 +19,7 @@ def fingerprint(program: ExportedProgram) -> str:
     lines += [str(spec) for spec in program.graph_signature.input_specs]
     lines += [str(spec) for spec in program.graph_signature.output_specs]
     constants = program.constants.items()
-    lines += [f"{name} {_content(x)}" for name, x in constants if isinstance(x, Tensor)]
+    lines += [f"{name} {content_of(x)}" for name, x in constants if isinstance(x, Tensor)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -28,7 +28,8 @@ def _line(node: fx.Node) -> str:
     return f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {custom}"
 
 
-def _content(x: Tensor) -> str:
+def content_of(x: Tensor) -> str:
+    """What a tensor is, and, unless it is fake, a digest of its numbers."""
     if isinstance(x, FakeTensor) or x.is_meta:
         return str(TensorSpec.of(x))
     with unset_fake_temporarily(), torch.no_grad():

@@ -21,6 +21,7 @@ from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunks import Chunk, Cut, refuse_empty
 from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
+from piper.capture.computation import Computation
 from piper.capture.cut import cut
 from piper.capture.export import export, trace_text
 from piper.capture.joint import Joint
@@ -70,6 +71,8 @@ class Captured:
     """What the programs compute again."""
     traced: str
     """What was traced, to be compared with another trace of the model."""
+    computation: Computation
+    """The same, to be compared with another program's."""
     checkpoints: tuple[str, ...] = ()
     """The lines of the model that asked for activation checkpointing, which ``remat`` decides."""
     master: torch.dtype | None = None
@@ -235,6 +238,7 @@ def _capture(
         compiler=chosen,
         remat=policy,
         traced=exported.traced,
+        computation=exported.computation,
         checkpoints=exported.checkpoints,
         master=torch.float32 if precision is Precision.BF16 else None,
         declared=_declared(model),

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 
+from piper.capture.computation import LOSS_PLACE
 from piper.checkpoint.index import Index
 from piper.errors import PiperError, warn
 from piper.launch.checkpoint import index_of
@@ -33,11 +35,31 @@ from piper.runtime.resharding import Exchange, Request, parcels, requests, still
 from piper.runtime.state import DeviceState
 
 
-def switch(group: WorkerGroup, old: Program, new: Program) -> None:
+class Change(Enum):
+    """What a program may be allowed to change in the middle of a run, by name."""
+
+    MODEL = "model"
+    LOSS = "loss"
+    PRECISION = "precision"
+    CLIP_NORM = "clip_norm"
+    ON_NAN = "on_nan"
+
+
+def changes_named(names: Sequence[str]) -> frozenset[Change]:
+    """The changes that ``allow=names`` stands for."""
+    known = [change.value for change in Change]
+    given = [names] if isinstance(names, str) else list(names)
+    for name in given:
+        if name not in known:
+            raise PiperError(f"allow={name!r} is unknown; choose of {', '.join(known)}")
+    return frozenset(map(Change, given))
+
+
+def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Change]) -> None:
     """Go on with ``new``, or refuse it and change nothing."""
     if not isinstance(new, Program):
         raise PiperError(f"switch takes what piper.compile returns, not a {type(new).__name__}")
-    if (why := _difference(old, new)) is not None:
+    if (why := _difference(old, new, allow)) is not None:
         raise _refused(why)
     try:
         parts = group.give_parts()
@@ -63,7 +85,7 @@ def _refused(why: str) -> PiperError:
 # whether it can be done
 
 
-def _difference(old: Program, new: Program) -> str | None:
+def _difference(old: Program, new: Program, allow: frozenset[Change]) -> str | None:
     """Why ``new`` cannot go on where ``old`` is, as far as the programs tell."""
     mine, others = new.names, old.names
     for name in sorted(mine.keys.keys() ^ others.keys.keys()):
@@ -77,7 +99,33 @@ def _difference(old: Program, new: Program) -> str | None:
         return f"it is of another model, in which {name} is {trained}"
     if old.device.type != new.device.type:
         return f"it was compiled for {new.device.type}, the one before for {old.device.type}"
-    return _other_optimizer(old, new)
+    for change in (Change.PRECISION, Change.CLIP_NORM, Change.ON_NAN):
+        before, after = (getattr(program.training, change.value) for program in (old, new))
+        if before != after and change not in allow:
+            return (
+                f"its {change.value} is {after}, the one before has {before}: compile it with the "
+                f"same, or say switch(program, allow=[{change.value!r}]) if it is to change"
+            )
+    return _other_computation(old, new, allow) or _other_optimizer(old, new)
+
+
+def _other_computation(old: Program, new: Program, allow: frozenset[Change]) -> str | None:
+    """Names and shapes are the same in models that compute something else."""
+    one, two = old.computation, new.computation
+    if one is None or two is None or old.training.precision != new.training.precision:
+        return None
+    unlike = one.difference(two)
+    if unlike is None:
+        return None
+    change = Change.LOSS if unlike.place == LOSS_PLACE else Change.MODEL
+    if change in allow or Change.MODEL in allow:  # of another model, the loss is another operation
+        return None
+    what = "it has another loss" if change is Change.LOSS else "it is of another model"
+    return (
+        f"{what}: {unlike.place} computes {unlike.two} where the one before computes {unlike.one}; "
+        f"compile it with the same, or say switch(program, allow=[{change.value!r}]) if it is to "
+        "change"
+    )
 
 
 def _trained(program: Program) -> set[str]:

@@ -37,7 +37,7 @@ from piper.launch.profile import Profile
 from piper.launch.shapes import Shapes
 from piper.launch.step_result import StepResult
 from piper.launch.summary import FitSummary
-from piper.launch.switching import switch
+from piper.launch.switching import Change, changes_named, switch
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
 from piper.paths import path_of
 from piper.program import Program
@@ -353,12 +353,14 @@ class Trainer:
         device reads the slices that it needs; a checkpoint that is refused changes nothing."""
         self.load_at(path_of(path))
 
-    def switch(self, program: Program) -> None:
+    def switch(self, program: Program, *, allow: Sequence[str] = ()) -> None:
         """Continue with another program of the same model and optimizer, under another strategy and
         on other devices: the state goes from memory to memory, and losses continue as if nothing
-        had happened. A program that is refused changes nothing."""
+        had happened. ``allow`` names what else may change: "model", "loss", "precision",
+        "clip_norm", "on_nan". A program that is refused changes nothing."""
+        changes = changes_named(allow)
         with held_back():
-            self._go_on_with(program)
+            self._go_on_with(program, changes)
             self._shapes = Shapes(program, self._shapes.most)
 
     def export(
@@ -366,7 +368,8 @@ class Trainer:
     ) -> None:
         """Write the model to the folder ``path`` as ``from_pretrained`` of the transformers library
         loads it: its configuration, if it has one, and its weights in safetensors files of about
-        ``file_gb`` GB, in its own or another ``dtype``. Every device writes what it has."""
+        ``file_gb`` GB, in its own or another ``dtype``. Every device writes what it has. Of a model
+        with adapters of the peft library, write the adapters, as peft loads them."""
         size = int(file_gb * 10**9)
         with held_back():
             export(self._whole, self.program, path, self._rest, dtype=dtype, file_bytes=size)
@@ -397,11 +400,12 @@ class Trainer:
         if self._shapes.most:
             wanted = self._shapes.program_for(batch)
             if wanted is not self.program:
-                self._go_on_with(wanted)
+                # the same model by its making, traced at sizes of its own
+                self._go_on_with(wanted, frozenset({Change.MODEL, Change.LOSS}))
 
-    def _go_on_with(self, program: Program) -> None:
+    def _go_on_with(self, program: Program, allow: frozenset[Change]) -> None:
         self.settle_save()  # by the devices that began it
-        switch(self._whole, self.program, program)
+        switch(self._whole, self.program, program, allow)
         self.program = program
         vars(self).pop("rows", None)  # cached
 

@@ -96,9 +96,9 @@ def model(kind: type[nn.Module] = Net) -> nn.Module:
 
 def compiled(name: str, net: nn.Module, **options: Any) -> piper.Program:
     x, y = batch(0)
-    how: dict[str, Any] = {"optimizer": adamw, "scheduler": halving, **options}
+    how: dict[str, Any] = {"optimizer": adamw, "scheduler": halving, "loss": F.mse_loss, **options}
     strategy = piper.Strategy(STRATEGIES[name])
-    return compile_shared(net, strategy, inputs=(x,), targets=(y,), loss=F.mse_loss, **how)
+    return compile_shared(net, strategy, inputs=(x,), targets=(y,), **how)
 
 
 def losses(trainer: piper.Trainer, programs: list[piper.Program]) -> list[float]:
