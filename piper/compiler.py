@@ -190,6 +190,14 @@ class Capture:
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)
+            loss = self._subject.loss
+            source = Source(
+                self._subject.model, loss if isinstance(loss, nn.Module) else None, self._init
+            )
+            names = StateNames.of(source)
+            for directive in strategy.directives:
+                if isinstance(directive, Shard):
+                    directive.check_names(names.keys)
             placed = self._placer.placed(strategy, captured, shape.experts)
             if self._cost is None:
                 trained = trained_shapes(placed.facts.whole, placed.code)
@@ -210,15 +218,11 @@ class Capture:
                     strategy.as_in(placed.dag), again, shape.experts
                 )
             forwards = lower_forwards(evaluation.dag, evaluation.facts.models, settings, found.dag)
-        loss = self._subject.loss
-        source = Source(
-            self._subject.model, loss if isinstance(loss, nn.Module) else None, self._init
-        )
         program = Program(
             strategy=strategy,
             training=self._training,
             source=source,
-            names=StateNames.of(source),
+            names=names,
             settings=settings,
             facts=placed.facts,
             evaluation_facts=evaluation.facts,

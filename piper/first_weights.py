@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from piper.capture.blame import LOSS_PREFIX
 from piper.errors import PiperError
+from piper.other_model import differences
 from piper.weight_files import Init, WeightFiles
 
 
@@ -108,26 +109,27 @@ class StateNames:
         """How many numbers each key's tensor has."""
         return {key: math.prod(shape) for key, shape in self.shapes.items()}
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], *, strict: bool = True) -> None:
+    def check(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        strict: bool = True,
+        what: str = "the state dict",
+    ) -> None:
         """Refuse a state dict whose tensors have these shapes if it is another model's; unless
         ``strict``, some may be missing."""
-        missing = sorted(self.keys.keys() - shapes.keys()) if strict else []
-        unknown = sorted(shapes.keys() - self.keys.keys() - set(self.added))
-        if missing or unknown:
+        missing = [key for key in self.keys if key not in shapes] if strict else []
+        known = {*self.keys, *self.added}
+        extra = {key: "" for key in shapes if key not in known}
+        others = {
+            key: (shapes[key], shape)
+            for key, shape in self.shapes.items()
+            if shapes.get(key, shape) != shape
+        }
+        if text := differences(self.shapes, missing, extra, others):
             raise PiperError(
-                "the state dict is not this model's: "
-                + "; ".join(
-                    f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-                    for what, names in (("it lacks", missing), ("it also has", unknown))
-                    if names
-                )
+                f"{what} is not this model's. {text}. Compile the model that was saved"
             )
-        for key, shape in self.shapes.items():
-            if shapes.get(key, shape) != shape:
-                raise PiperError(
-                    f"{key} has shape {list(shapes[key])} in the state dict, but "
-                    f"{list(shape)} in the model"
-                )
 
     def checked(self, state: Mapping[str, Tensor], *, strict: bool) -> dict[str, Tensor]:
         """The tensors of a state dict by their first names; another model's are refused."""

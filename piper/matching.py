@@ -18,9 +18,8 @@ from piper.checkpoint.index import Entry
 from piper.checkpoint.stored import stored_tensors
 from piper.errors import PiperError
 from piper.first_weights import Source, StateNames
+from piper.other_model import differences
 from piper.weight_files import WeightFiles
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +37,15 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
     found: dict[str, Entry] = {}
     used = set(names.added)
     missing = []
+    shapes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
     for name, keys in _tied(names).items():
         written = [one for key in keys for one in _variants(key, source, names) if one in there]
         used.update(written)
+        own = names.shapes[keys[0]]
+        shapes |= {one: (there[one].shape, own) for one in written if there[one].shape != own}
         for one in written:
-            _check(one, there[one], names.shapes[keys[0]], tensors[name].dtype, folder)
-        for other in written[1:]:
+            _check_dtype(one, there[one], tensors[name].dtype, folder)
+        for other in written[1:] if not shapes else ():
             _refuse_different(folder, there, written[0], other, tensors[name].dtype)
         if written:
             found[name] = there[written[0]]
@@ -52,7 +54,12 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
     for name in tensors.keys() - set(names.keys.values()):  # buffers that are not persistent
         used.update(_variants(name, source, names))
     extra = [one for one in there if one not in used and not _matches(one, files.ignore)]
-    _refuse(missing, extra, there, files.path)
+    notes = {one: f" (in {_file(Path(), there[one])})" for one in extra}
+    if text := differences(names.shapes, missing, notes, shapes):
+        advice = "" if not extra else (
+            ". Patterns in piper.weights(folder, ignore=[...]) leave such tensors aside"
+        )  # fmt: skip
+        raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
     return Located(folder, found)
 
 
@@ -96,12 +103,7 @@ def pretrained_part(model: nn.Module) -> tuple[str, nn.Module | None]:
     return inner[0] if len(inner) == 1 else ("", None)
 
 
-def _check(key: str, entry: Entry, shape: Sequence[int], dtype: torch.dtype, folder: Path) -> None:
-    if entry.shape != tuple(shape):
-        raise PiperError(
-            f"{key} has shape {list(entry.shape)} in {_file(folder, entry)}, but {list(shape)} in "
-            "the model"
-        )
+def _check_dtype(key: str, entry: Entry, dtype: torch.dtype, folder: Path) -> None:
     rounded = entry.dtype.is_floating_point and dtype.is_floating_point
     if entry.dtype != dtype and not rounded:
         raise PiperError(
@@ -132,25 +134,3 @@ def _refuse_different(
                         f"{key} and {other} are tied in the model, but differ in "
                         f"{_file(folder, one)} and {_file(folder, two)}"
                     )
-
-
-def _refuse(
-    missing: Sequence[str], extra: Sequence[str], there: Mapping[str, Entry], path: Path
-) -> None:
-    if not missing and not extra:
-        return
-    parts = []
-    if missing:
-        parts.append(f"they lack {_listed(missing)}")
-    if extra:
-        where = [f"{one} (in {_file(Path(), there[one])})" for one in extra]
-        parts.append(
-            f"they also have {_listed(where)}, which piper.weights(folder, ignore=[...]) leaves "
-            "aside if patterns there match"
-        )
-    raise PiperError(f"the weights in {path} are not this model's: {'; '.join(parts)}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

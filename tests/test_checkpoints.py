@@ -483,7 +483,7 @@ def piped(name: str) -> Callable[[Path], None]:
         (lambda p: (p / "rest.safetensors").unlink(), "rest.safetensors: it is not there"),
         (changed(lambda c: c.update(format="piper checkpoint 9")), "this holds 'piper ch"),
         (changed(lambda c: c.pop("optimizer")), "it lacks optimizer"),
-        (changed(renamed), "not this model's: it lacks down.0.bias"),
+        (changed(renamed), "24 tensors are missing: turned (nearest: other.turned)"),
         (changed(lambda c: c["model"].pop("gain")), "keys.gain: there is no tensor 'gain'"),
         (
             changed(lambda c: c["model"]["gain"].update(shape=[4])),
@@ -524,6 +524,35 @@ def test_an_optimizer_that_begins_anew_is_told(tmp_path: Path, trainer: piper.Tr
     with pytest.warns(PiperWarning, match="nothing of what AdamW keeps: the optimizer begins anew"):
         trainer.load(tmp_path / "state")
     trainer.step(*given(0))
+
+
+def test_a_checkpoint_of_another_model_says_how_they_differ(
+    tmp_path: Path, trainer: piper.Trainer
+) -> None:
+    trainer.save(tmp_path / "run" / "step-1")
+    trainer.export(tmp_path / "weights")
+    x = torch.zeros(4, 3)
+    other = nn.ParameterDict({"gain": torch.zeros(2), "turn": torch.zeros(3)})
+    captured = piper.capture(Scale(other), inputs=(x,), targets=(x,), loss=F.mse_loss)
+    program = captured.compile(piper.Strategy([place({}, devices=[0])]))
+    with piper.launch(program) as second:
+        for path, words in (
+            ("run/step-1", r"step-1 is not this model's. 2 of the model's 2 tensors are missing: "),
+            ("run/step-1", r"own.gain \(nearest: gain\), own.turn\. 24 tensors are not in the mod"),
+            ("weights", r"has the weights of a model, .* init=piper.weights\('.*weights'\)"),
+            ("run", r"run is no checkpoint: .*, but checkpoints in it: load one of step-1$"),
+        ):
+            with pytest.raises(PiperError, match=words):
+                second.load(tmp_path / path)
+
+
+class Scale(nn.Module):
+    def __init__(self, own: nn.ParameterDict) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.own["turn"] + self.own["gain"].sum()
 
 
 # the folder

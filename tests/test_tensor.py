@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -792,6 +792,16 @@ def test_mistakes_are_refused(how: dict[str, Any], kind: type[Exception], words:
     ]
     with pytest.raises(kind, match=words):
         compiled(odd(), strategy, mean, [((x,), (x,))])
+
+
+@pytest.mark.parametrize("pattern", ["head.weight", "head", "*head*"])
+def test_a_tied_head_is_told_its_first_name(pattern: str) -> None:
+    model = nn.Sequential(OrderedDict(emb=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False)))
+    model.head.weight = model.emb.weight
+    x = torch.zeros(4, 2, dtype=torch.long)
+    captured = piper.capture(model, inputs=(x,), loss=lambda out: out.mean())
+    with pytest.raises(DirectiveError, match=r"names 'head.weight', which is tied: .*'emb.weight'"):
+        captured.compile(mesh(tp=2, parameters={pattern: 0}))
 
 
 def test_two_rules_for_a_region_are_refused() -> None:

@@ -785,9 +785,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: state.pop("gain"), "the state dict is not this model's: it lacks gain"),
-        (lambda state: state.update(extra=torch.zeros(1)), "it also has extra"),
-        (lambda state: state.update(gain=torch.zeros(2)), "gain has shape [2]"),
+        (lambda state: state.pop("gain"), "the state dict is not this model's. 1 of"),
+        (lambda state: state.update(extra=torch.zeros(1)), "1 tensor is not in the model: extra"),
+        (lambda state: state.update(gain=torch.zeros(2)), "gain, [2] instead of []"),
         (lambda state: state.update(gain=np.zeros(())), "gain"),
         (lambda state: state.update(gain=None), "gain"),
     ],

@@ -311,15 +311,15 @@ def refused(state: dict[str, Tensor], folder: Path, **how: Any) -> str:
 
 
 CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], str]] = {
-    "missing": (lambda: without(one(), "b.bias"), "they lack b.bias"),
-    "tied": (lambda: without(one(), "a.weight", "b.weight"), "they lack a.weight"),
+    "missing": (lambda: without(one(), "b.bias"), "1 of the model's 5 tensors is missing: b.bias"),
+    "tied": (lambda: without(one(), "a.weight", "b.weight"), "is missing: a.weight"),
     "extra": (
         lambda: {**one(), "c": torch.ones(1)},
-        "they also have c (in model.safetensors)",
+        "1 tensor is not in the model: c (in model.safetensors)",
     ),
     "shape": (
         lambda: {**one(), "a.bias": torch.ones(5)},
-        "a.bias has shape [5] in {}/model.safetensors, but [4] in the model",
+        "1 tensor has another shape: a.bias, [5] instead of [4]",
     ),
     "kind": (
         lambda: {**one(), "count": torch.tensor(1.0)},
@@ -361,7 +361,9 @@ def test_tensors_that_are_to_be_ignored(tmp_path: Path) -> None:
     folder = in_one_file(state, tmp_path / "files")
     found = located(source, StateNames.of(source), piper.weights(folder, ignore=["old*"]))
     assert found.entries.keys() == {"a.weight", "a.bias", "b.bias", "count"}
-    assert "they also have old (in" in refused(state, tmp_path / "files", ignore=["*.mask"])
+    assert "1 tensor is not in the model: old (in" in refused(
+        state, tmp_path / "files", ignore=["*.mask"]
+    )
 
 
 def damaged(folder: Path, change: Callable[[Path], object]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.directives.base import Directive, check_stream, plain_filter, positive, whole_chunks
-from piper.directives.tensor import tensor_rules
+from piper.directives.tensor import refuse_tied_names, tensor_rules
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.facts import ChunkFacts
@@ -75,6 +75,11 @@ class Shard(Directive):
             stream = self.stream or self.axis
             return tensor_rules(dag, me, numbers, self.axis, self.parameters, self.sequence, stream)
         return self._experts(dag, me, numbers, self.stream or "exchange")
+
+    def check_names(self, keys: Mapping[str, str]) -> None:
+        """Refuse names of tied parameters that are not their first ones, which ``keys`` has."""
+        with self._named():
+            refuse_tied_names(self.parameters or (), keys)
 
     def _is_tensor(self, dag: Dag, numbers: list[int]) -> bool:
         """Whether it is along an axis whose devices have the same rows."""

@@ -6,6 +6,7 @@ communication, follows from that when the regions are propagated.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -176,9 +177,24 @@ class _Chosen:
         unused = [p for p in self._patterns if p not in self._used] if self._given else []
         if unused:
             names = list(self._dag.model.parameters)
+            close = [*difflib.get_close_matches(unused[0], names, n=4), *names]
+            shown = list(dict.fromkeys(close))[:8]
             raise DirectiveError(
                 f"parameters: the pattern {unused[0]!r} matches no parameter of the regions; there "
-                f"are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                f"are {', '.join(shown)}{', ...' if len(names) > 8 else ''}"
+            )
+
+
+def refuse_tied_names(patterns: Iterable[str], keys: Mapping[str, str]) -> None:
+    """Refuse patterns of names that a parameter has beside its first one, as a head that is tied to
+    the embedding. ``keys`` has the first name for each."""
+    firsts = set(keys.values())
+    for pattern in patterns:
+        tied = [key for key, first in keys.items() if key != first and _matches(key, pattern)]
+        if tied and not any(_matches(first, pattern) for first in firsts):
+            raise DirectiveError(
+                f"parameters: {pattern!r} names {tied[0]!r}, which is tied: it is the parameter "
+                f"{keys[tied[0]]!r}. Use that name"
             )
 
 

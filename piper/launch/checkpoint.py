@@ -20,6 +20,7 @@ from piper.checkpoint.boxes import Box
 from piper.checkpoint.files import Given, Reader
 from piper.checkpoint.folder import CHECKPOINT, keep_last, numbered
 from piper.checkpoint.index import INDEX, GroupEntry, Index, Tensors
+from piper.checkpoint.pretrained import WEIGHTS, WEIGHTS_INDEX
 from piper.checkpoint.values import to_json
 from piper.errors import PiperError, warn
 from piper.launch.fetching import fetcher
@@ -226,11 +227,23 @@ def read_index(target: Path, program: Program) -> Index:
         if not target.exists():
             raise PiperError(f"there is no checkpoint at {target}")
         index = Index.from_bytes(file_bytes(target / INDEX))
-        check_index(index, program)
+        check_index(index, program, f"the checkpoint {target}")
     except FileNotFoundError as error:
-        raise PiperError(f"{target} is no checkpoint: it has no {INDEX}") from error
+        raise _no_checkpoint(target) from error
     except OSError as error:
         raise PiperError(f"{target} cannot be read: {error}") from error
     except MalformedError as error:
         raise PiperError(f"{target} cannot be used: {INDEX}: {error}") from None
     return index
+
+
+def _no_checkpoint(target: Path) -> PiperError:
+    """A folder without an index: what it is instead, as far as that can be seen."""
+    if any((target / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX)):
+        return PiperError(
+            f"{target} has the weights of a model, and is no checkpoint of training: it has no "
+            f"{INDEX}. Give it to compile or capture, init=piper.weights({str(target)!r})"
+        )
+    inside = sorted(path.parent.name for path in target.glob(f"*/{INDEX}"))
+    advice = f", but checkpoints in it: load one of {', '.join(inside[-5:])}" if inside else ""
+    return PiperError(f"{target} is no checkpoint: it has no {INDEX}{advice}")

@@ -17,14 +17,14 @@ from piper.reading import MalformedError, shown, within, wrong
 from piper.units import counted
 
 
-def check_index(index: Index, program: Program) -> None:
-    """Refuse what is no state that ``program`` could have left."""
+def check_index(index: Index, program: Program, what: str) -> None:
+    """Refuse what is no state that ``program`` could have left; ``what`` it is the index of."""
     tensors = index.tensors
     for key, name in index.keys.items():
         with within(f"keys.{key}"):
             if name not in tensors.model:
                 raise MalformedError(f"there is no tensor {shown(name)}")
-    program.names.check({key: index.entry(key).shape for key in index.keys})
+    program.names.check({key: index.entry(key).shape for key in index.keys}, what=what)
     check_state(index, program)
     _refuse_other_optimizer(index.kind, program)
     _refuse_half_kept(index, program)
