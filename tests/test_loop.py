@@ -167,6 +167,26 @@ def test_the_first_loss_that_is_not_finite_is_a_warning(trainer: piper.Trainer) 
     assert len(caught) == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_losses_are_looked_at_without_waiting() -> None:
+    bad = (BATCHES[0][0] * float("nan"), BATCHES[0][1])
+    with piper.launch(program(device="cuda")) as trainer:
+        trainer.fit(BATCHES)
+        loop = trainer.iterate(BATCHES)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in loop:
+                pass
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        summary = loop.summary()
+        assert summary.loss == pytest.approx(whole(8)[-1], rel=0.2)
+        assert summary.mean_loss is not None
+        with pytest.warns(PiperWarning, match="the loss of step 9 is nan"):
+            trainer.fit([bad, bad])
+
+
 def test_a_program_without_an_optimizer_says_so_once() -> None:
     made = program(optimizer=None, scheduler=None)
     with piper.launch(made) as trainer:
