@@ -20,6 +20,7 @@ from torch import nn
 from piper.arguments import named_arguments
 from piper.capture.batch import Batch
 from piper.capture.codegen import CompilerName, Eager
+from piper.capture.model import check_model
 from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own, refuse_counted
 from piper.directives.place import Place
@@ -36,6 +37,7 @@ from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.lower.tasks import CostModel
 from piper.lower.waste import LARGE
+from piper.modes import without_modes
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
 from piper.placer import Placed, Placer
@@ -128,13 +130,15 @@ def compile(
 
 
 def _capture(subject: Subject, training: Training, init: Init | WeightFiles | None) -> Capture:
+    check_model(subject.model)
     training.check()
     refuse_counted(subject.inputs)
     if init is not None and not callable(init) and not isinstance(init, WeightFiles):
         raise PiperError(
             f"init={init!r} must be a function (name, tensor, generator) or piper.weights(folder)"
         )
-    try_scheduler(training.optimizer, training.scheduler, subject.trained)
+    with without_modes():
+        try_scheduler(training.optimizer, training.scheduler, subject.trained)
     _warn_of_evaluation_mode(subject.model)
     return Capture(subject, training, init)
 
@@ -151,6 +155,9 @@ class Capture:
         self._subject = subject
         self._training = training
         self._init = init
+        loss = subject.loss
+        self._source = Source(subject.model, loss if isinstance(loss, nn.Module) else None, init)
+        self._frozen = self._source.frozen
         self._traces = Traces(subject)
         self._placer = Placer(self._traces.passes)
         self._cost: OptimizerCost | None = None
@@ -184,24 +191,22 @@ class Capture:
         _check_strategy(strategy)
         _check_costs(costs)
         limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
+        self._source.refuse_refrozen(self._frozen)
         how = {"strategy": strategy, "memory_limit": memory_limit, "costs": costs}
         shape = _shape(strategy, self._size)
         with _no_collection():
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)
-            loss = self._subject.loss
-            source = Source(
-                self._subject.model, loss if isinstance(loss, nn.Module) else None, self._init
-            )
-            names = StateNames.of(source)
+            names = StateNames.of(self._source)
             for directive in strategy.directives:
                 if isinstance(directive, Shard):
                     directive.check_names(names.keys)
             placed = self._placer.placed(strategy, captured, shape.experts)
             if self._cost is None:
                 trained = trained_shapes(placed.facts.whole, placed.code)
-                self._cost = cost_of(self._training.optimizer, trained, first.device)
+                with without_modes():
+                    self._cost = cost_of(self._training.optimizer, trained, first.device)
             settings = Settings(
                 clip=self._training.waits_for_norm,
                 optimizer=self._cost,
@@ -221,7 +226,7 @@ class Capture:
         program = Program(
             strategy=strategy,
             training=self._training,
-            source=source,
+            source=self._source,
             names=names,
             settings=settings,
             facts=placed.facts,
@@ -238,7 +243,8 @@ class Capture:
             device=first.device,
             compiler=first.compiler,
             computation=first.computation,
-            again=partial(_again, self._subject, self._training, self._init, how),
+            again=partial(self._again, how),
+            frozen=self._frozen,
         )
         vars(program)["lowered"] = found  # a cached property: it need not be made again
         _ = program.located  # files that do not fit are refused now
@@ -246,6 +252,13 @@ class Capture:
             if waste.share > LARGE:
                 warn(f"{waste}. {_CURES[waste.copies is None]}")
         return program
+
+    def _again(self, how: Mapping[str, Any], batch: Batch) -> Program:
+        """The program of the same model for batches of other shapes."""
+        self._source.refuse_refrozen(self._frozen)
+        inputs, targets = batch.parts
+        subject = replace(self._subject, inputs=inputs, targets=targets)
+        return Capture(subject, self._training, self._init).compile(**how)
 
     def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
         """The strategy says what is computed again: what the model says of it saves no memory."""
@@ -264,18 +277,6 @@ _CURES = {
     True: "Write it with operations that have a rule, or leave what feeds it whole",
 }
 """Against what is computed more than once, and against what is gathered."""
-
-
-def _again(
-    subject: Subject,
-    training: Training,
-    init: Init | WeightFiles | None,
-    how: Mapping[str, Any],
-    batch: Batch,
-) -> Program:
-    """The program of the same model for batches of other shapes."""
-    inputs, targets = batch.parts
-    return Capture(replace(subject, inputs=inputs, targets=targets), training, init).compile(**how)
 
 
 def _check_strategy(strategy: object) -> None:
@@ -358,7 +359,8 @@ def _lowered(
     lowered = lower(placed.dag, placed.facts.models, settings)
     if training.optimizer is not None:
         trained = trained_shapes(placed.facts.whole, placed.code)
-        check_factory(training.optimizer, settings.optimizer, lowered.dag, trained, device)
+        with without_modes():
+            check_factory(training.optimizer, settings.optimizer, lowered.dag, trained, device)
     return lowered
 
 

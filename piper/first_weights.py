@@ -37,6 +37,26 @@ class Source:
                     seen.add(id(parameter))
                     yield prefix + name, parameter
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that do not require grad now."""
+        return frozenset(name for name, p in self.parameters() if not p.requires_grad)
+
+    def refuse_refrozen(self, frozen: frozenset[str]) -> None:
+        """Refuse a model whose frozen parameters are not these any more, with which it was
+        compiled."""
+        now = self.frozen
+        changed = [(name, "False") for name in sorted(now - frozen)]
+        changed += [(name, "True") for name in sorted(frozen - now)]
+        if changed:
+            name, flag = changed[0]
+            more = f" (and of {len(changed) - 1} more)" if len(changed) > 1 else ""
+            raise PiperError(
+                f"requires_grad of {name}{more} is {flag} now and was not when the model was "
+                "compiled, but what is trained is part of the program: compile again, or set it "
+                "back"
+            )
+
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Every buffer once, by its first name."""
         for prefix, module in self.roots():

@@ -91,6 +91,8 @@ class Program:
     again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
     """Compiles the same for batches of other shapes; a program that was loaded has no model to do
     so."""
+    frozen: frozenset[str] | None = field(default=None, repr=False, compare=False)
+    """The parameters of the model that did not require grad; unknown if the program was loaded."""
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -203,6 +205,16 @@ class Program:
         pieces = [piece for code in codes for piece in code.pieces]
         return frozenset(
             n for p in pieces for n in (*p.parameters, *p.buffers) if not n.startswith(RANK)
+        )
+
+    def refuse_refrozen(self) -> None:
+        """Refuse to train another part of the model than what was compiled."""
+        if self.source is None:
+            return
+        now = self.source.frozen
+        # of a program that was loaded it is known what it trains
+        self.source.refuse_refrozen(
+            now - self.trained.keys() if self.frozen is None else self.frozen
         )
 
     def plan_of(self, device: int) -> Plan:

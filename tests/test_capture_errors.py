@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
 
 from piper import annotate
 from piper.capture import capture
@@ -336,7 +337,7 @@ MISTAKES = [
     wrong("too many inputs", "Net.forward()", "3 were given", inputs=(X, X)),
     wrong("an unknown keyword", "Net.forward()", "'z'", inputs={"z": X}),
     wrong("loss=None", "targets are for a loss", loss=None),
-    wrong("a loss of other arguments", "the loss", "1 positional", loss=lambda out: out.sum()),
+    wrong("a loss of other arguments", "takes (out)", "1 target:", loss=lambda out: out.sum()),
     wrong("loss not scalar", "the loss", "scalar", "(8, 4)", loss=lambda o, y: o - y),
     wrong("loss of three", "the loss", "(sum, count)", loss=lambda o, y: (o.sum(),) * 3),
     wrong("loss a float", "the loss", "float", loss=lambda o, y: 1.0),
@@ -431,10 +432,79 @@ def test_a_mistake_is_named_and_nothing_is_left_half_done(
     assert capfd.readouterr() == ("", "")
 
 
-def test_inference_mode_is_named() -> None:
+def test_inference_mode_and_autocast_are_named() -> None:
     model = Net()
     with torch.inference_mode(), pytest.raises(CaptureError, match="inference_mode"):
         capture(model, inputs=(X,), targets=(Y,), loss=mean)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(CaptureError, match=r'autocast\(\).* give precision="bf16"'),
+    ):
+        capture(model, inputs=(X,), targets=(Y,), loss=mean)
+
+
+def flexible(net: Net, x: Tensor) -> Tensor:
+    heads = x[:, None, None].expand(8, 1, 16, 4)
+    return flex_attention(heads, heads, heads)[:, 0, 0]  # flexible
+
+
+def seeded(net: Net, x: Tensor) -> Tensor:
+    return x + torch.rand(4, generator=torch.Generator())  # a generator
+
+
+INTEGERS, CLASSES = torch.ones(8, 4, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        wrong(
+            "a float64 batch",
+            "inputs[0] is float64, and torch's linear cannot take float64[8, 4], float32[4, 4]",
+            "give it as float32: inputs[0].to(torch.float32)",
+            str(HERE),
+            inputs=(X.double(),),
+        ),
+        wrong("an integer batch", "inputs[0] is int64", "as float32", inputs=(INTEGERS,)),
+        wrong("a half batch", "inputs[0] is float16", "as float32", inputs=(X.half(),)),
+        wrong(
+            "classes of int32",
+            "targets[0] is int32, and torch's cross_entropy_loss cannot take",
+            "give it as int64: targets[0].to(torch.int64)",
+            targets=(CLASSES,),
+            loss=F.cross_entropy,
+        ),
+        wrong(
+            "a softmax of integers",
+            "inputs[1] is int64, and torch's softmax cannot take int64[8, 4]",
+            "give it as float32",
+            model=lambda: Weighted(),
+            inputs=(X, INTEGERS),
+        ),
+        wrong("a batch that requires grad", "inputs[0] requires grad", "inputs[0].detach()",
+              inputs=(X.clone().requires_grad_(),)),
+        wrong("a sparse batch", "layout sparse_coo", "inputs[0].to_dense()",
+              inputs=(X.to_sparse(),)),
+        wrong("a class for a loss", "loss=MSELoss is a class", "MSELoss()", loss=nn.MSELoss),
+        wrong("no targets", "the loss takes (out, y)", "0 targets: give targets=(y,)", targets=()),
+        wrong("no loss and no targets", "no loss= is given", "[8, 4]", loss=None, targets=()),
+        wrong("flex_attention", "Net uses FlexAttention", line_of("# flexible"),
+              'attn_implementation="sdpa"', mistake=flexible),
+        wrong("a generator", "a torch.Generator is used at", line_of("# a generator"), "seed=",
+              mistake=seeded),
+    ],
+)  # fmt: skip
+def test_what_fits_no_operation_is_refused_when_it_is_captured(case: Mistake) -> None:
+    model = Net(case.mistake) if case.mistake else (case.model or Net)()
+    with pytest.raises(CaptureError) as caught:
+        capture(model, **{"inputs": (X,), "targets": (Y,), "loss": mean, **case.options})
+    for part in case.says:
+        assert part in str(caught.value), f"no {part!r} in:\n{caught.value}"
+
+
+class Weighted(Net):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x) * weights.softmax(-1)
 
 
 def test_what_the_model_says_is_not_swallowed(capfd: pytest.CaptureFixture[str]) -> None:

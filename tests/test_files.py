@@ -74,6 +74,41 @@ def folder(program: piper.Program, tmp_path: Path) -> Path:
     return tmp_path / "program"
 
 
+class Rotated(nn.Module):
+    """Multiplies by complex numbers, which its backward conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * (1 + 0.1j) - 2j).abs()
+
+
+def test_complex_numbers_in_a_model(tmp_path: Path) -> None:
+    model, x = Rotated(), torch.randn(4, 4)
+    made = piper.compile(
+        model,
+        piper.Strategy([piper.place({}, devices=[0])]),
+        inputs=(x,),
+        targets=(x,),
+        loss=nn.functional.mse_loss,
+        optimizer=sgd,
+    )
+    made.save(tmp_path / "program")
+    source = piper.Source(model)
+    loaded = piper.Program.load(tmp_path / "program", source=source, optimizer=sgd)
+    expected = nn.functional.mse_loss(model(x), x)
+    expected.backward()
+    for program in (made, loaded):
+        with piper.launch(program) as trainer:
+            torch.testing.assert_close(trainer.step(x, x).loss, expected.detach())
+            state = trainer.state_dict()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            torch.testing.assert_close(state[name], p.detach() - 0.1 * p.grad)
+
+
 @contextmanager
 def edited(folder: Path, name: str) -> Iterator[Any]:
     """The data of a file, to be changed by someone who knows of the checksums."""

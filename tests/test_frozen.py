@@ -110,3 +110,22 @@ def test_the_optimizer_holds_nothing_of_what_is_frozen(
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert trained < memory.parameters / 5
     assert 2 * trained <= memory.optimizer < 2.2 * trained
+
+
+def test_what_is_frozen_after_compile_is_refused_by_launch() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    captured = piper.capture(
+        model, inputs=(torch.ones(2, 2),), targets=(torch.ones(2, 2),), loss=nn.MSELoss()
+    )
+    program = captured.compile(mesh(dp=2))
+    for layer, flag in ((model[0], False), (model[1], True)):
+        layer.requires_grad_(flag)
+        says = (
+            rf"requires_grad of {0 + flag}\.bias \(and of 1 more\) is {flag} now .* compile again"
+        )
+        with pytest.raises(piper.PiperError, match=says):
+            piper.launch(program)
+        with pytest.raises(piper.PiperError, match=says):
+            captured.compile(mesh(dp=1))
+        layer.requires_grad_(not flag)
+    piper.launch(program).close()

@@ -3,6 +3,7 @@ a model may bring its loss."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper import CaptureError, annotate
+from piper import CaptureError, PiperWarning, annotate
 from piper.capture import capture
 from piper.capture.own_loss import own_loss
 from tests.reference import Net, assert_equal_to_eager
@@ -152,6 +153,50 @@ def test_functions_of_one_name_and_under_autocast() -> None:
 def test_functions_that_cannot_be_kept(use: Callable[[Tensor], Tensor], says: str) -> None:
     model = Net(lambda self, x: use(self.a(x) + 1), a=nn.Linear(4, 4))
     with pytest.raises(CaptureError, match=says):
+        capture(model, inputs=ROWS[:1], targets=ROWS[1:], loss=F.mse_loss)
+
+
+SCALE = {"by": 1.0}
+
+
+class CountsInBackward(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        CountsInBackward.calls += 1
+        return grad * CountsInBackward.calls
+
+
+class ReadsGlobal(CountsInBackward):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        SCALE["by"] += 1
+        return grad * SCALE["by"]
+
+
+class ReadsTheTime(CountsInBackward):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * time.perf_counter()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(CountsInBackward, "CountsInBackward.calls"), (ReadsGlobal, "SCALE")]
+)
+def test_state_that_a_backward_changes_is_warned_of(function: Any, name: str) -> None:
+    model = Net(lambda self, x: function.apply(self.a(x)), a=nn.Linear(4, 4))
+    with pytest.warns(PiperWarning, match=f"'{name}' changes from one call of an autograd"):
+        capture(model, inputs=ROWS[:1], targets=ROWS[1:], loss=F.mse_loss)
+
+
+def test_a_backward_that_is_another_each_time_is_refused() -> None:
+    model = Net(lambda self, x: ReadsTheTime.apply(self.a(x)), a=nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="function ReadsTheTime computes something else each"):
         capture(model, inputs=ROWS[:1], targets=ROWS[1:], loss=F.mse_loss)
 
 

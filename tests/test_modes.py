@@ -6,6 +6,9 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,3 +291,51 @@ def test_groups_on_which_the_model_computes_differently_are_refused(
             targets=(Y,),
             loss=F.mse_loss,
         )
+
+
+class Draws(nn.Module):
+    """Draws, makes tensors, and keeps a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.steps.add_(1.0)
+        return F.dropout(self.layer(x), 0.3) + torch.ones(WIDTH) * torch.rand(WIDTH)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_depends_on_no_mode_of_its_caller(precision: str, tmp_path: Path) -> None:
+    """Virtual devices are in the caller's thread, processes are not: both give the same numbers."""
+    torch.manual_seed(0)
+    program = piper.compile(
+        Draws(),
+        piper.Strategy([place({}, devices=[0])]),
+        inputs=(X,),
+        targets=(Y,),
+        loss=F.mse_loss,
+        optimizer=torch.optim.AdamW,
+        precision=precision,
+        clip_norm=0.5,
+    )
+
+    def numbers(mode: AbstractContextManager[Any]) -> list[float]:
+        with mode:
+            trainer = piper.launch(program)
+            first = [trainer.step(X, Y).loss.item(), trainer.evaluate(X, Y).loss.item()]
+            trainer.save(tmp_path / "saved")
+        with trainer:
+            trainer.load(tmp_path / "saved")
+            return [*first, trainer.step(X, Y).loss.item(), trainer.state_dict()["steps"].sum()]
+
+    expected = numbers(nullcontext())
+    for mode in (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.inference_mode(),
+        torch.no_grad(),
+        torch.device("meta"),
+    ):
+        assert numbers(mode) == expected, mode

@@ -53,6 +53,38 @@ def test_a_hook_on_a_parameter() -> None:
     refused(model, "a.weight", "hook")
 
 
+def by_method(net: Net) -> None:
+    net.a.requires_grad_(False)
+
+
+def by_attribute(net: Net) -> None:
+    net.a.weight.requires_grad = False
+
+
+@pytest.mark.parametrize("freeze", [by_method, by_attribute])
+def test_freezing_inside_of_forward(freeze: Callable[[Net], None]) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        freeze(net)
+        return plain(net, x)
+
+    model = Net(forward)
+    refused(model, "requires_grad of a.weight is set to False at", __file__, "before compile")
+    assert model.a.weight.requires_grad
+
+
+def test_values_may_require_grad_inside_of_forward() -> None:
+    """So do activation checkpointing and adapters with what enters them."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        x = net.a(x).detach().requires_grad_(True)
+        net.b.weight.requires_grad_(True)  # as it is
+        return net.b(x)
+
+    captured = capture(Net(forward), inputs=(X,), targets=(Y,), loss=F.mse_loss)
+    trained = {n for f in captured.programs for n in f.specs if str(n).startswith("parameter_grad")}
+    assert len(trained) == 2
+
+
 def test_a_write_through_detach() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         h = net.a(x)

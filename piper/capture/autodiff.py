@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from piper.capture.blame import explain
 from piper.capture.chunks import Body, Chunk, Cut
 from piper.capture.codegen import Compiler
+from piper.capture.functions import functions_of, state_of, warn_of_changes
 from piper.capture.joint import Joint
 from piper.capture.program import Kind, Ref
 from piper.errors import CaptureError
@@ -72,7 +73,7 @@ def differentiate(
         key = (chunk.body.key, demand)
         if key not in joints:
             try:
-                joints[key] = trace(chunk.body, demand, compiler)
+                joints[key] = _traced(chunk.body, demand, compiler)
             except Exception as error:
                 raise explain(error, f"the backward of region {chunk.name}") from error
         joint = joints[key]
@@ -82,6 +83,29 @@ def differentiate(
                 value, term = chunk.inputs[ref.index], node.meta["val"]
                 received[value] = _summed(received.get(value), term)
     return tuple(reversed(found))
+
+
+def _traced(body: Body, demand: Demand, compiler: Compiler) -> Joint:
+    """``trace``; an autograd function is traced twice, since its code is Python's and may compute
+    something else each time."""
+    functions = functions_of(body.module.graph)
+    if not functions:
+        return trace(body, demand, compiler)
+    before = state_of(functions)
+    first, second = (trace(body, demand, compiler) for _ in range(2))
+    if not warn_of_changes(before, state_of(functions)) and _text(first) != _text(second):
+        names = ", ".join(function.__name__ for function in functions)
+        raise CaptureError(
+            f"the autograd function {names} computes something else each time it is traced, and "
+            "the captured step would repeat the first for ever: a number from outside torch is in "
+            "its forward or backward; give it to the function as a tensor (a buffer, or one of the "
+            "batch)"
+        )
+    return first
+
+
+def _text(joint: Joint) -> str:
+    return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in joint.graph.nodes)
 
 
 def _summed(before: Strides | None, term: Tensor) -> Strides:
@@ -102,7 +126,10 @@ def _gradient_flow(cut: Cut, trained: Callable[[str], bool]) -> list[bool]:
         needs = _argument_needs(chunk, trained, flows)
         key = (chunk.body.key, needs)
         if key not in seen:
-            seen[key] = _outputs_need(chunk.body, needs)
+            try:
+                seen[key] = _outputs_need(chunk.body, needs)
+            except Exception as error:
+                raise explain(error, f"region {chunk.name}") from error
         for index, flow in zip(chunk.outputs, seen[key], strict=False):
             flows[index] = flow
     return flows
@@ -163,6 +190,7 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
             *primals, *tangents
         )
         _erase_detach(module)
+        _conjugate_numbers(module)
         if any(_mutates(node) for node in module.graph.nodes):
             module = _functionalize(module)
     refs = [
@@ -278,6 +306,24 @@ def _erase_detach(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _conjugate_numbers(module: fx.GraphModule) -> None:
+    """The backward of a product with a complex number conjugates a tensor that holds it, and in the
+    graph the number itself stands for that tensor."""
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.target in (aten._conj.default, aten.clone.default) and _is_complex(node.args[0]):
+            number = node.args[0]
+            number = number.conjugate() if node.target is aten._conj.default else number
+            for user in list(node.users):
+                user.args = tuple(number if arg is node else arg for arg in user.args)
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _is_complex(x: object) -> bool:
+    return isinstance(x, complex)
 
 
 def _mutates(node: fx.Node) -> bool:

@@ -34,6 +34,8 @@ class Batch:
         bare = len(given) == len(leaves) and all(isinstance(x, Tensor) for x in given)
         batch = Batch(tuple(leaves), spec, bare)
         for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                _refuse_kind(leaf, batch.path(index))
             if isinstance(leaf, Tensor | int | float | None):
                 continue
             if not isinstance(leaf, str) or batch.path(index).startswith("targets"):
@@ -82,7 +84,8 @@ class Batch:
                 isinstance(other, Tensor)
                 and mine.shape == other.shape
                 and mine.dtype == other.dtype
-                and not other.is_meta
+                and not (other.is_meta or other.requires_grad)
+                and other.layout == torch.strided
                 for mine, other in zip(self.leaves, batch, strict=True)
             )
         )
@@ -222,6 +225,23 @@ class Batch:
             tuple(x[i * n : (i + 1) * n] if self.has_rows(x) else x for x in self.tensors)
             for i in range(parts)
         ]
+
+
+def _refuse_kind(x: Tensor, path: str) -> None:
+    """Refuse a tensor that is no plain array of numbers."""
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        cure = "to_padded_tensor(0.0)" if x.is_nested else "to_dense()"
+        raise CaptureError(
+            f"{path} is a tensor of layout {kind}, and only dense ones can be sent and cut into "
+            f"microbatches: give {path}.{cure}"
+        )
+    if x.requires_grad:
+        raise CaptureError(
+            f"{path} requires grad, and a step computes gradients of parameters alone, so its "
+            f"gradient would be lost: give {path}.detach(), or make what computes it a part of "
+            "the model"
+        )
 
 
 def _in_order(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _HOMES = [Path(p).parent for p in (torch.__file__, __file__)]
 # as imported and, where an environment is reached by a link, as it really is
 _OURS = tuple(f"{home}/" for p in _HOMES for home in (p, p.resolve()))
 _STDLIB = sysconfig.get_path("stdlib") + "/"
+_FLEX = str(Path(torch.__file__).parent / "nn" / "attention" / "flex_attention.py")
 LOSS_PREFIX = "loss:"
 
 
@@ -45,6 +46,10 @@ def explain(
     where = _user_line(error) or _module(error, modules or {})
     at = f" {where}" if where else ""
     text = str(error).strip()
+    if any(
+        f.f_code.co_filename == _FLEX for e in _chain(error) for f, _ in _frames(e.__traceback__)
+    ):
+        return flex_attention(what, at)
     if is_data_dependent(error):
         first = text.splitlines()[0] if text else type(error).__name__
         return CaptureError(
@@ -59,6 +64,14 @@ def explain(
             "Piper cannot differentiate these: write it with torch.where or other tensor ops"
         )
     return CaptureError(f"{what} cannot be captured{at}\n{type(error).__name__}: {text}")
+
+
+def flex_attention(what: str, at: str = "") -> CaptureError:
+    return CaptureError(
+        f"{what} uses FlexAttention{at}\n"
+        "Piper cannot differentiate it, since it takes functions (score_mod, mask_mod): use "
+        'scaled_dot_product_attention, in a model of transformers attn_implementation="sdpa"'
+    )
 
 
 def is_data_dependent(error: BaseException) -> bool:

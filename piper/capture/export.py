@@ -28,6 +28,7 @@ from piper.capture.checkpointing import plain_checkpoints
 from piper.capture.computation import Computation, computation_of
 from piper.capture.counting import FixedCounts
 from piper.capture.draws import DecideDraws
+from piper.capture.dtypes import refuse_dtypes
 from piper.capture.fingerprint import fingerprint
 from piper.capture.functions import Functions, function_ops, kept_whole
 from piper.capture.grouped_tracing import OurProducts, use_ours
@@ -175,7 +176,11 @@ def export(
     opaque.restore(program.graph)
     restore_eager_attention(program.graph)
     _free_views(program.graph)
-    return _roles(program, traced, text, computation)
+    exported = _roles(program, traced, text, computation)
+    named = exported.inputs | exported.parameters | exported.buffers
+    kinds = {node.meta["val"].dtype for node in exported.parameters}
+    refuse_dtypes(exported.graph, named, {kind for kind in kinds if kind.is_floating_point})
+    return exported
 
 
 def _functional(traced: _Trace) -> ExportedProgram:

@@ -7,7 +7,7 @@ the call again, which tracing follows, forward and backward, where its chunk is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from piper.capture.blame import calling_line
-from piper.errors import CaptureError
+from piper.capture.outside import attributes_of_class, numbers_of
+from piper.errors import CaptureError, warn
 
 _NAMESPACE = "piper_functions"
 _REGISTERED = "GeneratedBackwardFor_"
@@ -139,6 +140,38 @@ def _described(function: Any, leaves: list[Any], spec: pytree.TreeSpec) -> Funct
     said = f"{function.__module__}.{function.__qualname__} {spec} {tensors} {constants} {casts}"
     name = f"{function.__name__}_{hashlib.sha256(said.encode()).hexdigest()[:16]}"
     return FunctionCall(function, spec, constants, tensors, casts, name)
+
+
+def functions_of(graph: fx.Graph) -> list[Any]:
+    """The autograd functions that ``graph`` calls."""
+    calls = (node.target for node in graph.nodes)
+    return list(dict.fromkeys(x.function for x in calls if isinstance(x, FunctionCall)))
+
+
+def state_of(functions: Sequence[Any]) -> dict[str, Any]:
+    """The numbers, in lists and dicts too, that the code of autograd functions reads outside of its
+    arguments: attributes of their classes, and globals."""
+    read: dict[str, Any] = {}
+    for function in functions:
+        own = numbers_of(attributes_of_class(function))
+        read |= {f"{function.__name__}.{name}": value for name, value in own.items()}
+        for code in (function.forward, function.backward, function.setup_context):
+            names = getattr(getattr(code, "__code__", None), "co_names", ())
+            around = getattr(code, "__globals__", {})
+            read |= numbers_of({name: around[name] for name in names if name in around})
+    return read
+
+
+def warn_of_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Warn of the state that tracing autograd functions changed, and say whether it did."""
+    changed = [name for name, value in before.items() if after.get(name) != value]
+    for name in changed:
+        warn(
+            f"{name!r} changes from one call of an autograd function to the next; the captured "
+            "step keeps the value it has now. If it is part of the computation, make it a buffer "
+            "and give it to the function"
+        )
+    return bool(changed)
 
 
 @contextmanager

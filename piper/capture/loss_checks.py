@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,28 @@ from torch import Tensor, fx, nn
 from piper.capture.blame import user_name
 from piper.capture.graphs import ancestors
 from piper.errors import CaptureError
+from piper.units import counted
+
+
+def refuse_uncallable(loss: object, targets: Sequence[Any]) -> None:
+    """Refuse what cannot be called as a loss with these targets."""
+    if isinstance(loss, type):
+        raise CaptureError(f"loss={loss.__name__} is a class: give an instance, {loss.__name__}()")
+    if not callable(loss):
+        raise CaptureError(f"loss={loss!r} cannot be called: give a function (output, *targets)")
+    try:
+        wanted = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return
+    try:
+        wanted.bind(None, *targets)
+    except TypeError:
+        names = ", ".join(wanted.parameters)
+        raise CaptureError(
+            f"the loss takes ({names}), but it is given the model's output and "
+            f"{counted(len(targets), 'target')}: give targets=(y,), one for each argument after "
+            "the output"
+        ) from None
 
 
 def check_loss(loss: Any) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from piper.capture.cut import cut
 from piper.capture.export import export, trace_text
 from piper.capture.joint import Joint
 from piper.capture.local_chunks import Sharding
+from piper.capture.loss_checks import refuse_uncallable
 from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own
 from piper.capture.owners import consume_inputs
@@ -36,6 +37,7 @@ from piper.capture.saving import RematPolicy
 from piper.capture.segments import segmented
 from piper.capture.tensors import TensorSpec
 from piper.errors import CaptureError
+from piper.modes import autocast_kinds
 
 
 class Precision(Enum):
@@ -147,10 +149,11 @@ def capture(
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
     loss = loss_or_own(loss, targets)
-    _check(model, loss)
+    check_model(model)
     where = _device(model, device)
-    kind = _precision(precision)
     example = Batch.of(inputs, targets)
+    _check(model, loss, targets)
+    kind = _precision(precision)
     with _tracing_is_process_wide, unset_fake_temporarily():
         return _capture(
             model,
@@ -257,13 +260,16 @@ def _declared(model: nn.Module, path: str = "") -> dict[str, str]:
     return inner
 
 
-def _check(model: object, loss: object) -> None:
+def check_model(model: object) -> None:
+    """Refuse what is no model."""
     if not isinstance(model, nn.Module):
         name = getattr(model, "__name__", type(model).__name__)
         kind = "the class" if isinstance(model, type) else f"a {type(model).__name__},"
         raise CaptureError(f"the model must be an nn.Module, not {kind} {name}")
-    if not callable(loss):
-        raise CaptureError(f"loss={loss!r} cannot be called: give a function (output, *targets)")
+
+
+def _check(model: nn.Module, loss: object, targets: Sequence[Any]) -> None:
+    refuse_uncallable(loss, targets)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(
@@ -272,6 +278,11 @@ def _check(model: object, loss: object) -> None:
             )
     if torch.is_inference_mode_enabled():
         raise CaptureError("capture cannot run under torch.inference_mode(): leave it first")
+    if autocast_kinds():
+        raise CaptureError(
+            "capture cannot run under torch.autocast(), which no step would be under: leave it and "
+            'give precision="bf16", or enter it in the forward of the model, which is captured'
+        )
 
 
 def _precision(name: str) -> Precision:

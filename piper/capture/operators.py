@@ -118,13 +118,13 @@ def _fits(kind: Any) -> Fits:
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     # Torch makes tensors of numbers, and an undefined one of None: a missing attention bias.
-    "TensorType": (fx.Node, bool, int, float, NoneType),
+    "TensorType": (fx.Node, bool, int, float, complex, NoneType),
     "IntType": (int, fx.Node),
     "SymIntType": (int, fx.Node),
     "FloatType": (int, float, fx.Node),
     "BoolType": (bool, fx.Node),
     "SymBoolType": (bool, fx.Node),
-    "NumberType": (bool, int, float, fx.Node),
+    "NumberType": (bool, int, float, complex, fx.Node),
     "StringType": (str,),
     "DeviceObjType": (torch.device,),
     "ScalarTypeType": (torch.dtype,),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,10 +38,9 @@ def attributes_of(module: nn.Module) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for path, owner in module.named_modules():
         own = {k: v for k, v in vars(owner).items() if k not in _HOOKS}
-        own = {**_of_class(type(owner)), **own}
-        plain = {k: v for k, v in own.items() if isinstance(v, Tensor | int | float)}
-        plain |= {k: copy.copy(v) for k, v in own.items() if _is_of_numbers(v)}
-        for name, value in {**plain, **owner._buffers}.items():
+        own = {**attributes_of_class(type(owner)), **own}
+        plain = {k: v for k, v in own.items() if isinstance(v, Tensor)}
+        for name, value in {**plain, **numbers_of(own), **owner._buffers}.items():
             if value is not None:
                 found[path, name] = value
     return found
@@ -50,8 +50,14 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 """Where torch keeps what is called with a module: no numbers of the model's."""
 
 
-def _of_class(kind: type) -> dict[str, Any]:
-    """What a module's class says of all its modules; nothing of torch's own."""
+def numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain numbers among ``attributes``, and copies of the lists and dicts of such."""
+    numbers = {k: v for k, v in attributes.items() if isinstance(v, int | float)}
+    return numbers | {k: copy.copy(v) for k, v in attributes.items() if _is_of_numbers(v)}
+
+
+def attributes_of_class(kind: type) -> dict[str, Any]:
+    """What a class says of all its instances; nothing of torch's own."""
     own = [k for k in reversed(kind.__mro__) if k.__module__.partition(".")[0] != "torch"]
     return {k: v for one in own for k, v in vars(one).items() if not k.startswith("__")}
 

@@ -41,6 +41,11 @@ def own_loss(output: Any) -> Tensor:
     """The loss in a model's output: its ``loss``, as models of transformers return it if they are
     given labels, or the whole output if it is one tensor."""
     if isinstance(output, Tensor):
+        if output.numel() != 1:
+            raise CaptureError(
+                f"no loss= is given, and the model returns a tensor of shape {list(output.shape)}, "
+                "which is no loss: give loss=, a function (output, *targets), and targets="
+            )
         return output
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, Tensor):

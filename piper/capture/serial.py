@@ -284,6 +284,8 @@ def _encode(item: Any, numbers: dict[fx.Node, int]) -> Json:
             return {"torch": _torch_name(item)}
         case torch.device():
             return {"device": item.type}
+        case complex():
+            return {"complex": [item.real, item.imag]}
         case _:
             raise PiperError(f"the argument {item!r} of an operation cannot be saved")
 
@@ -308,6 +310,8 @@ def _decode(item: Json, nodes: list[fx.Node], depth: int = 0) -> Any:
             return _CONSTANTS[name]
         case {"device": name} if len(item) == 1:
             return device_named(name)
+        case {"complex": [float(real), float(imaginary)]} if len(item) == 1:
+            return complex(real, imaginary)
         case list():
             return [_decode(x, nodes, depth + 1) for x in item]
         case bool() | float() | str() | None:

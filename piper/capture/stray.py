@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from piper.capture.blame import calling_line, user_frames
+from piper.capture.blame import calling_line, flex_attention, user_frames, user_name
 from piper.capture.graphs import base_of
 from piper.capture.opaque import BLOCKS
 from piper.errors import CaptureError
@@ -42,7 +42,15 @@ class RefuseStray(TorchFunctionMode):
                 f"a gradient hook is registered at {calling_line()}: the backward is computed "
                 "ahead of time and would never call it; do it in the forward, or after the step"
             )
+        if func in _REQUIRES_GRAD:
+            self._refuse_toggle(args)
         for arg in pytree.tree_leaves((args, kwargs)):
+            if isinstance(arg, torch.Generator):
+                raise CaptureError(
+                    f"a torch.Generator is used at {calling_line()}: a step has generators of its "
+                    "own, so that what is drawn does not depend on the strategy; leave generator= "
+                    "out, and give seed= to compile"
+                )
             if isinstance(arg, nn.Parameter) and not isinstance(arg, FakeTensor):
                 raise CaptureError(
                     f"a Parameter of shape {list(arg.shape)} is used at {calling_line()} that is "
@@ -50,6 +58,17 @@ class RefuseStray(TorchFunctionMode):
                     "assign it to an attribute of the module, or use nn.ParameterList"
                 )
         return func(*args, **(kwargs or {}))
+
+    def _refuse_toggle(self, args: tuple[Any, ...]) -> None:
+        """Which parameters are trained is decided before a step is traced."""
+        tensor, wanted = args[0], bool(args[1]) if len(args) > 1 else True
+        paths = [path for path, mine in self._module.named_parameters() if mine is tensor]
+        if paths and tensor.requires_grad != wanted:
+            raise CaptureError(
+                f"requires_grad of {user_name(paths[0], {})} is set to {wanted} at "
+                f"{calling_line()}, but which parameters are trained is decided before the first "
+                "step and holds for all: set it before compile, or use its detach() there"
+            )
 
     def _refuse_data(self, tensor: Tensor) -> None:
         state = (*self._module.named_parameters(), *self._module.named_buffers())
@@ -61,6 +80,10 @@ class RefuseStray(TorchFunctionMode):
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = (
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+)
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
@@ -140,6 +163,8 @@ def _recorded_at(node: fx.Node) -> str:
 
 
 def _control_flow(op: HigherOrderOperator) -> CaptureError:
+    if op.name().startswith("flex_attention"):
+        return flex_attention("the model")
     return CaptureError(
         f"torch's {op.name()} is control flow inside the model, which Piper cannot differentiate: "
         "write it with torch.where or other tensor ops"

@@ -14,6 +14,7 @@ from piper.launch.own_operations import refuse_in_worker
 from piper.launch.shapes import Shapes
 from piper.launch.trainer import Trainer
 from piper.launch.worker_group import WorkerGroup
+from piper.modes import without_modes
 from piper.program import Program
 
 
@@ -42,8 +43,10 @@ def launch(
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
     refuse_in_worker()
+    program.refuse_refrozen()
     programs = Shapes(program, shapes)
-    return Trainer(_worker_group(program, on, options), programs)
+    with without_modes():
+        return Trainer(_worker_group(program, on, options), programs)
 
 
 def _worker_group(program: Program, on: str, options: dict[str, Any]) -> WorkerGroup:
