@@ -1,5 +1,6 @@
 """The model as the transformers library loads it: configuration, names, tied weights once, sharded
-files. Every device writes what it has; no process holds the model."""
+files. Every device writes what it has; no process holds the model. Of a model with adapters of
+peft, the active one."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from piper.capture.blame import LOSS_PREFIX
 from piper.checkpoint.boxes import Box
 from piper.checkpoint.pretrained import PRETRAINED, SliceWriter, Target, lay_out
 from piper.errors import PiperError
+from piper.launch.adapters import ADAPTER, Adapter, adapted_part
+from piper.launch.checkpoint import tensor_of
 from piper.launch.fetching import fetcher
 from piper.launch.worker_group import Refusal, WorkerGroup
 from piper.matching import pretrained_part
@@ -36,6 +39,10 @@ def export(
     """Write the model to the folder ``path``. ``rest`` are tensors that no device holds, if they
     are not the first ones any more."""
     target = Path(os.path.abspath(path_of(path)))
+    adapted = None if program.source is None else adapted_part(program.source.model)
+    if adapted is not None:
+        _export_adapter(group, program, target, rest, Adapter(program, *adapted), dtype)
+        return
 
     def prepare() -> tuple[Staged, dict[str, Target]]:
         staged = stage(target, PRETRAINED)
@@ -50,6 +57,25 @@ def export(
         staged.discard()
         raise
     group.once(lambda: _finish(program, staged, targets, parts, rest, dtype))
+
+
+def _export_adapter(
+    group: WorkerGroup,
+    program: Program,
+    target: Path,
+    rest: Mapping[str, Tensor],
+    adapter: Adapter,
+    dtype: torch.dtype | None,
+) -> None:
+    find = tensor_of(program, group.export(adapter.names), rest)
+
+    def write() -> None:
+        staged = stage(target, ADAPTER)
+        with staged.failing():
+            adapter.write(staged.folder, find, dtype)
+            staged.commit()
+
+    group.once(write)
 
 
 def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
