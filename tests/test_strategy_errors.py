@@ -6,6 +6,7 @@ change.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+import piper
+from piper import Mesh
 from piper.directives import (
     Directive,
     Place,
@@ -25,10 +28,11 @@ from piper.directives import (
     split,
     stream,
 )
-from piper.errors import DirectiveError
+from piper.errors import DirectiveError, PiperError
 from piper.ir import Model, build
 from piper.lower.lower import Settings, lower
 from piper.lower.memory import OptimizerCost
+from piper.strategies import dualpipe, mesh
 from piper.strategy import Strategy
 from tests.facts import at, chain, changing, masked, moe, reading, tied, tying
 
@@ -624,6 +628,26 @@ def test_a_deadlock_names_the_orders_and_not_what_came_between(between: Directiv
         Strategy(strategy).apply(build(chain(2)))
     assert "before, by 5:order" in str(caught.value)
     assert f"6:{between.name}" not in str(caught.value)
+
+
+ENDLESS: dict[str, tuple[Callable[[], object], str]] = {
+    "dp": (lambda: mesh(dp=10**9), "dp=1000000000 * cp=1 * tp=1 is 1000000000 devices"),
+    "tp and cp": (lambda: mesh(tp=10**6, cp=10**6), "is 1000000000000 devices"),
+    "pp": (lambda: mesh(pp=10**5), "microbatches=200000 is 20000000000 forwards"),
+    "microbatches": (lambda: mesh(pp=2, microbatches=10**9), "is 2000000000 forwards"),
+    "dualpipe": (lambda: dualpipe(10**6, 10**9), "is 1000000000000000 forwards"),
+    "devices": (lambda: place({}, devices=range(10**12)), "more than 1048576 items"),
+    "a mesh": (lambda: Mesh(itertools.count(), dp=2), "more than 1048576 items"),
+    "a filter": (lambda: place({"PP": range(10**12)}, devices=[0]), "more than 1048576 items"),
+    "a cluster": (lambda: piper.Cluster.of("H100", 10**6, 10**6), "is too large"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_sizes_that_nobody_could_wait_for_are_refused(name: str) -> None:
+    call, words = ENDLESS[name]
+    with pytest.raises(PiperError, match=words.replace("*", r"\*")):
+        call()
 
 
 WRONG_CALLS: dict[str, Callable[[], object]] = {

@@ -19,6 +19,7 @@ import torch
 
 from piper.cost.communicating import Way, communication_seconds
 from piper.errors import PiperError
+from piper.ir.mesh import MOST_DEVICES
 from piper.ir.ops import Group
 from piper.lower.costs import Costs
 from piper.lower.tasks import Task, TaskKind
@@ -181,6 +182,11 @@ class Cluster:
 
         if min(devices, machines) < 1:
             raise PiperError(f"a cluster of {machines} machines of {devices} devices has none")
+        if devices * machines > MOST_DEVICES:
+            raise PiperError(
+                f"a cluster of {machines} machines of {devices} devices is too large: give at most "
+                f"{MOST_DEVICES} devices"
+            )
         one = presets.device(kind)
         near = presets.inside(one) if inside is None else presets.link(inside)
         far = presets.link(presets.OUTSIDE if outside is None else outside)

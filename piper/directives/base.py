@@ -17,6 +17,7 @@ from piper.capture.saving import RematPolicy
 from piper.errors import DirectiveError
 from piper.ir.dag import PASS, Dag
 from piper.ir.filters import Filter, select
+from piper.ir.mesh import listed
 from piper.ir.verify import verify
 
 
@@ -91,7 +92,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return [_plain(item) for item in listed(value)]
     return value
 
 
@@ -108,7 +109,7 @@ def device_group(devices: object) -> tuple[int, ...]:
     """A group of devices, in order."""
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise DirectiveError(f"devices={devices!r} must be a list of device numbers")
-    return tuple(devices)
+    return listed(devices)
 
 
 def check_group(group: tuple[int, ...]) -> None:

@@ -10,8 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
 from piper.errors import DirectiveError
+
+T = TypeVar("T")
+MOST_DEVICES = 2**20
+"""More than any strategy or cluster has; such a list is made in a second."""
+
+
+def listed(items: Iterable[T]) -> tuple[T, ...]:
+    """All of ``items``, which are not without end."""
+    group = tuple(islice(items, MOST_DEVICES + 1))
+    if len(group) > MOST_DEVICES:
+        raise DirectiveError(f"a list of devices or tags has more than {MOST_DEVICES} items")
+    return group
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -22,7 +36,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     def __init__(self, devices: Iterable[int], **axes: int) -> None:
-        group = tuple(devices) if isinstance(devices, Iterable) else None
+        group = listed(devices) if isinstance(devices, Iterable) else None
         if group is None or isinstance(devices, str):
             raise DirectiveError(f"Mesh({devices!r}): the devices must be a list of numbers")
         for name, size in axes.items():

@@ -13,6 +13,8 @@ is drawn with passes of equal length.
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +27,8 @@ from piper.strategies.action import Action
 from piper.strategies.timing import timed
 from piper.units import counted
 
+_MOST_CELLS = 2**18
+
 
 class Row:
     """What one pipeline rank does, in order; actions in one group overlap.
@@ -35,8 +39,8 @@ class Row:
     def __init__(self, stages: Mapping[int, Sequence[int]]) -> None:
         self.stages = {stage: tuple(microbatches) for stage, microbatches in stages.items()}
         self.groups: list[tuple[Action, ...]] = []
-        self._forwards = {stage: list(batches) for stage, batches in self.stages.items()}
-        self._backwards = {stage: list(batches) for stage, batches in self.stages.items()}
+        self._forwards = {s: OrderedDict.fromkeys(batches) for s, batches in self.stages.items()}
+        self._backwards = {s: OrderedDict.fromkeys(batches) for s, batches in self.stages.items()}
         self._weights: list[tuple[int, int]] = []
 
     def forward(self, stage: int, times: int = 1) -> Row:
@@ -92,7 +96,7 @@ class Row:
         """Backwards for weights that still wait."""
         return len(self._weights)
 
-    def _left(self, stage: int, which: Pass) -> list[int]:
+    def _left(self, stage: int, which: Pass) -> OrderedDict[int, None]:
         left = self._forwards if which is Pass.F else self._backwards
         if stage not in left:
             has = ", ".join(map(str, left)) or "none"
@@ -105,7 +109,7 @@ class Row:
             count = len(self.stages[stage])
             what = "forward" if which is Pass.F else "backward"
             raise DirectiveError(f"stage {stage} has no {what} left: all {count} are in the row")
-        return Action(stage, which, left[0])
+        return Action(stage, which, next(iter(left)))
 
     def _take(self, action: Action) -> None:
         stage, which, microbatch = action
@@ -115,13 +119,13 @@ class Row:
             self._weights.remove((stage, microbatch))
             return
         left = self._left(stage, which)
-        if microbatch not in self.stages[stage]:
-            raise DirectiveError(f"{action}: this rank does not run it")
         if microbatch not in left:
+            if microbatch not in self.stages[stage]:
+                raise DirectiveError(f"{action}: this rank does not run it")
             raise DirectiveError(f"{action}: the row has it already")
         if which is not Pass.F and microbatch in self._forwards[stage]:
             raise DirectiveError(f"{action}: no forward before it")
-        left.remove(microbatch)
+        del left[microbatch]
         if which is Pass.BI:
             self._weights.append((stage, microbatch))
 
@@ -253,8 +257,7 @@ def straight(name: str, ranks: int, microbatches: int) -> Schedule:
 
 def looped(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     """An empty schedule with ``virtual`` stages on each rank: rank r has r, r + ranks, ..."""
-    for what, count in (("ranks", ranks), ("virtual", virtual), ("microbatches", microbatches)):
-        positive(what, count)
+    check_size(ranks=ranks, virtual=virtual, microbatches=microbatches)
     rows = [
         Row({rank + ranks * v: range(microbatches) for v in range(virtual)})
         for rank in range(ranks)
@@ -264,13 +267,23 @@ def looped(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
 
 def folded(name: str, ranks: int, microbatches: int) -> Schedule:
     """An empty schedule in a V: rank r has stage r on the way down and 2 * ranks - 1 - r up."""
-    for what, count in (("ranks", ranks), ("microbatches", microbatches)):
-        positive(what, count)
+    check_size(ranks=ranks, microbatches=microbatches)
     rows = [
         Row({rank: range(microbatches), 2 * ranks - 1 - rank: range(microbatches)})
         for rank in range(ranks)
     ]
     return Schedule(name, microbatches, rows)
+
+
+def check_size(**sizes: int) -> None:
+    """Refuse what is no number, and a schedule that nobody could wait for."""
+    for what, count in sizes.items():
+        positive(what, count)
+    if (cells := math.prod(sizes.values())) > _MOST_CELLS:
+        written = " * ".join(f"{what}={count}" for what, count in sizes.items())
+        raise DirectiveError(
+            f"{written} is {cells} forwards, and a schedule has at most {_MOST_CELLS}: use fewer"
+        )
 
 
 def refuse(name: str, microbatches: int, needs: str, good: bool) -> None:

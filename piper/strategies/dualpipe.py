@@ -12,17 +12,17 @@ parameters   twice: gradients are summed over the two ranks that hold a stage
 
 from __future__ import annotations
 
-from piper.directives.base import positive
 from piper.errors import DirectiveError
-from piper.strategies.builder import Row, Schedule, refuse
+from piper.strategies.builder import Row, Schedule, check_size, refuse
 from piper.strategies.dualpipev import eight_phases
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """An even number of ranks; an even number of microbatches, at least twice as many as ranks."""
-    if positive("ranks", ranks) % 2:
+    check_size(ranks=ranks, microbatches=microbatches)
+    if ranks % 2:
         raise DirectiveError(f"dualpipe needs an even number of ranks, not {ranks}")
-    good = positive("microbatches", microbatches) % 2 == 0 and microbatches >= 2 * ranks
+    good = microbatches % 2 == 0 and microbatches >= 2 * ranks
     needs = f"an even number, at least {2 * ranks}"
     refuse("dualpipe", microbatches, needs, good)
     half = microbatches // 2

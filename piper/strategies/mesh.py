@@ -9,7 +9,7 @@ from piper.arguments import named_arguments
 from piper.directives import Directive, partition, replicate, shard, split
 from piper.directives.base import positive
 from piper.errors import DirectiveError
-from piper.ir.mesh import Mesh
+from piper.ir.mesh import MOST_DEVICES, Mesh
 from piper.strategies.breadth_first import breadth_first
 from piper.strategies.builder import Schedule
 from piper.strategies.dualpipe import dualpipe
@@ -117,6 +117,11 @@ def mesh(
     for name, value in (("pp", pp), ("dp", dp), ("tp", tp), ("cp", cp), ("ep", ep)):
         positive(name, value)
     size = dp * cp * tp
+    if pp * size > MOST_DEVICES:
+        raise DirectiveError(
+            f"pp={pp} * dp={dp} * cp={cp} * tp={tp} is {pp * size} devices, and a mesh has at most "
+            f"{MOST_DEVICES}: use fewer"
+        )
     if size % ep:
         fits = [n for n in range(1, size + 1) if size % n == 0]
         raise DirectiveError(
