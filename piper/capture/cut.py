@@ -1,7 +1,8 @@
 """The exported graph goes in; chunks, cut where regions begin and end, come out.
 
 Every edge between chunks is a value that depends on the batch or on parameters and runs from an
-earlier chunk to a later one. What depends on neither is computed again in each chunk that uses it.
+earlier chunk to a later one. What depends on neither is computed again in each chunk that uses it,
+and so is what is made of the batch alone and larger than that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from piper.capture.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.expert_regions import narrow_expert_regions
 from piper.capture.export import Exported
 from piper.capture.homes import assign, constants_of, update_after_last_read
+from piper.capture.recomputing import recomputed_of
 from piper.capture.regions import Region
 from piper.capture.tensors import TensorSpec
 
@@ -24,7 +26,8 @@ def cut(exported: Exported) -> Cut:
     constants = constants_of(exported)
     homes, tags = assign(exported, constants, closed)
     update_after_last_read(exported, homes)
-    return _Builder(exported, constants, homes, tags).build()
+    recomputed, by = recomputed_of(exported, constants, homes)
+    return _Builder(exported, constants | recomputed, constants | by, homes, tags).build()
 
 
 class _Builder:
@@ -33,12 +36,13 @@ class _Builder:
     def __init__(
         self,
         exported: Exported,
-        constants: set[fx.Node],
+        recomputed: set[fx.Node],
+        recomputed_by: set[fx.Node],
         homes: dict[fx.Node, int],
         tags: list[tuple[Region, ...]],
     ) -> None:
         self.exported = exported
-        self.constants = constants
+        self.recomputed, self.recomputed_by = recomputed, recomputed_by
         self.homes = homes
         self.tags = tags
         self.returned = {exported.loss, exported.count, *exported.outputs}
@@ -79,7 +83,7 @@ class _Builder:
 
     def _chunk(self, index: int, members: list[fx.Node]) -> Chunk:
         exported = self.exported
-        nodes = sorted({*members, *self._constants_for(members)}, key=self.order.__getitem__)
+        nodes = sorted({*members, *self._recomputed_for(members)}, key=self.order.__getitem__)
         inside = set(nodes)
         taken = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
         parameters = [n for n in taken if n in exported.parameters]
@@ -103,14 +107,15 @@ class _Builder:
             body=body_of(nodes, aliases, buffers, inputs, outputs, list(updates.values())),
         )
 
-    def _constants_for(self, members: list[fx.Node]) -> set[fx.Node]:
+    def _recomputed_for(self, members: list[fx.Node]) -> set[fx.Node]:
+        """What the chunk computes for itself."""
         found: set[fx.Node] = set()
-        stack = [arg for node in members for arg in node.all_input_nodes if arg in self.constants]
+        stack = [arg for node in members for arg in node.all_input_nodes if arg in self.recomputed]
         while stack:
             node = stack.pop()
             if node not in found:
                 found.add(node)
-                stack.extend(arg for arg in node.all_input_nodes if arg in self.constants)
+                stack.extend(arg for arg in node.all_input_nodes if arg in self.recomputed_by)
         return found
 
 

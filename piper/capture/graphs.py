@@ -163,7 +163,7 @@ def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
 
 def flops(graph: fx.Graph) -> int:
     """Floating-point operations of the matrix products, convolutions and attentions in a graph."""
-    return sum(_node_flops(node) for node in graph.nodes if node.op == "call_function")
+    return sum(node_flops(node) for node in graph.nodes if node.op == "call_function")
 
 
 def moved(graph: fx.Graph, *, fused: bool) -> int:
@@ -173,7 +173,7 @@ def moved(graph: fx.Graph, *, fused: bool) -> int:
     for node in graph.nodes:
         if node.op != "call_function" or base_of(node) is not node:
             continue
-        if fused and _node_flops(node) == 0:
+        if fused and node_flops(node) == 0:
             continue
         made, unused = _made(node)
         read = set(node.all_input_nodes)
@@ -219,7 +219,8 @@ def _heads_of_queries(node: fx.Node, args: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _node_flops(node: fx.Node) -> int:
+def node_flops(node: fx.Node) -> int:
+    """Those of one op."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     formula = flop_counter.flop_registry.get(_ATTENTION.get(packet, packet))
     if formula is None:

@@ -160,14 +160,15 @@ class LocalChunks:
         return any(user not in inside and user.op != "output" for user in node.users)
 
     def _constants_of(self, nodes: list[fx.Node]) -> set[fx.Node]:
-        """What the segment computes for itself, since it depends on nothing."""
+        """What the segment computes for itself."""
         found: set[fx.Node] = set()
-        stack = [a for n in nodes for a in n.all_input_nodes]
+        share = self._share
+        stack = [a for n in nodes for a in n.all_input_nodes if a in share.constants]
         while stack:
             node = stack.pop()
-            if node in self._share.constants and node.op == "call_function" and node not in found:
+            if node.op == "call_function" and node not in found:
                 found.add(node)
-                stack += node.all_input_nodes
+                stack += [a for a in node.all_input_nodes if a in share.recomputed_by]
         return found
 
 

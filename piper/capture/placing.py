@@ -67,6 +67,8 @@ class Placing:
         """Partial sums that were reduced already, for some reader."""
         self.gathered: list[fx.Node] = []
         """Operations for which no rule was found."""
+        self.free: set[fx.Node] = set()
+        """What every device can have as a whole without communication."""
 
     def of(self, node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
         """How an operation reads its inputs, and how what it makes is placed."""
@@ -133,7 +135,7 @@ class Placing:
         made, whole = self.made[x], self.whole[x]
         if isinstance(made, Partial):
             made = self.resolved(whole)
-        if made == placement or not isinstance(whole, Tensor):
+        if made == placement or not isinstance(whole, Tensor) or x in self.free:
             return 0
         nbytes = int(whole.numel() * whole.dtype.itemsize)
         if isinstance(made, Shard) and isinstance(placement, Shard):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
@@ -29,6 +30,7 @@ from piper.capture.graphs import is_random
 from piper.capture.local_graph import Given, LocalGraph, differentiable
 from piper.capture.placements import REPLICATED, Placement
 from piper.capture.placing import MEAN, SUM, Placing, alike
+from piper.capture.recomputing import recomputed_in
 from piper.capture.resizing import resized
 from piper.capture.shard_axis import ShardAxis
 from piper.capture.sharding_rewrites import rewritten
@@ -52,7 +54,10 @@ class Local:
     """Operations that devices along the axis compute on different shards."""
     moves: dict[fx.Node, Redistribution]
     constants: frozenset[fx.Node]
-    """What depends on no parameter and no input."""
+    """What segments compute for themselves: it depends on no parameter and no input, or on inputs
+    without gradients alone, of which it is larger."""
+    recomputed_by: frozenset[fx.Node]
+    """What constants may be computed by."""
     placements: tuple[Placement, ...]
     """Of the results."""
     rank: fx.Node | None
@@ -110,6 +115,8 @@ class _Propagation:
         self._derived: set[fx.Node] = set()
         """What is computed of parameters alone: those who compute on shards do it again, so that
         its gradient is summed with that of the parameters, once a step."""
+        self._wholes: dict[fx.Node, fx.Node] = {}
+        """Inputs without gradients that all devices have whole, although they are split."""
         self._source = rewritten(body.module.graph, given, axis)
         self._inputs: list[fx.Node] = []
         placeholders = self._source.find_nodes(op="placeholder")
@@ -129,6 +136,9 @@ class _Propagation:
         """Take this device's part of inputs that all devices have whole, along ``dims``."""
         for node, dim in zip(self._inputs, dims, strict=True):
             if dim is not None:
+                if not differentiable(self._local[node]):
+                    self._wholes[node] = self._local[node]
+                    self._placing.free.add(node)
                 self._local[node] = self._out.slice(self._local[node], dim)
                 self._made[node] = Shard(dim)
 
@@ -162,6 +172,30 @@ class _Propagation:
         made = self._made[node]
         if isinstance(made, Placement | Packed):
             self._out.placed(self._local[node], made, node)
+            self._note_free(node)
+
+    def _note_free(self, node: fx.Node) -> None:
+        """Note what is made of split inputs that are there as a whole too: so is this."""
+        free, constants = self._placing.free, self._out.constants
+        read = node.all_input_nodes
+        known = all(x in free or self._local[x] in constants for x in read)
+        plain = isinstance(node.target, OpOverload) and not is_random(node)
+        if plain and known and not free.isdisjoint(read):
+            free.add(node)
+
+    def _of_whole(self, node: fx.Node, placement: Placement) -> fx.Node:
+        """Another part of what every device can compute as a whole, without communication."""
+        if isinstance(placement, Shard):
+            return self._out.slice(self._of_whole(node, REPLICATED), placement.dim)
+        if node not in self._wholes:
+            free = self._placing.free
+            args, kwargs = pytree.tree_map_only(
+                fx.Node,
+                lambda x: self._of_whole(x, REPLICATED) if x in free else self._local[x],
+                (node.args, dict(node.kwargs)),
+            )
+            self._wholes[node] = self._out.call(node.target, args, True, **kwargs)
+        return self._wholes[node]
 
     def _compute(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> None:
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
@@ -259,7 +293,9 @@ class _Propagation:
             return local  # what shards make that is the same everywhere has no gradient
         key = node, placement, sharded
         if key not in self._forms:
-            if _other_sections(made, placement):
+            if node in self._placing.free and isinstance(placement, Placement):
+                self._forms[key] = self._of_whole(node, placement)
+            elif _other_sections(made, placement):
                 whole = self._form(node, REPLICATED, sharded)
                 self._forms[key] = self._out.part(whole, placement)
             elif made == REPLICATED == placement and node in self._derived:
@@ -353,13 +389,17 @@ class _Propagation:
         self._out.graph.output(tuple(results))
         self._out.graph.eliminate_dead_code()
         left = set(self._out.graph.nodes)
+        first = len(self._arguments) - len(self._inputs)
+        inputs = [x for x in self._arguments[first:] if not differentiable(x)]
+        again, by = recomputed_in(self._out.graph, inputs, self._out.constants, self._out.moves)
         return Local(
             self._out.graph,
             self._arguments,
             tuple(results),
             frozenset(self._out.sharded & left),
             {node: move for node, move in self._out.moves.items() if node in left},
-            frozenset(self._out.constants & left),
+            frozenset(self._out.constants & left) | again,
+            frozenset(self._out.constants & left) | by,
             tuple(placements),
             self._out.rank_node,
             tuple(self._draws),
@@ -370,7 +410,8 @@ class _Propagation:
         """What an operation without a rule costs: gathers, and the sums of gradients."""
         nbytes = 0
         for x in node.all_input_nodes:
-            if self._made[x] != REPLICATED and isinstance(whole := self._whole[x], Tensor):
+            moved = self._made[x] != REPLICATED and x not in self._placing.free
+            if moved and isinstance(whole := self._whole[x], Tensor):
                 passes = 2 if differentiable(self._local[x]) else 1
                 nbytes += passes * whole.numel() * whole.dtype.itemsize
         return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)

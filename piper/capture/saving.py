@@ -16,6 +16,7 @@ from torch import fx
 from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
 from piper.capture.joint import Joint
 from piper.capture.program import Kind, Ref
+from piper.capture.recomputing import is_cheap
 
 
 class RematPolicy(Enum):
@@ -38,6 +39,8 @@ def choose(joint: Joint, policy: RematPolicy) -> tuple[Joint, tuple[fx.Node, ...
             kept = _read_by_backward(joint)
         case RematPolicy.MIN_CUT:
             joint, kept = _min_cut(joint)
+            fixed = _fixed(joint)
+            kept = [node for node in kept if node not in fixed]
         case RematPolicy.ALL:
             kept = []
     return joint, _closed(joint, kept)
@@ -56,17 +59,25 @@ def _read_by_backward(joint: Joint) -> list[fx.Node]:
 
 
 def _fixed(joint: Joint) -> set[fx.Node]:
-    """Ops that depend on buffers alone: cheaper to compute again than to keep per microbatch."""
-    fixed = {
-        node
-        for node, ref in joint.arguments.items()
-        if ref.kind is Kind.BUFFER and not is_changing(joint, ref)
-    }
+    """Ops that depend on buffers alone, or on these and the batch if they make more of it than it
+    is: cheaper to compute again than to keep per microbatch."""
+    trained = {ref.index for ref, _ in joint.gradients if ref.kind is Kind.INPUT_GRAD}
+    buffers, inputs = (
+        {node for node, ref in joint.arguments.items() if ref.kind is kind}
+        for kind in (Kind.BUFFER, Kind.INPUT)
+    )
+    constant = {node for node in buffers if not is_changing(joint, joint.arguments[node])}
+    inputs = {node for node in inputs if joint.arguments[node].index not in trained}
+    known, cheap = constant | inputs, set()
     for node in joint.graph.nodes:
-        fed = node.op == "call_function" and all(arg in fixed for arg in node.all_input_nodes)
+        fed = node.op == "call_function" and all(arg in known for arg in node.all_input_nodes)
         if fed and not is_random(node):
-            fixed.add(node)
-    return fixed
+            known.add(node)
+            if all(arg in constant for arg in node.all_input_nodes):
+                constant.add(node)
+            elif is_cheap(node, inputs):
+                cheap.add(node)
+    return constant | cheap
 
 
 def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
