@@ -101,6 +101,38 @@ def test_each_row_goes_through_its_experts_once(axes: str, *, dropless: bool) ->
     assert_same(train(program, batches()), wanted, 1e-12)
 
 
+SHARDED = {"*.w_in": "column", "*.w_gate": "column", "*.experts.w_out": "row"}
+
+
+@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.parametrize("dropless", [True, False])
+@pytest.mark.parametrize("how", [{}, {"sequence_parallel": True, "zero": 1}])
+def test_each_expert_sharded(how: dict[str, Any], *, dropless: bool) -> None:
+    """Expert tensor parallelism: a device has a part of every expert, and of its products."""
+    program = captured(dropless=dropless).compile(mesh(tp=2, parameters=SHARDED, **how))
+    assert products(program) == products(captured(dropless=dropless).compile(mesh()))
+    wanted = reference(dropless=dropless, microbatches=1)
+    assert_same(train(program, batches()), wanted, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_the_plan_of_transformers(name: str) -> None:
+    """gate_up_proj has two sections, each sharded for itself."""
+    program = check_hugging_face(name, 1, mesh(tp=2))
+    assert products(program) == products(hugging_face(name).compile(mesh()))
+
+
+def test_a_plan_that_is_unknown_is_the_models() -> None:
+    wanted = "the model's own plan .* shards 'layers.0' by 'diagonal', which is unknown here: say"
+    model(dropless=True).tensor_plan = {"layers.0": "diagonal"}  # type: ignore[assignment]
+    try:
+        with pytest.raises(piper.DirectiveError, match=wanted):
+            captured.__wrapped__(dropless=True).compile(mesh(tp=2))
+    finally:
+        del model(dropless=True).tensor_plan
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize(

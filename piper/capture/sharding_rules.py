@@ -16,12 +16,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.utils import _pytree as pytree
 
 from piper.capture.dropped_attention import ATTENTION, NAMES
+from piper.capture.grouped import EXPERT_ROWS, GROUPED_MM
 from piper.capture.head_tail import HEAD_TAIL
 from piper.capture.placements import REPLICATED, Placement, Placements
 from piper.capture.quiet import hushed_loggers
@@ -65,6 +66,8 @@ class Rules:
         if target is HEAD_TAIL:
             heads = all(given.get(id(x), REPLICATED) == Shard(1) for x in args[:3])
             return (Shard(1), Shard(1)) if heads else None
+        if target in (GROUPED_MM, EXPERT_ROWS):
+            return _grouped(target, [given.get(id(x), REPLICATED) for x in args[:2]])
         if target is torch.ops.aten.dropout.default:
             placed = given.get(id(args[0]), REPLICATED)
             return placed if type(placed) is Shard else None
@@ -206,6 +209,16 @@ def _each(made: Any, placement: Callable[[Tensor], Placement]) -> Placements:
     if isinstance(made, list | tuple):
         return tuple(_each(x, placement) if isinstance(x, Tensor) else None for x in made)
     return placement(made)
+
+
+def _grouped(target: object, places: Sequence[Placement]) -> Placements | None:
+    """The weights of all experts may be sharded along what a product makes, or sums over; their
+    biases along what they are added to."""
+    if target is EXPERT_ROWS:
+        return Shard(1) if places[0] == Shard(1) else None
+    if places == [REPLICATED, Shard(2)]:
+        return Shard(1)
+    return Partial() if places == [Shard(1), Shard(1)] else None
 
 
 def _attention(

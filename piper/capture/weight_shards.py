@@ -1,8 +1,9 @@
 """How a parameter is sharded that a person calls "column" or "row": the dimension follows from the
 product that it is the weight of, and the sections of a fused weight from where its result is split.
 
-    linear(x, w [out, in])      column 0    row 1
-    addmm(b, x, w [in, out])    column 1    row 0
+    linear(x, w [out, in])                column 0    row 1
+    addmm(b, x, w [in, out])              column 1    row 0
+    grouped_mm(x, w [experts, in, out])   column 2    row 1
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 
 from piper.capture.chunks import Chunk, ParameterShard, Style
 from piper.capture.fused import TURNS, sections_of, turned
+from piper.capture.grouped import EXPERT_ROWS, GROUPED_MM
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
@@ -24,6 +26,8 @@ _PRODUCTS: dict[Any, tuple[int, int, int]] = {
     aten.mm.default: (1, 1, 0),
     aten.matmul.default: (1, 1, 0),
     aten.embedding.default: (0, 1, 0),
+    aten.bmm.default: (1, 2, 1),
+    GROUPED_MM: (1, 2, 1),
 }
 """The argument that is the weight, its dimension that the result has, and the one summed over."""
 _BIASES: dict[Any, int] = {aten.linear.default: 2, aten.addmm.default: 0}
@@ -54,6 +58,11 @@ def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> Parameter
         return None  # a bias is added once, to the sum
     if len(shape) == 1:
         return ParameterShard(0, _bias_sections(node) if how in (0, Style.COLUMN) else ())
+    for user in node.users:  # a bias of each expert
+        if user.target is EXPERT_ROWS and how in (1, Style.COLUMN):
+            return ParameterShard(1, _bias_sections(user))
+        if user.target is EXPERT_ROWS and how is Style.ROW:
+            return None
     if isinstance(how, int):
         return ParameterShard(how)
     raise CaptureError(
@@ -70,9 +79,11 @@ def _of_product(node: fx.Node, how: int | Style, dims: list[int]) -> ParameterSh
             found = _of_product(user, how, [dims[d] for d in turned(user, len(dims))])
             if found is not None:
                 return found
-        if user.target not in _PRODUCTS or len(dims) != 2:
+        if user.target not in _PRODUCTS:
             continue
         at, out, summed = _PRODUCTS[user.target]
+        if len(dims) != max(out, summed) + 1:
+            continue
         if len(user.args) > at and user.args[at] is node:
             styles = {Style.COLUMN: dims[out], Style.ROW: dims[summed]}
             dim = styles[how] if isinstance(how, Style) else how
@@ -86,7 +97,7 @@ def _bias_sections(node: fx.Node) -> tuple[int, ...]:
         at = _BIASES.get(user.target)
         within = at is not None and len(user.args) > at and user.args[at] is node
         after = user.target is aten.add.Tensor
-        if (within or after) and user.meta["val"].shape[-1] == node.meta["val"].shape[0]:
+        if (within or after) and user.meta["val"].shape[-1] == node.meta["val"].shape[-1]:
             return sections_of(user)
     return ()
 

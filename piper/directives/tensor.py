@@ -152,7 +152,7 @@ class _Chosen:
                 "parameters={'*.up.weight': 0, '*.down.weight': 1}"
             )
         self._patterns = {"*": MODEL} if patterns is None else patterns
-        plan = [(own, _style(own, how)) for own, how in declared.items()]
+        plan = [(own, _declared(own, how)) for own, how in declared.items()]
         self._rules: list[tuple[str, str, int | Style | None]] = []
         for pattern, wanted in self._patterns.items():
             if wanted == MODEL:
@@ -203,6 +203,17 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
+def _declared(pattern: str, how: str) -> int | Style | None:
+    try:
+        return _style(pattern, how)
+    except DirectiveError:
+        raise DirectiveError(
+            f"the model's own plan for tensor parallelism (tensor_plan or _tp_plan) shards "
+            f"{pattern!r} by {how!r}, which is unknown here: say how parameters are sharded, "
+            "parameters={'*.up.weight': 'column', '*.down.weight': 'row'}"
+        ) from None
+
+
 def _style(pattern: str, how: object) -> int | Style | None:
     if isinstance(how, int) and not isinstance(how, bool) and how >= 0:
         return how
@@ -230,5 +241,6 @@ _OTHERS = (
     "moe_tp_experts",
     "grouped_gemm",
     "ep_router",
+    "ep_dispatch_experts",
 )
 """What ``transformers`` says of modules whose parameters are replicated here."""
