@@ -171,9 +171,10 @@ def test_the_first_loss_that_is_not_finite_is_a_warning(trainer: piper.Trainer) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_losses_are_looked_at_without_waiting() -> None:
     bad = (BATCHES[0][0] * float("nan"), BATCHES[0][1])
+    rows = [(x.cuda(), y.cuda()) for x, y in BATCHES]  # to upload others waits for the copy
     with piper.launch(program(device="cuda")) as trainer:
-        trainer.fit(BATCHES)
-        loop = trainer.iterate(BATCHES)
+        trainer.fit(rows)
+        loop = trainer.iterate(rows)
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in loop:
