@@ -651,6 +651,14 @@ def test_sizes_that_nobody_could_wait_for_are_refused(name: str) -> None:
 
 
 WRONG_CALLS: dict[str, Callable[[], object]] = {
+    "place-unknown": lambda: place({}, device=[0]),  # type: ignore[call-arg]
+    "place-batch": lambda: place({}, devices=[0], batch=3),  # type: ignore[arg-type]
+    "place-sequence": lambda: Strategy([place({}, devices=[0], sequence=["cp"])]),  # type: ignore[arg-type]
+    "shard-axis": lambda: Strategy([shard({}, axis=["tp"])]),  # type: ignore[arg-type]
+    "shard-batch": lambda: shard({}, batch=[["dp"]]),  # type: ignore[list-item]
+    "shard-list": lambda: Strategy([shard({}, axis="tp", parameters=["up"])]),  # type: ignore[arg-type]
+    "shard-numbers": lambda: Strategy([shard({}, axis="tp", parameters={1: 0})]),  # type: ignore[dict-item]
+    "mesh-experts": lambda: mesh(dp=2, ep=2, experts=["EP"]),  # type: ignore[arg-type]
     "place-where": lambda: place("PP", devices=[0]),  # type: ignore[arg-type]
     "place-devices": lambda: place({}, devices=0),  # type: ignore[arg-type]
     "order-group": lambda: order("PP"),  # type: ignore[arg-type]

@@ -144,6 +144,22 @@ def check_tag(what: str, name: object) -> None:
         raise DirectiveError(f"{what}={name!r} must be the name of a tag")
 
 
+def check_axis(what: str, name: object) -> None:
+    """Refuse what is no name of an axis; None is no axis."""
+    if name is not None and not isinstance(name, str):
+        raise DirectiveError(f"{what}={name!r} must be the name of an axis of the mesh")
+
+
+def axis_names(what: str, given: object) -> tuple[str, ...] | None:
+    """Axes as the user wrote them: one name, or several."""
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    names = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(name, str) for name in names):
+        raise DirectiveError(f"{what}={given!r} must be names of axes of the mesh")
+    return names
+
+
 def positive(what: str, value: object) -> int:
     """``value``, which must be a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from piper.arguments import named_arguments
 from piper.capture.program import Pass
 from piper.directives.base import Directive, plain_filter
 from piper.directives.crossing import natural, refuse_crossing
@@ -224,6 +225,7 @@ def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
     return made
 
 
+@named_arguments(DirectiveError)
 def order(*groups: Sequence[FilterLike] | FilterLike) -> Order:
     """Run the groups one after another on their devices; filters inside one group overlap."""
     rows = []

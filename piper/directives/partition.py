@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from piper.arguments import named_arguments
 from piper.directives.base import Directive, check_tag, positive
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
@@ -143,6 +144,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     return counts[::-1]
 
 
+@named_arguments(DirectiveError)
 def partition(
     tag: str, *, into: str, parts: int, by: str | Sequence[int] | Mapping[int, float] = "flops"
 ) -> Partition:

@@ -13,8 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from piper.arguments import named_arguments
 from piper.capture.chunks import ContextAttention
-from piper.directives.base import Directive, check_group, check_stream, device_group, plain_filter
+from piper.directives.base import (
+    Directive,
+    axis_names,
+    check_axis,
+    check_group,
+    check_stream,
+    device_group,
+    plain_filter,
+)
 from piper.directives.tensor import with_rule
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
@@ -110,6 +119,7 @@ class Place(Directive):
             )
 
     def _check_sequence(self) -> None:
+        check_axis("sequence", self.sequence)
         kinds = [kind.value for kind in ContextAttention]
         if self.attention not in kinds:
             raise DirectiveError(f"attention={self.attention!r} is unknown: {' or '.join(kinds)}")
@@ -141,6 +151,7 @@ class Place(Directive):
         return field != "axes"
 
 
+@named_arguments(DirectiveError)
 def place(
     where: FilterLike,
     *,
@@ -161,7 +172,7 @@ def place(
     a causal mask). What the nodes send to other groups goes over ``stream``. A filter on the
     microbatch may place the same stage on different groups.
     """
-    names = (batch,) if isinstance(batch, str) else None if batch is None else tuple(batch)
+    names = axis_names("batch", batch)
     axes = dict(devices.axes) if isinstance(devices, Mesh) else None
     group = devices.devices if isinstance(devices, Mesh) else device_group(devices)
     return Place(plain_filter(where), group, stream, axes, names, sequence, attention)

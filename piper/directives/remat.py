@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from piper.arguments import named_arguments
 from piper.capture.saving import RematPolicy
 from piper.directives.base import Directive, plain_filter, whole_chunks
 from piper.errors import DirectiveError
@@ -46,6 +47,7 @@ class Remat(Directive):
         return replace(dag.with_nodes(changed), remat=remat)
 
 
+@named_arguments(DirectiveError)
 def remat(where: FilterLike, policy: str) -> Remat:
     """Let the matched regions keep for their backward what ``policy`` says: "none" recomputes
     nothing, "min-cut" what is cheap, "all" everything."""

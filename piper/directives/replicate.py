@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from piper.arguments import named_arguments
 from piper.directives.base import (
     Directive,
     check_group,
@@ -107,6 +108,7 @@ def _level(rule: StateRule) -> str:
     return f"zero={rule.zero}" + (f", within={rule.within}" if rule.within else "")
 
 
+@named_arguments(DirectiveError)
 def replicate(
     where: FilterLike,
     *,

@@ -15,8 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, check_stream, plain_filter, positive, whole_chunks
-from piper.directives.tensor import refuse_tied_names, tensor_rules
+from piper.arguments import named_arguments
+from piper.directives.base import (
+    Directive,
+    axis_names,
+    check_axis,
+    check_stream,
+    plain_filter,
+    positive,
+    whole_chunks,
+)
+from piper.directives.tensor import check_patterns, refuse_tied_names, tensor_rules
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.facts import ChunkFacts
@@ -44,6 +53,8 @@ class Shard(Directive):
     def check(self) -> None:
         if self.stream is not None:
             check_stream("stream", self.stream)
+        check_axis("axis", self.axis)
+        check_patterns(self.parameters)
         if self.axis is None and (self.parameters is not None or self.sequence):
             raise DirectiveError(
                 "parameters= and sequence= are of tensor parallelism: name the axis of the "
@@ -239,6 +250,7 @@ class Shard(Directive):
                 )
 
 
+@named_arguments(DirectiveError)
 def shard(
     where: FilterLike,
     *,
@@ -268,7 +280,5 @@ def shard(
     (its attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards
     what would be replicated between the sharded products along dimension 1 (sequence parallelism).
     """
-    names = (batch,) if isinstance(batch, str) else None if batch is None else tuple(batch)
-    return Shard(
-        plain_filter(where), stream, dim, ways, axis, parameters, sequence, capacity, names
-    )
+    rows = axis_names("batch", batch)
+    return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence, capacity, rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from piper.arguments import named_arguments
 from piper.directives.base import Directive, check_tag, plain_filter, positive
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
@@ -65,6 +66,7 @@ class Split(Directive):
         )
 
 
+@named_arguments(DirectiveError)
 def split(where: FilterLike | None = None, *, into: str = "MB", parts: int) -> Split:
     """Split the batch into ``parts`` microbatches, numbered by the tag ``into``."""
     return Split(plain_filter(where or {}), into, parts)

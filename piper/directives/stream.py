@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from piper.arguments import named_arguments
 from piper.directives.base import Directive, check_stream, plain_filter
 from piper.errors import DirectiveError
 from piper.ir.dag import Dag
@@ -51,6 +52,7 @@ def _share(sms: object) -> Sms:
     return sms
 
 
+@named_arguments(DirectiveError)
 def stream(
     where: FilterLike | None,
     name: str,

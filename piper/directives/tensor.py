@@ -16,6 +16,7 @@ from piper.errors import DirectiveError
 from piper.ir.dag import Dag, Node
 from piper.ir.rules import TensorRule
 from piper.ir.text import name_of, region_of
+from piper.reading import shown
 
 Wanted = int | str
 _STYLES = {
@@ -183,6 +184,17 @@ class _Chosen:
                 f"parameters: the pattern {unused[0]!r} matches no parameter of the regions; there "
                 f"are {', '.join(shown)}{', ...' if len(names) > 8 else ''}"
             )
+
+
+def check_patterns(parameters: object) -> None:
+    """Refuse what does not map patterns to how their parameters are sharded."""
+    if parameters is None:
+        return
+    if not isinstance(parameters, Mapping) or not all(isinstance(p, str) for p in parameters):
+        raise DirectiveError(
+            f"parameters={shown(parameters)} must map patterns of names to the number of a "
+            "dimension, 'column' or 'row', such as {'*.up.weight': 0}"
+        )
 
 
 def refuse_tied_names(patterns: Iterable[str], keys: Mapping[str, str]) -> None:

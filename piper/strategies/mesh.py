@@ -7,7 +7,7 @@ from enum import Enum
 
 from piper.arguments import named_arguments
 from piper.directives import Directive, partition, replicate, shard, split
-from piper.directives.base import positive
+from piper.directives.base import check_tag, positive
 from piper.errors import DirectiveError
 from piper.ir.mesh import MOST_DEVICES, Mesh
 from piper.strategies.breadth_first import breadth_first
@@ -116,6 +116,7 @@ def mesh(
     """
     for name, value in (("pp", pp), ("dp", dp), ("tp", tp), ("cp", cp), ("ep", ep)):
         positive(name, value)
+    check_tag("experts", experts)
     size = dp * cp * tp
     if pp * size > MOST_DEVICES:
         raise DirectiveError(
