@@ -362,6 +362,20 @@ def test_whatever_ends_it_the_last_step_is_saved(end: str, tmp_path: Path) -> No
         assert heard.losses == {4: whole(4)[-1]}
 
 
+def test_a_loop_that_was_left_saves_before_the_next_begins(tmp_path: Path) -> None:
+    """Not after it, with the place in the data that the first had."""
+    with piper.launch(program()) as trainer:
+        first = trainer.iterate(BATCHES, checkpoint=tmp_path)
+        next(first)
+        trainer.fit(BATCHES[1:], checkpoint=tmp_path)
+        assert list(first) == []
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000001", "step-00000004"]
+    with piper.launch(program()) as trainer:
+        calls = [trainer.fit(BATCHES, checkpoint=tmp_path, resume=True) for _ in range(3)]
+        assert [call.steps for call in calls] == [0, 0, 4]
+
+
 def test_nothing_is_saved_before_the_first_step(tmp_path: Path, trainer: piper.Trainer) -> None:
     with pytest.raises(PiperError, match=r"inputs\[0\]"):
         trainer.fit([BATCHES[0][:1] * 2, BATCHES[0][::-1], (3, 4)], checkpoint=tmp_path / "run")

@@ -75,7 +75,7 @@ class Checkpoints:
                 raise PiperError(f"{name}={number!r} must be a whole number from 1 on, or None")
         self._trainer = trainer
         self._group = group
-        self._folder = path_of(folder).absolute()
+        self.folder = path_of(folder).absolute()
         self._every = every
         self._keep = keep
         self._background = background
@@ -92,9 +92,9 @@ class Checkpoints:
     def begin(self, runs: dict[Path, Run], position: Position, *, resume: bool) -> None:
         """Begin the next call of the run in this folder. The first goes on from the last
         checkpoint, if there is one; later ones continue."""
-        if self._folder not in runs:
-            runs[self._folder] = self._begun(resume=resume)
-        run = runs[self._folder]
+        if self.folder not in runs:
+            runs[self.folder] = self._begun(resume=resume)
+        run = runs[self.folder]
         self._call = run.calls
         run.calls += 1
         self.first = self._trainer.steps
@@ -110,7 +110,7 @@ class Checkpoints:
         known = self._group.once(self._prepare)
         if known and not resume:
             raise PiperError(
-                f"{self._folder} has the checkpoints of a run that got to step {max(known)}: say "
+                f"{self.folder} has the checkpoints of a run that got to step {max(known)}: say "
                 "resume=True to resume from there, or use another folder"
             )
         refused: PiperError | None = None
@@ -136,10 +136,10 @@ class Checkpoints:
 
     def _prepare(self) -> dict[int, Path]:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            return folders.numbered(self._folder / _NAME.format(0))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return folders.numbered(self.folder / _NAME.format(0))
         except OSError as error:
-            raise PiperError(f"{self._folder} cannot be used for checkpoints: {error}") from error
+            raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
     def after_step(self, position: Position) -> None:
         """Save if it is time to."""
@@ -157,7 +157,7 @@ class Checkpoints:
             return
         self._last = step  # also if Ctrl-C comes when all is done: others do not save again
         data = {**self._group.once(position.state), "call": self._call, "first": self.first}
-        path = self._folder / _NAME.format(step)
+        path = self.folder / _NAME.format(step)
         self._trainer.save_at(path, data, self._keep, background=background)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from enum import Enum, IntEnum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piper.callbacks import Callback, told
@@ -72,6 +73,7 @@ class Rounds:
         self._group = group
         self._position = position
         self._saved = saved
+        self.folder = None if saved is None else saved.folder
         self._callbacks = callbacks
         self._progress = progress
         self._how: dict[str, Any] = {"rows": rows, "pad": pad}
@@ -257,6 +259,11 @@ class Loop(Iterator[StepResult]):
         """End the loop: with ``checkpoint=``, the state after the last step is saved."""
         self._warn_unused()
         self._results.close()
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it saves."""
+        return self._rounds.folder
 
     def summary(self) -> FitSummary:
         """What it has done so far."""

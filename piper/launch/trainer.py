@@ -262,14 +262,18 @@ class Trainer:
         ``checkpoint``."""
         if checkpoint is None and (every is not None or resume or keep is not None or background):
             raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-            raise PiperError(f"steps={steps!r} must be a whole number, or None")
+        whole = isinstance(steps, int) and not isinstance(steps, bool)
+        if steps is not None and not (whole and steps >= 0):
+            raise PiperError(f"steps={steps!r} must be a whole number from 0 on, or None")
         listeners = checked_callbacks(callbacks)
         group = self._devices
         position = Position(batches, self.steps, repeat=steps is not None, random=not rows)
         saved = None
         if checkpoint is not None:
             saved = Checkpoints(self, group, checkpoint, every, keep, background)
+            for loop in list(self._loops):
+                if loop.folder == saved.folder:  # it must not save after this one has begun
+                    loop.close()
             saved.begin(self._runs, position, resume=resume)
         if self.rank != 0:
             listeners, progress = [], False
