@@ -162,6 +162,22 @@ def test_a_two_way_pipeline_divides_parameters_within_each_direction() -> None:
     assert {(bucket.within, bucket.copies) for bucket in program.buckets} == {(2, 2)}
 
 
+@pytest.mark.parametrize("schedule", ["dualpipe", slow("1f1b")])
+def test_a_higher_level_never_shards_less(schedule: str) -> None:
+    """Each direction of the pipeline, or end of it, is one device, which can gather nothing: the
+    rest is sharded over both. 1f1b has a tied embedding at both ends."""
+    model = experts() if schedule == "dualpipe" else odd(True)
+
+    def made(zero: int) -> piper.Program:
+        strategy = mesh(pp=2, zero=zero, schedule=schedule, microbatches=4, bucket_mb=1e-3)
+        return compiled(model, strategy.directives, mean_loss, batches(4), clip_norm=CLIP)
+
+    programs = [made(zero) for zero in (2, 3)]
+    two, three = (max(memory.peak for memory in p.memory) for p in programs)
+    assert three <= two
+    assert_same(train(programs[-1], batches(4)), expected(model, 4), ULPS)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_every_kind(zero: int, tied: bool) -> None:

@@ -4,6 +4,7 @@ zero=1, 2   [0 1 2 3]          one copy, sharded over all its devices
 within=2    [0 1 | 2 3]        two copies, each sharded over neighbours
 zero=3      [0 1 | 2 3]        the same by itself where 0,1 and 2,3 run regions of their own: a
                                copy is gathered by those who compute together
+            [0 1]              as zero=2 where 0 and 1 do: nobody could gather a copy
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     _refuse_both(dag, seen)
     found = {}
-    known: dict[tuple[object, ...], tuple[tuple[Group, ...], int, int]] = {}
+    known: dict[tuple[object, ...], tuple[tuple[Group, ...], int, int, StateRule]] = {}
     for name in devices:
         shard, rule = shards[name], rules[name]
         _refuse_other_parts(dag, name, [by for _, by in places[name]])
@@ -131,12 +132,13 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
         if key not in known:
             where = sorted(places[name], key=lambda place: min(place[0]))
             copies = _equal_copies(name, where, parts)
-            groups, within = _shard_groups(dag, name, [group for group, _ in where], copies, rule)
+            holders = [group for group, _ in where]
+            groups, within, chosen = _shard_groups(dag, name, holders, copies, rule)
             alike = 1
             if within == 1:
                 groups, alike = _side_by_side(dag, groups, [*makers[name].values()])
-            known[key] = groups, within, alike
-        groups, within, alike = known[key]
+            known[key] = groups, within, alike, chosen
+        groups, within, alike, rule = known[key]
         facts = dag.model.parameters[name]
         user = users[name] if rule.zero >= 2 else None
         held = BucketKey(
@@ -268,15 +270,20 @@ def _side_by_side(
 
 def _shard_groups(
     dag: Dag, name: str, places: Sequence[Group], groups: tuple[Group, ...], rule: StateRule
-) -> tuple[tuple[Group, ...], int]:
-    """``groups`` with the devices that divide one copy side by side, and how many these are."""
+) -> tuple[tuple[Group, ...], int, StateRule]:
+    """``groups`` with the devices that divide one copy side by side, how many these are, and the
+    rule by which they do."""
     if rule.zero == 0:
-        return groups, 1
+        return groups, 1, rule
     most = len(groups[0])
     if rule.zero == 3:
         together = [_together(group, places) for group in groups]
-        most = math.gcd(*(len(run) for runs in together for run in runs))
-        groups = tuple(tuple(d for run in runs for d in run) for runs in together)
+        shared = math.gcd(*(len(run) for runs in together for run in runs))
+        if shared == 1 < most:
+            rule = replace(rule, zero=2)  # no two compute together: the rest is sharded over all
+        else:
+            most = shared
+            groups = tuple(tuple(d for run in runs for d in run) for runs in together)
     within = most if rule.within is None else rule.within
     if most % within:
         fits = [str(n) for n in range(1, most + 1) if most % n == 0]
@@ -284,7 +291,7 @@ def _shard_groups(
             f"{dag.history[rule.made_by]}: {name!r} is held by {most} devices that can shard it, "
             f"and {within} does not divide {most}: use within={' or '.join(fits)}"
         )
-    return groups, within
+    return groups, within, rule
 
 
 def _together(group: Group, places: Sequence[Group]) -> list[list[int]]:
