@@ -322,7 +322,7 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
         each = count * place.parts
         if batch % each and place.parts > 1:
             fits = [n for n in range(1, batch + 1) if batch % (n * place.parts) == 0]
-            advice = f"numbers of microbatches that work for it: {fits}" if fits else (
+            advice = f"give microbatches= (split: parts=) one of {fits}" if fits else (
                 f"give a batch that is a multiple of {each}"
             )  # fmt: skip
             raise DirectiveError(

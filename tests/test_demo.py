@@ -48,7 +48,7 @@ def test_a_count_that_does_not_divide_is_one_message() -> None:
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
         "error: place({'PP': 0}, devices=[0, 1]): a batch of 16 in 3 microbatches does not divide "
-        "over 2 devices; numbers of microbatches that work for it: [1, 2, 4, 8]"
+        "over 2 devices; give microbatches= (split: parts=) one of [1, 2, 4, 8]"
     ]
 
 

@@ -808,7 +808,8 @@ def test_the_facts_by_hand_are_those_of_capture(
 
 def plain_facts(chunk: ChunkFacts) -> ChunkFacts:
     """``chunk`` without the bytes that its operations move, which only costs are made of, without
-    those that it saves by letting go early, and without how its gradients lie."""
+    those that it saves by letting go early, without how its gradients lie, and without the lines
+    of its products."""
 
     def plain(variant: Variant) -> Variant:
         passes = {
@@ -818,7 +819,7 @@ def plain_facts(chunk: ChunkFacts) -> ChunkFacts:
         return replace(variant, passes=passes)
 
     variants = {policy: plain(v) for policy, v in chunk.variants.items()}
-    return replace(chunk, variants=variants, gradients={})
+    return replace(chunk, variants=variants, gradients={}, products=())
 
 
 class Counting(Chain):

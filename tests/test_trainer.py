@@ -856,7 +856,7 @@ def test_compilations_that_are_refused(options: dict[str, Any], words: str) -> N
     ("devices", "parts", "words"),
     [
         (3, 1, "give a batch that is a multiple of 3"),
-        (2, 3, "numbers of microbatches that work for it: [1, 2, 4]"),
+        (2, 3, "give microbatches= (split: parts=) one of [1, 2, 4]"),
         (16, 1, "give a batch that is a multiple of 16"),
     ],
 )
