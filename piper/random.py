@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
 from piper.capture.chunks import Draw
+from piper.capture.generators import drawing_from, dropout
 
 
 def fold(seed: int, *, step: int, chunk: int, microbatch: int, replica: int = 0) -> int:
@@ -18,26 +18,13 @@ def fold(seed: int, *, step: int, chunk: int, microbatch: int, replica: int = 0)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-def noise(draw: Draw, device: torch.device) -> torch.Tensor:
-    """What a dropout of the whole multiplies by."""
-    ones = torch.ones(draw.shape, dtype=draw.dtype, device=device)
-    return torch.dropout(ones, draw.probability, True)
+def skip(draw: Draw, device: torch.device) -> None:
+    """Draw what a dropout of the whole draws."""
+    dropout(torch.ones(draw.shape, dtype=draw.dtype, device=device), draw.probability)
 
 
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw from ``seed`` inside; outside, the device's generator goes on as if nothing was."""
-    generator = _default_generator(device)
-    before = generator.get_state()
+def seeded(generator: torch.Generator, seed: int) -> AbstractContextManager[None]:
+    """Inside, programs draw from ``seed``, by ``generator``, which is nobody else's: the default
+    generator of the process stays out of it."""
     generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(before)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    return drawing_from(generator)

@@ -71,6 +71,7 @@ class SingleDevice:
         self.captured = captured
         self.seed = seed
         self.steps = 0
+        self._generator = torch.Generator(captured.device)
         self._runners = captured.runners()
         self._backward = (Pass.BI, Pass.BW) if split_backward else (Pass.B,)
         self._held = [_held(program, self._backward) for program in captured.programs]
@@ -163,7 +164,7 @@ class SingleDevice:
         function = program.functions[Pass.F]
         tensors = {Ref(Kind.INPUT, i): values[value] for i, value in enumerate(chunk.inputs)}
         draws = fold(self.seed, step=self.steps, chunk=chunk.index, microbatch=microbatch)
-        with seeded(self.captured.device, draws) if function.random else nullcontext():
+        with seeded(self._generator, draws) if function.random else nullcontext():
             self._call(chunk, function, run, tensors)
         for i, value in enumerate(chunk.outputs):
             values[value] = tensors[Ref(Kind.OUTPUT, i)]

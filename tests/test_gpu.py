@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from piper.capture import capture
+from piper.capture.generators import draw_privately, drawing_from
 from piper.capture.grouped import expert_rows, grouped_mm
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
+from piper.random import fold
 from piper.single import SingleDevice
 from tests.reference import assert_equal, eager, piper_step
 
@@ -130,3 +133,53 @@ def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
     for one, other in zip(found, wanted, strict=True):
         other = torch.zeros_like(one) if other is None else other
         assert torch.allclose(one.double(), other.double(), atol=0.3, rtol=0.02)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.a(x), 0.2)
+        q = h.reshape(4, 8, 2, 32).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)
+        h = attended.transpose(1, 2).reshape(4, 8, 64)
+        return F.dropout(h, 0.1) + torch.rand_like(h) + torch.randn(64, device=h.device)
+
+
+def test_random_operations_have_a_generator_of_their_own() -> None:
+    """The numbers are those that the default generator draws from the same seed, which stays as it
+    was; attention with dropout, which takes no generator, among them."""
+    torch.manual_seed(0)
+    model, x = Noisy().cuda(), torch.randn(4, 8, 64, device="cuda")
+    captured = capture(model, inputs=(x,), targets=(x,), loss=F.mse_loss)
+    before = torch.cuda.get_rng_state()
+    loss, gradients, _ = SingleDevice(captured, model).differentiate(x, x)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    torch.manual_seed(fold(0, step=0, chunk=0, microbatch=0))
+    should = F.mse_loss(model(x), x)
+    should.backward()
+    assert torch.equal(loss, should)
+    assert torch.equal(gradients["a.weight"], model.a.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7,), (33, 129), (1024, 256)])
+def test_dropout_with_a_generator_has_the_bits_of_that_without(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    for p in (0.1, 0.5, 0.9):
+        torch.cuda.manual_seed(7)
+        should = [y for _ in range(2) for y in torch.native_dropout(x, p, True)]
+        graph = fx.Graph()
+        given = graph.placeholder("x")
+        graph.output(graph.call_function(torch.ops.aten.native_dropout.default, (given, p, True)))
+        draw_privately(graph)
+        drop = fx.GraphModule(nn.Module(), graph)
+        before = torch.cuda.get_rng_state()
+        with drawing_from(torch.Generator("cuda").manual_seed(7)):
+            mine = [y for _ in range(2) for y in drop(x)]
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+        assert all(map(torch.equal, mine, should))

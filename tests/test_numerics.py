@@ -7,7 +7,8 @@ Every case runs with fused and with split backward. One thread: with several, so
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from piper.models import (
 from piper.random import fold
 from piper.single import SingleDevice
 from tests.reference import Net, assert_equal, assert_equal_to_eager, eager, piper_step
+from tests.training import sgd
 
 ALL = ("none", "min-cut", "all")
 DENSE = DenseConfig(vocab=19, dim=16, layers=2, heads=4, mlp_dim=12, max_seq=8)
@@ -837,10 +839,64 @@ def test_the_global_generator_is_left_alone(dropout: Dropout) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@torch.library.custom_op("piper_tests::interrupted", mutates_args=())
+def interrupted(x: Tensor) -> Tensor:
+    """Another thread draws now, in the middle of an instruction."""
+    thread = threading.Thread(target=lambda: OTHER.append(torch.rand(3)))
+    thread.start()
+    thread.join()
+    return x.clone()
+
+
+@interrupted.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+interrupted.register_autograd(lambda _, gradient: gradient)
+OTHER: list[Tensor] = []
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_other_threads_and_steps_draw_apart(microbatches: int) -> None:
+    """What a thread draws in the middle of an instruction changes no dropout, and the step changes
+    nothing that the thread draws."""
+
+    def drawn(between: Callable[[Tensor], Tensor]) -> SingleDevice:
+        def forward(self: Net, x: Tensor) -> Tensor:
+            with annotate("r"):
+                x = between(F.dropout(self.a(x), 0.5))
+                return self.b(F.dropout(x, 0.5) + torch.rand_like(x) * torch.randperm(len(x[0])))
+
+        torch.manual_seed(0)
+        model = Net(forward, a=linear(), b=linear())
+        captured = capture(
+            model, inputs=(rows(),), targets=(rows(),), loss=F.mse_loss, microbatches=microbatches
+        )
+        return SingleDevice(captured, model, optimizer=sgd)
+
+    torch.manual_seed(1)
+    batch = rows(), rows()
+    alone, together = (drawn(between) for between in (torch.clone, interrupted))
+    torch.manual_seed(2)
+    should = [torch.rand(3) for _ in range(3 * microbatches)]
+    torch.manual_seed(2)
+    OTHER.clear()
+    for _ in range(3):
+        assert torch.equal(together.step(*batch).loss, alone.step(*batch).loss)
+    assert len(OTHER) == len(should)
+    assert all(map(torch.equal, OTHER, should))
+
+
 @pytest.mark.parametrize(
     "draw",
     [
         lambda x: x + torch.randn_like(x),
+        lambda x: x + torch.rand(x.shape, dtype=x.dtype) * torch.randperm(x.shape[-1]),
+        lambda x: x * torch.randint_like(x.detach(), 5) + torch.randint_like(x.detach(), 2, 5),
+        lambda x: x + torch.normal(x.detach(), 1.0) + torch.poisson(x.detach().abs()),
+        lambda x: torch.ops.aten.native_dropout(x, 0.3, True)[0],
+        lambda x: x[:, torch.multinomial(torch.ones(x.shape[-1]), x.shape[-1])],
         lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
         lambda x: F.alpha_dropout(x, 0.3, True),
         lambda x: F.dropout1d(x, 0.3, True),
@@ -849,9 +905,25 @@ def test_the_global_generator_is_left_alone(dropout: Dropout) -> None:
         lambda x: F.dropout(x, 0.3, True, inplace=True),
         lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3)[0],
     ],
-    ids=["noise", "bernoulli", "alpha", "dropout1d", "rrelu", "gumbel", "in-place", "attention"],
+    ids=[
+        "noise",
+        "uniform",
+        "integers",
+        "around",
+        "native",
+        "choice",
+        "bernoulli",
+        "alpha",
+        "dropout1d",
+        "rrelu",
+        "gumbel",
+        "in-place",
+        "attention",
+    ],
 )
 def test_random_ops(draw: object) -> None:
+    """The numbers are those that the default generator draws from the same seed."""
+
     def forward(self: Net, x: Tensor) -> Tensor:
         with annotate("r"):
             x = draw(self.a(x))  # type: ignore[operator]

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from piper.capture.generators import default_exchanged, draw_privately
 from piper.capture.gpu_numbers import gpu_for, move_values, name_gpu
 from piper.capture.grouped import EAGER
 from piper.capture.kept_strides import keep_strides, strides_of
@@ -72,6 +73,7 @@ class Eager:
         into = self.into(function)
         write_into(graph, into)
         leave_out(graph)
+        draw_privately(graph)
         for node in graph.nodes:
             node.target = _DIRECT.get(node.target, node.target)
         graph.set_codegen(_Boxed(len(into)))
@@ -181,7 +183,17 @@ class Inductor:
             # no input is called static, since Inductor does not look at the alignment of those, and
             # parameters may begin anywhere in a flat buffer
             runner: Runner = compile_fx_inner(module, fakes, is_backward=which is not Pass.F)
-        return runner
+        return _exchanging(runner) if function.random else runner
+
+
+def _exchanging(run: Runner) -> Runner:
+    """What Inductor made draws from the default generator alone."""
+
+    def exchanged(arguments: list[Any]) -> Sequence[Tensor]:
+        with default_exchanged():
+            return run(arguments)
+
+    return exchanged
 
 
 @dataclass(frozen=True, slots=True)

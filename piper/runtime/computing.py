@@ -13,7 +13,7 @@ from piper.capture.program import BUNDLES, Kind, Ref
 from piper.capture.tensors import TensorSpec
 from piper.ir.ops import Compute
 from piper.lower.plan import Instruction
-from piper.random import fold, noise, seeded
+from piper.random import fold, seeded, skip
 from piper.runtime.context import ExecutionContext, Made
 from piper.runtime.pending import BoundInstruction
 from piper.runtime.streams import Free
@@ -110,16 +110,16 @@ def compute(
 
     if not function.random:
         return execute
-    state, where = context.state, context.where
+    state, where, generator = context.state, context.where, context.generator
     part = op.microbatch * group + x.group.index(context.device)
 
     draws = piece.draws or Draws(op.chunk)
 
     def drawing() -> None:
         seed = fold(state.training.seed, step=state.steps, chunk=draws.chunk, microbatch=part)
-        with seeded(where, seed):
+        with seeded(generator, seed):
             for draw in draws.before:
-                noise(draw, where)
+                skip(draw, where)
             execute()
 
     return drawing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ class ExecutionContext:
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
         self.runners = runners
         self._seeds = [(seed.slot, self._seed(seed)) for seed in plan.seeds]
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """What random operations draw from, seeded for each instruction."""
+        return torch.Generator(self.where)
 
     def begin(self, given: Sequence[Tensor]) -> None:
         """Put this device's part of the batch, and the seeds, where the plan expects them."""

@@ -1,0 +1,148 @@
+"""Random operations draw from a generator of their own, which the caller of a program names.
+
+The default generator belongs to the process: other threads draw from it while a step runs. Most
+operations take a generator. For the others (attention with dropout on GPUs, custom operations, what
+Inductor compiled) there is only the default one: its state is exchanged while the operation runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from piper.capture.graphs import is_random
+
+_current: ContextVar[torch.Generator | None] = ContextVar("piper.generator", default=None)
+_exchanging = threading.RLock()
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Inside, in this thread, random operations of programs draw from ``generator``."""
+    token = _current.set(generator)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def draw_privately(graph: fx.Graph) -> None:
+    """Let the random operations of ``graph`` draw from the generator that is named when it runs."""
+    for node in graph.nodes:
+        if node.op == "call_function" and is_random(node):
+            node.target = _Drawing(node.target)
+
+
+class _Drawing:
+    """A random operation that draws from the generator named by ``drawing_from``."""
+
+    def __init__(self, operation: OpOverload) -> None:
+        self.__name__ = str(operation).replace(".", "_").replace("::", "_")
+        self._call = _with_generator(operation)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def _with_generator(operation: OpOverload) -> Callable[..., Any]:
+    if operation in _OWN:
+        return _OWN[operation]
+    taking = _taking_generator(operation)
+    if taking is not None:
+        return lambda *args, **kwargs: taking(*args, **kwargs, generator=_current.get())
+
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        with default_exchanged():
+            return operation(*args, **kwargs)
+
+    return exchanged
+
+
+def _taking_generator(operation: OpOverload) -> OpOverload | None:
+    """``operation``, or the overload of it that takes a generator as well."""
+    packet = operation.overloadpacket
+    mine = [(x.name, str(x.type)) for x in operation._schema.arguments]
+    for overload in (operation, *(getattr(packet, name) for name in packet.overloads())):
+        theirs = [(x.name, str(x.type)) for x in overload._schema.arguments]
+        others = [x for x in theirs if x[0] != "generator"]
+        if len(others) < len(theirs) and others == [x for x in mine if x[0] != "generator"]:
+            return overload
+    return None
+
+
+@contextmanager
+def default_exchanged() -> Iterator[None]:
+    """Inside, the default generator is in the state of the one named by ``drawing_from``; what
+    other threads draw meanwhile is of that state, too."""
+    generator = _current.get()
+    if generator is None:
+        yield
+        return
+    default = _default(generator.device)
+    with _exchanging:
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            yield
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(before)
+
+
+def _default(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """``aten.native_dropout``, bit for bit: it takes no generator, but what it is made of does."""
+    generator = _current.get()
+    if generator is None or train is False or p == 1 or not x.numel():  # nothing is drawn
+        return torch.native_dropout(x, p, train)
+    if x.device.type == "cuda":
+        dropped, kept = torch._fused_dropout(x, 1 - p, generator)
+        return dropped, kept.view(torch.bool)
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return x.mul(mask).mul_(1 / (1 - p)), mask
+
+
+def _bernoulli(x: Tensor, p: float) -> Tensor:
+    return torch.bernoulli(x, p, generator=_current.get())
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """``torch.dropout`` in training, with what it draws."""
+    generator = _current.get()
+    if x.device.type == "cuda" and 0 < p < 1:
+        return _native_dropout(x, p, True)[0]
+    return torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p).mul_(x)
+
+
+def _like(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operation such as ``rand_like``, by what it fills a new tensor with."""
+
+    def made(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return fill(torch.empty_like(x, **kwargs), *args, generator=_current.get())
+
+    return made
+
+
+_ATEN = torch.ops.aten
+_OWN: Mapping[OpOverload, Callable[..., Any]] = {
+    _ATEN.bernoulli.p: _bernoulli,
+    _ATEN.native_dropout.default: _native_dropout,
+    _ATEN.rand_like.default: _like(Tensor.uniform_),
+    _ATEN.randn_like.default: _like(Tensor.normal_),
+    _ATEN.randint_like.default: _like(lambda x, high, **g: x.random_(0, high, **g)),
+    _ATEN.randint_like.low_dtype: _like(lambda x, low, high, **g: x.random_(low, high, **g)),
+}
+"""Operations that take no generator, as operations that do; and dropout's, by the quickest call."""
