@@ -291,9 +291,10 @@ def _example(program: Program, code: Code, microbatches: int) -> None:
     tensors = program.example.tensors
     computed = Precision(program.training.precision).dtype
     made = {value for piece in code.pieces for value in piece.outputs}
+    totals = 0 if code.totals is None else len(code.totals.means)
     for n, specs in code.values.items():
         given = [value for value in range(len(specs)) if value not in made]
-        if given != list(range(len(tensors))):
+        if given != list(range(len(tensors) + totals)):
             raise MalformedError(f"{len(tensors)} tensors, but the code takes {len(given)}")
         parts = microbatches * n
         for place, (x, spec) in enumerate(zip(tensors, specs, strict=False)):

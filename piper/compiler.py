@@ -37,6 +37,7 @@ from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.memory import OptimizerCost
 from piper.lower.tasks import CostModel
 from piper.lower.waste import LARGE
+from piper.mixing_warnings import warn_of_mixing
 from piper.modes import without_modes
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
@@ -198,6 +199,7 @@ class Capture:
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)
+            warn_of_mixing(captured.values())
             names = StateNames.of(self._source)
             for directive in strategy.directives:
                 if isinstance(directive, Shard):

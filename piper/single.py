@@ -224,12 +224,14 @@ class SingleDevice:
 
     def _microbatches(self, batch: Sequence[Any]) -> list[tuple[Tensor, ...]]:
         captured = self.captured
-        parts = captured.example.like(*batch).slices(captured.microbatches)
+        given = captured.example.like(*batch)
+        parts = given.slices(captured.microbatches)
+        totals = () if captured.totals is None else captured.totals.of(given.tensors, given.size)
         strides = [value.spec.stride for value in captured.cut.values]
         return [
             tuple(
                 strided_like(x, stride, captured.device)
-                for x, stride in zip(part, strides, strict=False)
+                for x, stride in zip((*part, *totals), strides, strict=False)
             )
             for part in parts
         ]

@@ -37,6 +37,7 @@ from piper.capture.serial import (
     spec_to_json,
 )
 from piper.capture.tensors import TensorSpec
+from piper.capture.totals import Totals
 from piper.capture.trees import tree_from_json, tree_to_json
 from piper.checks import check, check_placed
 from piper.codec import Format, decode, encode
@@ -56,6 +57,7 @@ from piper.reading import (
     count,
     pairs,
     parsed,
+    row,
     rows,
     string,
     table,
@@ -297,16 +299,33 @@ def _code_to_json(code: Code, graphs: _Graphs) -> dict[str, Any]:
         "count": code.count,
         "outputs": [[name, value] for name, value in code.outputs.items()],
         "parameters": [[name, spec_to_json(spec)] for name, spec in code.parameters.items()],
+        "totals": _totals_to_json(code.totals, graphs),
     }
 
 
-_CODE = ("pieces", "programs", "values", "loss", "count", "outputs", "parameters")
+_CODE = ("pieces", "programs", "values", "loss", "count", "outputs", "parameters", "totals")
+
+
+def _totals_to_json(totals: Totals | None, graphs: _Graphs) -> Any:
+    if totals is None:
+        return None
+    return [graphs.number(totals.program), list(totals.means), totals.parts, totals.complete]
+
+
+def _totals_from_json(data: Any, programs: list[ChunkProgram]) -> Totals | None:
+    if data is None:
+        return None
+    number, means, parts, complete = row(data, 4)
+    program = programs[whole(number, 0, len(programs))]
+    return Totals(program, decode(tuple[bool, ...], means), whole(parts, 1), decode(bool, complete))
 
 
 def _code_from_json(
     data: Any, programs: list[ChunkProgram], constants: Mapping[str, Tensor]
 ) -> Code:
-    table(data, _CODE)
+    data = table(
+        {"totals": None} | data if type(data) is dict else data, _CODE
+    )  # an earlier one has none
 
     def numbered(item: Any) -> tuple[ChunkProgram, ...]:
         return tuple(rows(item, lambda n: programs[whole(n, 0, len(programs))]))
@@ -323,6 +342,7 @@ def _code_from_json(
         outputs=_part(data, "outputs", lambda item: pairs(item, string, count)),
         constants=constants,
         parameters=_part(data, "parameters", lambda item: pairs(item, string, spec_from_json)),
+        totals=_part(data, "totals", lambda item: _totals_from_json(item, programs)),
     )
 
 

@@ -159,7 +159,7 @@ def test_one_row_that_is_for_all_is_not_filled_up() -> None:
             torch.testing.assert_close(found.loss, (total / count).detach())
 
 
-def test_a_count_of_the_whole_batch_is_refused() -> None:
-    given = {"x": example()["x"], "num_items_in_batch": torch.tensor(8)}
-    with pytest.raises(piper.CaptureError, match="give 1, so that the model returns a sum"):
+def test_a_count_that_is_a_number_of_the_example_is_refused() -> None:
+    given = {"x": example()["x"], "num_items_in_batch": 8}
+    with pytest.raises(piper.CaptureError, match="is 8, which every batch would be divided by"):
         piper.capture(Classifier(), inputs=given, loss=loss)

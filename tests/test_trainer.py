@@ -687,7 +687,7 @@ def batch_errors() -> dict[str, tuple[Callable[[piper.Trainer], Any], str]]:
         "evaluated": (lambda t: t.evaluate(x), "1 input and 1 target"),
         "fitted": (lambda t: list(t.iterate([(x,)])), "1 input and 1 target"),
         "fitted-with-a-tensor": (lambda t: list(t.iterate([x])), "batch"),
-        "padded-mean": (lambda t: t.step(x[:4], y[:4], pad=(0, 0)), "returns (sum, count)"),
+        "padded-mean": (lambda t: t.step(x[:4], y[:4], pad=(0, 0)), "a mean over all rows"),
     }
 
 

@@ -9,12 +9,15 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 
 from piper.errors import CaptureError
 
@@ -30,6 +33,8 @@ _OURS = tuple(f"{home}/" for p in _HOMES for home in (p, p.resolve()))
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _FLEX = str(Path(torch.__file__).parent / "nn" / "attention" / "flex_attention.py")
 LOSS_PREFIX = "loss:"
+LINE = "piper.line"
+"""Under which an operation carries the line that called it."""
 
 
 def explain(
@@ -116,6 +121,24 @@ def calling_line() -> str:
     while frame.f_back is not None and is_internal_file(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class RecordLines(TorchFunctionMode):
+    """While it is active, operations carry the line of the user's that calls them. Torch itself
+    records those of ``forward`` alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with traceback.annotate({LINE: calling_line()}):
+            return func(*args, **(kwargs or {}))
+
+
+def lines_of(node: fx.Node) -> str:
+    """The lines of the user's that an operation comes from, if they are known."""
+    frames = user_frames(node.meta.get("stack_trace") or "")
+    line = (node.meta.get("custom") or {}).get(LINE)
+    return frames or (f"at {line}" if line else "")
 
 
 def user_name(target: str, names: dict[str, str]) -> str:

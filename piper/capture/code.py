@@ -12,6 +12,7 @@ from piper.capture.chunks import Draws
 from piper.capture.model import Captured
 from piper.capture.program import ChunkProgram, Kind, Ref
 from piper.capture.tensors import TensorSpec
+from piper.capture.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Code:
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, TensorSpec]
     """The whole parameters, by name, as the programs take them."""
+    totals: Totals | None = None
+    """What the programs take of the whole batch: values after those of the batch's tensors."""
 
     @staticmethod
     def of(
@@ -66,6 +69,7 @@ class Code:
                 for chunk, program in zip(first.chunks, first.programs, strict=True)
                 for i, name in enumerate(chunk.parameters)
             },
+            totals=captured[max(captured)].totals,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from piper.capture import opaque
 from piper.capture.attention import restore_eager_attention
 from piper.capture.batch import Batch, OutputTree
-from piper.capture.blame import explain, user_frames, user_name
+from piper.capture.blame import RecordLines, explain, user_frames, user_name
 from piper.capture.checkpointing import plain_checkpoints
 from piper.capture.computation import Computation, computation_of
 from piper.capture.counting import FixedCounts
@@ -31,6 +31,7 @@ from piper.capture.draws import DecideDraws
 from piper.capture.dtypes import refuse_dtypes
 from piper.capture.fingerprint import fingerprint
 from piper.capture.functions import Functions, function_ops, kept_whole
+from piper.capture.graphs import returned
 from piper.capture.grouped_tracing import OurProducts, use_ours
 from piper.capture.loss_checks import check_loss, refuse_metric
 from piper.capture.outputs import Outputs
@@ -46,9 +47,12 @@ from piper.capture.regions import (
     tag_modules,
     tags_of,
 )
+from piper.capture.row_mixing import RowMixing, row_mixing
 from piper.capture.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.capture.stray import RefuseStray, refuse_unsupported
 from piper.capture.tensors import overlaps
+from piper.capture.totals import Totals
+from piper.capture.whole_means import Ends, take_whole_means
 from piper.errors import CaptureError, warn
 
 
@@ -75,6 +79,10 @@ class Exported:
     """The same, to compare with that of another program."""
     checkpoints: tuple[str, ...]
     """The lines that asked for activation checkpointing (``torch.utils.checkpoint``)."""
+    totals: Totals | None = None
+    """How the last of the inputs are computed from the whole batch, if some are."""
+    mixing: RowMixing | None = None
+    """Why parts of the batch do not add up to the whole, if that is known."""
 
 
 class _Parts(nn.Module):
@@ -129,7 +137,8 @@ class _Step(nn.Module):
         output = self.model(*args, **kwargs)
         self.seen.running = "the loss"
         with annotate(LOSS) as self.seen.loss_region:
-            loss = check_loss(self.loss_fn(output, *targets))
+            with RecordLines():
+                loss = check_loss(self.loss_fn(output, *targets))
             kept = []
             if self._outputs is not None:
                 self.seen.running = "outputs="
@@ -180,7 +189,35 @@ def export(
     named = exported.inputs | exported.parameters | exported.buffers
     kinds = {node.meta["val"].dtype for node in exported.parameters}
     refuse_dtypes(exported.graph, named, {kind for kind in kinds if kind.is_floating_point})
-    return exported
+    return _of_whole_batch(exported, batch, parts)
+
+
+def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
+    """The step whose means over what counts are those of the whole batch."""
+    graph = exported.graph
+    averaged = exported.outputs if exported.count else (exported.loss, *exported.outputs)
+    given = zip(exported.inputs, batch.tensors, strict=True)
+    ends = Ends(
+        inputs=exported.inputs,
+        rows={node for node, x in given if batch.has_rows(x)},
+        loss=exported.loss,
+        results=averaged,
+        kept=(exported.loss, exported.count) if exported.count else (),
+    )
+    before = returned(graph)
+    inputs, totals = take_whole_means(graph, ends, parts)
+    now = dict(zip(before, returned(graph), strict=True))
+    loss = now[exported.loss]
+    return replace(
+        exported,
+        inputs=exported.inputs | inputs,
+        loss=loss,
+        count=exported.count and now[exported.count],
+        outputs=tuple(now[node] for node in exported.outputs),
+        updates={name: now[node] for name, node in exported.updates.items()},
+        totals=totals,
+        mixing=row_mixing(graph, exported.inputs, ends.rows, loss) if parts > 1 else None,
+    )
 
 
 def _functional(traced: _Trace) -> ExportedProgram:
@@ -323,11 +360,11 @@ def _roles(
         elif spec.kind is InputKind.USER_INPUT and not isinstance(spec.arg, ConstantArgument):
             inputs[node] = paths[len(inputs)]
     results = _computed_results(graph)
-    returned: list[fx.Node] = []
+    given_back: list[fx.Node] = []
     updates: dict[str, fx.Node] = {}
     for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
-            returned.append(node)
+            given_back.append(node)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             updates[user_name(str(spec.target), names)] = node
         else:
@@ -337,19 +374,19 @@ def _roles(
             )
     assert step.seen.loss_region is not None
     for target in reversed(step.seen.assigned):
-        updates[user_name(target, names)] = returned.pop()
-    n_loss = len(returned) - step.seen.tree.tensors
+        updates[user_name(target, names)] = given_back.pop()
+    n_loss = len(given_back) - step.seen.tree.tensors
     _refuse_shared_updates(step, updates, names)
     if n_loss == 2:
-        refuse_metric(returned[1], step, parameters)
+        refuse_metric(given_back[1], step, parameters)
     return Exported(
         graph=graph,
         parameters=parameters,
         buffers=buffers,
         inputs=inputs,
-        loss=returned[0],
-        count=returned[1] if n_loss == 2 else None,
-        outputs=tuple(returned[n_loss:]),
+        loss=given_back[0],
+        count=given_back[1] if n_loss == 2 else None,
+        outputs=tuple(given_back[n_loss:]),
         updates=updates,
         constants=constants,
         regions=traced.regions,

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.export import ExportedProgram
 
+from piper.capture.blame import LINE
 from piper.capture.tensors import TensorSpec
 
 
@@ -24,7 +25,8 @@ def fingerprint(program: ExportedProgram) -> str:
 
 
 def _line(node: fx.Node) -> str:
-    custom = node.meta.get("custom") or {}
+    marks = (node.meta.get("custom") or {}).items()
+    custom = {name: mark for name, mark in marks if name != LINE}  # files may lie elsewhere
     return f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {custom}"
 
 

@@ -162,6 +162,19 @@ def _sliced(call: Call) -> Layouts:
     return _along("dim")(call)
 
 
+def _padded(call: Call) -> DimLayout:
+    """More elements at the ends of the last dimensions, which come from no others."""
+    pad, layout = call["pad"], call.first
+    if call.arguments.get("mode", "constant") != "constant":
+        layout.plain(range(len(layout.dims)))
+    for i in range(len(pad) // 2):
+        if pad[2 * i] or pad[2 * i + 1]:
+            dim = len(layout.dims) - 1 - i
+            layout.plain([dim])
+            layout = layout.at(dim, DimLayout.of([call.value.shape[dim]]).dims)
+    return layout
+
+
 def _selected(call: Call) -> DimLayout:
     call.first.plain(call.dims())
     return call.first.at(call["dim"], ())
@@ -272,6 +285,7 @@ _RULES: Mapping[Any, Rule] = {
     aten.expand: _expanded,
     aten.slice: _sliced,
     aten.select: _selected,
+    **dict.fromkeys((aten.pad, aten.constant_pad_nd), _padded),
     aten.unbind: _unbound,
     aten.cat: _joined,
     aten.gather: _gathered,

@@ -33,9 +33,11 @@ from piper.capture.owners import consume_inputs
 from piper.capture.passes import Passes
 from piper.capture.program import ChunkProgram, Kind, Pass, Ref
 from piper.capture.quiet import quiet_tracing
+from piper.capture.row_mixing import RowMixing
 from piper.capture.saving import RematPolicy
 from piper.capture.segments import segmented
 from piper.capture.tensors import TensorSpec
+from piper.capture.totals import Totals
 from piper.errors import CaptureError
 from piper.modes import autocast_kinds
 
@@ -84,6 +86,10 @@ class Captured:
     transformers models)."""
     whole: Mapping[str, TensorSpec] = field(default_factory=dict)
     """The parameters of which the programs take shards, whole."""
+    totals: Totals | None = None
+    """What the programs take of the whole batch: inputs after those of the batch."""
+    mixing: RowMixing | None = None
+    """Why microbatches and replicas do not add up to the whole batch, if that is known."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -245,6 +251,8 @@ def _capture(
         checkpoints=exported.checkpoints,
         master=torch.float32 if precision is Precision.BF16 else None,
         declared=_declared(model),
+        totals=exported.totals,
+        mixing=exported.mixing,
     )
 
 

@@ -25,15 +25,13 @@ def loss_or_own(loss: Loss | None, targets: Sequence[Any]) -> Loss:
 
 
 def refuse_counted(inputs: Sequence[Any] | Mapping[str, Any]) -> None:
-    """A loss that is divided by the labels of the whole batch is a part of a sum, and would be
-    taken for a mean: it would be too small by the number of microbatches and replicas."""
+    """A number is captured as it is, and the labels of a batch are counted anew for each."""
     count = inputs.get("num_items_in_batch", 1) if isinstance(inputs, Mapping) else 1
-    if not isinstance(count, int) or count != 1:
+    if not isinstance(count, Tensor) and count != 1:
         raise CaptureError(
-            "inputs['num_items_in_batch'] makes the model divide its loss by the labels of the "
-            "whole batch, but losses of microbatches and replicas are averaged: give 1, so that "
-            "the model returns a sum, the labels as targets too, and loss=lambda output, labels: "
-            "(output.loss, (labels[:, 1:] != -100).sum())"
+            f"inputs['num_items_in_batch'] is {count!r}, which every batch would be divided by: "
+            "leave it out, since the labels of the whole batch are counted without it, or give a "
+            "tensor without dimensions"
         )
 
 

@@ -3,13 +3,14 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from piper.capture.code import Code
 from piper.errors import PiperError
 from piper.program import Program
 
@@ -55,6 +56,42 @@ def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
         raise _advised(program, batch, error) from None
 
 
+def with_totals(program: Program, code: Code, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of a whole batch, and what ``code`` takes of the whole batch besides."""
+    if code.totals is None:
+        return tensors
+    return [*tensors, *code.totals.of(tensors, program.example.size)]
+
+
+def with_totals_of_all(
+    program: Program,
+    code: Code,
+    tensors: list[Tensor],
+    rows: Tensor,
+    everyone: Callable[[Any], list[Any]],
+) -> list[Tensor]:
+    """The same of a batch of which each process has some ``rows``; ``everyone`` gives what all of
+    them say."""
+    totals = code.totals
+    if totals is None:
+        return tensors
+    places = {row: place for place, row in enumerate(rows.tolist())}
+    size = program.example.size // totals.parts
+    mine: dict[int, list[Tensor]] = {}
+    for part in range(totals.parts):
+        own = range(part * size, (part + 1) * size)
+        if all(row in places for row in own):
+            at = torch.tensor([places[row] for row in own])
+            taken = [x[at.to(x.device)] if _has(x, rows) else x for x in tensors]
+            mine[part] = [x.cpu() for x in totals.part(taken)]
+    parts = {part: terms for said in everyone(mine) for part, terms in said.items()}
+    return [*tensors, *totals.summed(parts)]
+
+
+def _has(x: Tensor, rows: Tensor) -> bool:
+    return x.dim() > 0 and x.shape[0] == len(rows)
+
+
 def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> list[Tensor]:
     """Those of a batch that has only ``rows`` of the whole one."""
     count = len(rows)
@@ -81,7 +118,7 @@ def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> Piper
         return PiperError(
             f"{error}. A batch has {size} rows here, and this one {found}: leave the last, "
             "smaller batch out (drop_last=True), "
-            f"{'' if fits else 'or '}fill it up with pad= and a loss that returns (sum, count)"
+            f"{'' if fits else 'or '}fill it up with pad= and a loss that ignores what fills it up"
             f"{f', or {own}' if fits else ''}"
         )
     if [x.shape for x in tensors] != [x.shape for x in examples]:
@@ -99,10 +136,12 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
             "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
             "before taking trainer.rows of it"
         )
-    if program.code.count is None:
+    totals = program.code.totals
+    if program.code.count is None and (totals is None or not totals.complete):
         raise PiperError(
-            "a padded batch needs a loss that returns (sum, count), so that the rows that fill "
-            "it up do not count; this loss returns a mean"
+            "a padded batch needs a loss that ignores the rows that fill it up: a mean over the "
+            "targets that count (cross_entropy with ignore_index, a masked mean), or (sum, count); "
+            "this loss has a mean over all rows"
         )
     given = list(map(_leaves, batch))
     values = list(map(_leaves, (pad,) if isinstance(pad, Mapping) else _items(pad)))

@@ -64,6 +64,9 @@ class ProcessWorkerGroup:
     def once(self, call: Callable[[], T]) -> T:
         return call()
 
+    def everyone(self, mine: Any) -> list[Any]:
+        return [mine]
+
     def largest(self, number: int) -> int:
         return number
 

@@ -166,6 +166,9 @@ class TorchrunWorkerGroup:
             raise PiperError(found[0].why)
         return cast(T, found[0])
 
+    def everyone(self, mine: Any) -> list[Any]:
+        return everyone(mine, self._objects)
+
     def largest(self, number: int) -> int:
         largest = torch.tensor(number)
         lost_peers(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects))

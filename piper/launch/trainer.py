@@ -25,6 +25,8 @@ from piper.launch.batch_tensors import (
     tensors_of,
     tensors_of_rows,
     unpacked,
+    with_totals,
+    with_totals_of_all,
 )
 from piper.launch.checkpoint import in_turn, load, save, tensor_of, whole_state
 from piper.launch.exporting import export
@@ -158,7 +160,7 @@ class Trainer:
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
-        tensors = tensors_of(self.program, batch or self.example)
+        tensors = self._tensors(batch or self.example)
         found = []
         for step in range(steps):
             last = kernels and step == steps - 1
@@ -188,7 +190,7 @@ class Trainer:
         makes its state: measure a later one.
         """
         with held_back():
-            report = self._whole.profile(tensors_of(self.program, batch), ProfileKind.MEMORY)
+            report = self._whole.profile(self._tensors(batch), ProfileKind.MEMORY)
             self.steps += 1
         return dict(sorted(report.alive.items()))
 
@@ -413,6 +415,17 @@ class Trainer:
         self.program = program
         vars(self).pop("rows", None)  # cached
 
+    def _tensors(
+        self, batch: Sequence[Any], *, rows: bool = False, evaluated: bool = False
+    ) -> list[Tensor]:
+        """What a step takes of a batch, or of the rows of it that this process has."""
+        program = self.program
+        code = program.evaluation_code if evaluated else program.code
+        if not rows:
+            return with_totals(program, code, tensors_of(program, batch))
+        tensors = tensors_of_rows(program, self.rows, batch)
+        return with_totals_of_all(program, code, tensors, self.rows, self._devices.everyone)
+
     def _run(
         self,
         run: Any,
@@ -426,11 +439,9 @@ class Trainer:
         self.failed = True
         batch = unpacked(self.program, batch, evaluated=evaluated)
         whole = padded(self._shapes.first, batch, pad, rows=rows)
-        if rows:
-            tensors = tensors_of_rows(self.program, self.rows, whole)
-        else:
+        if not rows:
             self._go_to_shape_of(whole)
-            tensors = tensors_of(self.program, whole)
+        tensors = self._tensors(whole, rows=rows, evaluated=evaluated)
         report: Report = run(tensors)
         seconds = time.perf_counter() - start
         self.failed = False

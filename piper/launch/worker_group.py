@@ -149,6 +149,10 @@ class WorkerGroup(Protocol):
         raised in all of them. They wait for each other."""
         ...
 
+    def everyone(self, mine: Any) -> list[Any]:
+        """What each of the processes that have a trainer gives; all of them ask."""
+        ...
+
     def largest(self, number: int) -> int:
         """The largest that any of the processes that have a trainer gives; all of them ask."""
         ...
