@@ -429,8 +429,13 @@ REFUSALS = [
     ),
     Refusal(
         "a copy divided over devices that do not compute together",
-        [*ON_TWO, replicate({}, zero=3, within=2)],
-        ["within=2", "'embed.weight'", "held by 1 devices", "use within=1"],
+        [
+            split(parts=2),
+            place({"MB": 0}, devices=[0, 1]),
+            place({"MB": 1}, devices=[2, 3]),
+            replicate({}, zero=3, within=4),
+        ],
+        ["within=4", "'embed.weight'", "held by 2 devices", "use within=1 or 2"],
     ),
     Refusal(
         "experts divided by shard and by ZeRO-3 over the same devices",
