@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from piper.errors import PiperError
+from piper.reading import open_file
 
 _DAY = 24 * 60 * 60.0
 _LEFT = re.compile(r"\..*\.saving-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}", re.DOTALL)
@@ -52,21 +53,25 @@ class Kind:
         return markers + [name for name in names if self.parts.fullmatch(name)]
 
     def remove(self, folder: Path) -> None:
-        """Remove files of this kind, and the folder if nothing else is in it."""
+        """Remove files of this kind, and the folder, at once, if nothing else is in it."""
         owned = self.owned(folder)
-        if owned and self._foreign(folder, owned) is None:
-            for name in owned:
-                (folder / name).unlink(missing_ok=True)
-            remove_left(folder)
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        if not owned or self._foreign(folder, owned) is not None:
+            return
+        remove_left(folder)
+        if set(os.listdir(folder)) == set(owned):
+            hidden = _temporary(folder.parent, folder.name)
+            os.rename(folder, hidden)
+            shutil.rmtree(hidden)
+            return
+        for name in owned:
+            (folder / name).unlink(missing_ok=True)
 
     def _foreign(self, folder: Path, owned: list[str]) -> str | None:
         """A marker that another program has written: it is alone, and has not our beginning."""
         if not self.head or any(name not in self.markers for name in owned):
             return None
         for name in owned:
-            with (folder / name).open("rb") as file:
+            with open_file(folder / name) as file:
                 if self.head not in file.read(4096):
                     return name
         return None
@@ -162,10 +167,15 @@ def stage(target: Path, kind: Kind) -> Staged:
                 )
             remove_left(target)
             around, number = target, kind._number(target)
-        writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
-        folder = around / f".{target.name[:50]}.saving-{writer}"
+        folder = _temporary(around, target.name)
         folder.mkdir()
         return Staged(kind, target, folder, number)
+
+
+def _temporary(around: Path, name: str) -> Path:
+    """A name in the folder ``around`` that says who uses it."""
+    writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return around / f".{name[:50]}.saving-{writer}"
 
 
 @contextlib.contextmanager

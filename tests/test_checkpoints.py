@@ -632,6 +632,16 @@ def test_the_last_ones_are_kept(tmp_path: Path, trainer: piper.Trainer) -> None:
         trainer.save(tmp_path / "step-12", keep=0)
 
 
+def test_one_that_cannot_be_removed_is_told(tmp_path: Path, trainer: piper.Trainer) -> None:
+    trainer.save(tmp_path / "step-1")
+    (tmp_path / "step-1" / "rest.safetensors").unlink()
+    (tmp_path / "step-1" / "rest.safetensors").mkdir()
+    (tmp_path / "step-1" / "note").touch()
+    with pytest.warns(PiperWarning, match=r"keep=1: .*step-1 cannot be removed"):
+        trainer.save(tmp_path / "step-2", keep=1)
+    trainer.load(tmp_path / "step-2")
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_those_are_kept_that_can_be_loaded(
     keep: int, tmp_path: Path, trainer: piper.Trainer

@@ -134,6 +134,15 @@ def test_parents_are_made_and_files_of_others_stay(tmp_path: Path) -> None:
     assert (tmp_path / "own" / "part-of-0.txt").read_text() == "mine"
 
 
+def test_a_folder_disappears_by_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        write(tmp_path / "in", ["A", "B"])
+        with killed_at(number, monkeypatch):
+            TEXTS.remove(tmp_path / "in")
+        assert (tmp_path / "in").exists() == (number == 0)
+    assert all(name.startswith(".in.saving-") for name in names(tmp_path))
+
+
 def test_a_marker_of_another_program_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "all.txt").write_text("shopping")
     with pytest.raises(PiperError, match=r"there is a file all\.txt that Piper did not write"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from piper.checkpoint.damage import is_whole
 from piper.checkpoint.index import INDEX
-from piper.errors import PiperError
+from piper.errors import PiperError, warn
 from piper.staging import Kind
 
 CHECKPOINT = Kind(
@@ -34,7 +34,10 @@ def keep_last(target: Path, keep: int) -> None:
         if path == target or number > newest:
             continue
         if kept >= keep:
-            CHECKPOINT.remove(path)
+            try:
+                CHECKPOINT.remove(path)
+            except (OSError, PiperError) as error:
+                warn(f"keep={keep}: {path} cannot be removed: {error}")
         elif is_whole(path):
             kept += 1
 

@@ -17,7 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from piper.reading import DTYPES, MalformedError, count, row, rows, shown, string, within, wrong
+from piper.reading import (
+    DTYPES,
+    MalformedError,
+    check_limits,
+    count,
+    row,
+    rows,
+    shown,
+    string,
+    within,
+    wrong,
+)
 
 _DEPTH = 16
 _INLINE = 16
@@ -50,6 +61,7 @@ def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
         case None | bool():
             return item
         case int():
+            check_limits(int(item))  # so that it can be read again
             return int(item)
         case str():
             return str(item)
