@@ -301,6 +301,6 @@ def _example(program: Program, code: Code, microbatches: int) -> None:
             whole = tuple(x.shape)
             cut = parts if program.example.has_rows(x) else 1
             rows = (spec.shape[0] * cut, *spec.shape[1:]) if whole else ()
-            kind = computed if computed and x.is_floating_point() else x.dtype
-            if whole != rows or spec.dtype != kind:
+            kinds = {x.dtype, computed if computed and x.is_floating_point() else x.dtype}
+            if whole != rows or spec.dtype not in kinds:
                 raise MalformedError(f"its tensor {place} is not what the code takes")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture import capture
+from piper.capture.mixed_precision import MixedPrecision
 from piper.directives import Directive, order, partition, place, split
 from piper.single import SingleDevice
 from tests.reference import slices
@@ -68,8 +69,8 @@ def plain(
     clip_norm: float | None = None,
     bf16: bool = False,
 ) -> Run:
-    """Plain PyTorch on copies. ``bf16`` computes with bf16 copies of the model's weights; the
-    gradients are summed, and the weights updated, in fp32."""
+    """Plain PyTorch on copies. ``bf16`` computes with bf16 copies of the model's weights, and what
+    autocast does in fp32 in fp32; gradients are summed, and weights updated, in fp32."""
     model, loss = copies(model, loss)
     masters = _parameters(model, loss)
     made = optimizer([p for p in masters if p.requires_grad])
@@ -115,8 +116,9 @@ def _gradients(
     losses, counts = [], []
     for x, y in zip(slices(args, microbatches), slices(tuple(targets), microbatches), strict=True):
         if masters is not None:
-            x, y = (_lowered(part) for part in (x, y))
-        found = loss(model(**x) if isinstance(x, dict) else model(*x), *y)
+            x = _lowered(x)
+        with nullcontext() if masters is None else MixedPrecision():
+            found = loss(model(**x) if isinstance(x, dict) else model(*x), *y)
         if isinstance(found, tuple):
             found[0].backward()
             counts.append(found[1].detach())

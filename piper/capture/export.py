@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from piper.capture.functions import Functions, function_ops, kept_whole
 from piper.capture.graphs import returned
 from piper.capture.grouped_tracing import OurProducts, use_ours
 from piper.capture.loss_checks import check_loss, refuse_metric
+from piper.capture.mixed_precision import MixedPrecision
 from piper.capture.outputs import Outputs
 from piper.capture.outside import assigned, attributes_of, generators_now
 from piper.capture.own_loss import Loss
@@ -116,19 +118,23 @@ class _Seen:
 class _Step(nn.Module):
     """What is exported: the model, then the loss as a region of its own."""
 
-    def __init__(self, parts: _Parts, loss: Loss, batch: Batch, outputs: Outputs | None) -> None:
+    def __init__(
+        self, parts: _Parts, loss: Loss, batch: Batch, outputs: Outputs | None, mixed: bool
+    ) -> None:
         super().__init__()
         self.model = parts.model
         self.loss_fn = getattr(parts, "loss_fn", loss)
         self.seen = _Seen(type(parts.model).__name__)
         self._batch = batch
         self._outputs = outputs
+        self._mixed = mixed
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = iter(tensors)
         leaves = [next(source) if isinstance(x, Tensor) else x for x in self._batch.leaves]
         args, kwargs, targets = self._batch.spec.unflatten(leaves)
-        with DecideDraws(), RefuseStray(self), OurProducts(), FixedCounts():
+        precision = MixedPrecision() if self._mixed else nullcontext()
+        with DecideDraws(), RefuseStray(self), OurProducts(), FixedCounts(), precision:
             return self._run(args, kwargs, targets)
 
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
@@ -286,15 +292,19 @@ def _trace(
 ) -> _Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     slices = batch.slices(parts)[0]
-    example = [fake_like(_packed(x), mode, device, dtype) for x in slices]
+    paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
+    # targets are for the loss, which computes in fp32
+    kinds = [None if path.startswith("targets") else dtype for path in paths]
+    example = [
+        fake_like(_packed(x), mode, device, kind) for x, kind in zip(slices, kinds, strict=True)
+    ]
     parts_of = _Parts(model, loss)
     skeleton, names = skeleton_of(parts_of, mode, device, type(model).__name__, dtype)
     assert isinstance(skeleton, _Parts)
     tag_modules(skeleton.model, tags)
-    step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, outputs)
+    step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, outputs, dtype is not None)
     step.seen.shared = shared_buffers(parts_of)
     modules = {m: path for path, m in skeleton.model.named_modules()}
-    paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
     try:
         with (
             quiet_tracing(),
