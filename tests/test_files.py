@@ -675,10 +675,10 @@ def test_a_program_that_is_saved_again_replaces_its_own_files_alone(
 
 def test_mutations_of_every_kind_of_file() -> None:
     """Refused, or what is read can be used; ``PiperError`` is the only error."""
-    found = tally(300, seed=1)
-    assert sum(found.values()) == 300
-    assert not found["program, damaged", OTHER]
-    assert not found["checkpoint, damaged", OTHER]
+    ends, bad = tally(20, seed=1)
+    assert not bad, bad[0]
+    assert not ends["program, damaged"][OTHER]
+    assert not ends["checkpoint, damaged"][OTHER]
 
 
 def scrambled(text: str, rng: random.Random) -> str:
@@ -743,9 +743,8 @@ def test_mutations_of_texts(kind: str, program: piper.Program) -> None:
 
 @pytest.mark.slow
 def test_many_mutations_of_every_kind_of_file(request: pytest.FixtureRequest) -> None:
-    """Ten for each of ``--examples``; ``-s`` prints how they ended."""
-    mutations = 10 * request.config.getoption("--examples")
-    found = tally(mutations, seed=2)
-    for (kind, outcome), count in sorted(found.items()):
-        print(f"{kind:>20} {outcome:>10} {count:>6}")
-    assert sum(found.values()) == mutations
+    """So many of each as ``--examples`` says; ``-s`` prints how they ended."""
+    ends, bad = tally(request.config.getoption("--examples"), seed=2)
+    for kind, outcomes in ends.items():
+        print(f"{kind:>20}", *(f"{outcome} {n}" for outcome, n in sorted(outcomes.items())))
+    assert not bad, "\n".join(bad)

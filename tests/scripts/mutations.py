@@ -5,27 +5,52 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import random
+import re
+import signal
+import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import piper
 from piper import PiperError
+from piper.checkpoint.boxes import Box
+from piper.checkpoint.files import Reader
 from piper.cost import Cluster, toml
+from piper.first_weights import Source, StateNames
 from piper.launch.checkpoint import read_index
 from piper.lower.plan import Plan
+from piper.matching import located
+from piper.strategies import from_csv, one_f_one_b, to_csv
 from tests.training import pipeline
+
+SECONDS = 60.0
+"""What one mutation may take; most take less than one."""
+
+
+def nested(depth: int) -> Any:
+    item: Any = 0
+    for level in range(depth):
+        item = [item] if level % 2 else {"x": item}
+    return item
+
 
 JUNK: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 10**6, -(2**63), 2**63, 10**30, 0.5, -0.0, 1e308,
     float("nan"), float("inf"), "", "x", "*", "F", "compute", "__class__", "os.system", "0", [], {},
-    [0], [[]], {"node": 0}, {"tuple": []}, "aten.mm.default", "load_library",
+    [0], [[]], {"node": 0}, {"tuple": []}, "aten.mm.default", "load_library", nested(60),
+    nested(99), nested(400), 10**4000, -(10**400), "x" * 10**5, [1] * 64, [2] * 64, [0] * 1000,
+    [0, 2**62, 2**62], "\ud800", "\0", "../x", {"!tuple": []}, {"!stored": "x"}, {"!float": "nan"},
 )  # fmt: skip
 
 
@@ -112,6 +137,53 @@ def flipped(content: bytes, rng: random.Random) -> bytes:
             )  # fmt: skip
 
 
+def reworded(text: str, rng: random.Random) -> str:
+    """Another line, word or number somewhere."""
+    lines = text.splitlines() or [""]
+    place = rng.randrange(len(lines))
+    words = list(re.finditer(r"[\w.+-]+|\S", lines[place]))
+    match rng.randrange(5):
+        case 0:
+            del lines[place]
+        case 1:
+            lines.insert(rng.randrange(len(lines)), lines[place])
+        case 2 if words:
+            word = rng.choice(words)
+            lines[place] = lines[place][: word.start()] + lines[place][word.end() :]
+        case _ if words:
+            word = rng.choice(words)
+            other = rng.choice((*WORDS, rng.choice(text.split())))
+            lines[place] = lines[place][: word.start()] + other + lines[place][word.end() :]
+    return "\n".join(lines) + "\n"
+
+
+WORDS = (
+    "0", "-1", "1e400", "nan", "inf", "true", '"x"', "[]", "{}", "9" * 25, "9" * 5000, "1" * 4000,
+    "[" * 300 + "]" * 300, "[" * 10**5, "{a=" * 300, "0-99999999999", "s99999999999", "x", "=", "'",
+    "\u0660", "0x10", "1_0", "-0.0", "\t", "#", "\0",
+)  # fmt: skip
+
+
+def odd(path: Path, rng: random.Random) -> None:
+    """Put something at ``path`` that is no file, or no readable one."""
+    match rng.randrange(7):
+        case 0:
+            os.mkfifo(path)
+        case 1:
+            path.mkdir()
+        case 2:
+            path.symlink_to("nowhere")
+        case 3:
+            path.symlink_to(path.name)
+        case 4:
+            path.symlink_to("/dev/zero")
+        case 5:
+            with path.open("wb") as file:
+                file.truncate(2**40)
+        case _:
+            pass
+
+
 Outcome = str
 REFUSED, SAME, OTHER = "refused", "unchanged", "valid"
 
@@ -132,19 +204,46 @@ class Fuzzer:
         self.numbers = self._numbers(self.program)
         self.trainer = piper.launch(self.program)
         self.trainer.step(*self.batch)
+        self.trainer.profile(*self.batch).recorded.save(folder / "costs.json")
+        self.costs = (folder / "costs.json").read_text()
+        self.table = to_csv(one_f_one_b(2, 3))
         self.trainer.save(folder / "state")
         self.state = {path.name: path.read_bytes() for path in (folder / "state").iterdir()}
         self.losses = self._losses(folder / "state")
+        self.weights = self._weights(folder)
+        with torch.device("meta"):
+            self.source = Source(Net())
+
+    def _weights(self, folder: Path) -> list[Path]:
+        """Weights in each of the forms that they are read in."""
+        self.trainer.export(folder / "one file")
+        self.trainer.export(folder / "several files", file_gb=3e-8)
+        (folder / "slices").mkdir()
+        state = self.trainer.state_dict()
+        for part in range(2):
+            rows = {key: x.chunk(2)[part].contiguous() for key, x in state.items()}
+            starts = {
+                key: [part * len(rows[key]), *(0 for _ in x.shape[1:])] for key, x in state.items()
+            }
+            info = {key: {"saved_offsets": start} for key, start in starts.items()}
+            metadata = {"DCP_SHARDING_INFO": json.dumps(info)}
+            save_file(rows, folder / "slices" / f"{part}.safetensors", metadata)
+        return [folder / name for name in ("one file", "several files", "slices", "state")]
 
     def kinds(self) -> dict[str, Callable[[random.Random], Outcome]]:
         return {
             "program, damaged": self.damaged_program,
             "program, forged": self.forged_program,
             "strategy": self.any_strategy,
-            "plan": self.any_plan,
+            "plan, JSON": self.any_plan,
+            "plan, text": self.any_plan_text,
             "cluster": self.any_cluster,
+            "costs": self.any_costs,
+            "table": self.any_table,
             "checkpoint, damaged": self.damaged_checkpoint,
             "checkpoint, forged": self.forged_checkpoint,
+            "weights, damaged": self.damaged_weights,
+            "weights, forged": self.forged_weights,
         }
 
     # programs
@@ -152,9 +251,8 @@ class Fuzzer:
     def damaged_program(self, rng: random.Random) -> Outcome:
         """Whoever damages a program does not know of its checksums."""
         name = rng.choice(list(self.files))
-        content = flipped(self.files[name], rng)
         try:
-            with self._written(name, content):
+            with _damaged(self.folder / "program" / name, rng):
                 program = piper.Program.load(self.folder / "program")
         except PiperError:
             return REFUSED
@@ -167,7 +265,7 @@ class Fuzzer:
         anything; with the same ones and the same clip_norm it trains to the same numbers."""
         name = rng.choice(list(self.parsed))
         data = mutated(self.parsed[name], rng)
-        content = json.dumps(data).encode()
+        content = dumped(data).encode()
         sums = json.loads(self.files["checksums.json"])
         sums["sha256"][name] = hashlib.sha256(content).hexdigest()
         try:
@@ -198,12 +296,9 @@ class Fuzzer:
 
     def any_strategy(self, rng: random.Random) -> Outcome:
         path = self.folder / "strategy.json"
-        if rng.random() < 0.3:
-            path.write_bytes(flipped(json.dumps(self.strategy).encode(), rng))
-        else:
-            path.write_text(json.dumps(mutated(self.strategy, rng)))
         try:
-            found = piper.Strategy.load(path)
+            with self._any_file(path, json.dumps(self.strategy, indent=1), rng, self.strategy):
+                found = piper.Strategy.load(path)
             if found == self.program.strategy:
                 return SAME
             assert piper.Strategy.from_json(found.to_json()) == found
@@ -216,36 +311,131 @@ class Fuzzer:
 
     def any_plan(self, rng: random.Random) -> Outcome:
         plan = rng.choice(self.program.plans)
-        written = json.loads(json.dumps(plan.to_json()))
+        written = json.dumps(plan.to_json())
+        forged = rng.random() < 0.7
+        text = dumped(mutated(json.loads(written), rng)) if forged else reworded(written, rng)
         try:
-            found = Plan.from_json(json.dumps(mutated(written, rng)))
+            found = Plan.from_json(text)
         except PiperError:
             return REFUSED
         assert Plan.from_json(found.to_json()) == found
+        return SAME if found == plan else OTHER
+
+    def any_plan_text(self, rng: random.Random) -> Outcome:
+        plan = rng.choice(self.program.plans)
+        text = str(plan)
+        if rng.random() < 0.3:
+            text = flipped(text.encode(), rng).decode(errors="replace")
+        else:
+            text = reworded(text, rng)
+        try:
+            found = Plan.parse(text)
+        except PiperError:
+            return REFUSED
+        assert Plan.parse(str(found)) == found
         return SAME if found == plan else OTHER
 
     # clusters
 
     def any_cluster(self, rng: random.Random) -> Outcome:
         path = self.folder / "cluster.toml"
-        if rng.random() < 0.3:
-            path.write_bytes(flipped(self.cluster.encode(), rng))
-        else:
-            path.write_text(_edited(self.cluster, rng))
         try:
-            cluster = toml.read(path)
+            with self._any_file(path, self.cluster, rng):
+                cluster = toml.read(path)
             simulated = self.program.simulate(cluster)
         except PiperError:
             return REFUSED
         assert 0 <= simulated.seconds < float("inf"), simulated.seconds
         return OTHER
 
+    # costs and tables
+
+    def any_costs(self, rng: random.Random) -> Outcome:
+        path = self.folder / "any costs.json"
+        try:
+            with self._any_file(path, self.costs, rng, json.loads(self.costs)):
+                costs = piper.Recorded.load(path)
+            simulated = self.program.simulate(Cluster.of("H100", 4), costs)
+        except PiperError:
+            return REFUSED
+        assert 0 <= simulated.seconds < float("inf"), simulated.seconds
+        return OTHER
+
+    def any_table(self, rng: random.Random) -> Outcome:
+        path = self.folder / "table.csv"
+        try:
+            with self._any_file(path, self.table, rng):
+                schedule = from_csv(path)
+        except PiperError:
+            return REFUSED
+        assert from_csv(to_csv(schedule)).ranks == schedule.ranks
+        return OTHER
+
+    @contextmanager
+    def _any_file(
+        self, path: Path, text: str, rng: random.Random, data: Any = None
+    ) -> Iterator[None]:
+        """``text``, or the ``data`` that it holds, in a file and changed in any way."""
+        how = rng.random()
+        if how < 0.02:
+            path.unlink(missing_ok=True)
+            odd(path, rng)
+        elif how < 0.3:
+            path.write_bytes(flipped(text.encode(), rng))
+        elif how < 0.6 or data is None:
+            path.write_text(reworded(text, rng))
+        else:
+            path.write_text(dumped(mutated(data, rng)))
+        try:
+            yield
+        finally:
+            _remove(path)
+
+    # weights
+
+    def damaged_weights(self, rng: random.Random) -> Outcome:
+        """Their content has no checksums: other numbers are not noticed."""
+        folder = rng.choice(self.weights)
+        name = rng.choice(sorted(os.listdir(folder)))
+        try:
+            with _damaged(folder / name, rng):
+                self._read_weights(folder)
+        except PiperError:
+            return REFUSED
+        return OTHER
+
+    def forged_weights(self, rng: random.Random) -> Outcome:
+        folder = rng.choice(self.weights)
+        name = rng.choice(sorted(os.listdir(folder)))
+        content = (folder / name).read_bytes()
+        if name.endswith(".json"):
+            data = mutated(json.loads(content), rng)
+            content = sealed(data) if folder.name == "state" else dumped(data).encode()
+        else:
+            end = 8 + int.from_bytes(content[:8], "little")
+            header = dumped(mutated(json.loads(content[8:end]), rng)).encode()
+            content = len(header).to_bytes(8, "little") + header + content[end:]
+        try:
+            with _Written(folder / name, content):
+                self._read_weights(folder)
+        except PiperError:
+            return REFUSED
+        return OTHER
+
+    def _read_weights(self, folder: Path) -> None:
+        names = StateNames.of(self.source)
+        there = located(self.source, names, piper.weights(folder))
+        with Reader(there.folder) as reader:
+            for entry in there.entries.values():
+                tensor = torch.empty(entry.shape, dtype=entry.dtype)
+                entry.read(reader, Box.whole(entry.shape), tensor)
+
     # checkpoints
 
     def damaged_checkpoint(self, rng: random.Random) -> Outcome:
         name = rng.choice(sorted(self.state))
         try:
-            with _Written(self.folder / "state" / name, flipped(self.state[name], rng)):
+            with _damaged(self.folder / "state" / name, rng):
                 losses = self._losses(self.folder / "state")
         except PiperError:
             return REFUSED
@@ -272,8 +462,41 @@ def sealed(index: Any) -> bytes:
     """The index of a checkpoint with the checksum that it needs."""
     if isinstance(index, dict):
         index.pop("sha256", None)
-    rest = json.dumps(index)[1:].encode()
+    rest = dumped(index)[1:].encode()
     return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",\n'.encode() + rest
+
+
+def dumped(data: Any) -> str:
+    """As JSON, in which numbers may have any length."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(data)
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+@contextmanager
+def _damaged(path: Path, rng: random.Random) -> Iterator[None]:
+    """A file with other bytes, or something else in its place, for a while."""
+    content = path.read_bytes()
+    if rng.random() < 0.1:
+        path.unlink()
+        odd(path, rng)
+    else:
+        path.write_bytes(flipped(content, rng))
+    try:
+        yield
+    finally:
+        _remove(path)
+        path.write_bytes(content)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
 
 
 class _Written:
@@ -302,46 +525,37 @@ def lowered(program: piper.Program, strategy: piper.Strategy) -> None:
         lower(dag, program.models, program.settings)
 
 
-def _edited(text: str, rng: random.Random) -> str:
-    """Another value somewhere, or a line more or less."""
-    lines = text.splitlines()
-    place = rng.randrange(len(lines))
-    match rng.randrange(4):
-        case 0:
-            del lines[place]
-        case 1:
-            lines.insert(rng.randrange(len(lines)), lines[place])
-        case 2 if "=" in lines[place]:
-            key = lines[place].partition("=")[0]
-            junk = (
-                "0",
-                "-1",
-                "1e400",
-                "nan",
-                "inf",
-                "true",
-                '"x"',
-                "[]",
-                "{}",
-                "99999999999999999999",
-            )
-            lines[place] = f"{key}= {rng.choice(junk)}"
-        case _:
-            pass
-    return "\n".join(lines) + "\n"
+class HangingError(BaseException):
+    """A mutation took too long; not to be caught by what it interrupts."""
 
 
-def tally(count: int, seed: int) -> Counter[tuple[str, Outcome]]:
-    """How ``count`` mutations ended, as many of each kind of file; whatever is no ``PiperError``
-    gets out, with the number that leads to it."""
-    found: Counter[tuple[str, Outcome]] = Counter()
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise HangingError
+
+    usual = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+
+
+def tally(each: int, seed: int) -> tuple[dict[str, Counter[Outcome]], list[str]]:
+    """How ``each`` mutations of every kind of file ended; and, for those that ended in something
+    else than a ``PiperError`` or not at all, where that was."""
+    ends: dict[str, Counter[Outcome]] = {}
+    bad: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        kinds = Fuzzer(Path(folder)).kinds()
-        for number in range(count):
-            name = list(kinds)[number % len(kinds)]
-            try:
-                found[name, kinds[name](random.Random(seed * 10**9 + number))] += 1
-            except Exception as error:
-                error.add_note(f"{name}: mutation {number} of seed {seed}")
-                raise
-    return found
+        for name, mutate in Fuzzer(Path(folder)).kinds().items():
+            ends[name] = Counter()
+            for number in range(each):
+                try:
+                    with limited(SECONDS):
+                        ends[name][mutate(random.Random(f"{seed} {name} {number}"))] += 1
+                except (Exception, HangingError):  # noqa: BLE001 - all but one are looked for
+                    where = traceback.format_exc(limit=-8)
+                    bad.append(f"{name}: mutation {number} of seed {seed}: {where}")
+    return ends, bad
