@@ -62,10 +62,11 @@ def check_placed(program: Program, training: Dag, evaluation: Dag) -> None:
         ("evaluation_code", evaluation, program.evaluation_facts, program.evaluation_code),
     ):
         with within(name):
-            _placed(dag, facts, code)
+            run = {(node.compute.chunk, node.parts) for node in dag.nodes}
+            _placed(dag, facts, code, run)
             parts = dag.microbatches[1] if dag.microbatches else 1
             with within("example"):
-                _example(program, code, parts)
+                _example(program, code, parts, run)
 
 
 # the facts of the model
@@ -220,8 +221,10 @@ def _sizes(numbers: Iterable[int]) -> None:
 # what the strategy says
 
 
-def _placed(dag: Dag, facts: Facts, code: Code) -> None:
-    """Every chunk recomputes and is sharded as its code is, and has code for all its groups."""
+def _placed(dag: Dag, facts: Facts, code: Code, run: Collection[tuple[int, int]]) -> None:
+    """Every chunk recomputes and is sharded as its code is, and has code for all its groups.
+    ``run`` are the chunks with the sizes of their groups: where there are experts alone, other
+    chunks have the code of other sizes."""
     for node in dag.nodes:
         if node.devices and node.parts not in code.programs:
             raise MalformedError(f"there is none for groups of {node.parts} devices")
@@ -231,7 +234,8 @@ def _placed(dag: Dag, facts: Facts, code: Code) -> None:
                 for model in (facts.whole, facts.models[n]):
                     _recomputed(model.chunks[place].variants[dag.policy(place)], made)
                 rule = dag.shards.get(place)
-                _values(made, piece, code.values[n], rule, facts.models[n].chunks[place])
+                if (place, n) in run:
+                    _values(made, piece, code.values[n], rule, facts.models[n].chunks[place])
                 for i, name in enumerate(piece.parameters):
                     shape = list(code.parameters[name].shape)
                     if (rule := dag.shard(place, name)) is not None:
@@ -287,8 +291,12 @@ def _names(program: Program) -> None:
             )
 
 
-def _example(program: Program, code: Code, microbatches: int) -> None:
+def _example(
+    program: Program, code: Code, microbatches: int, run: Collection[tuple[int, int]]
+) -> None:
     tensors = program.example.tensors
+    batch = range(len(tensors))
+    fed = {n for chunk, n in run if not set(batch).isdisjoint(code.pieces[chunk].inputs)}
     computed = Precision(program.training.precision).dtype
     made = {value for piece in code.pieces for value in piece.outputs}
     totals = 0 if code.totals is None else len(code.totals.means)
@@ -296,6 +304,8 @@ def _example(program: Program, code: Code, microbatches: int) -> None:
         given = [value for value in range(len(specs)) if value not in made]
         if given != list(range(len(tensors) + totals)):
             raise MalformedError(f"{len(tensors)} tensors, but the code takes {len(given)}")
+        if n not in fed:
+            continue
         parts = microbatches * n
         for place, (x, spec) in enumerate(zip(tensors, specs, strict=False)):
             whole = tuple(x.shape)

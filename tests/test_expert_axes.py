@@ -4,6 +4,7 @@ through its experts once, and the numbers are those of one device."""
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,3 +195,11 @@ def test_what_batch_names() -> None:
         piper.DirectiveError, match=r"dp \* cp \* tp = 8 devices .*\[1, 2, 4, 8\] do"
     ):
         mesh(dp=2, cp=2, tp=2, ep=3)
+
+
+def test_in_a_folder(tmp_path: Path) -> None:
+    """What is stored has code for experts alone on all devices, and is read back."""
+    program = captured(dropless=True).compile(mesh(cp=2, ep=2))
+    program.save(tmp_path / "program")
+    read = piper.Program.load(tmp_path / "program")
+    assert read.text() == program.text()
