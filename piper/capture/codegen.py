@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from piper.capture.generators import default_exchanged, draw_privately
+from piper.capture.generators import default_exchanged, draw_privately, take_seeds
 from piper.capture.gpu_numbers import gpu_for, move_values, name_gpu
 from piper.capture.grouped import EAGER
 from piper.capture.kept_strides import keep_strides, strides_of
@@ -172,6 +172,7 @@ class Inductor:
         name_gpu(graph, gpu)
         module = fx.GraphModule(torch.nn.Module(), graph)
         move_values(module, gpu)
+        seeds = take_seeds(graph)
         fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         consumed = [i for i, ref in enumerate(function.arguments) if ref in function.consumes]
         values = [node.meta.get("val") for node in graph.nodes]
@@ -183,17 +184,22 @@ class Inductor:
             # no input is called static, since Inductor does not look at the alignment of those, and
             # parameters may begin anywhere in a flat buffer
             runner: Runner = compile_fx_inner(module, fakes, is_backward=which is not Pass.F)
-        return _exchanging(runner) if function.random else runner
+        return runner if not function.random else _drawing(runner, seeds)
 
 
-def _exchanging(run: Runner) -> Runner:
-    """What Inductor made draws from the default generator alone."""
+def _drawing(run: Runner, seeds: Sequence[Callable[[], Tensor]]) -> Runner:
+    """What Inductor made of a graph that is given ``seeds``; without any, it draws itself, which it
+    does from the default generator alone."""
+
+    def given(arguments: list[Any]) -> Sequence[Tensor]:
+        arguments += [draw() for draw in seeds]
+        return run(arguments)
 
     def exchanged(arguments: list[Any]) -> Sequence[Tensor]:
         with default_exchanged():
             return run(arguments)
 
-    return exchanged
+    return given if seeds else exchanged
 
 
 @dataclass(frozen=True, slots=True)

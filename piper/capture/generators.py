@@ -1,8 +1,9 @@
 """Random operations draw from a generator of their own, which the caller of a program names.
 
 The default generator belongs to the process: other threads draw from it while a step runs. Most
-operations take a generator. For the others (attention with dropout on GPUs, custom operations, what
-Inductor compiled) there is only the default one: its state is exchanged while the operation runs.
+operations take a generator. For the others (attention with dropout on GPUs, custom operations, and
+what Inductor compiled, unless it draws seeds alone) there is only the default one: its state is
+exchanged while the operation runs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,34 @@ def draw_privately(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and is_random(node):
             node.target = _Drawing(node.target)
+
+
+def take_seeds(graph: fx.Graph) -> list[Callable[[], Tensor]]:
+    """Let a graph of Inductor's be given the seeds that it draws, as its last arguments; what draws
+    them. None if it draws anything else."""
+    drawn = [x for x in graph.nodes if x.op == "call_function" and is_random(x)]
+    if any(str(node.target) != _SEEDS for node in drawn):
+        return []
+    last = graph.find_nodes(op="placeholder")[-1]
+    draws: list[Callable[[], Tensor]] = []
+    for node in drawn:
+        with graph.inserting_after(last):
+            last = graph.placeholder(node.name)
+        last.meta.update(node.meta)
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+        draws.append(partial(_seeds, *node.args))
+    return draws
+
+
+_SEEDS = "prims.inductor_seeds.default"
+
+
+def _seeds(count: int, device: torch.device) -> Tensor:
+    whole = torch.iinfo(torch.int64)
+    return torch.randint(
+        whole.min, whole.max, (count,), generator=_current.get(), dtype=torch.int64, device=device
+    )
 
 
 class _Drawing:
