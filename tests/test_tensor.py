@@ -423,6 +423,58 @@ def test_with_sequence_parallelism_too() -> None:
     assert redistributions(program, "layer[1]") == Counter(all_gather=4, reduce_scatter=4)
 
 
+class ParallelResidual(nn.Module):
+    """As Phi and GPT-J have it: attention and MLP of one norm are added to the stream at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(16), nn.Dropout(0.0)
+        self.q, self.k, self.v, self.dense = (nn.Linear(16, 16) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (p(y).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attention = self.drop(self.dense(attended.transpose(1, 2).flatten(2)))
+        made: Tensor = attention + self.drop(self.fc2(F.gelu(self.fc1(y)))) + x
+        return made
+
+
+class Parallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.layers = nn.ModuleList(ParallelResidual() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> None:
+    torch.manual_seed(0)
+    model = moved(Parallel().double())
+    columns = dict.fromkeys(("*.q", "*.k", "*.v", "*.fc1"), "column")
+    how = {**columns, "*.dense": "row", "*.fc2": "row"}
+    tags = {"embed": "embed", "layers.*": "layer", "head": "head"}
+    strategy = tensor(microbatches=1, parameters=how, sequence=sequence)
+    program = compiled(model, strategy, lm_loss, batches(), clip_norm=CLIP, tags=tags)
+    tp = {f.kind: f.count for f in program.traffic[0].flows if f.stream == "tp"}
+    if sequence:
+        assert (
+            tp["reduce_scatter"] == 3
+        )  # each layer's sum, the gradient of what the second gathers
+    else:
+        assert tp == {"all_reduce": 2 * 2}
+    reference = plain(model, lm_loss, batches(), microbatches=1, clip_norm=CLIP)
+    assert_same(train(program, batches()), reference, CLOSE)
+
+
 @pytest.mark.parametrize(("dp", "only"), [(1, "attention"), (2, "*")])
 def test_equal_gradients_are_not_summed_along_tp(dp: int, only: str) -> None:
     """Norms, and what else is computed alike by all: only along dp, as what is sharded is."""

@@ -2,6 +2,7 @@
 than the whole.
 
     linear(x, w S(1), b)       linear(x, w S(1)) + b                the bias is added to the sum
+    (p1 + b1) + (p2 + b2) + x  (p1 + p2) + b1 + b2 + x              partial sums first, reduced once
     attention(q, k, v), gqa    attention(q, repeat(k), repeat(v))   2 heads of k for 4 devices
     attention with dropout     its products, and a dropout          see dropped_attention.py
 """
@@ -28,7 +29,9 @@ def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Grap
     new: dict[fx.Node, fx.Node] = {}
     placed = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
     for node in graph.nodes:
-        if _is_row_product(node, placed):
+        if node.target is aten.dropout.default and node.args[1] == 0:
+            new[node] = new[node.all_input_nodes[0]]
+        elif _has_bias(node, placed):
             new[node] = _bias_apart(copy, node, new)
         elif drops(node):
             new[node] = in_products(copy, node, new)
@@ -36,10 +39,61 @@ def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Grap
             new[node] = _repeated_heads(copy, node, new)
         else:
             new[node] = copy.node_copy(node, new.__getitem__)
+    weights = {new[node]: placement for node, placement in placed.items()}
+    _add_first(copy, {node for node in copy.nodes if _is_row_product(node, weights)})
     return copy
 
 
-def _is_row_product(node: fx.Node, placed: dict[fx.Node, Any]) -> bool:
+def _add_first(graph: fx.Graph, partial: set[fx.Node]) -> None:
+    """Let sums of many add those that are ``partial`` first, in their order, and then the others:
+    parallel residuals have several."""
+    for node in list(graph.nodes):
+        if not _adds(node) or any(_is_term(node, user) for user in node.users):
+            continue
+        terms = _terms(node)
+        first = [x for x in terms if x in partial and _alike(x, node)]
+        if len(first) < 2 or any(_value(x).dtype != _value(node).dtype for x in terms):
+            continue
+        total, *others = [*first, *(x for x in terms if x not in first)]
+        for term in others:
+            with graph.inserting_before(node):
+                total = graph.call_function(aten.add.Tensor, (total, term))
+            total.meta = dict(node.meta)
+        node.replace_all_uses_with(total)
+    graph.eliminate_dead_code()
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether it is a sum of two values."""
+    return node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """What a sum is of, where sums that nothing else reads are taken apart."""
+    found = []
+    for x in node.all_input_nodes:
+        found += _terms(x) if _is_term(x, node) else [x]
+    return found
+
+
+def _is_term(node: fx.Node, of: fx.Node) -> bool:
+    """Whether a sum is taken apart in another."""
+    return _adds(node) and _adds(of) and len(node.users) == 1 and _alike(node, of)
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    a, b = _value(one), _value(other)
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _is_row_product(node: fx.Node, weights: dict[fx.Node, Any]) -> bool:
+    """Whether it is a product that is a partial sum, without a bias."""
+    if node.target is aten.linear.default and node.args[2:] in ((), (None,)):
+        return weights.get(node.args[1]) == Shard(1)  # type: ignore[arg-type]
+    return node.target is aten.mm.default and weights.get(node.args[1]) == Shard(0)  # type: ignore[arg-type]
+
+
+def _has_bias(node: fx.Node, placed: dict[fx.Node, Any]) -> bool:
     """Whether a bias is added within a product that is a partial sum."""
     if node.target is aten.linear.default and len(node.args) == 3 and node.args[2] is not None:
         return placed.get(node.args[1]) == Shard(1)  # type: ignore[arg-type]
