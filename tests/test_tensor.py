@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, DirectiveError
 from piper.directives import Directive, place, remat, replicate, shard, split
+from piper.ir.collectives import CollectiveKind
 from piper.ir.ops import Collective
 from piper.ir.values import ExtraRole
 from piper.models import DenseConfig, DenseTransformer
@@ -473,6 +474,35 @@ def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> 
         assert tp == {"all_reduce": 2 * 2}
     reference = plain(model, lm_loss, batches(), microbatches=1, clip_norm=CLIP)
     assert_same(train(program, batches()), reference, CLOSE)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_remat_gathers_again(axis: str) -> None:
+    """Of what was gathered (activations, or keys and values) nothing is left when the backward
+    begins; each gather of the forward is done once more."""
+    how = tensor(4, sequence=True, microbatches=1)
+    if axis == "cp":
+        cp = piper.Mesh(range(4), cp=4)
+        how = [
+            split(parts=1),
+            place({}, devices=cp, batch=(), sequence="cp", attention="all_gather"),
+        ]
+    program = program_of(dense(), [remat({}, "all"), *how])
+    plan = program.plans[0]
+    gathered: set[int] = set()
+    left = None
+    for x in plan.instructions:
+        if left is None and x.name.startswith("B head"):
+            left = sum(plan.slots[slot].nbytes for slot in gathered)
+        if isinstance(x.op, Collective) and x.op.kind is CollectiveKind.ALL_GATHER:
+            gathered.update(x.writes)
+        gathered.difference_update(x.frees)
+    assert left == 0
+    again = program.traffic[0].count("all_gather") - program_of(dense(), how).traffic[0].count(
+        "all_gather"
+    )
+    assert again == {"tp": 3, "cp": 4}[axis]
+    assert_same(train(program, batches()), expected(dense()), CLOSE)
 
 
 @pytest.mark.parametrize(("dp", "only"), [(1, "attention"), (2, "*")])

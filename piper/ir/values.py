@@ -48,8 +48,8 @@ class ExtraRole(Enum):
     UNCOMBINED = "uncombined"
     """What experts made, before the all-to-all combine."""
     REDISTRIBUTED = "redistributed"
-    """A value in another layout along an axis of its mesh: only of instructions, since it has a
-    number of its own."""
+    """A value in another layout along an axis of its mesh, which has a number of its own; or such a
+    value once more, for a backward that recomputes."""
     ADDED = "added"
     """The gradient of an activation, as far as it is added up; ``of`` is its first term."""
     REDUCED = "reduced"

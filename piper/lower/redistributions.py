@@ -3,6 +3,9 @@ selection of one's own part, or nothing.
 
     F attention ─v─▶ F [P -> R] ─v'─▶ F add         F attention ─v─▶ all_reduce ─v'─▶ F add
     B add ─g'─▶ B [P -> R] ─g─▶ B attention         B add ─g'─▶ B attention
+
+What a region that recomputes everything has gathered is not kept for its backward, but gathered
+again.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from dataclasses import replace
 
 from piper.capture.chunks import Move, Segment
 from piper.capture.program import Pass
+from piper.capture.saving import RematPolicy
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Dag, Node
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Collective, Compute, Group, Op, Select
+from piper.ir.values import Extra, ExtraRole
 
 _KINDS = {
     Move.ALL_REDUCE: CollectiveKind.ALL_REDUCE,
@@ -54,7 +59,50 @@ def add_redistributions(dag: Dag) -> Dag:
                 stream=rule.stream if isinstance(op, Collective) else node.stream,
                 made_by=rule.made_by,
             )
-    return _renumbered(dag, nodes, same, gone)
+    extra = _gather_again(dag, nodes)
+    return replace(_renumbered(dag, nodes, same, gone), extra=(*dag.extra, *extra))
+
+
+def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
+    """Let backwards that recompute everything read what is gathered anew, once their gradients are
+    there: what it is gathered from is held, and not the whole. Gives the values that this adds."""
+    extra: list[Extra] = []
+    again: dict[tuple[int, int], int] = {}
+    """For a value and the chunk that reads it."""
+    passes = [(n, node) for n, node in nodes.items() if isinstance(node.op, Compute)]
+    for number, node in sorted(passes, key=lambda row: row[1].compute.which is Pass.BW):
+        op = node.compute
+        if op.which is Pass.F:
+            continue
+        reads = list(node.reads)
+        for place, value in enumerate(reads if dag.policy(op.chunk) is RematPolicy.ALL else ()):
+            maker = dag.producers.get(value, -1)
+            if maker < 0 or not _is_forward(dag.nodes[maker]) or not _gathers(nodes.get(maker)):
+                continue
+            gather = nodes[maker]
+            if (value, op.chunk) not in again:
+                again[value, op.chunk] = made = dag.first_extra + len(dag.extra) + len(extra)
+                extra.append(Extra(ExtraRole.REDISTRIBUTED, value, node.parts))
+                before = tuple(n for n in dag.predecessors(number) if not _is_forward(dag.nodes[n]))
+                nodes[len(dag.nodes) + len(extra)] = replace(
+                    gather,
+                    writes=(made,),
+                    tags=node.tags,
+                    after=before,
+                    after_by=(gather.made_by,) * len(before),
+                )
+            reads[place] = again[value, op.chunk]
+        nodes[number] = replace(node, reads=tuple(reads))
+    return extra
+
+
+def _gathers(node: Node | None) -> bool:
+    op = None if node is None else node.op
+    return isinstance(op, Collective) and op.kind is CollectiveKind.ALL_GATHER
+
+
+def _is_forward(node: Node) -> bool:
+    return isinstance(node.op, Compute) and node.op.which is Pass.F
 
 
 def _moving(dag: Dag, node: Node) -> Segment | None:

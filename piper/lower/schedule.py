@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag import Dag, Node
 from piper.ir.ops import Collective, Transfer, Update
+from piper.ir.values import ExtraRole
 from piper.lower.rank_classes import RankClasses
 from piper.lower.sorted_rows import brought_in_turn
 
@@ -139,8 +140,9 @@ def _eager(dag: Dag, node: Node) -> bool:
         case Collective(kind=CollectiveKind.ALL_GATHER):
             if node.writes[0] < dag.first_extra:
                 return True
-            bucket = dag.extra[node.writes[0] - dag.first_extra].of
-            return dag.buckets[bucket].level < 3  # these are where the parameters are
+            made = dag.extra[node.writes[0] - dag.first_extra]
+            of_state = made.role is ExtraRole.GATHERED
+            return not of_state or dag.buckets[made.of].level < 3  # these are where parameters are
         case Collective():
             return True
         case _:

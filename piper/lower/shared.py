@@ -30,6 +30,9 @@ _EXTRA_HOLDERS = {
 }
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
 
+_OF_VALUES = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.REDISTRIBUTED)
+"""Forms that go by the value of the model that they are of."""
+
 
 class Touched:
     """The classes of a group, looked up by the group's identity: groups are shared objects, and
@@ -109,7 +112,7 @@ class Shared:
         (written,) = node.writes
         if written >= self._first_extra:
             extra = self.dag.extra[written - self._first_extra]
-            if extra.role in (ExtraRole.RECEIVED, ExtraRole.DISPATCHED):
+            if extra.role in _OF_VALUES:
                 return extra.role, self._plain(extra.of)
             return extra.role, extra.of
         role = ExtraRole.UNCOMBINED if node.reads[0] >= self._first_extra else None

@@ -230,4 +230,10 @@ def _by_count(node: Node) -> bool:
 
 _TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.GATHERED)
-_FORMS = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED, ExtraRole.ADDED)
+_FORMS = (
+    ExtraRole.RECEIVED,
+    ExtraRole.DISPATCHED,
+    ExtraRole.UNCOMBINED,
+    ExtraRole.REDISTRIBUTED,
+    ExtraRole.ADDED,
+)
