@@ -6,6 +6,7 @@ batched experts, adds in an order that depends on the threads.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError
 from piper.capture import capture
+from piper.capture.own_loss import own_loss
 from piper.directives import place
+from piper.strategies import mesh
 from tests.hugging_face import BATCH, DECODER, FAMILIES, GPT2, SEQ, SIZES, VOCAB
 from tests.reference import assert_equal_to_eager
 from tests.training import Batch, assert_same, compiled, pipeline, plain, train
@@ -88,6 +91,35 @@ def test_a_microbatch_that_ignores_all_its_labels() -> None:
     found = train(program, [given])
     assert_same(found, plain(model, counted, [given], microbatches=2))
     torch.testing.assert_close(found.losses[0], model(**batch).loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("Llama", mesh(dp=2, microbatches=2)),
+        ("Llama", mesh(tp=2, dp=2)),
+        ("Llama", mesh(cp=2, microbatches=2)),
+        ("BERT", mesh(dp=2, microbatches=2)),
+        ("BERT", mesh(cp=2, microbatches=2)),
+    ],
+    ids=["replicas", "vocabulary", "context", "BERT", "BERT, context"],
+)
+def test_ignored_labels_are_those_of_the_whole_batch(name: str, strategy: piper.Strategy) -> None:
+    """The model's own loss, which it computes in fp32, and its gradients, without a warning."""
+    family = FAMILIES[name]
+    model = family.make(dropout=False).double()
+    batch = family.batch()
+    batch["labels"][: BATCH // 2] = -100
+    batch["labels"][-1, : SEQ // 2] = -100
+    given: Batch = (batch, ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", piper.PiperWarning)
+        program = compiled(model, strategy.directives, None, [given], tags=family.tags)
+    expected = plain(model, own_loss, [given], microbatches=1)
+    found = train(program, [given])
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.state, expected.state, rtol=0, atol=1e-7)
 
 
 def test_a_model_without_labels_has_no_loss() -> None:
