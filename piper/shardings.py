@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from piper.capture.chunks import ParameterShard
+from collections.abc import Sequence
+
+from piper.capture.chunks import ContextAttention, ParameterShard
 from piper.capture.local_chunks import Sharding
 from piper.capture.model import Captured
 from piper.capture.weight_shards import weight_shards
 from piper.ir.dag import Dag
+from piper.ir.rules import TensorRule
 
 
 def shardings_of(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]]:
@@ -27,8 +30,18 @@ def shardings_of(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]
                 rule.split,
                 rule.context,
             )
-            for rule in rules
+            for rule in _in_turn(rules)
             if rule.ways > 1
         )
         for chunk, rules in dag.tensor.items()
     }
+
+
+def _in_turn(rules: Sequence[TensorRule]) -> list[TensorRule]:
+    """The axes in the order in which regions are sharded. Heads are sharded with the weights that
+    make them, and each of these shards by attention under context parallelism: the other way
+    round, a device would have other heads than its part of the next weight. Heads and tails of a
+    sequence are not sharded again: where ``sequence`` would, context parallelism is first."""
+    gathers = any(rule.context is ContextAttention.ALL_GATHER for rule in rules)
+    twice = gathers and any(rule.sequence is not None for rule in rules)
+    return list(rules) if twice else sorted(rules, key=lambda rule: not rule.parameters)

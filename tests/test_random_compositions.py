@@ -24,11 +24,13 @@ import piper
 from piper.directives import Directive, remat
 from piper.models.moe import MoE, MoEConfig
 from piper.strategies import mesh
+from piper.strategies.mesh import FOLDED, LOOPED, STRAIGHT
 from tests.training import Batch, Run, assert_same, compiled, plain, shared_captures, train
 
 VOCAB, SEQ, STEPS, CLIP = 24, 8, 2, 0.05
 CLOSE = 1e-11
 DEVICES = 16
+SCHEDULES = ("1f1b", "1f1b", *STRAIGHT, *FOLDED, *LOOPED)
 
 
 @dataclass(frozen=True)
@@ -253,10 +255,7 @@ def drawn(rng: random.Random) -> Case | str:
     pp, dp = rng.choice([1, 1, 2, 4]), rng.choice([1, 1, 2, 4])
     tp, cp = rng.choice([1, 1, 2, 2, 4, 3]), rng.choice([1, 1, 1, 2, 2, 4])
     options: dict[str, Any] = {
-        "schedule": rng.choice(
-            ["1f1b", "1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev", "breadth-first"]
-            + ["v-half", "dualpipe"]
-        ),
+        "schedule": rng.choice(SCHEDULES),
         "pp": pp,
         "dp": dp,
         "cp": cp,

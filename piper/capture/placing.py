@@ -109,7 +109,9 @@ class Placing:
         for row in sorted(rows, key=lambda row: self._costs(now, row))[:_TRIED]:
             needs = dict(zip(now, row, strict=True))
             made = self._ask(node, needs)
-            if made is not None and any(p != REPLICATED for p in row):
+            if made is not None:
+                if all(p == REPLICATED for p in row):
+                    self.gathered.append(node)
                 return needs, made
         self.gathered.append(node)
         return dict.fromkeys(now, REPLICATED), alike(self.whole[node], REPLICATED)
@@ -126,9 +128,11 @@ class Placing:
         ]
         return list(dict.fromkeys([now, REPLICATED, *map(Shard, dims)]))
 
-    def _costs(self, now: dict[fx.Node, Any], row: Sequence[Placement]) -> tuple[int, int]:
+    def _costs(self, now: dict[fx.Node, Any], row: Sequence[Placement]) -> tuple[int, int, int]:
+        """Of equal costs, what shards most; of these, not the rows: heads part again before the
+        product that merges them, which may be wider."""
         total = sum(self._cost(x, p) for x, p in zip(now, row, strict=True))
-        return total, sum(p == REPLICATED for p in row)
+        return total, sum(p == REPLICATED for p in row), sum(p == Shard(0) for p in row)
 
     def _cost(self, x: fx.Node, placement: Placement) -> int:
         """Bytes that reading a value so communicates, in both directions."""

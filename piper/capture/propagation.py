@@ -58,7 +58,7 @@ class Local:
     without gradients alone, of which it is larger."""
     recomputed_by: frozenset[fx.Node]
     """What constants may be computed by."""
-    placements: tuple[Placement, ...]
+    placements: tuple[Given, ...]
     """Of the results."""
     rank: fx.Node | None
     """The device's place along the axis, if it is needed."""
@@ -416,12 +416,12 @@ class _Propagation:
                 nbytes += passes * whole.numel() * whole.dtype.itemsize
         return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)
 
-    def _natural(self, node: fx.Node) -> Placement:
+    def _natural(self, node: fx.Node) -> Given:
         """How a result is placed if its readers leave it open: as it is made, or a sum of it."""
         made = self._made[node]
         if isinstance(made, Partial):
             return self._placing.resolved(self._whole[node])
-        return made if isinstance(made, Shard) else REPLICATED
+        return made if isinstance(made, Shard | Packed) else REPLICATED
 
 
 class _Read(Mapping[fx.Node, fx.Node]):

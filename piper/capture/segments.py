@@ -58,7 +58,7 @@ class _Segmenter:
         self._values: list[ChunkValue] = []
         self._numbers: dict[int, int] = {}
         """By value of the cut, its number now."""
-        self._edges: dict[int, Placement] = {}
+        self._edges: dict[int, Given] = {}
         """How the values between chunks are placed along the axis."""
 
     def cut(self) -> Cut:
@@ -204,7 +204,7 @@ class _Segmenter:
             found = self._propagated(chunk, sharding, given, wanted, split)
         return found
 
-    def _beside_parts(self, value: int, placement: Placement, ways: int) -> Placement | None:
+    def _beside_parts(self, value: int, placement: Given, ways: int) -> Placement | None:
         """Another placement for a value whose first dimension are the parts that a redistribution
         along another axis sends, if it is sharded along that: every device has all parts."""
         if placement != Shard(0) or value not in self._in_parts:

@@ -165,11 +165,9 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
     if size * emit.axis.ways != whole:
         x = _without_padding(x, size, whole, emit)
     largest = emit.call(aten.amax.default, emit.call(aten.detach.default, x), [1])
-    everywhere = emit.moved(largest, Shard(0), REPLICATED, sharded=True)  # ways * rows
-    rows = largest.meta["val"].shape[0]
-    shift = emit.call(
-        aten.amax.default, emit.call(aten.reshape.default, everywhere, [-1, rows]), [0]
-    )
+    mine = emit.call(aten.unsqueeze.default, largest, 0)
+    everywhere = emit.moved(mine, Shard(0), REPLICATED, sharded=True)  # [ways, rows]
+    shift = emit.call(aten.amax.default, everywhere, [0])
     shifted = emit.call(aten.sub.Tensor, x, emit.call(aten.unsqueeze.default, shift, 1))
     exponentials = emit.call(aten.sum.dim_IntList, emit.call(aten.exp.default, shifted), [1])
     here, outside = _own(target, size, whole, emit, loss.ignored)
