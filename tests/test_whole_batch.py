@@ -339,6 +339,7 @@ def test_offsets_are_not_cut_like_rows() -> None:
             output.log_softmax(-1), torch.softmax(output.detach(), -1), reduction="batchmean"
         ),
         lambda output, y: ((1 - output.softmax(-1)) ** 2 * output.log_softmax(-1)).mean(),
+        lambda output, y: torch.bmm(output, WEIGHTS.diag().repeat(len(output), 1, 1)).mean(),
     ],
 )
 def test_nothing_is_said_of_means_over_rows(loss: Any) -> None:

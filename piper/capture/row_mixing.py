@@ -188,6 +188,9 @@ class _Walk:
         if packet is aten.cat:
             joined = _joined(node, layouts)
             return _UNKNOWN if joined is None else _State(_Kind.ROWS, joined)
+        with_rows = [x for x in layouts if self.states[x].kind is _Kind.ROWS]
+        if packet in _PRODUCTS and len(with_rows) == 1:
+            return _UNKNOWN  # a table that is repeated for every row has as many
         if (packet in _ACROSS or _is_pointwise(node)) and _is_real(node):
             return self._mixed(node, Meeting.ROWS)
         return _UNKNOWN
