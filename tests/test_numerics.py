@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from piper import CaptureError, PiperError, annotate
 from piper.capture import Captured, capture
 from piper.capture.codegen import Eager
+from piper.capture.graphs import is_random
 from piper.capture.program import Pass
 from piper.capture.tensors import TensorSpec
 from piper.models import (
@@ -837,6 +838,15 @@ def test_the_global_generator_is_left_alone(dropout: Dropout) -> None:
     before = torch.get_rng_state()
     SingleDevice(captured, model).step(x, y)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["efficient", "flash", "cudnn"])
+def test_the_backward_of_attention_draws_nothing(kind: str) -> None:
+    """Some are tagged as random. They are given the seed that the forward drew."""
+    for suffix, draws in (("", True), ("_backward", False)):
+        operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{suffix}").default
+        node = fx.Graph().call_function(operation, (), {"dropout_p": 0.3})
+        assert is_random(node) is draws
 
 
 @torch.library.custom_op("piper_tests::interrupted", mutates_args=())

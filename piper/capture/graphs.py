@@ -23,9 +23,12 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Attention is tagged as random, but draws only when it has dropout."""
+    """Attention is tagged as random, but draws only when it has dropout, and not in its backward,
+    which is given the seed."""
     assert isinstance(node.target, OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
+    if "philox_seed" in names:
+        return False
     if "dropout_p" not in names:
         return True
     position = names.index("dropout_p")
