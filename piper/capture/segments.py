@@ -196,7 +196,7 @@ class _Segmenter:
         wanted += [REPLICATED] * len(chunk.updates)
         found = self._propagated(chunk, sharding, given, wanted, split)
         kept = [
-            self._beside_parts(value, placement, sharding.ways) or want
+            self._beside_parts(value, placement, _axis(sharding).parts) or want
             for value, placement, want in zip(chunk.outputs, found.placements, wanted, strict=False)
         ]
         if kept != wanted[: len(kept)]:
@@ -204,14 +204,14 @@ class _Segmenter:
             found = self._propagated(chunk, sharding, given, wanted, split)
         return found
 
-    def _beside_parts(self, value: int, placement: Given, ways: int) -> Placement | None:
+    def _beside_parts(self, value: int, placement: Given, parts: int) -> Placement | None:
         """Another placement for a value whose first dimension are the parts that a redistribution
         along another axis sends, if it is sharded along that: every device has all parts."""
         if placement != Shard(0) or value not in self._in_parts:
             return None
         shape = self._cut.values[value].spec.shape
         return next(
-            (Shard(d) for d, size in enumerate(shape) if d and size % ways == 0), REPLICATED
+            (Shard(d) for d, size in enumerate(shape) if d and size % parts == 0), REPLICATED
         )
 
     def _propagated(

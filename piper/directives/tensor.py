@@ -94,7 +94,9 @@ def with_rule(
 ) -> tuple[TensorRule, ...]:
     """``rules`` of the chunk of node ``name`` and one more, unless it is there."""
     for earlier in rules:
-        if earlier.made_by == rule.made_by and earlier != rule:
+        if replace(earlier, made_by=rule.made_by) == rule:
+            return rules  # of other microbatches, or said twice
+        if earlier.made_by == rule.made_by:
             raise DirectiveError(
                 f"other microbatches of {name} run on a mesh where {rule.axis} has another size or "
                 "place"
@@ -106,7 +108,7 @@ def with_rule(
                 f"{name} is sharded already by {dag.history[earlier.made_by]}: its parameters are "
                 "sharded along one axis"
             )
-    return rules if rule in rules else (*rules, rule)
+    return (*rules, rule)
 
 
 def refuse_other_ways(dag: Dag) -> None:
