@@ -20,7 +20,7 @@ from torch import nn
 from piper.arguments import named_arguments
 from piper.capture.batch import Batch
 from piper.capture.codegen import CompilerName, Eager
-from piper.capture.model import check_model
+from piper.capture.model import Captured, check_model
 from piper.capture.outputs import Outputs
 from piper.capture.own_loss import Loss, loss_or_own, refuse_counted
 from piper.directives.place import Place
@@ -38,7 +38,7 @@ from piper.lower.memory import OptimizerCost
 from piper.lower.tasks import CostModel
 from piper.lower.waste import LARGE
 from piper.mixing_warnings import warn_of_mixing
-from piper.modes import without_modes
+from piper.modes import default_dtype, without_modes
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
 from piper.placer import Placed, Placer
@@ -91,7 +91,9 @@ def capture(
     subject = Subject(
         model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
     )
-    training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
+    training = Training(
+        optimizer, scheduler, clip_norm, precision, seed, on_nan, torch.get_default_dtype()
+    )
     return _capture(subject, training, init)
 
 
@@ -125,7 +127,9 @@ def compile(
     subject = Subject(
         model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
     )
-    training = Training(optimizer, scheduler, clip_norm, precision, seed, on_nan)
+    training = Training(
+        optimizer, scheduler, clip_norm, precision, seed, on_nan, torch.get_default_dtype()
+    )
     captured = _capture(subject, training, init)
     return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
 
@@ -167,7 +171,7 @@ class Capture:
         """Its regions, one part of a region a line; those of equal programs have equal letters."""
         from piper.view.tables import letters_of
 
-        whole = self._traces.training(1)
+        whole = self._whole()
         letters = letters_of(whole)
         rows = zip(whole.chunks, whole.programs, strict=True)
         return "\n".join(f"{c.name:15} program {letters[id(program)]}" for c, program in rows)
@@ -175,8 +179,11 @@ class Capture:
     @property
     def dag(self) -> Dag:
         """The step before any directive: the whole batch at once, on no device yet."""
-        whole = self._traces.training(1)
-        return build(self._placer.facts_of(whole))
+        return build(self._placer.facts_of(self._whole()))
+
+    def _whole(self) -> Captured:
+        with default_dtype(self._training.default_dtype):
+            return self._traces.training(1)
 
     def compile(
         self,
@@ -195,7 +202,7 @@ class Capture:
         self._source.refuse_refrozen(self._frozen)
         how = {"strategy": strategy, "memory_limit": memory_limit, "costs": costs}
         shape = _shape(strategy, self._size)
-        with _no_collection():
+        with default_dtype(self._training.default_dtype), _no_collection():
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)

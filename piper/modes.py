@@ -1,5 +1,5 @@
-"""What a step computes depends on no mode of the thread that calls it: workers in processes of
-their own have none."""
+"""What a step computes depends on no mode of whoever calls it: workers in processes of their own
+have none."""
 
 from __future__ import annotations
 
@@ -17,11 +17,27 @@ def autocast_kinds() -> list[str]:
 
 
 @contextmanager
-def without_modes() -> Iterator[None]:
-    """Inside, neither ``torch.autocast`` nor ``torch.inference_mode`` is on, and the default device
-    is the CPU. The first would compute in another precision than was captured, the second make
-    state that no later step may change."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, ``dtype`` is torch's default, in all threads: torch has no other one."""
+    before = torch.get_default_dtype()
+    if before is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def without_modes(dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, neither ``torch.autocast`` nor ``torch.inference_mode`` is on, the default device is
+    the CPU, and the default dtype is ``dtype``, if given. The first would compute in another
+    precision than was captured, the second make state that no later step may change."""
     with ExitStack() as contexts:
+        if dtype is not None:
+            contexts.enter_context(default_dtype(dtype))
         for kind in autocast_kinds():
             contexts.enter_context(torch.autocast(kind, enabled=False))
         if torch.is_inference_mode_enabled():

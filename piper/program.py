@@ -40,6 +40,7 @@ from piper.lower.tasks import CostModel
 from piper.lower.traffic import Traffic, traffic_of
 from piper.lower.waste import Waste, waste_of, waste_text
 from piper.matching import Located, located
+from piper.modes import without_modes
 from piper.optimizer import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.optimizer_factory import OptimizerFactory
 from piper.paths import path_of
@@ -284,11 +285,12 @@ class Program:
         program = load(path_of(path), source, optimizer, scheduler)
         if optimizer is None:
             return program
-        try_scheduler(optimizer, scheduler, program.trained)
-        cost = cost_of(optimizer, program.trained, program.device)
-        if cost != program.settings.optimizer:
-            program = with_plans(
-                replace(program, settings=replace(program.settings, optimizer=cost))
-            )
-        check_factory(optimizer, cost, program.dag, program.trained, program.device)
+        with without_modes(program.training.default_dtype):
+            try_scheduler(optimizer, scheduler, program.trained)
+            cost = cost_of(optimizer, program.trained, program.device)
+            if cost != program.settings.optimizer:
+                program = with_plans(
+                    replace(program, settings=replace(program.settings, optimizer=cost))
+                )
+            check_factory(optimizer, cost, program.dag, program.trained, program.device)
         return program

@@ -85,6 +85,7 @@ def save(program: Program, folder: Path) -> None:
         "on_nan": program.training.on_nan,
         "precision": program.training.precision,
         "seed": program.training.seed,
+        "default_dtype": encode(torch.dtype, program.training.default_dtype),
         "settings": encode(Settings, _with_plain_costs(program)),
         "facts": _facts_to_json(program.facts),
         "evaluation_facts": (
@@ -136,7 +137,8 @@ def load(
     with _reading(folder, "program.json"):
         data = parsed(files["program.json"])
         if type(data) is dict:
-            data.setdefault("computation", None)  # earlier ones did not have it
+            data.setdefault("computation", None)  # earlier ones did not have these
+            data.setdefault("default_dtype", "float32")
         table(data, _PARTS)
         device = _part(data, "device", device_named)
     with _reading(folder, "graphs.json"):
@@ -158,7 +160,7 @@ def _reading(folder: Path, name: str) -> Iterator[None]:
 _PARTS = (
     "strategy", "clip_norm", "on_nan", "precision", "seed", "settings", "facts", "evaluation_facts",
     "names", "code", "evaluation_code", "example", "device", "compiler",
-    "computation",
+    "computation", "default_dtype",
 )  # fmt: skip
 
 
@@ -192,6 +194,7 @@ def _program(
     training = Training(
         optimizer, scheduler, part("clip_norm", float | None), part("precision", str),
         part("seed", int), part("on_nan", str | None),
+        _part(data, "default_dtype", _default_dtype),
     )  # fmt: skip
     facts = _part(data, "facts", _facts_from_json)
     return Program(
@@ -217,6 +220,13 @@ def _program(
         compiler=_part(data, "compiler", lambda item: compiler_named(string(item))),
         computation=part("computation", Computation | None),
     )
+
+
+def _default_dtype(data: Any) -> torch.dtype:
+    dtype: torch.dtype = decode(torch.dtype, data)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise wrong(data, "a dtype that can be torch's default")
+    return dtype
 
 
 def with_plans(read: Program) -> Program:

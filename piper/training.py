@@ -26,6 +26,8 @@ class Training:
     on_nan: str | None = None
     """What becomes of a step whose gradients are not finite: it updates as if they were, or
     nothing and goes on ("skip"), or nothing and raises ("stop")."""
+    default_dtype: torch.dtype = torch.float32
+    """Torch's own when the model was captured; operations that name no dtype depend on it."""
 
     def check(self) -> None:
         if self.optimizer is not None and not callable(self.optimizer):

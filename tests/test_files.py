@@ -330,6 +330,10 @@ def backward(data: Any) -> dict[str, Any]:
         (lambda d: d.update(clip_norm=-1), "clip_norm=-1 must be a positive number"),
         (lambda d: d.update(compiler="gcc"), "compiler: compiler='gcc' is unknown"),
         (lambda d: d.update(device="disk"), "device: 'disk' is not a kind of device"),
+        (
+            lambda d: d.update(default_dtype="int32"),
+            "default_dtype: 'int32' is not a dtype",
+        ),
         (lambda d: d.update(more=1), "it has 'more', which nobody reads"),
         (lambda d: facts(d).pop("batch"), "facts.models[0].value: it lacks batch"),
         (lambda d: d["settings"].update(costs={"Own": {}}), "one of Costs, Answers"),
@@ -346,6 +350,12 @@ def test_what_a_program_says_must_fit(
     with pytest.raises(PiperError, match=r"cannot be used: program\.json: ") as caught:
         piper.Program.load(folder)
     assert words in str(caught.value)
+
+
+def test_a_program_of_before_default_dtypes_were_kept_is_read(folder: Path) -> None:
+    with edited(folder, "program.json") as data:
+        del data["default_dtype"]
+    assert piper.Program.load(folder).training.default_dtype is torch.float32
 
 
 class Mixed(nn.Module):

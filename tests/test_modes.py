@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import piper
+from piper.callbacks import Callback
 from piper.directives import Directive, partition, place, split
+from piper.launch.flags import Flags
+from piper.modes import default_dtype
 
 WIDTH = 4
 X, Y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
@@ -326,10 +329,13 @@ def test_a_step_depends_on_no_mode_of_its_caller(precision: str, tmp_path: Path)
         with mode:
             trainer = piper.launch(program)
             first = [trainer.step(X, Y).loss.item(), trainer.evaluate(X, Y).loss.item()]
+            trainer.profile(X, Y)
+            trainer.measure_memory(X, Y)
             trainer.save(tmp_path / "saved")
-        with trainer:
             trainer.load(tmp_path / "saved")
-            return [*first, trainer.step(X, Y).loss.item(), trainer.state_dict()["steps"].sum()]
+            steps = dict(trainer.stream_state())["steps"].sum().item()
+        with trainer:
+            return [*first, steps, trainer.step(X, Y).loss.item(), *trainer.rows.tolist()]
 
     expected = numbers(nullcontext())
     for mode in (
@@ -337,5 +343,173 @@ def test_a_step_depends_on_no_mode_of_its_caller(precision: str, tmp_path: Path)
         torch.inference_mode(),
         torch.no_grad(),
         torch.device("meta"),
+        default_dtype(torch.float64),
     ):
         assert numbers(mode) == expected, mode
+
+
+class Untyped(nn.Module):
+    """Makes tensors that name no dtype, in the forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (torch.arange(WIDTH) / 3)
+
+
+def compile_doubles() -> piper.Program:
+    """A model in float64, the default dtype."""
+    with default_dtype(torch.float64):
+        return piper.compile(
+            Untyped(),
+            piper.Strategy([place({}, devices=[0])]),
+            inputs=(X.double(),),
+            targets=(Y.double(),),
+            loss=F.mse_loss,
+            optimizer=torch.optim.AdamW,
+        )
+
+
+def losses_of(trainer: piper.Trainer) -> list[float]:
+    with trainer:
+        return [trainer.step(X.double(), Y.double()).loss.item() for _ in range(3)]
+
+
+def test_a_program_keeps_the_default_dtype_of_its_capture(tmp_path: Path) -> None:
+    program = compile_doubles()
+    with default_dtype(torch.float64):
+        expected = losses_of(piper.launch(program))
+    assert losses_of(piper.launch(program)) == expected
+    program.save(tmp_path / "program")
+    loaded = piper.Program.load(
+        tmp_path / "program", source=program.source, optimizer=torch.optim.AdamW
+    )
+    assert losses_of(piper.launch(loaded)) == expected
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_strategies_of_a_capture_have_one_default_dtype() -> None:
+    with default_dtype(torch.float64):
+        captured = piper.capture(
+            Untyped(),
+            inputs=(X.double(),),
+            targets=(Y.double(),),
+            loss=F.mse_loss,
+            optimizer=torch.optim.AdamW,
+        )
+    program = captured.compile(piper.Strategy([place({}, devices=[0])]))
+    with default_dtype(torch.float64):
+        expected = losses_of(piper.launch(program))
+    assert losses_of(piper.launch(program)) == expected
+    assert program.training.default_dtype is torch.float64
+
+
+def test_a_switch_to_another_default_dtype_is_refused() -> None:
+    net = Untyped()
+    program = compile_net(net)
+    with default_dtype(torch.float64):
+        other = compile_net(net)
+    message = r"with torch.float64 as torch's default dtype, .*set_default_dtype\(torch.float32\)"
+    with piper.launch(program) as trainer, pytest.raises(piper.PiperError, match=message):
+        trainer.switch(other)
+
+
+class Seeing(list[Any]):
+    """Batches, with a state, that note the modes in which they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__([(X, Y), (X, Y)])
+        self.seen: set[tuple[bool, torch.dtype]] = set()
+
+    def note(self) -> None:
+        self.seen.add((torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in list.__iter__(self):
+            self.note()
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        self.note()
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.note()
+
+
+def test_loaders_and_callbacks_keep_the_modes_of_the_caller(tmp_path: Path) -> None:
+    batches = Seeing()
+    with piper.launch(compile_net(Untyped())) as trainer:
+        modes = torch.autocast("cpu", torch.bfloat16), default_dtype(torch.float64)
+        with modes[0], modes[1]:
+            trainer.fit(batches, checkpoint=tmp_path, callbacks=[Noting(batches)], progress=False)
+    assert batches.seen == {(True, torch.float64)}
+
+
+class Noting(Callback):
+    def __init__(self, batches: Seeing) -> None:
+        self.batches = batches
+
+    def on_step(self, step: int, result: piper.StepResult) -> None:
+        self.batches.note()
+
+
+def rate_by_flags(step: int) -> float:
+    """A learning rate that says which flags it is computed under."""
+    precise = torch.get_float32_matmul_precision() == "highest"
+    settled = torch.are_deterministic_algorithms_enabled()
+    return float(1 + precise + 2 * settled + 4 * (torch.get_default_dtype() is torch.float64))
+
+
+@contextmanager
+def flags(precision: str, *, deterministic: bool) -> Iterator[None]:
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+def test_processes_have_the_flags_of_their_caller() -> None:
+    with default_dtype(torch.float64):
+        program = piper.compile(
+            Untyped(),
+            piper.Strategy([place({}, devices=[0])]),
+            inputs=(X.double(),),
+            targets=(Y.double(),),
+            loss=F.mse_loss,
+            optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate_by_flags),
+        )
+
+    def results(on: str) -> list[tuple[float, Any]]:
+        rows = []
+        with flags("high", deterministic=True):
+            trainer = piper.launch(program, on=on)
+            rows.append(trainer.step(X.double(), Y.double()))
+        with trainer:
+            rows += [trainer.step(X.double(), Y.double()) for _ in range(2)]
+        return [(row.loss.item(), row.learning_rates) for row in rows]
+
+    expected = results("virtual")
+    assert [rates for _, rates in expected] == [(7.0,), (7.0,), (6.0,)]
+    assert results("processes") == expected
+
+
+def test_flags_set_what_was_read() -> None:
+    usual = Flags.here()
+    with flags("medium", deterministic=True):
+        there = Flags.here()
+    assert Flags.here() == usual != there
+    with flags("highest", deterministic=False):
+        there.set()
+        assert Flags.here() == there
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.are_deterministic_algorithms_enabled()
+        usual.set()
+        assert torch.get_float32_matmul_precision() == "highest"

@@ -52,6 +52,7 @@ def fingerprints(program: Program) -> Fingerprints:
                 type(program.compiler).__name__,
             ]
         ),
+        "default dtype": str(training.default_dtype),
         "model's code": _digest([program_to_json(one) for one in graphs.values()]),
         "constants in the model's code": _digest(constants),
         "plans": _digest([p.to_json() for p in (*program.plans, *program.evaluation_plans)]),

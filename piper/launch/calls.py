@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from piper.checkpoint.index import Index
+from piper.launch.flags import Flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Call:
 
     method: str
     argument: Any = None
+    flags: Flags | None = None
+    """Those of the caller, where they choose what is computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""A step happens or does not, and alike wherever it is called: an interrupt (Ctrl-C) waits for its
-end, a second one does not, and modes of the caller's are off."""
+"""A step happens or does not: an interrupt (Ctrl-C) waits for its end, a second one does not."""
 
 from __future__ import annotations
 
@@ -11,8 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from piper.modes import without_modes
-
 _NOTE = "piper: interrupted, as soon as this is done; once more to end at once\n"
 
 
@@ -20,14 +17,7 @@ _NOTE = "piper: interrupted, as soon as this is done; once more to end at once\n
 def held_back() -> Iterator[None]:
     """Inside, the first SIGINT is noted, and whoever handles it outside is told at the end; of a
     second one it is told at once. Only the main thread can do that, and only with a handler of
-    Python's; elsewhere, and inside another one, nothing changes. Modes of torch's are off
-    (``without_modes``)."""
-    with without_modes(), _noted():
-        yield
-
-
-@contextmanager
-def _noted() -> Iterator[None]:
+    Python's; elsewhere, and inside another one, nothing changes."""
     usual = signal.getsignal(signal.SIGINT)
     here = threading.current_thread() is threading.main_thread()
     if not here or not callable(usual) or isinstance(usual, _Noting):

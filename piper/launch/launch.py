@@ -45,7 +45,7 @@ def launch(
     refuse_in_worker()
     program.refuse_refrozen()
     programs = Shapes(program, shapes)
-    with without_modes():
+    with without_modes(program.training.default_dtype):
         return Trainer(_worker_group(program, on, options), programs)
 
 

@@ -28,6 +28,7 @@ from piper.checkpoint.index import Index
 from piper.checkpoint.pretrained import Target
 from piper.errors import CapacityError, PiperError
 from piper.launch.calls import Call, Failure, SwitchTask, WorkerTask, dumped, receive
+from piper.launch.flags import Flags
 from piper.launch.own_operations import defining_modules
 from piper.launch.rank import refuse_too_few_gpus
 from piper.launch.worker_folder import write_program, write_weights
@@ -280,6 +281,7 @@ class ProcessWorkerGroup:
         for device, local in zip(devices, free, strict=False):
             found.append(spawned(device, local, self._path))
             self._processes.append(found[-1].process)
+        flags = Flags.here()
         for worker in found:
             task = replace(
                 self._task,
@@ -290,7 +292,7 @@ class ProcessWorkerGroup:
                 imports=imports,
                 script=script,
             )
-            worker.send(dumped(Call("start", task)))
+            worker.send(dumped(Call("start", task, flags)))
         return found
 
     # running
@@ -304,11 +306,12 @@ class ProcessWorkerGroup:
         self._copying = self._copying and method == "evaluate"
         self._running = (lambda: program.saving.plans) if copying else (lambda: plans)
         of = {device: plan for plan in plans for device in plan.devices}
+        flags = Flags.here()
 
         def message(worker: WorkerProcess) -> bytes:
             worker.forget_pc()
             given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
-            return dumped(Call(method, (given, how)))
+            return dumped(Call(method, (given, how), flags))
 
         # one by one: the first can begin while the next one's part is cut
         reports: list[Report] = self._ask(map(message, self._workers))

@@ -99,6 +99,12 @@ def _difference(old: Program, new: Program, allow: frozenset[Change]) -> str | N
         return f"it is of another model, in which {name} is {trained}"
     if old.device.type != new.device.type:
         return f"it was compiled for {new.device.type}, the one before for {old.device.type}"
+    before, after = old.training.default_dtype, new.training.default_dtype
+    if before != after:
+        return (
+            f"it was compiled with {after} as torch's default dtype, the one before with {before}: "
+            f"call torch.set_default_dtype({before}) before compile"
+        )
     for change in (Change.PRECISION, Change.CLIP_NORM, Change.ON_NAN):
         before, after = (getattr(program.training, change.value) for program in (old, new))
         if before != after and change not in allow:

@@ -170,7 +170,7 @@ class TorchrunWorkerGroup:
         return everyone(mine, self._objects)
 
     def largest(self, number: int) -> int:
-        largest = torch.tensor(number)
+        largest = torch.tensor(number, device="cpu")
         lost_peers(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects))
         return int(largest)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ from piper.launch.step_result import StepResult
 from piper.launch.summary import FitSummary
 from piper.launch.switching import Change, changes_named, switch
 from piper.launch.worker_group import ProfileKind, Report, WorkerGroup
+from piper.modes import without_modes
 from piper.paths import path_of
 from piper.program import Program
 from piper.tracking import Alive
@@ -106,7 +108,10 @@ class Trainer:
         """The numbers of those rows of a global batch that the devices of this process read: all of
         them, unless it is one of many that ``torchrun`` started."""
         own = self._devices.rows
-        return torch.arange(self.program.example.size) if own is None else torch.tensor(own).long()
+        with without_modes():
+            if own is None:
+                return torch.arange(self.program.example.size)
+            return torch.tensor(own).long()
 
     def step(
         self,
@@ -131,7 +136,7 @@ class Trainer:
                 "the program was compiled without optimizer=: steps compute gradients, and update "
                 "no parameter; give piper.compile an optimizer, or trainer.evaluate the batches",
             )
-        with held_back():
+        with self._undisturbed():
             self.settle_save(wait=False)
             run = partial(self._whole.step, report=report, own_rows=rows)
             result = self._run(run, batch, pad, rows=rows)
@@ -148,7 +153,7 @@ class Trainer:
 
     def evaluate(self, *batch: Any, pad: Pad | None = None, rows: bool = False) -> StepResult:
         """The loss of one batch in evaluation mode, and its outputs; nothing is changed."""
-        with held_back():
+        with self._undisturbed():
             run = partial(self._whole.evaluate, own_rows=rows)
             return self._run(run, batch, pad, rows=rows, evaluated=True)
 
@@ -160,11 +165,12 @@ class Trainer:
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
-        tensors = self._tensors(batch or self.example)
+        with self._undisturbed():
+            tensors = self._tensors(batch or self.example)
         found = []
         for step in range(steps):
             last = kernels and step == steps - 1
-            with held_back():
+            with self._undisturbed():
                 report = self._whole.profile(
                     tensors, ProfileKind.KERNELS if last else ProfileKind.TIME
                 )
@@ -189,7 +195,7 @@ class Trainer:
         To be compared with ``program.memory``, which predicts them. The first step of an optimizer
         makes its state: measure a later one.
         """
-        with held_back():
+        with self._undisturbed():
             report = self._whole.profile(self._tensors(batch), ProfileKind.MEMORY)
             self.steps += 1
         return dict(sorted(report.alive.items()))
@@ -289,7 +295,7 @@ class Trainer:
 
     def save_at(self, path: Path, data: Any, keep: int | None, *, background: bool) -> None:
         """``save``, with the position in the data."""
-        with held_back():
+        with self._undisturbed():
             self.settle_save()
             given = self._whole, self.program, path, self._rest
             if background:
@@ -303,7 +309,7 @@ class Trainer:
 
     def load_at(self, path: Path) -> Any:
         """``load``; gives the position in the data that was saved with the state."""
-        with held_back():
+        with self._undisturbed():
             self.settle_save()
             index, self._rest = load(self._devices, self.program, path)
             self.steps = index.steps
@@ -312,9 +318,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """The model's parameters and buffers, whole, under their own names, and what its modules
         add to a state dict (extra state, hooks)."""
-        with held_back():
-            portions = self._whole.export()
-        state = whole_state(self.program, portions, self._rest)
+        with self._undisturbed():
+            state = whole_state(self.program, self._whole.export(), self._rest)
         source = self.program.source
         return state if source is None else self.program.names.with_added(source, state)
 
@@ -324,11 +329,12 @@ class Trainer:
         names = self.program.names
         for keys in in_turn(names.keys, names.elements):
             only = frozenset(names.keys[key] for key in keys)
-            with held_back():
-                portions = self._whole.export(only)
-            find = tensor_of(self.program, portions, self._rest)
+            with self._undisturbed():
+                find = tensor_of(self.program, self._whole.export(only), self._rest)
             for key in keys:
-                yield key, find(names.keys[key])
+                with self._undisturbed():
+                    tensor = find(names.keys[key])
+                yield key, tensor
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Continue from other parameters and buffers; the optimizer's state stays as it is. Unless
@@ -337,7 +343,7 @@ class Trainer:
         tensors = self.program.names.checked(state, strict=strict)
         names = {name: name for name in tensors}
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-        with held_back():
+        with self._undisturbed():
             self._devices.refuse_other_tensors(tensors)
             for run in in_turn(names, sizes):  # no device is sent the whole model
                 self._devices.restore({name: tensors[name] for name in run})
@@ -365,7 +371,7 @@ class Trainer:
         had happened. ``allow`` names what else may change: "model", "loss", "precision",
         "clip_norm", "on_nan". A program that is refused changes nothing."""
         changes = changes_named(allow)
-        with held_back():
+        with self._undisturbed():
             self._go_on_with(program, changes)
             self._shapes = Shapes(program, self._shapes.most)
 
@@ -377,8 +383,14 @@ class Trainer:
         ``file_gb`` GB, in its own or another ``dtype``. Every device writes what it has. Of a model
         with adapters of the peft library, write the adapters, as peft loads them."""
         size = int(file_gb * 10**9)
-        with held_back():
+        with self._undisturbed():
             export(self._whole, self.program, path, self._rest, dtype=dtype, file_bytes=size)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Inside, an interrupt waits, and no mode of the caller's is on."""
+        with without_modes(self.program.training.default_dtype), held_back():
+            yield
 
     def _refuse_closed(self) -> None:
         if self._worker_group is None:

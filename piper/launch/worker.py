@@ -167,6 +167,8 @@ def _next(connection: Connection) -> Call:
         call: Call = receive(connection)
     except (EOFError, OSError) as error:
         raise _NobodyThereError from error
+    if call.flags is not None:
+        call.flags.set()
     return call
 
 

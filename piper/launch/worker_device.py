@@ -62,7 +62,10 @@ class WorkerDevice:
 
         callables = (self._folder / f"{name}.callables").read_bytes()
         optimizer, scheduler, init = cloudpickle.loads(callables)
-        return load(self._folder / name, None, optimizer, scheduler), init
+        program = load(self._folder / name, None, optimizer, scheduler)
+        # that of every program which it can switch to
+        torch.set_default_dtype(program.training.default_dtype)
+        return program, init
 
     def _place(self, program: Program) -> torch.device:
         """Where this worker's device is, once and for all."""

@@ -1,0 +1,93 @@
+"""Settings of torch that choose how operations compute. They are a process's own: workers in other
+processes are given those of the process that calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import backends
+from torch.backends import cuda, cudnn, mkldnn
+from torch.utils import deterministic
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The settings as they were in one process."""
+
+    values: tuple[Any, ...]
+    """In the order of ``_SETTINGS``; None for one that cannot be read there."""
+
+    @staticmethod
+    def here() -> Flags:
+        """Those of this process."""
+        return Flags(tuple(setting.read() for setting in _SETTINGS))
+
+    def set(self) -> None:
+        """Make them those of this process; what is so already is not touched."""
+        for setting, value in zip(_SETTINGS, self.values, strict=True):
+            if value is not None and setting.read() != value:
+                setting.write(value)
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+def _precision(backend: Any, operation: str) -> _Setting:
+    return _attribute(getattr(backend, operation), "fp32_precision")
+
+
+def _matmul_precision() -> str | None:
+    """None if it was set by backend: torch refuses to say it as one."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _reduction(name: str) -> _Setting:
+    """Whether products of half precision may be summed in it, and by split-k."""
+    names = (name, f"{name}_split_k")
+    return _Setting(
+        lambda: tuple(getattr(cuda.matmul, one, True) for one in names),
+        # earlier versions of torch take no pair, and have no split-k to forbid
+        lambda value: setattr(cuda.matmul, name, value[0] if value[1] else value),
+    )
+
+
+_SETTINGS = (
+    _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _attribute(deterministic, "fill_uninitialized_memory"),
+    # as one, then by backend: where a backend was set, the second knows better
+    _Setting(_matmul_precision, torch.set_float32_matmul_precision),
+    _attribute(backends, "fp32_precision"),
+    _attribute(cudnn, "fp32_precision"),
+    _attribute(mkldnn, "fp32_precision"),
+    _precision(cuda, "matmul"),
+    _precision(cudnn, "conv"),
+    _precision(cudnn, "rnn"),
+    _precision(mkldnn, "matmul"),
+    _precision(mkldnn, "conv"),
+    _precision(mkldnn, "rnn"),
+    _reduction("allow_fp16_reduced_precision_reduction"),
+    _reduction("allow_bf16_reduced_precision_reduction"),
+    _attribute(cuda.matmul, "allow_fp16_accumulation"),
+    _attribute(cudnn, "enabled"),
+    _attribute(cudnn, "deterministic"),
+    _attribute(cudnn, "benchmark"),
+    _attribute(mkldnn, "enabled"),
+    _attribute(mkldnn, "deterministic"),
+    _Setting(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    _Setting(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    _Setting(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    _Setting(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
