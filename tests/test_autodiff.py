@@ -112,7 +112,9 @@ def run(case: Case) -> list[Trace]:
     captured = case.captured
     parameters = {n: p.detach() for n, p in case.model.named_parameters(remove_duplicate=False)}
     buffers = {n: b.clone() for n, b in case.model.named_buffers()}
-    values: dict[int, Tensor] = dict(enumerate(case.batch))
+    batch = case.batch
+    totals = captured.totals.of(batch, len(batch[0])) if captured.totals is not None else ()
+    values: dict[int, Tensor] = dict(enumerate((*batch, *totals)))
     traces: list[Trace] = []
     runners = captured.runners()
 
