@@ -424,6 +424,14 @@ def test_with_sequence_parallelism_too() -> None:
     assert redistributions(program, "layer[1]") == Counter(all_gather=4, reduce_scatter=4)
 
 
+def test_with_sequence_parallelism_a_whole_head_keeps_logits_where_they_are() -> None:
+    """Head and loss compute on their part of the sequence: of the loss the sum is communicated, of
+    the logits nothing."""
+    program = program_of(dense(), CASES["tp2-sequence"])
+    assert redistributions(program, "loss[0]") == Counter(all_reduce=1)
+    assert_same(train(program, batches()), expected(dense()), CLOSE)
+
+
 class ParallelResidual(nn.Module):
     """As Phi and GPT-J have it: attention and MLP of one norm are added to the stream at once."""
 

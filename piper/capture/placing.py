@@ -90,7 +90,7 @@ class Placing:
             for x in partial:
                 now[x] = self.resolved(self.whole[x])
         made = self._ask(node, now)
-        if made is None and self._axis.context is not None:
+        if made is None:
             made = flattened(node, now, self._parts)
         if made is not None:
             return now, made
@@ -192,7 +192,7 @@ class Placing:
             return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
         if node.target is aten.slice.Tensor and dim_of(node, 1) == first.dim:
             return Shard(first.dim) if section(node, first) is not None else None
-        if self._axis.context is not None and node.target in VIEWS:
+        if node.target in VIEWS:
             return unflattened(node, first, self._parts)
         if any(isinstance(p, Packed) and p.sections != first.sections for p in now.values()):
             return None
