@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.utils.checkpoint import checkpoint
 
 import piper
@@ -502,14 +503,16 @@ def test_processes_have_the_flags_of_their_caller() -> None:
 
 
 def test_flags_set_what_was_read() -> None:
-    usual = Flags.here()
-    with flags("medium", deterministic=True):
+    with flags("highest", deterministic=False):
+        usual = Flags.here()
+    with flags("medium", deterministic=True), cudnn.flags(enabled=True, allow_tf32=False):
         there = Flags.here()
-    assert Flags.here() == usual != there
     with flags("highest", deterministic=False):
         there.set()
-        assert Flags.here() == there
+        assert Flags.here() == there != usual
         assert torch.get_float32_matmul_precision() == "medium"
         assert torch.are_deterministic_algorithms_enabled()
+        assert not cudnn.allow_tf32
         usual.set()
-        assert torch.get_float32_matmul_precision() == "highest"
+        assert Flags.here() == usual
+        assert cudnn.allow_tf32

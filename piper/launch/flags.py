@@ -46,12 +46,16 @@ def _precision(backend: Any, operation: str) -> _Setting:
     return _attribute(getattr(backend, operation), "fp32_precision")
 
 
-def _matmul_precision() -> str | None:
-    """None if it was set by backend: torch refuses to say it as one."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
+def _if_one(read: Callable[[], Any]) -> Callable[[], Any]:
+    """None if it was set by backend or operation: torch refuses to say it as one."""
+
+    def value() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    return value
 
 
 def _reduction(name: str) -> _Setting:
@@ -64,11 +68,13 @@ def _reduction(name: str) -> _Setting:
     )
 
 
+_CUDNN_TF32 = _attribute(cudnn, "allow_tf32")
 _SETTINGS = (
     _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(deterministic, "fill_uninitialized_memory"),
     # as one, then by backend: where a backend was set, the second knows better
-    _Setting(_matmul_precision, torch.set_float32_matmul_precision),
+    _Setting(_if_one(torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
+    _Setting(_if_one(_CUDNN_TF32.read), _CUDNN_TF32.write),
     _attribute(backends, "fp32_precision"),
     _attribute(cudnn, "fp32_precision"),
     _attribute(mkldnn, "fp32_precision"),
