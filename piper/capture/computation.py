@@ -101,8 +101,8 @@ def computation_of(
             operations.append(_line(node, numbers, ends if whole else {}))
             places.append(LOSS_PLACE if in_loss(node.meta) else _module(node, user_name))
             for x in pytree.tree_leaves(node.meta.get("val")):
-                if isinstance(x, Tensor):
-                    sizes |= {*map(int, x.shape), x.numel()}
+                if isinstance(x, Tensor):  # one of a size that the data decides is refused later
+                    sizes |= {n for n in (*x.shape, x.numel()) if isinstance(n, int)}
     shapes = [
         tuple(map(int, node.meta["val"].shape))
         for node in program.graph.find_nodes(op="placeholder")
