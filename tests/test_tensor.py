@@ -707,6 +707,33 @@ COMPOSED = {
 
 
 @functools.cache
+def longer_run() -> tuple[list[Batch], Run]:
+    """Of more tokens than a weight has columns."""
+    more = [({"input_ids": x}, y) for (x,), y in batches(16)]
+    return more, plain(library_model("llama-gqa"), logits_loss, more, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "moves"),
+    [
+        ("column", Counter(all_reduce=8, all_gather=4, reduce_scatter=4)),
+        ("replicate", Counter(all_reduce=8)),
+    ],
+)
+def test_few_heads_of_keys_are_computed_by_several_devices(
+    weights: str, moves: Counter[str]
+) -> None:
+    """Two heads for four devices: weights that are sharded are gathered, and no keys and values
+    are exchanged."""
+    how = {**PLAN, "*.k_proj": weights, "*.v_proj": weights}
+    more, run = longer_run()
+    strategy = tensor(4, parameters=how, microbatches=1)
+    program = compiled(library_model("llama-gqa"), strategy, logits_loss, more)
+    assert redistributions(program, "") == moves
+    assert_same(train(program, more), run, CLOSE)
+
+
+@functools.cache
 def captured_library(name: str) -> piper.Capture:
     inputs, targets = tokens()[0]
     return piper.capture(

@@ -62,7 +62,7 @@ class Placing:
         self.whole: dict[fx.Node, Any] = {}
         """Fake tensors of the whole, by node."""
         self.fixed: set[fx.Node] = set()
-        """Parameters and buffers."""
+        """Parameters and buffers, and heads of parameters."""
         self.reduced: set[fx.Node] = set()
         """Partial sums that were reduced already, for some reader."""
         self.gathered: list[fx.Node] = []

@@ -27,6 +27,7 @@ from piper.capture.chunks import Body, Draw, Gathered, Redistribution
 from piper.capture.fused import SPLITS, Packed, dim_of, section
 from piper.capture.gathered_keys import causal_shards, wanted_keys
 from piper.capture.graphs import is_random
+from piper.capture.key_heads import own_head, wanted_weight
 from piper.capture.local_graph import Given, LocalGraph, differentiable
 from piper.capture.placements import REPLICATED, Placement
 from piper.capture.placing import MEAN, SUM, Placing, alike
@@ -257,8 +258,15 @@ class _Propagation:
             for x, p in ((x, self._made[x]) for x in node.all_input_nodes)
         }
         placed |= wanted_target(node, placed) | wanted_keys(node, placed, self.axis)
+        if weight := wanted_weight(node):
+            placed |= weight
+            self._placing.fixed.add(node)
         local = _Read(self, placed)
-        found = on_shards(node, placed, local, self) or causal_shards(node, placed, local, self)
+        found = (
+            on_shards(node, placed, local, self)
+            or causal_shards(node, placed, local, self)
+            or own_head(node, local, self)
+        )
         if found is None:
             return False
         self._local[node], self._made[node] = found.local, found.placement

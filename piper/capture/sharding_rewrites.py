@@ -3,7 +3,9 @@ than the whole.
 
     linear(x, w S(1), b)       linear(x, w S(1)) + b                the bias is added to the sum
     (p1 + b1) + (p2 + b2) + x  (p1 + p2) + b1 + b2 + x              partial sums first, reduced once
-    attention(q, k, v), gqa    attention(q, repeat(k), repeat(v))   2 heads of k for 4 devices
+    attention(q, k, v), gqa    attention(q, repeat(k), repeat(v))   2 heads of k for 4 devices, of
+                                                                    their weights (key_heads.py) or
+                                                                    of what is made with them
     attention with dropout     its products, and a dropout          see dropped_attention.py
 """
 
@@ -18,6 +20,7 @@ from torch.distributed.tensor import Shard
 
 from piper.capture.dropped_attention import ATTENTION, drops, in_products
 from piper.capture.head_tail import HEAD_TAIL
+from piper.capture.key_heads import KeyHeads, Wider, repeated_heads, wider_heads
 from piper.capture.shard_axis import ShardAxis
 
 aten = torch.ops.aten
@@ -28,14 +31,17 @@ def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Grap
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     placed = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+    wider = _wider(graph, placed, axis)
     for node in graph.nodes:
         if node.target is aten.dropout.default and node.args[1] == 0:
             new[node] = new[node.all_input_nodes[0]]
+        elif node in wider:
+            new[node] = _with_heads(copy, node, wider[node], new)
         elif _has_bias(node, placed):
             new[node] = _bias_apart(copy, node, new)
         elif drops(node):
             new[node] = in_products(copy, node, new)
-        elif not axis.head_tail and _has_few_heads(node, axis.ways):
+        elif _repeats_heads(node, axis) and node.args[1] not in wider:
             new[node] = _repeated_heads(copy, node, new)
         else:
             new[node] = copy.node_copy(node, new.__getitem__)
@@ -115,14 +121,45 @@ def _bias_apart(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
     return total
 
 
-def _has_few_heads(node: fx.Node, ways: int) -> bool:
+def _wider(graph: fx.Graph, placed: dict[fx.Node, Any], axis: ShardAxis) -> dict[fx.Node, Wider]:
+    """What computes more heads of keys and values than the model does."""
+    found: dict[fx.Node, Wider] = {}
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        if axis.context is not None or drops(node) or not _repeats_heads(node, axis):
+            continue
+        times, rest = divmod(axis.ways, heads := _value(node.args[1]).shape[-3])
+        if not rest:
+            found |= wider_heads(node, placed, KeyHeads(heads, times))
+    return found
+
+
+def _with_heads(
+    copy: fx.Graph, node: fx.Node, wider: Wider, new: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """``node`` with more heads."""
+    repeated = {}
+    for x in wider.repeated:
+        heads, times = wider.heads.heads, wider.heads.times
+        more = repeated[x] = copy.call_function(repeated_heads, (new[x], heads, times))
+        fake = _value(x)
+        with fake.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            more.meta = {**x.meta, "val": repeated_heads(fake, heads, times)}
+    args, kwargs = fx.node.map_arg((wider.args, wider.kwargs), lambda x: repeated.get(x) or new[x])
+    made = copy.call_function(wider.target, args, kwargs)
+    made.meta = {**node.meta, "val": wider.value}
+    return made
+
+
+def _repeats_heads(node: fx.Node, axis: ShardAxis) -> bool:
     """Whether heads of keys and values that several heads of queries share are too few to be
     sharded."""
+    if axis.head_tail:
+        return False
     shares = node.target is ATTENTION and node.kwargs.get("enable_gqa")
     if not shares and node.target is not HEAD_TAIL:
         return False
     queries, keys = (_value(x).shape[-3] for x in node.args[:2])
-    return queries % ways == 0 and keys % ways != 0
+    return queries % axis.ways == 0 and keys % axis.ways != 0
 
 
 def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
