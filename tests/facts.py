@@ -193,13 +193,14 @@ def _head(trained_below: bool) -> dict[RematPolicy, Variant]:
 def _loss(counted: bool) -> dict[RematPolicy, Variant]:
     """Cross entropy: the mean, or, ``counted``, the sum and the number of targets."""
     scores = 4 * TOKENS * VOCAB
-    makes, counting = ("output0 output1", TOKENS) if counted else ("output0", 0)
+    # the losses of all targets, where their mean is taken; or which of the targets count
+    makes, counting = ("output0 output1", TOKENS) if counted else ("output0", 4 * TOKENS)
     backward = _pass("saved0 input1 output_grad0 -> input_grad0", workspace=scores)
     again = _pass("input0 input1 output_grad0 -> input_grad0", workspace=2 * scores)
     forward = _pass(f"input0 input1 -> {makes} saved0", workspace=counting)
     keeping = Variant({Pass.F: forward, Pass.B: backward, Pass.BI: backward}, scores + 4, 0, 0)
-    # beside the scores are made the loss and a weight that nobody takes; the count comes later
-    lean = _pass(f"input0 input1 -> {makes}", workspace=scores + 4 - (8 if counted else 0))
+    # beside the scores are made the losses, or their sum; the count comes later
+    lean = _pass(f"input0 input1 -> {makes}", workspace=scores + (-4 if counted else counting))
     passes = {Pass.F: lean, Pass.B: again, Pass.BI: again}
     return {
         RematPolicy.NONE: keeping,

@@ -50,7 +50,8 @@ def delayed_step(
     state = {name: x.detach().clone() for name, x in model.named_parameters()}
     state |= {name: x.detach().clone() for name, x in model.named_buffers()}
     state |= {name: x.clone() for name, x in captured.constants.items()}
-    values = dict(enumerate(x.clone() for x in batch))
+    totals = captured.totals.of(batch, len(batch[0])) if captured.totals is not None else ()
+    values = dict(enumerate(x.clone() for x in (*batch, *totals)))
     held: list[dict[Ref, Tensor]] = []
 
     def call(index: int, which: Pass) -> None:

@@ -58,8 +58,10 @@ def plain_layouts(value: Any) -> Layouts:
 Rule = Callable[[Call], Layouts]
 
 
-def rule_of(op: OpOverload) -> Rule | None:
+def rule_of(op: object) -> Rule | None:
     """How an operation treats experts and rows, if that is known."""
+    if not isinstance(op, OpOverload):  # an autograd function
+        return None
     rule = _RULES.get(op) or _RULES.get(op.overloadpacket)
     if rule is not None:
         return rule

@@ -203,7 +203,7 @@ class _Walk:
             return _attended(node, layouts)
         if _is_pointwise(node):
             return _elementwise(node, layouts)
-        if node.target is operator.getitem or rule_of(node.target) is not None:  # type: ignore[arg-type]
+        if node.target is operator.getitem or rule_of(node.target) is not None:
             return layouts_of(node, layouts)
         layout_of: Callable[[fx.Node], Any] = layouts.__getitem__
         args = fx.node.map_arg((node.args, node.kwargs), layout_of)
