@@ -48,10 +48,11 @@ def take_seeds(graph: fx.Graph) -> list[Callable[[], Tensor]]:
     drawn = [x for x in graph.nodes if x.op == "call_function" and is_random(x)]
     if any(str(node.target) != _SEEDS for node in drawn):
         return []
-    last = graph.find_nodes(op="placeholder")[-1]
     draws: list[Callable[[], Tensor]] = []
     for node in drawn:
-        with graph.inserting_after(last):
+        taken = graph.find_nodes(op="placeholder")
+        first = next(iter(graph.nodes))
+        with graph.inserting_after(taken[-1]) if taken else graph.inserting_before(first):
             last = graph.placeholder(node.name)
         last.meta.update(node.meta)
         node.replace_all_uses_with(last)

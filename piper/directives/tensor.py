@@ -94,8 +94,9 @@ def with_rule(
 ) -> tuple[TensorRule, ...]:
     """``rules`` of the chunk of node ``name`` and one more, unless it is there."""
     for earlier in rules:
-        if replace(earlier, made_by=rule.made_by) == rule:
-            return rules  # of other microbatches, or said twice
+        again = replace(earlier, made_by=rule.made_by) == rule
+        if earlier == rule or (again and not rule.parameters):  # of other microbatches
+            return rules
         if earlier.made_by == rule.made_by:
             raise DirectiveError(
                 f"other microbatches of {name} run on a mesh where {rule.axis} has another size or "
