@@ -256,6 +256,7 @@ def facts_of(
                 ref: stored
                 for ref, spec in program.specs.items()
                 if ref.kind is Kind.INPUT_GRAD
+                and spec.shape == values[chunk.inputs[ref.index]].shape  # else it cannot run here
                 and (stored := Stored.of(spec)) != values[chunk.inputs[ref.index]].stored
             },
             segments=chunk.segments,
