@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from piper import annotate
 from piper.capture import Captured, Function, Kind, Pass, Ref, capture
 from piper.capture.codegen import Eager, Runner
+from piper.capture.owners import private_results
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 
 POLICIES = ("none", "min-cut", "all")
@@ -215,3 +216,26 @@ def test_inductor_leaves_kept_outputs_alone(remat: str) -> None:
     _, _, (output,) = SingleDevice(captured, model).differentiate(x, y)
     for mine, theirs in zip(output, model(x), strict=True):
         torch.testing.assert_close(mine, theirs.detach())
+
+
+def test_results_that_are_alone_in_their_memory() -> None:
+    """Neither a view of an argument, nor two views of one tensor."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with annotate("first"):
+                x = x * self.w
+            with annotate("a"):
+                twice = x * 2
+                made = twice, twice.t(), x.view(-1), x + 1, (x + 2).t()
+            with annotate("b"):
+                return torch.stack([one.sum() for one in made])
+
+    captured = capture(model=Net(), inputs=(torch.randn(3, 3),), loss=torch.sum)
+    (chunk,) = [c for c in captured.chunks if c.name == "a[0]"]
+    forward = captured.programs[chunk.index].functions[Pass.F]
+    assert [ref.index for ref in private_results(forward) if ref.kind is Kind.OUTPUT] == [3, 4]

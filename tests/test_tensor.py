@@ -416,6 +416,36 @@ def test_a_layer_communicates_as_often_as_megatrons() -> None:
     assert (flow.count, flow.nbytes) == (2 * 2 * 4, 2 * 2 * 4 * activations)
 
 
+def test_all_reduces_copy_nothing() -> None:
+    """A partial sum that nothing else reads is summed in its own memory."""
+    program = program_of(dense(), CASES["dp2-zero1"])
+    summed = [x for x in program.plans[0].instructions if x.stream == "tp"]
+    assert summed
+    assert all(x.reads == x.writes and not x.frees for x in summed)
+
+
+class TwoViews(nn.Module):
+    """Two views of one partial sum leave the product: neither may be summed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x))
+        return y.transpose(0, 1).tanh().sum(0) * y.flatten(1).tanh().sum(1, keepdim=True)
+
+
+def test_views_of_a_partial_sum_are_summed_once_or_apart() -> None:
+    model = TwoViews().double()
+    x, y = torch.randn(2, 4, 3, 8).double(), torch.randn(2, 4, 8).double()
+    batches = [((x[i],), (y[i],)) for i in range(2)]
+    strategy = mesh(tp=2, parameters={"up.weight": 0, "up.bias": 0, "down.weight": 1})
+    program = compiled(model, strategy.directives, F.mse_loss, batches)
+    assert_same(train(program, batches), plain(model, F.mse_loss, batches, microbatches=1), 1e-12)
+
+
 def test_with_sequence_parallelism_too() -> None:
     """An all-gather before each of the two products and a reduce-scatter behind it, and the other
     way round in the backward: as many bytes as the all-reduces have. What the weights' backward

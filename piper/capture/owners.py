@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from piper.capture.chunks import Cut
 from piper.capture.graphs import base_of, returned
-from piper.capture.program import ChunkProgram, Kind, Pass, Ref
+from piper.capture.program import ChunkProgram, Function, Kind, Pass, Ref
 
 
 def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkProgram, ...]:
@@ -38,20 +38,22 @@ def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkPro
     return tuple(made[id(p)] for p in programs)
 
 
+def private_results(function: Function) -> tuple[Ref, ...]:
+    """Results that share memory with no argument and no other result."""
+    bases = [base_of(node) for node in returned(function.module.graph)]
+    results = Counter(bases)
+    return tuple(
+        ref
+        for ref, base in zip(function.results, bases, strict=True)
+        if base.op == "call_function" and results[base] == 1
+    )
+
+
 def _fresh_outputs(program: ChunkProgram) -> list[int]:
     """Outputs that share storage with nothing else and that the program's backward ignores."""
-    forward = program.functions[Pass.F]
-    nodes = returned(forward.module.graph)
-    bases = Counter(base_of(node) for node in nodes)
     read_back = {ref for f in program.functions.values() for ref in f.arguments}
-    return [
-        ref.index
-        for ref, node in zip(forward.results, nodes, strict=True)
-        if ref.kind is Kind.OUTPUT
-        and ref not in read_back
-        and base_of(node).op != "placeholder"
-        and bases[base_of(node)] == 1
-    ]
+    private = private_results(program.functions[Pass.F])
+    return [ref.index for ref in private if ref.kind is Kind.OUTPUT and ref not in read_back]
 
 
 def _inputs_passed_on(program: ChunkProgram) -> set[int]:

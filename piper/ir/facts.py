@@ -18,6 +18,7 @@ from piper.capture.expert_regions import SortedRows, sorted_rows
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.joint import Joint
 from piper.capture.model import Captured
+from piper.capture.owners import private_results
 from piper.capture.passes import Passes
 from piper.capture.program import BUNDLES, ChunkProgram, Function, Kind, Pass, Ref
 from piper.capture.saving import RematPolicy
@@ -53,6 +54,8 @@ class PassFacts:
     housed: int = 0
     """Bytes more that it needs where the memory of its parameters' gradients is there before it
     runs, so that others can be added to them later."""
+    private: tuple[Ref, ...] = field(default=(), metadata=ADDED)
+    """Results that share memory with no argument and no other result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +345,7 @@ def _pass(captured: Captured, program: ChunkProgram, which: Pass) -> PassFacts:
             _housed(captured, program, function, ()) - function.workspace,
             _housed(captured, program, function, last) - freeing,
         ),
+        private=private_results(function),
     )
 
 

@@ -60,6 +60,10 @@ _Part = tuple[Verb, str, list[int], list[int]]
 """What a class does of a node: the verb, the stream, what it reads and makes."""
 
 
+def _sums(node: Node) -> bool:
+    return isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_REDUCE
+
+
 def _buffer(reduced: int) -> int:
     """What stands for the buffer in which the gradients are added up that ``reduced`` is of."""
     return -1 - reduced
@@ -83,6 +87,7 @@ class _Planner:
         self.node_at: dict[int, int] = {}
         self.left: defaultdict[int, int] = defaultdict(int)
         """How often a value is still read."""
+        self.read_once: set[int] = set()
         self.given: list[Given] = []
         self.seeds: dict[tuple[int, int], Seed] = {}
         self.returned: dict[int, Group] = {}
@@ -109,6 +114,7 @@ class _Planner:
         for value in self._outputs(row):
             self.left[value] += 1
             self.returned[value] = self._rows(self.dag.nodes[self.dag.producers[value]])
+        self.read_once = {value for value, reads in self.left.items() if reads == 1}
         for number, part in parts:
             self._emit(number, *part)
         returned = tuple(self._return(value, group) for value, group in self.returned.items())
@@ -270,7 +276,7 @@ class _Planner:
         allocates: list[int] = []
         for value in writes:
             if value not in slots:
-                self._write(verb, value, role, of, reads, before, allocates)
+                self._write(verb, node, value, reads, before, allocates)
         written = tuple([slots[v] for v in writes])
         adds = tuple([slots[v] for v in added])
         waits = self._waits(before, brought, verb, node, stream)
@@ -306,9 +312,8 @@ class _Planner:
     def _write(
         self,
         verb: Verb,
+        node: Node,
         value: int,
-        role: ExtraRole | None,
-        of: int,
         reads: list[int],
         before: list[int],
         allocates: list[int],
@@ -316,7 +321,7 @@ class _Planner:
         """A slot for ``value``: one that is read, where that is changed in place, or a new one.
         Also the memory in which gradients are added up, if these are the first of them."""
         summed = self.accumulation
-        if self._in_place(role, of, reads):
+        if self._in_place(node, reads):
             self.slots[value] = self.slots.pop(reads[-1])
         elif self.shared.role(value) not in GRADIENTS:
             self._new(value, self.shared.slot(verb, value))
@@ -334,10 +339,13 @@ class _Planner:
             if alone:
                 allocates.append(slot)
 
-    def _in_place(self, role: ExtraRole | None, of: int, reads: list[int]) -> bool:
+    def _in_place(self, node: Node, reads: list[int]) -> bool:
         """Whether what is read last becomes what is written."""
+        role, of = self.shared.about(node)
         if role is ExtraRole.REDUCED and reads and reads[-1] < 0:  # a buffer
             return not self.shared.sizes.sharded(of)
+        if role is ExtraRole.REDISTRIBUTED and _sums(node):
+            return reads[0] in self.read_once and self.shared.private(reads[0])
         return role is ExtraRole.SUMMED and bool(reads)
 
     def _buckets(

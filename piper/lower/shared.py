@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
+from piper.capture.program import Kind, Ref
 from piper.ir.dag import Dag, Node
 from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.text import name_of
@@ -99,6 +100,22 @@ class Shared:
         if found is None:
             found = self._names[number] = name_of(self.dag, number)
         return found
+
+    def private(self, value: int) -> bool:
+        """Whether an activation or gradient is contiguous and alone in its memory."""
+        maker = self.dag.nodes[self.dag.producers[value]]
+        if self.sizes.copied(value):
+            return False
+        if isinstance(maker.op, Add):
+            return True
+        if not isinstance(maker.op, Compute):
+            return False
+        chunk, of = self.dag.model.chunks[maker.op.chunk], self.dag.table.value(value)[0]
+        if of.role is Role.GRADIENT:
+            ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(of.of), of.term)
+        else:
+            ref = Ref(Kind.OUTPUT, chunk.outputs.index(of.of))
+        return ref in self.sizes.facts(maker.op, maker.parts).private
 
     def role(self, value: int) -> Role | None:
         return None if value >= self._first_extra else self._roles[value % len(self._roles)]

@@ -22,8 +22,10 @@ def redistribute(
     (slot,), (target,) = x.reads, x.writes
 
     def summed() -> Pending:
-        # in memory of its own: what is read may be a view of what others read
-        out = slots[slot].clone(memory_format=torch.contiguous_format)
+        if target == slot:
+            out = slots[slot].contiguous()
+        else:  # what is read may be a view of what others read
+            out = slots[slot].clone(memory_format=torch.contiguous_format)
         handle = begin(out)
         return Pending(x.name, [handle], lambda: store(context.arrange(target, out)), keeps=(out,))
 
