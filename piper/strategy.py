@@ -41,6 +41,12 @@ class Strategy:
     directives: tuple[Directive, ...]
 
     def __init__(self, directives: Iterable[Directive]) -> None:
+        if isinstance(directives, Strategy):
+            directives = directives.directives
+        if not isinstance(directives, Iterable):
+            raise DirectiveError(
+                f"a strategy is a list of directives, not a {type(directives).__name__}"
+            )
         given = tuple(directives)
         for directive in given:
             if not isinstance(directive, Directive):
