@@ -810,12 +810,12 @@ def test_the_facts_by_hand_are_those_of_capture(
 
 def plain_facts(chunk: ChunkFacts) -> ChunkFacts:
     """``chunk`` without the bytes that its operations move, which only costs are made of, without
-    those that it saves by letting go early, without how its gradients lie, and without the lines
-    of its products."""
+    those that it saves by letting go early, without how its results lie, and without the lines of
+    its products."""
 
     def plain(variant: Variant) -> Variant:
         passes = {
-            which: replace(facts, moved=0, moved_fused=0, last=(), eased=0, housed=0)
+            which: replace(facts, moved=0, moved_fused=0, last=(), eased=0, housed=0, private=())
             for which, facts in variant.passes.items()
         }
         return replace(variant, passes=passes)
