@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import piper
-from piper.runtime import parts
+from piper.state.device import checkpoint_parts as parts
 
 WIDTH = 1024
 

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from piper.capture import capture
+from piper.capture.model import capture
 from piper.models import (
     DenseConfig,
     DenseTransformer,

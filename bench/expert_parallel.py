@@ -27,9 +27,9 @@ from work import Work
 from workers import ENVIRONMENT, Way, starter
 
 import piper
-from piper.launch.worker_process import KEEPING
+from piper.launch.workers.worker_process import KEEPING
 from piper.models import MoEConfig
-from piper.strategies import mesh
+from piper.strategies import mesh_strategy as mesh
 
 WORKERS = 2
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import piper
-from piper.capture.own_loss import own_loss
+from piper.capture.loss.own_loss import own_loss
 from tests.hugging_face import FAMILIES, Family
 from tests.training import Batch, adamw, compiled, pipeline, plain, sgd, train
 

@@ -38,9 +38,10 @@ from work import Work
 
 import piper
 from piper.ir.ops import Collective
-from piper.launch.profile import Profile
+from piper.launch.watch.step_profile import Profile
 from piper.models import MoEConfig
-from piper.strategies import Schedule, dualpipev, mesh, one_f_one_b
+from piper.strategies import Schedule, mesh_strategy as mesh
+from piper.strategies.schedules import dualpipev, one_f_one_b
 
 TRIES = 3
 """How often the width of the experts is corrected, at most."""

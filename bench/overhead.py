@@ -26,9 +26,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from turns import Found
 
 import piper
-from piper.capture.codegen import Runner, Runners
-from piper.capture.program import ChunkProgram, Pass
-from piper.lower.plan import Verb
+from piper.capture.code.codegen import Runner, Runners
+from piper.capture.code.chunk_program import ChunkProgram, Pass
+from piper.ir.plan.plan import Verb
 from piper.runtime.executor import LoadedInstruction
 from piper.runtime.pending import Pending
 
@@ -138,10 +138,10 @@ class Ours:
     """A step of Piper's executor."""
 
     def __init__(self, model: Model, microbatches: int, x: Tensor, y: Tensor) -> None:
-        from piper.launch.device import LoadedDevice
-        from piper.launch.fetching import fetcher
+        from piper.launch.device.device import LoadedDevice
+        from piper.launch.device.weight_readers import fetcher
         from piper.runtime.feeding import cut
-        from piper.runtime.loopback import Hub, Loopback
+        from piper.runtime.comm.loopback import Hub, Loopback
 
         program = piper.compile(model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn)
         self.add = torch._foreach_add_

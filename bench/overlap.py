@@ -34,15 +34,16 @@ from torch import Tensor, nn
 from turns import Found
 
 import piper
-from piper.directives.order import Order
+from piper.strategies.directives.order import Order
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Dag
-from piper.ir.filters import Filter
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.filters import Filter
 from piper.ir.ops import Collective, Compute
-from piper.launch.profile import Profile
-from piper.lower.sizes import Sizes
+from piper.launch.watch.step_profile import Profile
+from piper.ir.dag.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import Schedule, dualpipe, dualpipev, mesh, one_f_one_b
+from piper.strategies import Schedule, mesh_strategy as mesh
+from piper.strategies.schedules import dualpipe, dualpipev, one_f_one_b
 from piper.view.exposed import Exposure, Span, all_to_all
 
 VOCAB, SEQ, DIM = 256, 128, 128

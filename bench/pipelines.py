@@ -28,8 +28,8 @@ from work import Work, evenly, reference
 from workers import ENVIRONMENT, Way, starter
 
 import piper
-from piper.launch.worker_process import KEEPING
-from piper.strategies import mesh
+from piper.launch.workers.worker_process import KEEPING
+from piper.strategies import mesh_strategy as mesh
 
 WORKERS = 2
 SCHEDULES = {

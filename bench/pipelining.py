@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from work import Stage, evenly
 
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.tracking import Tracker
+from piper.base.tracking import Tracker
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from piper.ir.rules import Rest, StreamRule
-from piper.runtime.shares import Shares
+from piper.runtime.streams.sm_shares import Shares
 
 WAIT = 20_000_000
 """Cycles for which the GPU waits until everything is queued: about 10 ms."""

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from piper.capture import capture
+from piper.capture.model import capture
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.single import SingleDevice
+from piper.cli.demo.one_device import SingleDevice
 
 Gradients = Callable[[], tuple[Tensor, list[Tensor]]]
 

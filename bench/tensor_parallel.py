@@ -26,8 +26,9 @@ from work import Work, reference
 from workers import ENVIRONMENT, Way, starter
 
 import piper
-from piper.launch.worker_process import KEEPING
-from piper.strategies import Schedule, mesh, one_f_one_b
+from piper.launch.workers.worker_process import KEEPING
+from piper.strategies import Schedule, mesh_strategy as mesh
+from piper.strategies.schedules import one_f_one_b
 
 WORKERS = 2
 

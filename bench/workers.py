@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import piper
-from piper.launch.processes import ProcessWorkerGroup
+from piper.launch.workers.processes import ProcessWorkerGroup
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

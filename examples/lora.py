@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import piper
-from piper.data import ByteBatches, stdlib_bytes
-from piper.strategies import mesh
+from piper.models.text_data import ByteBatches, stdlib_bytes
+from piper.strategies import mesh_strategy as mesh
 
 TAGS = {
     "model.embed_tokens": "embed",

@@ -15,7 +15,8 @@ from torch import nn
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.strategies import Schedule, mesh, one_f_one_b, straight, timed, zb_h1
+from piper.strategies import Schedule, mesh_strategy as mesh, straight, timed
+from piper.strategies.schedules import one_f_one_b, zb_h1
 
 
 def beats(ranks: int, microbatches: int, beat: int = 2) -> Schedule:

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import piper
-from piper.callbacks import Callback, TensorBoard
-from piper.data import ByteBatches, stdlib_bytes
-from piper.launch.step_result import StepResult
+from piper.callbacks.loggers import Callback, TensorBoard
+from piper.models.text_data import ByteBatches, stdlib_bytes
+from piper.launch.trainer.step_result import StepResult
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh
+from piper.strategies import mesh_strategy as mesh
 
 
 class Lines:

@@ -1,5 +1,5 @@
 """``python -m piper``."""
 
-from piper.cli import main
+from piper.cli.app import main
 
 main()

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from piper.capture.expert_regions import SortedRows
-from piper.capture.program import Kind, Pass, Ref
-from piper.capture.saving import RematPolicy
-from piper.ir import ChunkFacts, Model, ParameterFacts, PassFacts, ValueFacts, Variant
+from piper.capture.chunk.expert_regions import SortedRows
+from piper.capture.code.chunk_program import Kind, Pass, Ref
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts, PassFacts, ValueFacts, Variant
 
 BATCH, SEQ, DIM, VOCAB = 8, 4, 8, 16
 TOKENS = BATCH * SEQ

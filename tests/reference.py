@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from piper.capture import Captured, capture
-from piper.single import SingleDevice
+from piper.capture.model import Captured, capture
+from piper.cli.demo.one_device import SingleDevice
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 

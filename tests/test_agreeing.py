@@ -17,7 +17,7 @@ from torch import nn
 
 import piper
 from piper import PiperError
-from piper.launch.agreeing import _refuse_other_rows, of_tensor
+from piper.launch.agreement import _refuse_other_rows, of_tensor
 from piper.launch.optimizer_facts import Difference, Facts, difference, facts_of
 from piper.runtime.feeding import cut, rows_read
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate
-from piper.lower.plan import Plan, Verb
-from piper.runtime import snapshot
-from piper.runtime.state import DeviceState
+from piper.ir.plan.plan import Plan, Verb
+from piper.state.device import snapshot
+from piper.state.device.device_state import DeviceState
 from tests.plan_checker import PlanError, check
 from tests.test_checkpoints import STRATEGIES, Small, given, halving, made
 from tests.test_optimizers import Counting

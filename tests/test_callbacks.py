@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import piper
-from piper.callbacks import TensorBoard, WeightsAndBiases, scalars
-from piper.launch.step_result import StepResult
-from piper.strategies import mesh
+from piper.callbacks.loggers import TensorBoard, WeightsAndBiases, scalars
+from piper.launch.trainer.step_result import StepResult
+from piper.strategies import mesh_strategy as mesh
 
 X = torch.ones(4, 4)
 

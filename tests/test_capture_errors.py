@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from piper import annotate
-from piper.capture import capture
-from piper.errors import CaptureError, PiperError
-from piper.single import SingleDevice
+from piper.capture.model import capture
+from piper.base.errors import CaptureError, PiperError
+from piper.cli.demo.one_device import SingleDevice
 
 HERE = Path(__file__)
 X, Y = torch.randn(8, 4), torch.randn(8, 4)

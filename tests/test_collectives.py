@@ -13,11 +13,11 @@ from torch import Tensor
 
 from piper.ir.collectives import ALGORITHMS, CollectiveKind
 from piper.ir.ops import Collective
-from piper.lower.plan import Instruction, Plan, Verb
-from piper.runtime.collectives import DEFINITIONS
-from piper.runtime.comm import Comm
-from piper.runtime.gloo import Gloo
-from piper.runtime.loopback import Hub, Loopback
+from piper.ir.plan.plan import Instruction, Plan, Verb
+from piper.runtime.comm.collective_ops import DEFINITIONS
+from piper.runtime.comm.protocol import Comm
+from piper.runtime.comm.gloo import Gloo
+from piper.runtime.comm.loopback import Hub, Loopback
 
 
 def tensors(kind: CollectiveKind, members: int, elements: int) -> list[list[Tensor]]:

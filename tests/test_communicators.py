@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.runtime.communicators import Communicator, communicators_of
-from piper.strategies import mesh
+from piper.runtime.comm.communicators import Communicator, communicators_of
+from piper.strategies import mesh_strategy as mesh
 
 
 class Net(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from piper.capture.batch import Batch
-from piper.data import ByteBatches, source_bytes, stdlib_bytes
-from piper.errors import PiperError
+from piper.models.text_data import ByteBatches, source_bytes, stdlib_bytes
+from piper.base.errors import PiperError
 
 RAMP = torch.arange(200, dtype=torch.uint8)  # each byte is its own position
 

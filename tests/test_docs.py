@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from piper.errors import DirectiveError
-from piper.ir import build
+from piper.base.errors import DirectiveError
+from piper.ir.dag.build import build
 from piper.lower.lower import lower
-from piper.strategy import Strategy
+from piper.strategies.strategy import Strategy
 from tests.facts import at
 from tests.pages import run_page, same
 from tests.test_strategy_errors import MISTAKES, REFUSALS, WRONG_JSON

@@ -16,13 +16,13 @@ import transformers
 from torch import Tensor, nn
 
 import piper
-from piper.ir import build
+from piper.ir.dag.build import build
 from piper.ir.ops import Collective
 from piper.lower.lower import Settings, lower
-from piper.lower.plan import Plan, Verb
-from piper.lower.plan_text import parse, text
-from piper.runtime.messages import packed, padded
-from piper.strategies import mesh
+from piper.ir.plan.plan import Plan, Verb
+from piper.ir.plan.plan_text import parse, text
+from piper.runtime.instructions.expert_rows import packed, padded
+from piper.strategies import mesh_strategy as mesh
 from tests.facts import at, dropless
 from tests.plan_checker import check as check_plans
 from tests.training import Batch, Run, assert_same, plain, sgd, steps, train

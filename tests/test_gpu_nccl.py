@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 import piper
-from piper.runtime import streams
+from piper.runtime.streams import streams
 from piper.runtime.pending import Pending
 from tests.scripts import nccl_faulty, nccl_replay
 from tests.scripts.nccl_cases import CASES, LARGER, ON_TWO, Case, batch, differences, numbers

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.gpu_numbers import move_values, name_gpu
+from piper.capture.code.gpu_index import move_values, name_gpu
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

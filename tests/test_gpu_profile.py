@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import piper
-from piper.lower.plan import Verb
+from piper.ir.plan.plan import Verb
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh
+from piper.strategies import mesh_strategy as mesh
 
 pytestmark = [
     pytest.mark.gpu,

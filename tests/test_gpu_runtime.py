@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import piper
-from piper.capture import capture
+from piper.capture.model import capture
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
-from piper.single import SingleDevice
-from piper.strategies import mesh
-from piper.tracking import Tracker
+from piper.cli.demo.one_device import SingleDevice
+from piper.strategies import mesh_strategy as mesh
+from piper.base.tracking import Tracker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -238,7 +238,7 @@ class Together(Tracker):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_counted_memory_is_the_allocators(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two devices on one GPU: what is counted on both, and what the allocator gave out."""
-    monkeypatch.setattr(importlib.import_module("piper.launch.device"), "Tracker", Together)
+    monkeypatch.setattr(importlib.import_module("piper.launch.device.device"), "Tracker", Together)
     monkeypatch.setattr(Together, "everyone", [])
     monkeypatch.setattr(Together, "most", 0)
     model = made(LARGE)

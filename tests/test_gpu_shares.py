@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import piper
 from piper.ir.rules import Rest, Sms, StreamRule
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.runtime.shares import Shares
+from piper.runtime.streams.sm_shares import Shares
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.directives import Directive, partition, place, replicate, shard, split
-from piper.strategy import Strategy
+from piper.strategies.directives import Directive, partition, place, replicate, shard, split
+from piper.strategies.strategy import Strategy
 from tests.plan_checker import check as check_plans
 from tests.test_runtime import Experts, Tower, built, mean_loss, token_batches
 from tests.training import (

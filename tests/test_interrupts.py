@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 import piper
 from piper import PiperError
-from piper.directives import replicate
+from piper.strategies.directives import replicate
 from tests.training import compiled, data_parallel
 
 WIDTH, ROWS = 4, 8

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import DirectiveError, order, partition, place, split
-from piper.ir import build
-from piper.strategy import Strategy
+from piper.ir.dag.build import build
+from piper.strategies.strategy import Strategy
 from tests.facts import chain
 
 PUBLISHED = """

@@ -15,28 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.capture.program import Pass
-from piper.directives import (
-    Directive,
-    order,
-    partition,
-    place,
-    remat,
-    replicate,
-    shard,
-    split,
-    stream,
-)
-from piper.errors import DirectiveError, PiperError
-from piper.ir import Model, ParameterFacts, build
+from piper.capture.code.chunk_program import Pass
+from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
+from piper.base.errors import DirectiveError, PiperError
+from piper.ir.dag.facts import Model, ParameterFacts
+from piper.ir.dag.build import build
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
-from piper.ir.text import name_of
-from piper.ir.values import ExtraRole
+from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.values import ExtraRole
 from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.memory import OptimizerCost
-from piper.lower.plan import Holder, Instruction, Plan, Slot, Verb
-from piper.lower.verify import verify_plans
-from piper.strategy import Strategy
+from piper.lower.plans.memory_model import OptimizerCost
+from piper.ir.plan.plan import Holder, Instruction, Plan, Slot, Verb
+from piper.ir.plan.verify_plans import verify_plans
+from piper.strategies.strategy import Strategy
 from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
 from tests.plan_checker import PlanError, check, implied_waits
 from tests.test_strategy import PUBLISHED

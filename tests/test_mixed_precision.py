@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.capture.mixed_precision import MixedPrecision
-from piper.directives import place
+from piper.capture.intercept.mixed_precision import MixedPrecision
+from piper.strategies.directives import place
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from tests.hugging_face import FAMILIES, tokens
 from tests.training import sgd

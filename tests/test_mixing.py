@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.directives import place, shard
+from piper.strategies.directives import place, shard
 from tests.training import ULPS, assert_same, compiled, plain, train
 
 EXPERTS, DIM = 4, 8

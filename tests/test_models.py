@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.capture.regions import recording, tags_of
-from piper.errors import PiperError
+from piper.base.errors import PiperError
 from piper.models import (
     DenseConfig,
     DenseTransformer,

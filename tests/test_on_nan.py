@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate
-from piper.directives import Directive, replicate
+from piper.strategies.directives import Directive, replicate
 from tests.training import (
     Batch,
     Run,

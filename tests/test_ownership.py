@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper import annotate
-from piper.capture import Captured, Function, Kind, Pass, Ref, capture
-from piper.capture.codegen import Eager, Runner
-from piper.capture.owners import private_results
+from piper.capture.model import Captured, capture
+from piper.capture.code.chunk_program import Function, Kind, Pass, Ref
+from piper.capture.code.codegen import Eager, Runner
+from piper.capture.chunk.donation import private_results
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 
 POLICIES = ("none", "min-cut", "all")
@@ -199,7 +200,7 @@ def test_transformers(model: Callable[[], nn.Module]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", POLICIES)
 def test_inductor_leaves_kept_outputs_alone(remat: str) -> None:
-    from piper.single import SingleDevice
+    from piper.cli.demo.one_device import SingleDevice
 
     torch.manual_seed(0)
     model = Net(returns_a_view)

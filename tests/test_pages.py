@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 import piper
-from piper.errors import PiperError
-from piper.ir.build import build
-from piper.ir.dag import Dag
+from piper.base.errors import PiperError
+from piper.ir.dag.build import build
+from piper.ir.dag.dag import Dag
 from piper.lower.lower import lower
-from piper.strategies import mesh
-from piper.view.dag_page import dag_page
-from piper.view.inline import embedded
-from piper.view.page import timeline_page
+from piper.strategies import mesh_strategy as mesh
+from piper.view.pages.dag_page import dag_page
+from piper.view.pages.inline import embedded
+from piper.view.pages.timeline_page import timeline_page
 from piper.view.runs import Event, Run, ShownDevice, StreamRow
 from tests.facts import chain
 

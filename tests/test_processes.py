@@ -36,9 +36,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import piper
-from piper.launch.sending import by_value
-from piper.runtime.communicators import communicators_of
-from piper.runtime.gloo import Gloo
+from piper.launch.workers.pickling import by_value
+from piper.runtime.comm.communicators import communicators_of
+from piper.runtime.comm.gloo import Gloo
 from tests.scripts import faulty
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, acting, batches, differences, numbers
 from tests.scripts.faulty import Act

@@ -19,25 +19,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piper.capture.program import Pass
-from piper.directives import (
-    Directive,
-    order,
-    partition,
-    place,
-    remat,
-    replicate,
-    shard,
-    split,
-    stream,
-)
-from piper.errors import DirectiveError
-from piper.ir import ChunkFacts, Dag, Model, ParameterFacts, build
-from piper.ir.facts import Stored
+from piper.capture.code.chunk_program import Pass
+from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
+from piper.base.errors import DirectiveError
+from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.build import build
+from piper.ir.dag.facts import Stored
 from piper.lower.lower import Settings, lower
-from piper.lower.memory import OptimizerCost
-from piper.lower.plan import Plan
-from piper.strategy import Strategy
+from piper.lower.plans.memory_model import OptimizerCost
+from piper.ir.plan.plan import Plan
+from piper.strategies.strategy import Strategy
 from tests.facts import (
     at,
     chain,

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import piper
-from piper.capture import Captured, Region, capture
-from piper.errors import CaptureError
-from piper.strategies import mesh
+from piper.capture.model import Captured, capture
+from piper.capture.regions import Region
+from piper.base.errors import CaptureError
+from piper.strategies import mesh_strategy as mesh
 from tests.training import plain, sgd
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import piper
-from piper.directives import Directive, partition, place, replicate, shard, split
+from piper.strategies.directives import Directive, partition, place, replicate, shard, split
 from tests.plan_checker import check as check_plans
 from tests.test_groups import EXPERTS, ROWS, SEQ, check_all_plans
 from tests.test_runtime import Dropping, Experts, Tied, Tower, built, mean_loss, token_batches

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import piper
 from piper import PiperError
-from piper.errors import PiperWarning
+from piper.base.errors import PiperWarning
 from tests.scripts import resumed
 from tests.scripts.resumed import batch
 

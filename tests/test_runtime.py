@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import piper
 from piper import DirectiveError, PiperError, annotate
-from piper.directives import Directive, order, partition, place, remat, replicate, shard, split
-from piper.directives.place import Place
-from piper.ir import Model
+from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split
+from piper.strategies.directives.place import Place
+from piper.ir.dag.facts import Model
 from piper.models import (
     DenseConfig,
     DenseTransformer,
@@ -36,8 +36,8 @@ from piper.models import (
     lm_loss_sum,
 )
 from piper.runtime.executor import Executor, LoadedPlan
-from piper.runtime.loopback import Loopback
-from piper.runtime.updating import squares
+from piper.runtime.comm.loopback import Loopback
+from piper.runtime.instructions.update import squares
 from tests.hugging_face import DECODER, FAMILIES, GPT2
 from tests.reference import Net, slices
 from tests.test_properties import DIRECTIVE, Case, cases

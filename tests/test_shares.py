@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper.errors import PiperError
+from piper.base.errors import PiperError
 from piper.ir.rules import Rest, Sms, StreamRule
-from piper.runtime.shares import Shares, divide
+from piper.runtime.streams.sm_shares import Shares, divide
 
 H200 = (132, 8, 4)
 """SMs, the unit they are handed out in, and those that fill no unit."""

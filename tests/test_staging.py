@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from piper import PiperError, staging
-from piper.staging import Kind, Staged, stage
+from piper import PiperError
+from piper.base import atomic as staging
+from piper.base.atomic import Kind, Staged, stage
 
 TEXTS = Kind(
     "text", re.compile(r"(?P<stem>part)(-(?P<number>\d+))?-of-\d\.txt"), ("all.txt",), b"texts:"

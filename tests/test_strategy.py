@@ -13,21 +13,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from piper import directives
-from piper.directives import (
-    Directive,
-    order,
-    partition,
-    place,
-    remat,
-    replicate,
-    shard,
-    split,
-    stream,
-)
-from piper.directives.partition import balanced
-from piper.ir import build
-from piper.strategy import Strategy
+from piper.strategies import directives
+from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
+from piper.strategies.directives.partition import balanced
+from piper.ir.dag.build import build
+from piper.strategies.strategy import Strategy
 from tests.facts import chain, moe
 
 SCOPE = {"Strategy": Strategy, **{name: getattr(directives, name) for name in directives.__all__}}

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper import annotate
-from piper.capture import capture
-from piper.errors import CaptureError, PiperError
-from piper.single import SingleDevice
+from piper.capture.model import capture
+from piper.base.errors import CaptureError, PiperError
+from piper.cli.demo.one_device import SingleDevice
 from tests.reference import assert_equal_to_eager
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)

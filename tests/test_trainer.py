@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate
-from piper.directives import Directive, place, replicate, shard
+from piper.strategies.directives import Directive, place, replicate, shard
 from tests.reference import Net
 from tests.training import (
     STEPS,

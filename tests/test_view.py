@@ -11,8 +11,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import piper
-from piper.capture import Captured, capture
-from piper.view import chunk_table, summary
+from piper.capture.model import Captured, capture
+from piper.program.chunk_table import chunk_table, summary
 
 
 class Tied(nn.Module):

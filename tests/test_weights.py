@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate, place, replicate
-from piper.checkpoint import files
-from piper.first_weights import Source, StateNames
-from piper.launch.device import assignment_of
-from piper.launch.fetching import fetcher
-from piper.matching import located
-from piper.runtime.state import DeviceState
-from piper.tracking import Tracker
+from piper.state.checkpoint import tensor_files as files
+from piper.state.weights.source import Source, StateNames
+from piper.launch.device.device import assignment_of
+from piper.launch.device.weight_readers import fetcher
+from piper.state.weights.matching import located
+from piper.state.device.device_state import DeviceState
+from piper.base.tracking import Tracker
 from tests.test_checkpoints import STRATEGIES, Net, batches, given, net
 from tests.training import adamw, compiled, shared_captures
 
@@ -155,8 +155,8 @@ def test_other_dtypes_are_converted(stored: torch.dtype, own: torch.dtype, tmp_p
     source = Source(Wide(own).to("meta"))
     files = piper.weights(in_one_file(state, tmp_path / "files"))
     there = located(source, StateNames.of(source), files)
-    from piper.checkpoint.boxes import Box
-    from piper.runtime.first_tensors import InFiles
+    from piper.state.checkpoint.boxes import Box
+    from piper.state.weights.first_tensors import InFiles
 
     for name, x in state.items():
         first = InFiles(there.folder, there.entries[name], own)

@@ -28,7 +28,7 @@ def test_a_wheel_runs_the_demo_and_writes_pages(tmp_path: Path) -> None:
         names = set(packed.namelist())
         packed.extractall(site)
     assets = {f"piper/view/assets/{path.name}" for path in (ROOT / "piper/view/assets").iterdir()}
-    assert assets | {"piper/py.typed", "piper/cli/demo.py"} <= names
+    assert assets | {"piper/py.typed", "piper/cli/demo/demo.py"} <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "bench/"))]
 
     piper = (sys.executable, "-P", "-m", "piper")

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from piper.capture.program import Pass
-from piper.ir import Compute, Dag
-from piper.ir.dag import Node
+from piper.capture.code.chunk_program import Pass
+from piper.ir.ops import Compute
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.dag import Node
 from piper.ir.ops import Add, Collective, Transfer, Update
 
 from .svg import Picture

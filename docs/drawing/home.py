@@ -7,10 +7,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import piper
-from piper.capture import capture
-from piper.capture.program import Pass
-from piper.ir import Dag, build, facts_of
-from piper.strategies import one_f_one_b, timed
+from piper.capture.model import capture
+from piper.capture.code.chunk_program import Pass
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.build import build
+from piper.ir.dag.facts import facts_of
+from piper.strategies.schedules import one_f_one_b
+from piper.strategies import timed
 
 from .directives import Net
 from .svg import Picture

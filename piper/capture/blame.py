@@ -19,7 +19,7 @@ from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from piper.errors import CaptureError
+from piper.base.errors import CaptureError
 
 _DATA_DEPENDENT = (
     GuardOnDataDependentSymNode,

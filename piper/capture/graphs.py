@@ -12,8 +12,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
-from piper.capture.grouped import working_memory
-from piper.capture.tensors import TensorSpec
+from piper.capture.operators.grouped_mm import working_memory
+from piper.ir.tensors import TensorSpec
 
 
 def is_random(node: fx.Node) -> bool:

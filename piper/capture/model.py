@@ -16,30 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from piper.capture.autodiff import differentiate
+from piper.capture.chunk.autodiff import differentiate
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import LOSS_PREFIX
-from piper.capture.chunks import Chunk, Cut, refuse_empty
-from piper.capture.codegen import Compiler, Runner, compile_program, compiler_named
-from piper.capture.computation import Computation
-from piper.capture.cut import cut
-from piper.capture.export import export, trace_text
-from piper.capture.joint import Joint
-from piper.capture.local_chunks import Sharding
-from piper.capture.loss_checks import refuse_uncallable
-from piper.capture.outputs import Outputs
-from piper.capture.own_loss import Loss, loss_or_own
-from piper.capture.owners import consume_inputs
-from piper.capture.passes import Passes
-from piper.capture.program import ChunkProgram, Kind, Pass, Ref
-from piper.capture.quiet import quiet_tracing
-from piper.capture.row_mixing import RowMixing
-from piper.capture.saving import RematPolicy
-from piper.capture.segments import segmented
-from piper.capture.tensors import TensorSpec
-from piper.capture.totals import Totals
-from piper.errors import CaptureError
-from piper.modes import autocast_kinds
+from piper.capture.chunk.chunks import Chunk, Cut, refuse_empty
+from piper.capture.code.codegen import Compiler, Runner, compile_program, compiler_named
+from piper.capture.trace.computation import Computation
+from piper.capture.chunk.cut import cut
+from piper.capture.trace.export import export, trace_text
+from piper.capture.chunk.joint import Joint
+from piper.capture.shard.local_chunks import Sharding
+from piper.capture.loss.loss_checks import refuse_uncallable
+from piper.capture.loss.outputs import Outputs
+from piper.capture.loss.own_loss import Loss, loss_or_own
+from piper.capture.chunk.donation import consume_inputs
+from piper.capture.chunk.split_passes import Passes
+from piper.capture.code.chunk_program import ChunkProgram, Kind, Pass, Ref
+from piper.capture.trace.quiet import quiet_tracing
+from piper.capture.loss.row_mixing import RowMixing
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.capture.shard.segments import segmented
+from piper.ir.tensors import TensorSpec
+from piper.capture.code.totals import Totals
+from piper.base.errors import CaptureError
+from piper.base.modes import autocast_kinds
 
 
 class Precision(Enum):

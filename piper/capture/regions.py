@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx import traceback
 
-from piper.errors import CaptureError
+from piper.base.errors import CaptureError
 
 LOSS = "loss"
 RESERVED = frozenset({"PASS", "MB"})

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from piper.errors import PiperError
-from piper.reading import MalformedError, row, rows, shown, within, wrong
+from piper.base.errors import PiperError
+from piper.base.reading import MalformedError, row, rows, shown, within, wrong
 
 _FACTORIES: Mapping[str, type | None] = {
     "none": None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, Target
 from piper.cli.output import Output
 from piper.cli.scripts import program_of, strategy_of
-from piper.cli.tables import memory_json, memory_table
-from piper.units import bytes_text, counted, nbytes_of
+from piper.cli.print_tables import memory_json, memory_table
+from piper.base.units import bytes_text, counted, nbytes_of
 
 
 def check(

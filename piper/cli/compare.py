@@ -10,13 +10,14 @@ import typer
 from piper.cli.options import AsJson, ClusterOption, Costs, Timeline, cluster_of
 from piper.cli.output import Output
 from piper.cli.scripts import program_of
-from piper.cli.tables import comparison_table
-from piper.cost import Recorded, Simulation
-from piper.errors import PiperError
-from piper.reading import MalformedError, file_bytes, parsed
-from piper.strategy import Strategy
-from piper.units import bytes_text, seconds_text
-from piper.view.page import timeline_page
+from piper.cli.print_tables import comparison_table
+from piper.cost.recorded import Recorded
+from piper.cost.simulate.simulation import Simulation
+from piper.base.errors import PiperError
+from piper.base.reading import MalformedError, file_bytes, parsed
+from piper.strategies.strategy import Strategy
+from piper.base.units import bytes_text, seconds_text
+from piper.view.pages.timeline_page import timeline_page
 
 _FIGURES = {
     "seconds": ("step", seconds_text),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cost import Cluster
+from piper.cost.cluster import Cluster
 from piper.launch.launch import Where
 
 Target = Annotated[

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from piper.errors import CapacityError, PiperError
-from piper.launch.processes import WorkerError
+from piper.base.errors import CapacityError, PiperError
+from piper.launch.workers.processes import WorkerError
 from piper.runtime.executor import InstructionError
 
 REFUSED, FAILED = 1, 3

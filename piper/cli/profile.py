@@ -21,10 +21,10 @@ from piper.cli.options import (
 )
 from piper.cli.output import Output
 from piper.cli.scripts import job_in, strategy_of
-from piper.cli.tables import facts_table
-from piper.launch import launch
+from piper.cli.print_tables import facts_table
+from piper.launch.launch import launch
 from piper.launch.launch import Where
-from piper.units import counted
+from piper.base.units import counted
 
 
 def profile(

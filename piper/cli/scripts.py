@@ -11,13 +11,13 @@ from typing import Any
 
 import cloudpickle
 
-from piper.cost import Cluster
-from piper.errors import PiperError
-from piper.job import Job
-from piper.lower.limit import check_limit
-from piper.program import Program
-from piper.strategies import mesh
-from piper.strategy import Strategy
+from piper.cost.cluster import Cluster
+from piper.base.errors import PiperError
+from piper.program.job import Job
+from piper.lower.plans.memory_limit import check_limit
+from piper.program.program import Program
+from piper.strategies import mesh_strategy as mesh
+from piper.strategies.strategy import Strategy
 
 
 def job_in(script: Path) -> Job:

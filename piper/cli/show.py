@@ -18,7 +18,7 @@ from piper.cli.options import (
 )
 from piper.cli.output import Output
 from piper.cli.scripts import program_of, strategy_of
-from piper.cost import Cluster
+from piper.cost.cluster import Cluster
 
 _DEVICE = "H100"
 

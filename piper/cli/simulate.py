@@ -15,8 +15,8 @@ from piper.cli.options import (
 )
 from piper.cli.output import Output
 from piper.cli.scripts import program_of, strategy_of
-from piper.cli.tables import facts_table
-from piper.cost import Recorded
+from piper.cli.print_tables import facts_table
+from piper.cost.recorded import Recorded
 
 
 def simulate(

@@ -12,13 +12,14 @@ import typer
 from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
 from piper.cli.output import Output
 from piper.cli.scripts import job_in, strategy_of
-from piper.errors import PiperError
-from piper.job import Batches, Job
-from piper.launch import Trainer, launch
+from piper.base.errors import PiperError
+from piper.program.job import Batches, Job
+from piper.launch.trainer.trainer import Trainer
+from piper.launch.launch import launch
 from piper.launch.launch import Where
-from piper.launch.positions import Batch
-from piper.launch.step_result import StepResult
-from piper.units import counted, nbytes_of
+from piper.launch.trainer.data_position import Batch
+from piper.launch.trainer.step_result import StepResult
+from piper.base.units import counted, nbytes_of
 
 
 def train(

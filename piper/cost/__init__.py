@@ -1,8 +1,8 @@
 """How long a step takes on devices that need not be there: clusters, costs, simulation."""
 
 from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
-from piper.cost.simulation import Simulation, simulate
-from piper.lower.recorded import Recorded
+from piper.cost.simulate.simulation import Simulation, simulate
+from piper.cost.recorded import Recorded
 
 __all__ = [
     "Cluster",

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from piper.cost.communicating import Way, communication_seconds
-from piper.errors import PiperError
+from piper.cost.link_time import Way, communication_seconds
+from piper.base.errors import PiperError
 from piper.ir.mesh import MOST_DEVICES
 from piper.ir.ops import Group
-from piper.lower.costs import Costs
-from piper.lower.tasks import Task, TaskKind
-from piper.units import counted
+from piper.cost.rough_costs import Costs
+from piper.cost.tasks import Task, TaskKind
+from piper.base.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +199,13 @@ class Cluster:
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """The cluster that a TOML file describes."""
-        from piper.cost import toml
+        from piper.cost import cluster_toml as toml
 
         return toml.read(path)
 
     def to_toml(self) -> str:
         """The cluster as a TOML file that ``load`` reads."""
-        from piper.cost import toml
+        from piper.cost import cluster_toml as toml
 
         return toml.write(self)
 

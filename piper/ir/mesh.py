@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from piper.errors import DirectiveError
+from piper.base.errors import DirectiveError
 
 T = TypeVar("T")
 MOST_DEVICES = 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper.capture.program import Pass
+from piper.capture.code.chunk_program import Pass
 from piper.ir.collectives import CollectiveKind
 
 Group = tuple[int, ...]

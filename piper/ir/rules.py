@@ -9,7 +9,7 @@ from enum import Enum
 
 import torch
 
-from piper.capture.chunks import ContextAttention, Style
+from piper.capture.chunk.chunks import ContextAttention, Style
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Group
 

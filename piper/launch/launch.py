@@ -8,14 +8,14 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from piper.errors import PiperError
-from piper.launch.fetching import fetcher
-from piper.launch.own_operations import refuse_in_worker
-from piper.launch.shapes import Shapes
-from piper.launch.trainer import Trainer
-from piper.launch.worker_group import WorkerGroup
-from piper.modes import without_modes
-from piper.program import Program
+from piper.base.errors import PiperError
+from piper.launch.device.weight_readers import fetcher
+from piper.launch.workers.custom_ops import refuse_in_worker
+from piper.launch.trainer.batch_shapes import Shapes
+from piper.launch.trainer.trainer import Trainer
+from piper.launch.device.worker_group import WorkerGroup
+from piper.base.modes import without_modes
+from piper.program.program import Program
 
 
 class Where(Enum):
@@ -52,17 +52,17 @@ def launch(
 def _worker_group(program: Program, on: str, options: dict[str, Any]) -> WorkerGroup:
     match on:
         case Where.VIRTUAL.value:
-            from piper.launch.virtual import VirtualWorkerGroup
+            from piper.launch.workers.virtual import VirtualWorkerGroup
 
             _refuse_unknown(on, options, VirtualWorkerGroup.__init__)
             return VirtualWorkerGroup(program, fetcher(program), **options)
         case Where.PROCESSES.value:
-            from piper.launch.processes import ProcessWorkerGroup
+            from piper.launch.workers.processes import ProcessWorkerGroup
 
             _refuse_unknown(on, options, ProcessWorkerGroup.__init__)
             return ProcessWorkerGroup(program, **options)
         case Where.TORCHRUN.value:
-            from piper.launch.torchrun import TorchrunWorkerGroup
+            from piper.launch.workers.torchrun import TorchrunWorkerGroup
 
             _refuse_unknown(on, options, TorchrunWorkerGroup.__init__)
             return TorchrunWorkerGroup(program, fetcher(program), **options)

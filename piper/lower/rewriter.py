@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from piper.ir.dag import Dag, Node, Tags
+from piper.ir.dag.dag import Dag, Node, Tags
 from piper.ir.ops import Group, Op
-from piper.ir.values import Extra, ExtraRole
+from piper.ir.dag.values import Extra, ExtraRole
 
 
 class Rewriter:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from piper.capture.program import Pass
-from piper.ir.dag import Dag, Node
-from piper.ir.facts import Model
+from piper.capture.code.chunk_program import Pass
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import Model
 from piper.ir.ops import Compute
 
 LARGE = Fraction(1, 20)

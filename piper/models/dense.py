@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.regions import annotate
-from piper.errors import PiperError
+from piper.base.errors import PiperError
 from piper.models.layers import Attention, Rotary, SwiGLU
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from piper.capture.batch import strided_like
-from piper.capture.code import Code
-from piper.capture.codegen import Runners
-from piper.capture.program import BUNDLES, Kind, Ref
-from piper.ir.facts import bundled
+from piper.capture.code.executables import Code
+from piper.capture.code.codegen import Runners
+from piper.capture.code.chunk_program import BUNDLES, Kind, Ref
+from piper.ir.dag.facts import bundled
 from piper.ir.ops import Compute
-from piper.lower.plan import Instruction, Plan, Seed
-from piper.runtime.comm import Comm
-from piper.runtime.state import DeviceState
+from piper.ir.plan.plan import Instruction, Plan, Seed
+from piper.runtime.comm.protocol import Comm
+from piper.state.device.device_state import DeviceState
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from piper.capture.code import Code
+from piper.capture.code.executables import Code
 from piper.ir.ops import Group
-from piper.lower.plan import Plan
+from piper.ir.plan.plan import Plan
 
 
 def cut(

@@ -1,5 +1,5 @@
 """What other packages made, shown to a person. Nothing here changes what is done."""
 
-from piper.view.tables import chunk_table, summary
+from piper.program.chunk_table import chunk_table, summary
 
 __all__ = ["chunk_table", "summary"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from piper.lower.plan import COMMUNICATING, Plan, Verb
+from piper.ir.plan.plan import COMMUNICATING, Plan, Verb
 from piper.view.critical import TimedSpans
 
 

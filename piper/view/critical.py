@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from piper.lower.plan import COMMUNICATING, Plan
+from piper.ir.plan.plan import COMMUNICATING, Plan
 
 Step = tuple[int, int]
 """A device, and the index of an instruction among its spans."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag import Dag
+from piper.ir.dag.dag import Dag
 from piper.ir.ops import Collective, Compute
 
 

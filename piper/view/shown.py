@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from piper.view.page import timeline_page
+from piper.view.pages.timeline_page import timeline_page
 from piper.view.runs import Run
-from piper.view.trace import write_trace
+from piper.view.perfetto import write_trace
 
 
 class Shown(ABC):

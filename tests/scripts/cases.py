@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import annotate, partition, place, replicate, shard, split
-from piper.directives import Directive
+from piper.strategies.directives import Directive
 from tests.scripts.faulty import Act, act
 from tests.training import compile_shared, data_parallel, one_f_one_b, pipeline, zero_bubble
 

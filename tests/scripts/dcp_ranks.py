@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from piper.checkpoint.dcp import CheckpointReader
+from piper.state.checkpoint.dcp import CheckpointReader
 from tests.test_dcp import once
 
 

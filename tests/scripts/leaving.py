@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import piper
 from piper import PiperError
-from piper.launch.step_result import StepResult
+from piper.launch.trainer.step_result import StepResult
 from tests.scripts.resumed import batch, compiled
 
 LAST = 3

@@ -24,14 +24,16 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError
-from piper.checkpoint.boxes import Box
-from piper.checkpoint.files import Reader
-from piper.cost import Cluster, toml
-from piper.first_weights import Source, StateNames
-from piper.launch.checkpoint import read_index
-from piper.lower.plan import Plan
-from piper.matching import located
-from piper.strategies import from_csv, one_f_one_b, to_csv
+from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.tensor_files import Reader
+from piper.cost.cluster import Cluster
+from piper.cost import cluster_toml as toml
+from piper.state.weights.source import Source, StateNames
+from piper.launch.state.saving import read_index
+from piper.ir.plan.plan import Plan
+from piper.state.weights.matching import located
+from piper.strategies import from_csv, to_csv
+from piper.strategies.schedules import one_f_one_b
 from tests.training import pipeline
 
 SECONDS = 60.0
@@ -516,7 +518,7 @@ class _Written:
 def lowered(program: piper.Program, strategy: piper.Strategy) -> None:
     """Apply a strategy to the model of ``program``: plans come out that the compiler has checked,
     if it can be applied at all."""
-    from piper.ir.build import build
+    from piper.ir.dag.build import build
     from piper.lower.lower import lower
 
     dag = strategy.apply(build(next(iter(program.models.values()))))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import piper
-from piper.runtime.shaking import Shaker
+from piper.runtime.streams.stream_jitter import Shaker
 from tests.scripts.nccl_cases import CASES, Case, batch, numbers
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import Mesh, PiperError, annotate, place, replicate, shard, split
-from piper.directives import Directive
+from piper.strategies.directives import Directive
 from tests.training import compile_shared, one_f_one_b, pipeline, shared_captures, zero_bubble
 
 WIDTH, ROWS = 8, 64

@@ -1,0 +1,232 @@
+"""Plain data as JSON gives it, read without trust: every item has the type that is asked for, or a
+``MalformedError`` says where it has not."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from piper.base.errors import PiperError
+from piper.base.paths import path_of
+
+DTYPES: Mapping[str, torch.dtype] = {
+    name: item for name, item in vars(torch).items() if isinstance(item, torch.dtype)
+}
+"""By the names that files use."""
+_LARGEST = 2**63
+_SHOWN = 60
+_DEPTH = 100
+"""Lists and objects inside each other, more than any file of ours has."""
+_MOST = 2**128
+"""Whole numbers are smaller, so that all can be written in a message and taken for a float."""
+_FILE_BYTES = 2**30
+"""What a file may have that is read at once, unless it holds tensors."""
+
+
+class MalformedError(PiperError):
+    """Data that is not what it must be, and where it is."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.at: list[str] = []
+        """The place, innermost first."""
+
+    def __str__(self) -> str:
+        place = "".join(reversed(self.at)).removeprefix(".")
+        return f"{place}: {self.what}" if place else self.what
+
+
+@contextmanager
+def within(place: str | int) -> Iterator[None]:
+    """What is read here is at ``place``, a name or a number, of what is around it."""
+    try:
+        yield
+    except MalformedError as error:
+        error.at.append(place_text(place))
+        raise
+
+
+def place_text(place: str | int) -> str:
+    return f"[{place}]" if isinstance(place, int) else f".{place}"
+
+
+def shown(item: Any, most: int = _SHOWN) -> str:
+    """``item`` in a message, cut short."""
+    return cut(repr(item), most)
+
+
+def cut(text: str, most: int = _SHOWN) -> str:
+    return text if len(text) <= most else text[: most - 4] + " ..."
+
+
+def wrong(item: Any, wanted: str) -> MalformedError:
+    return MalformedError(f"{shown(item)} is not {wanted}")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """``path``, opened for reading. What is no file is refused: a pipe may never say anything."""
+    file = open(path, "rb", buffering=0, opener=_opener)  # noqa: SIM115 - it is returned
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise MalformedError("it is not a file, but a pipe or a device: copy it to a file")
+    return file
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # otherwise a pipe is opened when somebody writes
+
+
+def file_bytes(path: str | Path, most: int = _FILE_BYTES) -> bytes:
+    """The content of a file, which is read at once."""
+    with open_file(path_of(path)) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise MalformedError(f"it has {size} bytes, and at most {most} are read")
+        return file.read()
+
+
+def parsed(text: str | bytes) -> Any:
+    """What JSON says."""
+    return _loaded("JSON", json.loads, text)
+
+
+def parsed_toml(text: str) -> dict[str, Any]:
+    """What TOML says."""
+    data: dict[str, Any] = _loaded("TOML", tomllib.loads, text)
+    return data
+
+
+def _loaded(kind: str, loads: Callable[[Any], Any], text: str | bytes) -> Any:
+    try:
+        data = loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MalformedError(f"this is not {kind}: {error}") from None
+    except ValueError:  # Python reads no number of more than some thousand digits
+        raise _too_long() from None
+    check_limits(data)
+    return data
+
+
+def _too_deep() -> MalformedError:
+    return MalformedError("this is nested too deeply to be read")
+
+
+def _too_long() -> MalformedError:
+    return MalformedError("a number in it has too many digits to be read")
+
+
+def check_limits(data: Any) -> None:
+    """Refuse what is nested so deeply that whoever walks through it may run out of stack, and
+    numbers of hundreds of digits, which no float can hold."""
+    level = [data]
+    for _ in range(_DEPTH):
+        if any(type(item) is int and not -_MOST < item < _MOST for item in level):
+            raise _too_long()
+        level = [
+            item
+            for one in level
+            if type(one) in (list, dict)
+            for item in (one.values() if type(one) is dict else one)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def whole(item: Any, least: int = -_LARGEST, below: int = _LARGEST) -> int:
+    """A whole number of a range."""
+    if type(item) is not int:
+        raise wrong(item, "a whole number")
+    if not least <= item < below:
+        raise MalformedError(f"{item} is out of range, which is {least} to {below - 1}")
+    return item
+
+
+def count(item: Any) -> int:
+    """A whole number from 0 on."""
+    if type(item) is not int or not 0 <= item < _LARGEST:
+        raise wrong(item, "a whole number from 0 on")
+    return item
+
+
+def counts(items: Any) -> tuple[int, ...]:
+    """A list of whole numbers from 0 on."""
+    if type(items) not in (list, tuple):
+        raise wrong(items, "a list of whole numbers")
+    for place, item in enumerate(items):
+        if type(item) is not int or not 0 <= item < _LARGEST:
+            with within(place):
+                raise wrong(item, "a whole number from 0 on")
+    return tuple(items)
+
+
+def string(item: Any) -> str:
+    if type(item) is not str:
+        raise wrong(item, "a string")
+    return item
+
+
+def rows(items: Any, read: Callable[[Any], Any] | None = None) -> list[Any]:
+    """A list, of which every item is read by ``read``."""
+    if type(items) is not list:
+        raise wrong(items, "a list")
+    return items if read is None else list(each(items, read))
+
+
+def row(item: Any, length: int) -> list[Any]:
+    """A list of so many items."""
+    if type(item) is not list or len(item) != length:
+        raise wrong(item, f"a list of {length}")
+    return item
+
+
+def table(item: Any, names: Iterable[str]) -> dict[str, Any]:
+    """An object with these names and no others."""
+    if type(item) is not dict:
+        raise wrong(item, "an object")
+    wanted = set(names)
+    if missing := sorted(wanted - item.keys()):
+        raise MalformedError(f"it lacks {', '.join(missing)}")
+    if unknown := sorted(item.keys() - wanted):
+        raise MalformedError(f"it has {', '.join(map(shown, unknown))}, which nobody reads")
+    return item
+
+
+def pairs(item: Any, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> dict[Any, Any]:
+    """A mapping, written as a list of pairs."""
+    found: dict[Any, Any] = {}
+    for place, pair in enumerate(rows(item)):
+        with within(place):
+            first, second = row(pair, 2)
+            name = key(first)
+            if name in found:
+                raise MalformedError(f"{shown(first)} is there twice")
+            with within(str(first) if isinstance(first, str) else "value"):
+                found[name] = value(second)
+    return found
+
+
+def each(items: list[Any], read: Callable[[Any], Any]) -> Iterator[Any]:
+    for place, item in enumerate(items):
+        try:
+            yield read(item)
+        except MalformedError as error:
+            error.at.append(place_text(place))
+            raise
+
+
+def dtype(item: Any) -> torch.dtype:
+    found = DTYPES.get(item) if type(item) is str else None
+    if found is None:
+        raise wrong(item, "a dtype")
+    return found

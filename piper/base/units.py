@@ -1,0 +1,59 @@
+"""Figures with a unit that fits, and numbers of things."""
+
+from __future__ import annotations
+
+import re
+
+from piper.base.errors import PiperError
+
+_SIZES = {
+    unit: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in ((letter, 1024), (f"{letter}IB", 1024), (f"{letter}B", 1000))
+} | {"": 1, "B": 1}
+
+
+def seconds_text(value: float) -> str:
+    """Seconds, milliseconds or microseconds."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if value >= factor:
+            return f"{value / factor:,.3f} {unit}"
+    return f"{value / 1e-6:,.1f} µs"
+
+
+def unit_for(nbytes: float) -> tuple[str, int]:
+    """A unit in which so many bytes are a number of few digits, and its size."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return unit, factor
+    return "B", 1
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes in GiB, MiB or KiB."""
+    unit, factor = unit_for(nbytes)
+    return f"{nbytes / factor:,.1f} {unit}" if factor > 1 else f"{nbytes:.0f} B"
+
+
+def nbytes_of(what: str, given: object) -> int:
+    """Bytes, from their number or from one with a unit such as "80GB". ``what`` is the argument's
+    name."""
+    size: float = -1
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        size = given
+    elif isinstance(given, str):
+        written = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", given)
+        if written is not None and written[2].upper() in _SIZES:
+            size = float(written[1]) * _SIZES[written[2].upper()]
+    if not 1 <= size < 2**63:
+        raise PiperError(
+            f"{what}={given!r} is not a valid size: give bytes, or a number with a unit, such as "
+            "'80GiB', '512MiB' or '24GB'"
+        )
+    return int(size)
+
+
+def counted(number: int, thing: str) -> str:
+    """1 device, 2 devices, 1,000 microbatches."""
+    ending = "" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s"
+    return f"{number:,} {thing}{ending}"

@@ -1,0 +1,132 @@
+"""What ``Trainer.fit(callbacks=[...])`` calls after each step: TensorBoard, Weights & Biases, or
+your own. They are called in one process only, that of rank 0, whatever the launcher.
+
+Reading a loss waits for the device that computes it: ``every`` says how often to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from piper.base.errors import PiperError
+
+if TYPE_CHECKING:
+    from piper.launch.trainer.step_result import StepResult
+
+
+@runtime_checkable
+class Callback(Protocol):
+    """An object that is told of a run."""
+
+    def on_step(self, step: int, result: StepResult) -> None:
+        """Step number ``step``, counted from 1 over the whole run, has this result."""
+        ...
+
+    def on_end(self) -> None:
+        """The run is over, by its last step, by an error, or because nobody asks for more."""
+        ...
+
+
+def scalars(result: StepResult) -> dict[str, float]:
+    """The numbers of a step, by the names under which they are logged."""
+    found = {
+        "train/loss": float(result.loss),
+        "train/tokens_per_second": result.tokens_per_second,
+        "train/seconds": result.seconds,
+        "train/memory_bytes": float(result.memory),
+    }
+    if result.grad_norm is not None:
+        found["train/grad_norm"] = float(result.grad_norm)
+    for name, value in result.outputs.items():
+        found[f"train/{name}"] = float(value)
+    for module, imbalance in result.expert_imbalance.items():
+        found[f"expert_imbalance/{module}"] = imbalance
+    return found
+
+
+class TensorBoard:
+    """Writes the scalars of every ``every``-th step to ``folder``, for ``tensorboard --logdir``."""
+
+    def __init__(self, folder: str | Path, *, every: int = 1) -> None:
+        self._folder = str(folder)
+        self._every = _checked(every)
+        self._writer: Any = None
+
+    def on_step(self, step: int, result: StepResult) -> None:
+        if step % self._every == 0:
+            if self._writer is None:  # not before: other ranks have one of these, too
+                package = _imported("torch.utils.tensorboard", "TensorBoard", "tensorboard")
+                self._writer = package.SummaryWriter(self._folder)
+            for name, value in scalars(result).items():
+                self._writer.add_scalar(name, value, step)
+
+    def on_end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WeightsAndBiases:
+    """Logs the scalars of every ``every``-th step to Weights & Biases; ``settings`` are those of
+    ``wandb.init``: project, name, config, mode."""
+
+    def __init__(self, *, every: int = 1, **settings: Any) -> None:
+        self._settings = settings
+        self._every = _checked(every)
+        self._run: Any = None
+
+    def on_step(self, step: int, result: StepResult) -> None:
+        if step % self._every == 0:
+            if self._run is None:
+                package = _imported("wandb", "WeightsAndBiases", "wandb")
+                self._run = package.init(**self._settings)
+            self._run.log(scalars(result), step=step)
+
+    def on_end(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks, if they are such."""
+    found = list(callbacks)
+    for number, one in enumerate(found):
+        if not isinstance(one, Callback) or isinstance(one, type):
+            raise PiperError(
+                f"callbacks[{number}] is {one!r}: give an object with on_step(step, result) and "
+                "on_end(), such as piper.callbacks.TensorBoard(folder)"
+            )
+    return found
+
+
+@contextmanager
+def told(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """At its end, all callbacks are told that the run is over, whatever one of them raises."""
+    if not callbacks:
+        yield
+        return
+    try:
+        with told(callbacks[1:]):
+            yield
+    finally:
+        callbacks[0].on_end()
+
+
+def _checked(every: int) -> int:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise PiperError(f"every={every!r} must be a whole number from 1 on")
+    return every
+
+
+def _imported(module: str, what: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise PiperError(
+            f"{what} needs a package that is not installed: pip install {package} ({error})"
+        ) from error

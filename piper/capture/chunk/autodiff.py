@@ -1,0 +1,337 @@
+"""A chunk's body goes in; its joint forward and backward graph comes out, traced once.
+
+``differentiate`` walks the chunks forward to learn which values carry gradient, then backward to
+learn which receive one, and traces each distinct chunk with exactly those. Nothing at run time
+uses the autograd engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from piper.capture.blame import explain
+from piper.capture.chunk.chunks import Body, Chunk, Cut
+from piper.capture.code.codegen import Compiler
+from piper.capture.intercept.autograd_functions import functions_of, state_of, warn_of_changes
+from piper.capture.chunk.joint import Joint
+from piper.capture.code.chunk_program import Kind, Ref
+from piper.base.errors import CaptureError
+
+Strides = tuple[int, ...]
+
+_PHASE = "piper_forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Which of a chunk's arguments and results take part in differentiation."""
+
+    parameters: tuple[bool, ...]
+    """Parameters that are trained."""
+    inputs: tuple[bool, ...]
+    """Inputs through which gradient must flow further back."""
+    outputs: tuple[Strides | None, ...]
+    """For each output that receives a gradient from later chunks, the gradient's strides."""
+    apart: tuple[bool, ...]
+    """Inputs that later chunks make a gradient of too: what each use here gives is left apart, to
+    be added to theirs one after another."""
+    changing: tuple[bool, ...]
+    """Buffers whose content some chunk replaces: the backward cannot read them again."""
+
+
+def differentiate(
+    cut: Cut, trained: Callable[[str], bool], compiler: Compiler
+) -> tuple[Joint, ...]:
+    """The joint graph of each chunk; equal chunks with equal demands share one."""
+    flows = _gradient_flow(cut, trained)
+    if not flows[cut.loss]:
+        raise CaptureError(
+            "the loss depends on no trainable parameter: check requires_grad, and that the loss "
+            "is not computed under torch.no_grad or from detached values"
+        )
+    received: dict[int, Strides] = {cut.loss: cut.values[cut.loss].spec.stride}
+    joints: dict[tuple[str, Demand], Joint] = {}
+    found: list[Joint] = []
+    for chunk in reversed(cut.chunks):
+        demand = Demand(
+            parameters=tuple(trained(name) for name in chunk.parameters),
+            inputs=tuple(flows[i] for i in chunk.inputs),
+            outputs=tuple(received.get(i) for i in chunk.outputs),
+            apart=tuple(i in received for i in chunk.inputs),
+            changing=tuple(name in cut.updates for name in chunk.buffers),
+        )
+        key = (chunk.body.key, demand)
+        if key not in joints:
+            try:
+                joints[key] = _traced(chunk.body, demand, compiler)
+            except Exception as error:
+                raise explain(error, f"the backward of region {chunk.name}") from error
+        joint = joints[key]
+        found.append(joint)
+        for ref, node in joint.gradients:
+            if ref.kind is Kind.INPUT_GRAD:
+                value, term = chunk.inputs[ref.index], node.meta["val"]
+                received[value] = _summed(received.get(value), term)
+    return tuple(reversed(found))
+
+
+def _traced(body: Body, demand: Demand, compiler: Compiler) -> Joint:
+    """``trace``; an autograd function is traced twice, since its code is Python's and may compute
+    something else each time."""
+    functions = functions_of(body.module.graph)
+    if not functions:
+        return trace(body, demand, compiler)
+    before = state_of(functions)
+    first, second = (trace(body, demand, compiler) for _ in range(2))
+    if not warn_of_changes(before, state_of(functions)) and _text(first) != _text(second):
+        names = ", ".join(function.__name__ for function in functions)
+        raise CaptureError(
+            f"the autograd function {names} computes something else each time it is traced, and "
+            "the captured step would repeat the first for ever: a number from outside torch is in "
+            "its forward or backward; give it to the function as a tensor (a buffer, or one of the "
+            "batch)"
+        )
+    return first
+
+
+def _text(joint: Joint) -> str:
+    return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in joint.graph.nodes)
+
+
+def _summed(before: Strides | None, term: Tensor) -> Strides:
+    """The strides of a sum with strides ``before`` and one more ``term``."""
+    if before is None:
+        return tuple(term.stride())
+    first, other = (
+        torch.empty_strided(term.shape, stride, device="meta") for stride in (before, term.stride())
+    )
+    return tuple((first + other).stride())
+
+
+def _gradient_flow(cut: Cut, trained: Callable[[str], bool]) -> list[bool]:
+    """For each value, whether it depends on a trained parameter in a differentiable way."""
+    flows = [False] * len(cut.values)
+    seen: dict[tuple[str, tuple[bool, ...]], tuple[bool, ...]] = {}
+    for chunk in cut.chunks:
+        needs = _argument_needs(chunk, trained, flows)
+        key = (chunk.body.key, needs)
+        if key not in seen:
+            try:
+                seen[key] = _outputs_need(chunk.body, needs)
+            except Exception as error:
+                raise explain(error, f"region {chunk.name}") from error
+        for index, flow in zip(chunk.outputs, seen[key], strict=False):
+            flows[index] = flow
+    return flows
+
+
+def _argument_needs(
+    chunk: Chunk, trained: Callable[[str], bool], flows: list[bool]
+) -> tuple[bool, ...]:
+    return (
+        *(trained(name) for name in chunk.parameters),
+        *(False for _ in chunk.buffers),
+        *(flows[i] for i in chunk.inputs),
+    )
+
+
+def _outputs_need(body: Body, needs: tuple[bool, ...]) -> tuple[bool, ...]:
+    with _tracing(body) as mode, mode:
+        results = body.module(*_leaves(body, needs))
+    return tuple(x.requires_grad for x in results)
+
+
+def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
+    """Trace ``body`` together with the vector-Jacobian product that ``demand`` asks for."""
+    needs = (*demand.parameters, *(False for _ in range(body.buffers)), *demand.inputs)
+    n_primals = len(needs)
+    outputs = {i: s for i, s in enumerate(demand.outputs) if s is not None}
+    apart = [i for i, alone in enumerate(demand.apart) if alone]
+    changing = {i for i, changes in enumerate(demand.changing) if changes}
+    wanted = _gradient_refs(demand)
+
+    def joint(*args: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        primals, tangents = args[:n_primals], list(args[n_primals:])
+        first_input = body.parameters + body.buffers
+        with traceback.annotate({_PHASE: True}):
+            # a copy of a changing buffer, so that what the backward reads can be kept
+            now = [
+                x.clone() if i in changing else x
+                for i, x in enumerate(primals, start=-body.parameters)
+            ]
+            results = body.module(*now)
+        # The engine adds the gradient that an input has already before its uses here, in the order
+        # of one undivided backward: from there on the terms are found.
+        heads = [results[i] for i in outputs] + [primals[first_input + i] for i in apart]
+        sources = [primals[_position(ref, first_input)] for ref in wanted]
+        if not heads or not sources:
+            return list(results), [None] * len(sources)
+        grads = torch.autograd.grad(heads, sources, tangents, allow_unused=True)
+        return list(results), list(grads)
+
+    with _tracing(body) as mode:
+        primals = _leaves(body, needs)
+        results = body.module(*primals)
+        inputs = primals[len(needs) - body.inputs :]
+        with mode:
+            tangents = [_strided(results[i], stride) for i, stride in outputs.items()]
+            tangents += [_strided(inputs[i], inputs[i].stride()) for i in apart]
+        module = make_fx(joint, decomposition_table=dict(compiler.decompositions()))(
+            *primals, *tangents
+        )
+        _erase_detach(module)
+        _conjugate_numbers(module)
+        if any(_mutates(node) for node in module.graph.nodes):
+            module = _functionalize(module)
+    refs = [
+        *(Ref(Kind.PARAMETER, i) for i in range(body.parameters)),
+        *(Ref(Kind.BUFFER, i) for i in range(body.buffers)),
+        *(Ref(Kind.INPUT, i) for i in range(body.inputs)),
+        *(Ref(Kind.OUTPUT_GRAD, i) for i in outputs),
+        *(Ref(Kind.INPUT_GRAD, i) for i in apart),
+    ]
+    found = _label(module.graph, refs, body, wanted)
+    compiler.rewrite(module)
+    return replace(found.moved_to(module.graph), changing=frozenset(changing))
+
+
+def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> Joint:
+    placeholders = graph.find_nodes(op="placeholder")
+    begun = {ref: node for node, ref in zip(placeholders, refs, strict=True) if ref in wanted}
+    arguments = {n: ref for n, ref in zip(placeholders, refs, strict=True) if ref not in wanted}
+    for number, (node, ref) in enumerate(arguments.items()):
+        # torch's partitioner tells the ends of a joint graph by these names
+        node.target = f"{'tangents' if ref.kind is Kind.OUTPUT_GRAD else 'primals'}_{number + 1}"
+        node.name = node.target
+    results: Any = graph.output_node().args[0]
+    made, grads = results
+    kinds = [Ref(Kind.OUTPUT, i) for i in range(body.outputs)]
+    kinds += [Ref(Kind.UPDATE, i) for i in range(body.updates)]
+    gradients = tuple(
+        (Ref(ref.kind, ref.index, i), term)
+        for ref, total in zip(wanted, grads, strict=True)
+        if total is not None
+        for i, term in enumerate(_terms(begun[ref], total) if ref in begun else [total])
+    )
+    graph.output_node().args = ([*made, *(g for _, g in gradients)],)
+    graph.eliminate_dead_code()
+    for node in begun.values():
+        graph.erase_node(node)
+    forward = {
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and (node.meta.get("custom") or {}).get(_PHASE)
+    }
+    return Joint(
+        graph=graph,
+        arguments=arguments,
+        forward=frozenset(forward),
+        results=tuple(zip(kinds, made, strict=True)),
+        gradients=gradients,
+    )
+
+
+def _terms(begun: fx.Node, total: fx.Node) -> list[fx.Node]:
+    """What was added to ``begun``, one after another, until it was ``total``."""
+    terms = []
+    while begun is not total:
+        (step,) = begun.users
+        assert step.target is torch.ops.aten.add.Tensor, "the engine does nothing but add"
+        (term,) = (arg for arg in step.all_input_nodes if arg is not begun)
+        terms.append(term)
+        begun = step
+    return terms
+
+
+def _gradient_refs(demand: Demand) -> list[Ref]:
+    inputs = [Ref(Kind.INPUT_GRAD, i) for i, wanted in enumerate(demand.inputs) if wanted]
+    parameters = [Ref(Kind.PARAMETER_GRAD, i) for i, w in enumerate(demand.parameters) if w]
+    return inputs + parameters
+
+
+def _position(ref: Ref, first_input: int) -> int:
+    return ref.index + (first_input if ref.kind is Kind.INPUT_GRAD else 0)
+
+
+@contextmanager
+def _tracing(body: Body) -> Iterator[FakeTensorMode]:
+    values = (node.meta.get("val") for node in body.module.graph.nodes)
+    mode = next(x.fake_mode for x in values if isinstance(x, FakeTensor))
+    # oneDNN's recurrent layer hands its backward a workspace that no graph can hold
+    recurrent = any(node.target is torch.ops.aten.lstm.input for node in body.module.graph.nodes)
+    plain = _without_onednn() if recurrent else nullcontext()
+    with torch.enable_grad(), traceback.preserve_node_meta(), plain:
+        yield mode
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _strided(like: Tensor, stride: Strides) -> Tensor:
+    return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+
+
+def _leaves(body: Body, needs: tuple[bool, ...]) -> list[Tensor]:
+    """Fresh fake arguments of ``body``, requiring grad where ``needs`` says so."""
+    leaves = []
+    for fake, need in zip(body.fakes(), needs, strict=True):
+        with fake.fake_mode:
+            leaf = _strided(fake, fake.stride())
+        leaves.append(leaf.requires_grad_(need))
+    return leaves
+
+
+def _erase_detach(module: fx.GraphModule) -> None:
+    """No engine runs these graphs, so there is nothing to detach from."""
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _conjugate_numbers(module: fx.GraphModule) -> None:
+    """The backward of a product with a complex number conjugates a tensor that holds it, and in the
+    graph the number itself stands for that tensor."""
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.target in (aten._conj.default, aten.clone.default) and _is_complex(node.args[0]):
+            number = node.args[0]
+            number = number.conjugate() if node.target is aten._conj.default else number
+            for user in list(node.users):
+                user.args = tuple(number if arg is node else arg for arg in user.args)
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _is_complex(x: object) -> bool:
+    return isinstance(x, complex)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _functionalize(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with in-place ops (dropout's draw, some backward formulas) made pure."""
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    pure = torch.func.functionalize(fx.Interpreter(module).run, remove="mutations")
+    return make_fx(pure)(*fakes)

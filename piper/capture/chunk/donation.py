@@ -1,0 +1,67 @@
+"""Inputs that nobody but one chunk needs: its backward may write its results over them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from piper.capture.chunk.chunks import Cut
+from piper.capture.graphs import base_of, returned
+from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass, Ref
+
+
+def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkProgram, ...]:
+    """The programs, with every input that all chunks using a program own marked as consumed.
+
+    A chunk owns an input that another chunk made for it alone: no other chunk takes it, it is no
+    result of the step, its producer keeps nothing in the same storage, and the chunk itself passes
+    no view of it on.
+    """
+    readers = Counter(value for chunk in cut.chunks for value in set(chunk.inputs))
+    results = {cut.loss, cut.count, *cut.outputs}
+    fresh: set[int] = set()
+    for chunk, program in zip(cut.chunks, programs, strict=True):
+        fresh |= {chunk.outputs[i] for i in _fresh_outputs(program)}
+    owned: dict[int, frozenset[int]] = {}
+    for chunk, program in zip(cut.chunks, programs, strict=True):
+        passed_on = _inputs_passed_on(program)
+        mine = frozenset(
+            i
+            for i, value in enumerate(chunk.inputs)
+            if value in fresh
+            and readers[value] == 1
+            and value not in results
+            and i not in passed_on
+        )
+        owned[id(program)] = owned.get(id(program), mine) & mine
+    made = {id(p): p.consuming({Ref(Kind.INPUT, i) for i in owned[id(p)]}) for p in programs}
+    return tuple(made[id(p)] for p in programs)
+
+
+def private_results(function: Function) -> tuple[Ref, ...]:
+    """Results that share memory with no argument and no other result."""
+    bases = [base_of(node) for node in returned(function.module.graph)]
+    results = Counter(bases)
+    return tuple(
+        ref
+        for ref, base in zip(function.results, bases, strict=True)
+        if base.op == "call_function" and results[base] == 1
+    )
+
+
+def _fresh_outputs(program: ChunkProgram) -> list[int]:
+    """Outputs that share storage with nothing else and that the program's backward ignores."""
+    read_back = {ref for f in program.functions.values() for ref in f.arguments}
+    private = private_results(program.functions[Pass.F])
+    return [ref.index for ref in private if ref.kind is Kind.OUTPUT and ref not in read_back]
+
+
+def _inputs_passed_on(program: ChunkProgram) -> set[int]:
+    """Inputs in whose storage a result of the forward lives on."""
+    forward = program.functions[Pass.F]
+    graph = forward.module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    refs = dict(zip(placeholders, forward.arguments, strict=True))
+    bases = (base_of(node) for node in returned(graph))
+    found = (refs[base] for base in bases if base in refs)
+    return {ref.index for ref in found if ref.kind is Kind.INPUT}

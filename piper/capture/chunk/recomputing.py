@@ -1,0 +1,103 @@
+"""Values made of the batch alone that are larger than what they are made of, such as the mask of an
+attention: every chunk that reads one computes it for itself, and no device sends it.
+
+    attention_mask [4, 2048] ─▶ mask [4, 1, 2048, 2048] ─▶ layer[0]
+                                                        └▶ layer[1], on another device
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from piper.capture.trace.export import Exported
+from piper.capture.graphs import ancestors, is_random, node_flops, returned
+from piper.ir.tensors import TensorSpec
+
+_FLOPS = 8
+"""By matrix products, for each element of a value that is computed again."""
+
+
+def recomputed_of(
+    exported: Exported, constants: Collection[fx.Node], homes: dict[fx.Node, int]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The values that every chunk which reads them computes for itself, and the ops that these may
+    be computed by. They, and what nothing else needs, have no chunk in ``homes`` any more; a chunk
+    of nothing else keeps them."""
+    derived = _derived(exported, constants)
+    made = {
+        node
+        for node in derived
+        if any(homes.get(user, homes[node]) != homes[node] for user in node.users)
+        and is_cheap(node, exported.inputs)
+    }
+    left = dict(homes)
+    for node in reversed(derived):
+        if node in made or not any(user in left for user in node.users):
+            del left[node]
+    kept = set(left.values())
+    homes_left = {n: home for n, home in homes.items() if n in left or home not in kept}
+    made = {node for node in made if node not in homes_left}
+    homes.clear()
+    homes.update(homes_left)
+    return made, set(derived)
+
+
+def recomputed_in(
+    graph: fx.Graph,
+    inputs: Collection[fx.Node],
+    constants: Collection[fx.Node],
+    moves: Collection[fx.Node],
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The same within one device's share of a chunk, for its segments: what is larger than the
+    ``inputs`` that it is made of, with what nothing else reads, and what it may be computed by."""
+    by: dict[fx.Node, None] = {}
+    known = {*inputs, *constants}
+    for node in graph.nodes:
+        plain = node.op == "call_function" and not (node in known or node in moves)
+        if plain and not is_random(node) and all(x in known for x in node.all_input_nodes):
+            by[node] = None
+            known.add(node)
+    ends = set(returned(graph))
+    again: set[fx.Node] = set()
+    for node in reversed(by):
+        if node not in ends and (again.issuperset(node.users) or is_cheap(node, inputs)):
+            again.add(node)
+    return again, set(by)
+
+
+def is_cheap(node: fx.Node, sources: Collection[fx.Node]) -> bool:
+    """Whether a value is larger than those of ``sources`` that it is computed from, by few
+    operations."""
+    if not isinstance(node.meta.get("val"), Tensor):
+        return False
+    ops = ancestors([node], sources)
+    read = {arg for op in ops for arg in op.all_input_nodes if arg in sources}
+    if sum(_nbytes(source) for source in read) >= _nbytes(node):
+        return False
+    flops = sum(node_flops(op) for op in ops if op.op == "call_function")
+    return flops <= _FLOPS * node.meta["val"].numel()
+
+
+def _nbytes(node: fx.Node) -> int:
+    return TensorSpec.of(node.meta["val"]).nbytes
+
+
+def _derived(exported: Exported, constants: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """Ops that depend on the batch, but on no parameter, nothing random and no buffer that
+    changes; results are not among them."""
+    known = {n for n, name in exported.buffers.items() if name not in exported.updates}
+    known.update(exported.inputs, constants)
+    results = {exported.loss, exported.count, *exported.outputs, *exported.updates.values()}
+    derived: dict[fx.Node, None] = {}
+    for node in exported.graph.nodes:
+        plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        if node.op != "call_function" or node in known or not plain or is_random(node):
+            continue
+        if node not in results and all(x in known for x in node.all_input_nodes):
+            derived[node] = None
+            known.add(node)
+    return derived

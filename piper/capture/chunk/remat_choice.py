@@ -1,0 +1,130 @@
+"""What the forward keeps for the backward: the choice between memory and recomputing.
+
+``choose`` takes a joint graph and a policy and returns the forward's ops to keep. Parameters,
+buffers, inputs and outputs are there anyway and are never counted as saved; a view is never saved
+where its base is; what is random is saved, never drawn again.
+"""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum
+
+import torch
+from torch import fx
+
+from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
+from piper.capture.chunk.joint import Joint
+from piper.capture.code.chunk_program import Kind, Ref
+from piper.capture.chunk.recomputing import is_cheap
+
+
+class RematPolicy(Enum):
+    """How much of the forward the backward computes again."""
+
+    NONE = "none"
+    """Nothing: keep every tensor that the backward reads."""
+    MIN_CUT = "min-cut"
+    """What is cheap: the fewest bytes kept, with no matrix product computed twice."""
+    ALL = "all"
+    """Everything: keep the chunk's inputs alone."""
+
+    __hash__ = object.__hash__  # Enum's own is slow
+
+
+def choose(joint: Joint, policy: RematPolicy) -> tuple[Joint, tuple[fx.Node, ...]]:
+    """The joint graph (perhaps simplified) and the ops of its forward to keep for the backward."""
+    match policy:
+        case RematPolicy.NONE:
+            kept = _read_by_backward(joint)
+        case RematPolicy.MIN_CUT:
+            joint, kept = _min_cut(joint)
+            fixed = _fixed(joint)
+            kept = [node for node in kept if node not in fixed]
+        case RematPolicy.ALL:
+            kept = []
+    return joint, _closed(joint, kept)
+
+
+def _read_by_backward(joint: Joint) -> list[fx.Node]:
+    fixed = _fixed(joint)
+    return [
+        node
+        for node in joint.graph.nodes
+        if node in joint.forward
+        and node not in fixed
+        and has_tensor(node)
+        and any(user.op == "call_function" and user not in joint.forward for user in node.users)
+    ]
+
+
+def _fixed(joint: Joint) -> set[fx.Node]:
+    """Ops that depend on buffers alone, or on these and the batch if they make more of it than it
+    is: cheaper to compute again than to keep per microbatch."""
+    trained = {ref.index for ref, _ in joint.gradients if ref.kind is Kind.INPUT_GRAD}
+    buffers, inputs = (
+        {node for node, ref in joint.arguments.items() if ref.kind is kind}
+        for kind in (Kind.BUFFER, Kind.INPUT)
+    )
+    constant = {node for node in buffers if not is_changing(joint, joint.arguments[node])}
+    inputs = {node for node in inputs if joint.arguments[node].index not in trained}
+    known, cheap = constant | inputs, set()
+    for node in joint.graph.nodes:
+        fed = node.op == "call_function" and all(arg in known for arg in node.all_input_nodes)
+        if fed and not is_random(node):
+            known.add(node)
+            if all(arg in constant for arg in node.all_input_nodes):
+                constant.add(node)
+            elif is_cheap(node, inputs):
+                cheap.add(node)
+    return constant | cheap
+
+
+def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
+    """torch's partitioner chooses; it may also simplify, hence the new graph."""
+    # here, since workers never capture, and what this imports takes 18 MiB
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    if not joint.gradients:
+        return joint, []
+    module = fx.GraphModule(torch.nn.Module(), _copied(joint.graph))
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    # it shares equal expressions, and takes some random ops for equal ones
+    shares = not any(is_random(node) for node in module.graph.nodes)
+    with config.patch(cse=shares):
+        forward, _ = min_cut_rematerialization_partition(
+            module, fakes, num_fwd_outputs=len(joint.results)
+        )
+    kept = {node.name for node in returned(forward.graph)[len(joint.results) :]}
+    joint = joint.moved_to(module.graph)
+    return joint, [n for n in joint.graph.nodes if n.op == "call_function" and n.name in kept]
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """``kept`` with bases for views, and with all that the backward depends on but could not
+    compute again: random draws, and copies of buffers that change."""
+    stops = {*joint.arguments, *(base_of(node) for node in kept)}
+    rebuilt = ancestors((node for _, node in joint.gradients), stops)
+    changing = {n for n, ref in joint.arguments.items() if is_changing(joint, ref)}
+    stops |= {n for n in rebuilt if _is_draw(n) or not changing.isdisjoint(n.all_input_nodes)}
+    outputs = {node for ref, node in joint.results if ref.kind is Kind.OUTPUT}
+    order = {node: i for i, node in enumerate(joint.graph.nodes)}
+    return tuple(sorted(stops - joint.arguments.keys() - outputs, key=order.__getitem__))
+
+
+def is_changing(joint: Joint, ref: Ref) -> bool:
+    """Whether ``ref`` is a buffer that has other contents when the backward runs."""
+    return ref.kind is Kind.BUFFER and ref.index in joint.changing
+
+
+def _is_draw(node: fx.Node) -> bool:
+    """Whether the node is a tensor that a random op made."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and is_random(source) and has_tensor(node)

@@ -1,0 +1,176 @@
+"""A joint graph is cut into the passes F, B, BI and BW, each a function of its own.
+
+BI and BW are B divided: BI computes the gradients of the inputs, BW those of the parameters from
+what BI computed on the way. All passes of a chunk use the same saved tensors, so a schedule may
+choose for every microbatch anew; those that BW does not read can go after BI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from piper.capture.graphs import (
+    ancestors,
+    base_of,
+    extract,
+    flops,
+    has_tensor,
+    is_random,
+    moved,
+    workspace,
+)
+from piper.capture.chunk.joint import Joint
+from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass, Ref
+from piper.capture.chunk.remat_choice import RematPolicy, choose
+from piper.ir.tensors import TensorSpec, overlaps
+
+Ends = list[tuple[Ref, fx.Node]]
+
+
+class Passes:
+    """The programs of joint graphs, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, RematPolicy], tuple[Joint, ChunkProgram]] = {}
+
+    def of(self, joint: Joint, policy: RematPolicy) -> ChunkProgram:
+        """The program of ``joint`` under ``policy``."""
+        key = id(joint), policy  # which is no other's while the graph is kept
+        if key not in self._made:
+            self._made[key] = joint, split(joint, policy)
+        return self._made[key][1]
+
+
+def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:
+    """The program of a chunk, with the forward keeping what ``policy`` says."""
+    joint, kept = choose(joint, policy)
+    outputs = [end for end in joint.results if end[0].kind is Kind.OUTPUT]
+    inputs = [end for end in joint.gradients if end[0].kind is Kind.INPUT_GRAD]
+    parameters = [end for end in joint.gradients if end[0].kind is Kind.PARAMETER_GRAD]
+    there = {*kept, *(node for _, node in outputs), *joint.arguments}
+    bi_saved = _bi_saved(joint, there, inputs, parameters) if inputs else []
+    late = _read([node for _, node in parameters], {*there, *(node for _, node in bi_saved)})
+    saved: Ends = [
+        *_numbered(Kind.SAVED, [node for node in kept if node not in late]),
+        *_numbered(Kind.SAVED_FOR_BW, [node for node in kept if node in late]),
+    ]
+    start = {node: ref for node, ref in joint.arguments.items() if ref.kind in _FORWARD_ARGUMENTS}
+    functions = {Pass.F: _function(joint, start, [*joint.results, *saved])}
+    # a tensor that is several things at once is taken under the name that costs least
+    known = {node: ref for ref, node in (*saved, *reversed(outputs))} | joint.arguments
+    if joint.gradients:
+        functions[Pass.B] = _function(joint, known, list(joint.gradients))
+    if inputs:
+        functions[Pass.BI] = _function(joint, known, [*inputs, *bi_saved])
+    if parameters:
+        later = {node: ref for ref, node in bi_saved} | known
+        functions[Pass.BW] = _function(joint, later, parameters, _private(bi_saved, inputs))
+    ends: Iterable[tuple[Ref, fx.Node]] = (
+        *((ref, node) for node, ref in joint.arguments.items()),
+        *joint.results,
+        *saved,
+        *bi_saved,
+        *joint.gradients,
+    )
+    specs = {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends}
+    program = ChunkProgram(functions, specs | _copied(functions.values()))
+    shared = {base_of(node) for _, node in (*joint.results, *inputs)}
+    own = {ref for ref, node in (*saved, *bi_saved) if node not in shared}
+    return program.consuming(own)
+
+
+def _copied(functions: Iterable[Function]) -> dict[Ref, TensorSpec]:
+    """The gradients of parameters as passes make them: one that was copied has other strides than
+    in the joint graph. All passes copy the same ones."""
+    found = {}
+    for function in functions:
+        made: Any = function.module.graph.output_node().args[0]
+        for ref, node in zip(function.results, made, strict=True):
+            if ref.kind is Kind.PARAMETER_GRAD:
+                found[ref] = TensorSpec.of(node.meta["val"])
+    return found
+
+
+_FORWARD_ARGUMENTS = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
+
+
+def _numbered(kind: Kind, nodes: Iterable[fx.Node]) -> Ends:
+    return [(Ref(kind, i), node) for i, node in enumerate(nodes)]
+
+
+def _read(targets: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+    """What a function from some of ``known`` to ``targets`` reads or computes."""
+    needed = ancestors(targets, known)
+    return {arg for node in needed for arg in node.all_input_nodes}.union(targets)
+
+
+def _bi_saved(joint: Joint, known: Collection[fx.Node], inputs: Ends, parameters: Ends) -> Ends:
+    """The tensors that BI computes and BW reads."""
+    first = ancestors((node for _, node in inputs), known)
+    # an op with several results is one computation: all that it makes counts as computed
+    first |= {item for node in first if not has_tensor(node) for item in node.users}
+    targets = [node for _, node in parameters]
+    second = ancestors((node for node in targets if node not in first), {*known, *first})
+    read = {arg for node in second for arg in node.all_input_nodes if arg in first}
+    read |= {node for node in targets if node in first}
+    bases = {base_of(node) for node in read}.difference(known)
+    return _numbered(Kind.BI_SAVED, (node for node in joint.graph.nodes if node in bases))
+
+
+def _private(bi_saved: Ends, inputs: Ends) -> set[Ref]:
+    """The tensors saved by BI that are not, or do not share storage with, an input's gradient."""
+    shared = {base_of(node) for _, node in inputs}
+    return {ref for ref, node in bi_saved if node not in shared}
+
+
+def _function(
+    joint: Joint, known: dict[fx.Node, Ref], ends: Ends, private: Collection[Ref] = ()
+) -> Function:
+    """The function from those of ``known`` that it needs to ``ends``; ``private`` are arguments
+    that nobody else holds."""
+    targets = [node for _, node in ends]
+    used = _read(targets, known)
+    sources = {node: ref for node, ref in known.items() if node in used}
+    is_forward = any(ref.kind is Kind.OUTPUT for ref, _ in ends)
+    late = frozenset() if is_forward else joint.forward
+    module = extract(joint.graph, list(sources), targets, late)
+    taken = [ref for ref in sources.values() if ref not in private]
+    _own_gradients(module, list(sources.values()), taken, [ref for ref, _ in ends])
+    return Function(
+        module=module,
+        arguments=tuple(sources.values()),
+        results=tuple(ref for ref, _ in ends),
+        flops=flops(module.graph),
+        moved=moved(module.graph, fused=False),
+        moved_fused=moved(module.graph, fused=True),
+        workspace=workspace(module.graph),
+        random=any(is_random(node) for node in module.graph.nodes),
+    )
+
+
+def _own_gradients(
+    module: fx.GraphModule, arguments: list[Ref], others: list[Ref], results: list[Ref]
+) -> None:
+    """Copy a parameter's gradient that shares storage with anything that outlives the call
+    (``others`` among the arguments) or with itself, so that it can be added to in place."""
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    taken = {n for n, ref in zip(placeholders, arguments, strict=True) if ref in others}
+    output = graph.output_node()
+    ends = list(output.args[0])  # type: ignore[arg-type]
+    bases = [base_of(node) for node in ends]
+    for i, (ref, node) in enumerate(zip(results, ends, strict=True)):
+        if ref.kind is not Kind.PARAMETER_GRAD:
+            continue
+        if bases[i] in taken or bases.count(bases[i]) > 1 or overlaps(node.meta["val"]):
+            with graph.inserting_before(output):
+                ends[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
+                ends[i].update_kwarg("memory_format", torch.contiguous_format)
+            ends[i].meta["val"] = node.meta["val"].contiguous()
+            bases[i] = ends[i]
+    output.args = (ends,)
+    module.recompile()

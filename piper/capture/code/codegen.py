@@ -1,0 +1,269 @@
+"""Pure graphs become callables, by way of a ``Compiler``.
+
+Every callable takes one list and empties it, so that an argument can be freed as soon as it has
+been used for the last time, and returns its results in order. Some results can be written where the
+caller wants them. A compiler also says in which ops it wants a chunk to be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.graph import CodeGen
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from piper.capture.intercept.generators import default_exchanged, draw_privately, take_seeds
+from piper.capture.code.gpu_index import gpu_for, move_values, name_gpu
+from piper.capture.operators.grouped_mm import EAGER
+from piper.capture.code.strides import keep_strides, strides_of
+from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.capture.code.peephole import leave_out, products_of, write_into
+from piper.base.errors import CaptureError
+
+Runner = Callable[[list[Any]], Sequence[Tensor]]
+Decompositions = Mapping[OpOverload, Callable[..., Any]]
+
+
+class Compiler(Protocol):
+    """A way to trace and to run graphs."""
+
+    remat: RematPolicy
+    """What the backward computes again unless the user says otherwise."""
+
+    def decompositions(self) -> Decompositions: ...
+
+    def rewrite(self, joint: fx.GraphModule) -> None:
+        """Simplify a joint graph in place before it is cut into passes."""
+
+    def into(self, function: Function) -> tuple[int, ...]:
+        """Results that the callable can write into contiguous tensors of the caller's: these may
+        be given after the arguments, one for each or None."""
+
+    def compile(self, function: Function, which: Pass) -> Runner: ...
+
+
+class Eager:
+    """Runs the ops one by one, as PyTorch itself would: bit for bit the same results."""
+
+    remat = RematPolicy.NONE
+
+    def decompositions(self) -> Decompositions:
+        return {}
+
+    def rewrite(self, joint: fx.GraphModule) -> None:
+        return
+
+    def into(self, function: Function) -> tuple[int, ...]:
+        products = products_of(function.module.graph)
+        return tuple(i for i in products if function.results[i].kind is Kind.PARAMETER_GRAD)
+
+    def compile(self, function: Function, which: Pass) -> Runner:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(function.module.graph, {}))
+        name_gpu(graph, gpu_for(graph))
+        into = self.into(function)
+        write_into(graph, into)
+        leave_out(graph)
+        draw_privately(graph)
+        for node in graph.nodes:
+            node.target = _DIRECT.get(node.target, node.target)
+        graph.set_codegen(_Boxed(len(into)))
+        return fx.GraphModule(torch.nn.Module(), graph).forward
+
+
+_ATEN = torch.ops.aten
+_DIRECT: Mapping[object, Callable[..., Any]] = {
+    _ATEN.add.Scalar: torch.add,
+    _ATEN.add.Tensor: torch.add,
+    _ATEN.addmm.default: torch.addmm,
+    _ATEN.bmm.default: torch.bmm,
+    _ATEN.cat.default: torch.cat,
+    _ATEN.clone.default: torch.clone,
+    _ATEN.cumsum.default: torch.cumsum,
+    _ATEN.div.Scalar: torch.div,
+    _ATEN.div.Tensor: torch.div,
+    _ATEN.embedding.default: torch.embedding,
+    _ATEN.eq.Tensor: torch.eq,
+    _ATEN.exp.default: torch.exp,
+    _ATEN.gather.default: torch.gather,
+    _ATEN.index_add.default: torch.index_add,
+    _ATEN.index_select.default: torch.index_select,
+    _ATEN.mean.dim: torch.mean,
+    _ATEN.mm.default: torch.mm,
+    _ATEN.mul.Scalar: torch.mul,
+    _ATEN.mul.Tensor: torch.mul,
+    _ATEN.native_layer_norm.default: torch.native_layer_norm,
+    _ATEN.neg.default: torch.neg,
+    _ATEN.permute.default: torch.permute,
+    _ATEN.pow.Tensor_Scalar: torch.pow,
+    _ATEN.relu.default: torch.relu,
+    _ATEN.rsqrt.default: torch.rsqrt,
+    _ATEN.scatter.src: torch.scatter,
+    _ATEN.select.int: torch.select,
+    _ATEN.sigmoid.default: torch.sigmoid,
+    _ATEN.split_with_sizes.default: torch.split_with_sizes,
+    _ATEN.squeeze.dim: torch.squeeze,
+    _ATEN.sub.Tensor: torch.sub,
+    _ATEN.sum.dim_IntList: torch.sum,
+    _ATEN.t.default: torch.t,
+    _ATEN.tanh.default: torch.tanh,
+    _ATEN.transpose.int: torch.transpose,
+    _ATEN.unsqueeze.default: torch.unsqueeze,
+    _ATEN.where.self: torch.where,
+    # Real tensors may have other strides than the fake ones that were traced (gradients of batch
+    # norms and of attention have): where a view is not possible, this copies.
+    _ATEN._unsafe_view.default: torch.reshape,
+    _ATEN.view.default: torch.reshape,
+    **EAGER,
+}
+"""The commonest ops by torch's own functions, and ours by the functions that they are: the same
+kernels for half the time of a call."""
+
+
+class Inductor:
+    """Compiles each graph with TorchInductor, with the passes ``torch.compile`` would run."""
+
+    remat = RematPolicy.MIN_CUT
+
+    def decompositions(self) -> Decompositions:
+        from torch._inductor.decomposition import select_decomp_table
+
+        return select_decomp_table()
+
+    def rewrite(self, joint: fx.GraphModule) -> None:
+        from torch._inductor import config as inductor_config
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.virtualized import V
+
+        fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+        before = strides_of(joint.graph)
+        values = (node.meta.get("val") for node in joint.graph.nodes)
+        first = next(value for value in values if isinstance(value, FakeTensor))
+        mode = first.fake_mode
+        # whether to pad products is decided by timing them, and each process would by its own
+        with V.set_fake_mode(mode), inductor_config.patch(shape_padding=False):
+            joint_graph_passes(joint, input_device=first.device)
+        # some of these passes trace replacements under a fake mode of their own
+        FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*fakes)
+        keep_strides(joint.graph, before)
+
+    def into(self, function: Function) -> tuple[int, ...]:
+        return ()
+
+    def compile(self, function: Function, which: Pass) -> Runner:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        compiler_config: Any = torch.compiler.config
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(function.module.graph, {}))
+        results = graph.output_node()
+        # the other passes were traced with the strides that this one's results have now
+        results.meta["user_visible_output_idxs"] = list(range(len(function.results)))
+        gpu = gpu_for(graph)
+        name_gpu(graph, gpu)
+        module = fx.GraphModule(torch.nn.Module(), graph)
+        move_values(module, gpu)
+        seeds = take_seeds(graph)
+        fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        consumed = [i for i, ref in enumerate(function.arguments) if ref in function.consumes]
+        values = [node.meta.get("val") for node in graph.nodes]
+        context = TracingContext(next(x.fake_mode for x in values if isinstance(x, FakeTensor)))
+        context.fw_metadata = _Donation(consumed)  # type: ignore[assignment]
+        # Inductor's cache does not look at donations when it compares graphs
+        tag = compiler_config.patch(cache_key_tag=f"piper consumes {consumed}")
+        with tracing(context), tag:
+            # no input is called static, since Inductor does not look at the alignment of those, and
+            # parameters may begin anywhere in a flat buffer
+            runner: Runner = compile_fx_inner(module, fakes, is_backward=which is not Pass.F)
+        return runner if not function.random else _drawing(runner, seeds)
+
+
+def _drawing(run: Runner, seeds: Sequence[Callable[[], Tensor]]) -> Runner:
+    """What Inductor made of a graph that is given ``seeds``; without any, it draws itself, which it
+    does from the default generator alone."""
+
+    def given(arguments: list[Any]) -> Sequence[Tensor]:
+        arguments += [draw() for draw in seeds]
+        return run(arguments)
+
+    def exchanged(arguments: list[Any]) -> Sequence[Tensor]:
+        with default_exchanged():
+            return run(arguments)
+
+    return given if seeds else exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class _Donation:
+    """What Inductor reads of AOTAutograd's metadata: arguments whose memory it may reuse."""
+
+    bw_donated_idxs: list[int]
+
+
+class CompilerName(Enum):
+    """The names by which ``compiler=`` is given."""
+
+    EAGER = "eager"
+    INDUCTOR = "inductor"
+
+
+def compiler_named(name: str) -> Compiler:
+    """The compiler that ``compiler=name`` stands for."""
+    known: dict[str, type[Compiler]] = {
+        CompilerName.EAGER.value: Eager,
+        CompilerName.INDUCTOR.value: Inductor,
+    }
+    if name not in known:
+        raise CaptureError(f"compiler={name!r} is unknown; choose one of {', '.join(known)}")
+    return known[name]()
+
+
+def compile_program(program: ChunkProgram, compiler: Compiler) -> dict[Pass, Runner]:
+    """A callable for each pass of ``program``."""
+    return {which: compiler.compile(f, which) for which, f in program.functions.items()}
+
+
+class Runners:
+    """Callables for programs' passes, each compiled once, when it is first asked for."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.compiler = compiler
+        self._made: dict[tuple[int, Pass], Runner] = {}
+        self._kept: list[ChunkProgram] = []
+
+    def get(self, program: ChunkProgram, which: Pass) -> Runner:
+        key = (id(program), which)
+        if key not in self._made:
+            self._made[key] = self.compiler.compile(program.functions[which], which)
+            self._kept.append(program)
+        return self._made[key]
+
+
+class _Boxed(CodeGen):
+    """Generates ``def forward(self, args)``, which takes its arguments out of a list; the last
+    ones, ``optional`` of them, need not be there."""
+
+    def __init__(self, optional: int) -> None:
+        super().__init__()
+        self._optional = optional
+
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False
+    ) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        count = len(names) - self._optional
+        unpack = "".join(f"{name}, " for name in names[:count]) + "*into"
+        more = f"\n    {', '.join(names[count:])}, = into or {(None,) * self._optional}"
+        return (
+            f"def {self._func_name}(self, args):\n    {unpack} = args{more * (count < len(names))}"
+            "\n    args.clear()"
+        )

@@ -1,0 +1,80 @@
+"""What a worker runs: the programs of all chunks at the shapes of each size of group, and the names
+of their ends. It needs no more of a captured model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from piper.capture.chunk.chunks import Draws
+from piper.capture.model import Captured
+from piper.capture.code.chunk_program import ChunkProgram, Kind, Ref
+from piper.ir.tensors import TensorSpec
+from piper.capture.code.totals import Totals
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The names of a chunk's ends, as its programs number them."""
+
+    name: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    updates: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    draws: Draws | None = None
+    """If it is a segment that draws random numbers, which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What chunks do, at the shapes of each size of group."""
+
+    pieces: tuple[Piece, ...]
+    programs: Mapping[int, tuple[ChunkProgram, ...]]
+    """By size of group, one for each chunk; equal chunks share one object."""
+    values: Mapping[int, tuple[TensorSpec, ...]]
+    """By size of group, the values between chunks; the batch's tensors come first."""
+    loss: int
+    count: int | None
+    outputs: Mapping[str, int]
+    """The values that are reported beside the loss, by name."""
+    constants: Mapping[str, Tensor]
+    parameters: Mapping[str, TensorSpec]
+    """The whole parameters, by name, as the programs take them."""
+    totals: Totals | None = None
+    """What the programs take of the whole batch: values after those of the batch's tensors."""
+
+    @staticmethod
+    def of(
+        captured: Mapping[int, Captured], programs: Mapping[int, tuple[ChunkProgram, ...]]
+    ) -> Code:
+        first = next(iter(captured.values()))
+        return Code(
+            pieces=tuple(
+                Piece(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs, c.draws)
+                for c in first.chunks
+            ),
+            programs=programs,
+            values={n: tuple(v.spec for v in c.cut.values) for n, c in captured.items()},
+            loss=first.cut.loss,
+            count=first.cut.count,
+            outputs=outputs_of(first),
+            constants=first.constants,
+            parameters={
+                name: first.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
+                for chunk, program in zip(first.chunks, first.programs, strict=True)
+                for i, name in enumerate(chunk.parameters)
+            },
+            totals=captured[max(captured)].totals,
+        )
+
+
+def outputs_of(captured: Captured) -> dict[str, int]:
+    """The values that are reported beside the loss, by name."""
+    if captured.output_tree.spec is None:
+        return {}
+    return dict(captured.output_tree.put(captured.cut.outputs))

@@ -1,0 +1,79 @@
+"""What a step takes of the whole batch before it begins: the numbers by which means are divided.
+
+A mean over the targets that count is divided by their number in the whole batch, which no part of
+it knows. It follows from the batch alone, so that it is computed before the step, part by part, and
+is given to every part with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.code.chunk_program import ChunkProgram, Pass
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the whole batch, as a function of one of its equal parts."""
+
+    program: ChunkProgram
+    """From the tensors of a part to what is summed over all parts."""
+    means: tuple[bool, ...]
+    """Which of the sums are divided by the number of parts."""
+    parts: int
+    """In how many parts the program takes a batch."""
+    complete: bool
+    """Whether the loss counts nothing but what they count: rows that do not are as good as
+    absent."""
+
+    def of(self, batch: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """The totals of a batch of ``rows`` rows."""
+        size = rows // self.parts
+        return self.summed(
+            {i: self.part(_rows(batch, rows, i * size, size)) for i in range(self.parts)}
+        )
+
+    def part(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What one part adds."""
+        function = self.program.functions[Pass.F]
+        module = _on(function.module, tensors[0].device)
+        with torch.no_grad():
+            return [
+                x.to(torch.float64) for x in module(*(tensors[r.index] for r in function.arguments))
+            ]
+
+    def summed(self, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+        """The totals from what each part adds."""
+        each = zip(*(parts[i] for i in sorted(parts)), strict=True)
+        sums = [torch.stack(list(terms)).sum(0) for terms in each]
+        return [
+            _for_all(x / self.parts if mean else x)
+            for x, mean in zip(sums, self.means, strict=True)
+        ]
+
+
+def _rows(batch: Sequence[Tensor], rows: int, start: int, size: int) -> list[Tensor]:
+    return [x[start : start + size] if x.dim() and x.shape[0] == rows else x for x in batch]
+
+
+def _for_all(x: Tensor) -> Tensor:
+    """In a shape in which no dimension is taken for the rows of the batch."""
+    return x.unsqueeze(0) if x.dim() else x
+
+
+def _on(module: fx.GraphModule, device: torch.device) -> Any:
+    """``module`` for tensors of another device than it was traced on."""
+    made = [node for node in module.graph.nodes if "device" in node.kwargs]
+    if all(node.kwargs["device"] == device for node in made):
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+    return fx.GraphModule(torch.nn.Module(), graph)

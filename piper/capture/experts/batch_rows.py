@@ -1,0 +1,217 @@
+"""Where the rows of the batch are in the values between chunks.
+
+Devices that divide the batch have the first of so many parts of a value's rows, the second and so
+on. That is a part of the tensor only if rows are the outermost factor of one of its dimensions:
+``[rows, seq, 64]`` may be flattened to ``[rows * seq, 64]``, but transposed before that, every part
+has something of every row. Nor do rows lie as in the batch that were put into slots of experts.
+
+Rows in such an order of their own can be sharded otherwise where each is computed by itself, and
+must then come back to as many devices as gave them their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.chunk.chunks import Body, Chunk, Cut
+from piper.capture.chunk.expert_regions import sorted_rows
+from piper.capture.graphs import returned
+from piper.capture.experts.dim_layouts import Axis, DimLayout, Mixed
+from piper.capture.experts.separation import UnknownOperation, layouts_of
+from piper.capture.experts.separation_rules import Layouts, plain_layouts
+from piper.ir.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of a value are."""
+
+    dim: int | None = None
+    """The dimension that they divide, if any."""
+    order: int | None = None
+    """The chunk that put them into an order of its own; None if they lie one after another, as in
+    the batch."""
+
+
+def rows_of(cut: Cut, rows: int, other: Cut | None = None) -> dict[int, Rows]:
+    """Of every value between chunks; ``rows`` is how many a tensor of the batch has. ``other`` is
+    the same model for another number of rows, if there is one."""
+    made = {value for chunk in cut.chunks for value in chunk.outputs}
+    layouts: dict[int, _Followed] = {}
+    known: dict[tuple[str, tuple[_Followed, ...]], tuple[_Followed, ...]] = {}
+    orders = _Orders(cut, {} if other is None else _varying(cut, other))
+    for chunk in cut.chunks:
+        fakes = chunk.body.fakes()[chunk.body.parameters + chunk.body.buffers :]
+        for value, fake in zip(chunk.inputs, fakes, strict=True):
+            if value not in made:
+                layouts[value] = _Followed(_guess(fake, rows))
+                orders.add(chunk, value, layouts[value])
+        given = tuple(layouts[value] for value in chunk.inputs)
+        key = (chunk.body.key, given)
+        if key not in known:
+            known[key] = _followed(chunk.body, given, rows)
+        layouts |= zip(chunk.outputs, known[key], strict=True)
+        for value in chunk.outputs:
+            orders.add(chunk, value, layouts[value])
+    return orders.found | _by_expert(cut)
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """The layout of a value."""
+
+    layout: DimLayout
+    lost: bool = False
+    """Whether its rows went into an operation that does not treat each by itself, or of which
+    nothing is known, and may be elsewhere."""
+
+
+def _varying(cut: Cut, other: Cut) -> dict[int, int]:
+    """By value, the only dimension whose size depends on the number of rows."""
+    found = {}
+    for value, (mine, its) in enumerate(zip(cut.values, other.values, strict=True)):
+        shapes = zip(mine.spec.shape, its.spec.shape, strict=False)
+        dims = [dim for dim, (a, b) in enumerate(shapes) if a != b]
+        if len(dims) == 1 and len(mine.spec.shape) == len(its.spec.shape):
+            found[value] = dims[0]
+    return found
+
+
+def _by_expert(cut: Cut) -> dict[int, Rows]:
+    """Of rows that are sorted by expert."""
+    found: dict[int, Rows] = {}
+    for chunk in cut.chunks:
+        rows = sorted_rows(chunk.body)
+        if rows is not None:
+            counts = chunk.inputs[rows.counts]
+            values = (v for v in (*chunk.inputs, *chunk.outputs) if v != counts)
+            found |= dict.fromkeys(values, Rows(0, chunk.index))
+    return found
+
+
+class _Orders:
+    """In which order rows lie."""
+
+    def __init__(self, cut: Cut, varying: Mapping[int, int]) -> None:
+        self.found: dict[int, Rows] = {}
+        self._cut, self._varying = cut, varying
+        self._known: dict[tuple[str, _Dims, _Dims], bool] = {}
+
+    def add(self, maker: Chunk, value: int, followed: _Followed) -> None:
+        """Find out about a value that a chunk makes, after all that the chunk reads."""
+        found, dim = _rows(followed.layout), self._varying.get(value)
+        counts = dim is not None and _counts(self._cut.values[value].spec)
+        if followed.lost and (found != Rows(0) or dim or counts):
+            found = None  # with the batch first it would be as everywhere
+        self.found[value] = found or self._ordered(maker, dim)
+
+    def _ordered(self, maker: Chunk, dim: int | None) -> Rows:
+        orders = {self.found[v].order for v in maker.inputs if v in self._varying}
+        order = orders.pop() if len(orders) == 1 else None
+        keeps = order is not None and self._keeps(maker)
+        return Rows(dim, order if keeps else maker.index)
+
+    def _keeps(self, chunk: Chunk) -> bool:
+        """Whether it computes each row by itself, wherever that lies in what varies."""
+        reads, makes = (
+            tuple(self._varying.get(v) for v in values) for values in (chunk.inputs, chunk.outputs)
+        )
+        key = (chunk.body.key, reads, makes)
+        if key not in self._known:
+            self._known[key] = _row_by_row(chunk.body, reads, makes)
+        return self._known[key]
+
+
+_Dims = tuple[int | None, ...]
+
+
+def _counts(spec: TensorSpec) -> bool:
+    """Whether it may say where rows are, which is so only where they were counted."""
+    return not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
+
+
+def _row_by_row(body: Body, reads: _Dims, makes: _Dims) -> bool:
+    """Whether a body treats each row by itself, where rows are these dimensions of its inputs and
+    outputs."""
+    graph = body.module.graph
+    first = body.parameters + body.buffers
+    found: dict[fx.Node, Layouts] = {}
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        dim = reads[i - first] if i >= first else None
+        found[node] = DimLayout.of(
+            node.meta["val"].shape, None if dim is None else {dim: Axis.ROWS}
+        )
+    try:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                found[node] = layouts_of(node, found)
+    except (Mixed, UnknownOperation):
+        return False
+    results = [found[node] for node in returned(graph)[: body.outputs]]
+    return all(
+        isinstance(layout, DimLayout) and _rows(layout) == Rows(dim)
+        for layout, dim in zip(results, makes, strict=True)
+    )
+
+
+def _followed(body: Body, given: tuple[_Followed, ...], rows: int) -> tuple[_Followed, ...]:
+    """The layouts of a body's outputs, from those of its inputs."""
+    graph = body.module.graph
+    found: dict[fx.Node, Layouts] = {}
+    lost: set[fx.Node] = set()
+    first = body.parameters + body.buffers
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        plain = DimLayout.of(node.meta["val"].shape)
+        followed = _Followed(plain) if i < first else given[i - first]
+        found[node] = followed.layout
+        if followed.lost:
+            lost.add(node)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            try:
+                found[node] = layouts_of(node, found)
+            except (Mixed, UnknownOperation) as why:
+                found[node] = _guesses(node.meta["val"], rows)
+                outermost = all(_outermost(found[arg]) for arg in node.all_input_nodes)
+                if isinstance(why, Mixed) or not outermost:
+                    lost.add(node)
+            if not lost.isdisjoint(node.all_input_nodes):
+                lost.add(node)
+    results = [(found[node], node in lost) for node in returned(graph)[: body.outputs]]
+    return tuple(_Followed(x, was) for x, was in results if isinstance(x, DimLayout))
+
+
+def _outermost(layouts: Layouts) -> bool:
+    """Whether rows, if there are any, are the first dimension, where they are looked for first."""
+    if isinstance(layouts, DimLayout):
+        return _rows(layouts) in (Rows(), Rows(0))
+    return all(x is None or _outermost(x) for x in layouts)
+
+
+def _guess(value: Tensor, rows: int) -> DimLayout:
+    """The layout of what comes from the batch, or from an operation of which nothing is known."""
+    first = bool(value.shape) and value.shape[0] == rows
+    return DimLayout.of(value.shape, {0: Axis.ROWS} if first else None)
+
+
+def _guesses(made: object, rows: int) -> Layouts:
+    """The same of one tensor, or of several."""
+    if isinstance(made, Tensor):
+        return _guess(made, rows)
+    if not isinstance(made, list | tuple):
+        return plain_layouts(made)
+    return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in made)
+
+
+def _rows(layout: DimLayout) -> Rows | None:
+    """Where rows lie one after another; None if something counts slower than they do in their
+    dimension."""
+    for number, dim in enumerate(layout.dims):
+        for place, factor in enumerate(dim):
+            if factor.axis is Axis.ROWS:
+                return None if any(before.size > 1 for before in dim[:place]) else Rows(number)
+    return Rows()

@@ -1,0 +1,208 @@
+"""A region of experts, traced for a device that holds only some of them, or has other rows.
+
+Captured, a region takes ``[experts, rows, ...]`` and all parameters; after the dispatch a device
+has ``[experts / ways, ways * rows, ...]`` and its part of the parameters. The region's own ops are
+traced again at these shapes, once it is proved that they treat each expert and each row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from piper.capture.chunk.autodiff import Demand, trace
+from piper.capture.chunk.chunks import Body, Chunk
+from piper.capture.code.codegen import Compiler
+from piper.capture.chunk.expert_regions import sorted_rows
+from piper.capture.graphs import returned
+from piper.capture.chunk.joint import Joint
+from piper.capture.experts.dim_layouts import Axis, DimLayout
+from piper.capture.experts.separation import prove_separate
+from piper.capture.experts.separation_rules import Layouts
+from piper.capture.model import Captured
+from piper.capture.chunk.split_passes import Passes
+from piper.capture.code.chunk_program import Kind, Ref
+from piper.capture.trace.quiet import quiet_tracing
+from piper.capture.shard.resizing import resized
+from piper.capture.experts.sorted_share import dispatched_shape, sorted_layouts, sorted_share
+from piper.ir.tensors import TensorSpec
+from piper.base.errors import CaptureError
+from piper.base.units import counted
+
+Shape = tuple[int, ...]
+
+
+def trace_share(
+    chunk: Chunk, joint: Joint, ways: int, dim: int, rows: int | None, compiler: Compiler
+) -> Joint:
+    """The joint graph of one device's share of ``chunk``, whose own joint graph is ``joint``. Of
+    rows that are sorted by expert, ``rows`` is the most that a device may get."""
+    found = sorted_rows(chunk.body)
+    if found is not None:
+        assert rows is not None
+        body = sorted_share(chunk, found, ways, dim, rows)
+    else:
+        body = _share(chunk, ways, dim)
+    return _traced(body, joint, compiler)
+
+
+def with_rows(
+    captured: Captured, dims: Mapping[int, int], parts: int, of: int, passes: Passes
+) -> Captured:
+    """``captured``, which is as one of ``of`` devices sees the model, with chunks of experts as one
+    of ``parts`` devices does that divide the same rows; ``dims`` is the dimension of experts of
+    their parameters, by chunk. Nothing else can run there."""
+    times = Fraction(of, parts)
+    chunks, values = list(captured.chunks), list(captured.cut.values)
+    joints, programs = list(captured.joints), list(captured.programs)
+    known: dict[tuple[int, int], tuple[Body, Joint]] = {}
+    for index, dim in dims.items():
+        chunk, joint = chunks[index], joints[index]
+        key = id(joint), dim
+        if key not in known:
+            body = _resized(chunk, dim, times, of, parts)
+            known[key] = body, _traced(body, joint, captured.compiler)
+        body, joints[index] = known[key]
+        chunks[index] = replace(chunk, body=body)
+        programs[index] = passes.of(joints[index], captured.remat)
+        ends = [*body.fakes()[body.parameters + body.buffers :]]
+        ends += [node.meta["val"] for node in returned(body.module.graph)]
+        for value, fake in zip((*chunk.inputs, *chunk.outputs), ends, strict=True):
+            values[value] = replace(values[value], spec=TensorSpec.of(fake))
+    return replace(
+        captured,
+        cut=replace(captured.cut, chunks=tuple(chunks), values=tuple(values)),
+        joints=tuple(joints),
+        programs=tuple(programs),
+    )
+
+
+def _resized(chunk: Chunk, dim: int, times: Fraction, of: int, parts: int) -> Body:
+    """The chunk's body with another number of rows."""
+    found = sorted_rows(chunk.body)
+    first = chunk.body.parameters + chunk.body.buffers
+    rows = found.rows if found else chunk.body.fakes()[first].shape[1]
+    if (rows * times).denominator > 1:
+        which = "sorted by expert" if found else "for each expert"
+        fits = [str(n) for n in range(1, parts + 1) if rows * of % n == 0]
+        raise CaptureError(
+            f"region {chunk.name} has {rows} rows {which} on each of {counted(of, 'device')}, "
+            f"which {parts} devices cannot share evenly; numbers that work: {', '.join(fits)}. "
+            "Change the batch, the sequence or the capacity of an expert, or leave axes out of "
+            "shard(batch=)"
+        )
+    given = _given(chunk.body, dim) if found is None else sorted_layouts(chunk.body, found, dim)
+    layouts = prove_separate(chunk.body.module.graph, given, chunk.name)
+    return _at_shapes(chunk, given, layouts, lambda layout: layout.with_rows(times).shape(1))
+
+
+def _traced(body: Body, joint: Joint, compiler: Compiler) -> Joint:
+    """The joint graph of a body that stands for the one of ``joint``."""
+    outputs = [node.meta["val"] for node in returned(body.module.graph)[: body.outputs]]
+    taken, wanted = set(joint.arguments.values()), {ref for ref, _ in joint.gradients}
+    demand = Demand(
+        parameters=tuple(Ref(Kind.PARAMETER_GRAD, i) in wanted for i in range(body.parameters)),
+        inputs=tuple(Ref(Kind.INPUT_GRAD, i) in wanted for i in range(body.inputs)),
+        outputs=tuple(
+            _packed(x) if Ref(Kind.OUTPUT_GRAD, i) in taken else None for i, x in enumerate(outputs)
+        ),
+        apart=tuple(Ref(Kind.INPUT_GRAD, i, 1) in wanted for i in range(body.inputs)),
+        changing=tuple(i in joint.changing for i in range(body.buffers)),
+    )
+    return trace(body, demand, compiler)
+
+
+def _packed(x: torch.Tensor) -> Shape:
+    return tuple(torch.empty(x.shape, device="meta").stride())
+
+
+def _share(chunk: Chunk, ways: int, dim: int) -> Body:
+    """The chunk's body at the shapes of one share."""
+    body = chunk.body
+    given = _given(body, dim)
+    layouts = prove_separate(body.module.graph, given, chunk.name)
+    made = _at_shapes(chunk, given, layouts, lambda layout: layout.shape(ways))
+    for before, after in zip(returned(body.module.graph), returned(made.module.graph), strict=True):
+        shape = before.meta["val"].shape
+        found = tuple(after.meta["val"].shape)
+        if layouts[before] != _expert_major(shape) or found != _expert_major(shape).shape(ways):
+            raise CaptureError(
+                f"region {chunk.name} mixes experts: on one of {ways} shares it makes "
+                f"{list(found)}, not {list(dispatched_shape(shape, ways))} with the experts first "
+                "and their rows second; do the dispatch and the combination outside"
+            )
+    return made
+
+
+def _at_shapes(
+    chunk: Chunk,
+    given: Mapping[fx.Node, DimLayout],
+    layouts: Mapping[fx.Node, Layouts],
+    shape: Callable[[DimLayout], Shape],
+) -> Body:
+    """The chunk's body where a value with a layout has another ``shape``."""
+    body = chunk.body
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(body.module.graph, copies))
+    for node, copied in copies.items():
+        made = layouts[node]
+        if isinstance(node.target, OpOverload) and isinstance(made, DimLayout) and made.axes:
+            copied.target, copied.args, copied.kwargs = resized(
+                copied.target, copied.args, copied.kwargs, shape(made)
+            )
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    old = body.fakes()
+    mode = old[0].fake_mode
+    fakes = [_empty(mode, x, shape(layout)) for x, layout in zip(old, given.values(), strict=True)]
+    try:
+        with quiet_tracing():
+            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise CaptureError(
+            f"region {chunk.name} cannot run on a share of its experts: its operations name the "
+            f"sizes they were written for ({str(error).splitlines()[0]}); write it so that every "
+            "size follows from its inputs and parameters, for instance with torch.bmm or "
+            "torch.einsum, or reshape with -1"
+        ) from error
+    for node, copied in copies.items():
+        layout = layouts[node]
+        found = tuple(copied.meta["val"].shape) if isinstance(layout, DimLayout) else ()
+        if isinstance(layout, DimLayout) and found != shape(layout):
+            raise CaptureError(
+                f"region {chunk.name} cannot run on a share of its experts: {node.target} makes "
+                f"{list(found)} there, not {list(shape(layout))}; leave its sizes to its "
+                "inputs (broadcasting, -1)"
+            )
+    key = f"{body.key} at {[list(fake.shape) for fake in fakes]}"
+    return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, body.updates, key)
+
+
+def _given(body: Body, dim: int) -> dict[fx.Node, DimLayout]:
+    """The layout of each argument: experts along ``dim`` of parameters, expert-major inputs."""
+    first = body.parameters + body.buffers
+    found = {}
+    for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
+        shape = node.meta["val"].shape
+        found[node] = (
+            DimLayout.of(shape, {dim: Axis.EXPERTS}) if i < body.parameters
+            else _expert_major(shape) if i >= first
+            else DimLayout.of(shape)
+        )  # fmt: skip
+    return found
+
+
+def _expert_major(shape: Sequence[int]) -> DimLayout:
+    return DimLayout.of(shape, {0: Axis.EXPERTS, 1: Axis.ROWS})
+
+
+def _empty(mode: FakeTensorMode, like: FakeTensor, shape: Shape) -> torch.Tensor:
+    with mode:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,116 @@
+"""A region of experts on sorted rows, traced for a device that holds only some of the experts.
+
+    rows from all devices ─▶ sorted by expert ─▶ the region's own operations ─▶ sorted back
+
+A device gets rows from several, each device's sorted by expert, and how many are for which expert;
+there is room for ``rows`` of them, and what is after the last is never read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from piper.capture.chunk.chunks import Body, Chunk
+from piper.capture.chunk.expert_regions import SortedRows
+from piper.capture.graphs import returned
+from piper.capture.operators.grouped_mm import REGROUP
+from piper.capture.experts.dim_layouts import Axis, DimLayout
+from piper.capture.experts.separation import prove_separate
+from piper.capture.trace.quiet import quiet_tracing
+from piper.capture.shard.resizing import resized
+from piper.base.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def dispatched_shape(shape: Sequence[int], ways: int) -> tuple[int, ...]:
+    """The shape of an expert-major tensor after the dispatch between ``ways`` devices."""
+    experts, rows, *rest = shape
+    return (experts // ways, rows * ways, *rest)
+
+
+def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int) -> Body:
+    """The body of one of ``ways`` shares of ``chunk``."""
+    body = chunk.body
+    placeholders = body.module.graph.find_nodes(op="placeholder")
+    first = body.parameters + body.buffers
+    counts = placeholders[first + found.counts]
+    given = sorted_layouts(body, found, dim)
+    layouts = prove_separate(body.module.graph, given, chunk.name)
+    times = Fraction(rows, found.rows * ways)
+
+    def shape(node: fx.Node) -> tuple[int, ...]:
+        layout = layouts[node]
+        assert isinstance(layout, DimLayout)
+        return layout.with_rows(times).shape(ways)
+
+    for node in returned(body.module.graph):
+        layout = layouts[node]
+        if (
+            not isinstance(layout, DimLayout)
+            or layout.axes != (Axis.ROWS,)
+            or layout.axis(0) is None
+        ):
+            raise CaptureError(
+                f"region {chunk.name} mixes experts: it does not make one row for each that it "
+                "takes; do the dispatch and the combination outside"
+            )
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    mode = body.fakes()[0].fake_mode
+    for node in placeholders:
+        new[node] = graph.placeholder(node.name)
+        size = dispatched_shape(node.meta["val"].shape, ways) if node is counts else shape(node)
+        new[node].meta["val"] = _empty(mode, node.meta["val"], size)
+    made = graph.call_function(REGROUP, (new[counts], rows))
+    order, back = (graph.call_function(operator.getitem, (made, i)) for i in range(2))
+    for node in placeholders[first:]:
+        if node is not counts:
+            new[node] = graph.call_function(aten.index_select.default, (new[node], 0, order))
+    for node in body.module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if isinstance(layouts[node], DimLayout):
+            copied = new[node]
+            copied.target, copied.args, copied.kwargs = resized(
+                copied.target, copied.args, copied.kwargs, shape(node)
+            )
+    graph.output(
+        tuple(
+            graph.call_function(aten.index_select.default, (new[node], 0, back))
+            for node in returned(body.module.graph)
+        )
+    )
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    with quiet_tracing():
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
+    key = f"{body.key} share {ways} of {rows} rows along {dim}"
+    return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, 0, key)
+
+
+def sorted_layouts(body: Body, found: SortedRows, dim: int) -> dict[fx.Node, DimLayout]:
+    """The layout of each argument: experts along ``dim`` of parameters, rows first in inputs."""
+    layouts = {}
+    first = body.parameters + body.buffers
+    for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
+        axes = {0: Axis.ROWS} if i >= first else {}
+        if i < body.parameters:
+            axes = {dim: Axis.EXPERTS}
+        elif i == first + found.counts:
+            axes = {0: Axis.EXPERTS}
+        layouts[node] = DimLayout.of(node.meta["val"].shape, axes)
+    return layouts
+
+
+def _empty(mode: FakeTensorMode, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    with mode:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,201 @@
+"""``torch.autograd.Function`` in a model: its own backward is what trains it.
+
+While a model is exported, each call is one op that nothing looks into; in the exported graph it is
+the call again, which tracing follows, forward and backward, where its chunk is differentiated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from piper.capture.blame import calling_line
+from piper.capture.intercept.outside_effects import attributes_of_class, numbers_of
+from piper.base.errors import CaptureError, warn
+
+_NAMESPACE = "piper_functions"
+_REGISTERED = "GeneratedBackwardFor_"
+"""What torch calls the backward of an op that was given one by ``register_autograd``."""
+_CONTROL_FLOW = "torch._higher_order_ops"  # is refused for what it is, elsewhere
+_PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """``function.apply`` as a function from the tensors among its arguments to those it returns;
+    all else that it is given is ``constants``."""
+
+    function: Any
+    spec: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    """The arguments, flat; None for each tensor."""
+    tensors: tuple[bool, ...]
+    """Which of them are tensors."""
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """The kinds of devices for which it is called under autocast, and to what."""
+    __name__: str
+    """What a graph calls it: the same for the same call."""
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x for x in pytree.tree_leaves(self.whole(tensors)) if isinstance(x, Tensor)]
+
+    def whole(self, tensors: Sequence[Tensor]) -> Any:
+        """What the function returns."""
+        source = iter(tensors)
+        leaves = [
+            next(source) if is_tensor else constant
+            for is_tensor, constant in zip(self.tensors, self.constants, strict=True)
+        ]
+        with ExitStack() as contexts:
+            for device, dtype in self.autocast:
+                contexts.enter_context(torch.autocast(device, dtype))
+            return self.function.apply(*self.spec.unflatten(leaves))
+
+    def __str__(self) -> str:
+        return self.__name__
+
+
+class Functions:
+    """The autograd functions that a model calls while it is exported."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.inside = False
+        """Whether the function itself is running."""
+        self._library = library
+        self._calls: dict[str, FunctionCall] = {}
+        self._results: dict[str, tuple[list[Any], pytree.TreeSpec]] = {}
+        """What each returned when it last ran."""
+
+    def call(self, function: Any, args: tuple[Any, ...]) -> Any:
+        """Call ``function`` as one op."""
+        leaves, spec = pytree.tree_flatten(args)
+        call = self._named_apart(_described(function, leaves, spec))
+        name = call.__name__
+        if name not in self._calls:
+            self._register(call)
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        made = iter(getattr(getattr(torch.ops, _NAMESPACE), name)(given))
+        results, form = self._results[name]
+        return form.unflatten([next(made) if isinstance(x, Tensor) else x for x in results])
+
+    def _named_apart(self, call: FunctionCall) -> FunctionCall:
+        """``call``, which has no name of another function that is called alike."""
+        name = call.__name__
+        while name in self._calls and self._calls[name].function is not call.function:
+            name += "_"
+        return replace(call, __name__=name)
+
+    def restore(self, graph: fx.Graph) -> None:
+        """Make calls of the ops that stand for them."""
+        for node in graph.nodes:
+            if getattr(node.target, "namespace", None) == _NAMESPACE:
+                node.target = self._calls[node.target._schema.name.partition("::")[2]]
+
+    def _register(self, call: FunctionCall) -> None:
+        name = call.__name__
+        self._calls[name] = call
+
+        def results(tensors: list[Tensor]) -> list[Tensor]:
+            before = [x._version for x in tensors]
+            self.inside = True
+            try:
+                with torch.no_grad():
+                    leaves, form = pytree.tree_flatten(call.whole(tensors))
+            finally:
+                self.inside = False
+            if before != [x._version for x in tensors]:
+                raise CaptureError(
+                    f"the autograd function {call.function.__name__}, used at {calling_line()}, "
+                    "writes in place to a tensor that it is given: write to a copy (x = x.clone())"
+                )
+            self._results[name] = leaves, form
+            return [torch.empty_like(x) for x in leaves if isinstance(x, Tensor)]
+
+        self._library.define(f"{name}(Tensor[] tensors) -> Tensor[]")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", results, lib=self._library)
+
+
+def _described(function: Any, leaves: list[Any], spec: pytree.TreeSpec) -> FunctionCall:
+    """A call of ``function``, named after all of it that is not a tensor."""
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            raise CaptureError(
+                f"the autograd function {function.__name__} is given a {type(leaf).__name__} at "
+                f"{calling_line()}, and only tensors and plain values can be kept: give these, or "
+                "write it with plain ops, or as a torch.library.custom_op with register_autograd"
+            )
+    tensors = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+    constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    kinds = sorted({leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)})
+    casts = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+    )
+    said = f"{function.__module__}.{function.__qualname__} {spec} {tensors} {constants} {casts}"
+    name = f"{function.__name__}_{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    return FunctionCall(function, spec, constants, tensors, casts, name)
+
+
+def functions_of(graph: fx.Graph) -> list[Any]:
+    """The autograd functions that ``graph`` calls."""
+    calls = (node.target for node in graph.nodes)
+    return list(dict.fromkeys(x.function for x in calls if isinstance(x, FunctionCall)))
+
+
+def state_of(functions: Sequence[Any]) -> dict[str, Any]:
+    """The numbers, in lists and dicts too, that the code of autograd functions reads outside of its
+    arguments: attributes of their classes, and globals."""
+    read: dict[str, Any] = {}
+    for function in functions:
+        own = numbers_of(attributes_of_class(function))
+        read |= {f"{function.__name__}.{name}": value for name, value in own.items()}
+        for code in (function.forward, function.backward, function.setup_context):
+            names = getattr(getattr(code, "__code__", None), "co_names", ())
+            around = getattr(code, "__globals__", {})
+            read |= numbers_of({name: around[name] for name in names if name in around})
+    return read
+
+
+def warn_of_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Warn of the state that tracing autograd functions changed, and say whether it did."""
+    changed = [name for name, value in before.items() if after.get(name) != value]
+    for name in changed:
+        warn(
+            f"{name!r} changes from one call of an autograd function to the next; the captured "
+            "step keeps the value it has now. If it is part of the computation, make it a buffer "
+            "and give it to the function"
+        )
+    return bool(changed)
+
+
+@contextmanager
+def function_ops() -> Iterator[Functions]:
+    """Inside, there can be ops that stand for autograd functions."""
+    with torch.library._scoped_library(_NAMESPACE, "FRAGMENT") as library:
+        yield Functions(library)
+
+
+@contextmanager
+def kept_whole(functions: Functions) -> Iterator[None]:
+    """Inside, autograd functions are called as ops: tracing would go through their forward and lose
+    their backward."""
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        known = cls.__name__.startswith(_REGISTERED) or cls.__module__.startswith(_CONTROL_FLOW)
+        alone = not any(isinstance(x, Tensor) for x in pytree.tree_leaves(args))
+        if known or alone or functions.inside:
+            return super(base, cls).apply(*args, **kwargs)
+        return functions.call(cls, args)
+
+    base: Any = torch.autograd.function._SingleLevelFunction  # what Function.apply defers to
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del base.apply

@@ -1,0 +1,70 @@
+"""What a loss may return: one scalar, or a sum and what it is divided by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from piper.capture.blame import user_name
+from piper.capture.graphs import ancestors
+from piper.base.errors import CaptureError
+from piper.base.units import counted
+
+
+def refuse_uncallable(loss: object, targets: Sequence[Any]) -> None:
+    """Refuse what cannot be called as a loss with these targets."""
+    if isinstance(loss, type):
+        raise CaptureError(f"loss={loss.__name__} is a class: give an instance, {loss.__name__}()")
+    if not callable(loss):
+        raise CaptureError(f"loss={loss!r} cannot be called: give a function (output, *targets)")
+    try:
+        wanted = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return
+    try:
+        wanted.bind(None, *targets)
+    except TypeError:
+        names = ", ".join(wanted.parameters)
+        raise CaptureError(
+            f"the loss takes ({names}), but it is given the model's output and "
+            f"{counted(len(targets), 'target')}: give targets=(y,), one for each argument after "
+            "the output"
+        ) from None
+
+
+def check_loss(loss: Any) -> tuple[Tensor, ...]:
+    """The parts of what a loss returned."""
+    parts = loss if isinstance(loss, tuple) else (loss,)
+    good = len(parts) in (1, 2) and all(isinstance(x, Tensor) and x.numel() == 1 for x in parts)
+    good = good and (len(parts) == 1 or not (parts[1].is_complex() or parts[1].dtype == torch.bool))
+    if not good or not parts[0].is_floating_point():
+        found = [_described(x) for x in parts]
+        raise CaptureError(
+            "the loss must return one real scalar (a mean over the microbatch) or a pair of "
+            f"scalars (sum, count); it returned {found[0] if len(found) == 1 else found}"
+        )
+    return parts
+
+
+def _described(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"
+
+
+def refuse_metric(count: fx.Node, step: nn.Module, parameters: Mapping[fx.Node, str]) -> None:
+    """A count follows from the batch: what follows from trained parameters is a metric, and to
+    divide by it would scale the loss and all gradients."""
+    trained = {user_name(n, {}) for n, p in step.named_parameters() if p.requires_grad}
+    behind = ancestors([count], ())
+    for node, name in parameters.items():
+        if node in behind and name in trained:
+            raise CaptureError(
+                "the loss returns a pair, which is taken for (sum, count), but its second value "
+                f"depends on a trained parameter ({name}) and so counts nothing: "
+                "return the loss alone, and report metrics with outputs="
+            )

@@ -1,0 +1,55 @@
+"""The loss that a model computes itself: what is trained where no ``loss=`` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from piper.base.errors import CaptureError
+
+Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+
+def loss_or_own(loss: Loss | None, targets: Sequence[Any]) -> Loss:
+    """``loss``, or that of the model's own output, which takes no targets."""
+    if loss is not None:
+        return loss
+    if isinstance(targets, Sequence) and len(targets):
+        raise CaptureError(
+            "targets are for a loss, and none is given: give loss=, a function (output, *targets), "
+            "or, to a model that computes its loss itself, the targets among its inputs (labels)"
+        )
+    return own_loss
+
+
+def refuse_counted(inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+    """A number is captured as it is, and the labels of a batch are counted anew for each."""
+    count = inputs.get("num_items_in_batch", 1) if isinstance(inputs, Mapping) else 1
+    if not isinstance(count, Tensor) and count != 1:
+        raise CaptureError(
+            f"inputs['num_items_in_batch'] is {count!r}, which every batch would be divided by: "
+            "leave it out, since the labels of the whole batch are counted without it, or give a "
+            "tensor without dimensions"
+        )
+
+
+def own_loss(output: Any) -> Tensor:
+    """The loss in a model's output: its ``loss``, as models of transformers return it if they are
+    given labels, or the whole output if it is one tensor."""
+    if isinstance(output, Tensor):
+        if output.numel() != 1:
+            raise CaptureError(
+                f"no loss= is given, and the model returns a tensor of shape {list(output.shape)}, "
+                "which is no loss: give loss=, a function (output, *targets), and targets="
+            )
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise CaptureError(
+            f"the model returns no loss: its output is a {type(output).__name__} without one; give "
+            "loss=, a function (output, *targets), or what the model computes its loss from "
+            "(inputs={..., 'labels': ...} for a model of transformers)"
+        )
+    return found

@@ -1,0 +1,191 @@
+"""One device's share of a chunk as chunks of their own: what lies between two redistributions, and
+the redistributions themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from piper.capture.chunk.chunks import RANK, Body, Chunk, ContextAttention, Draws, ParameterShard, Segment
+from piper.capture.chunk.cut import body_of
+from piper.capture.shard.propagate import Local
+from piper.base.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How one chunk is sharded along an axis."""
+
+    axis: str
+    ways: int
+    stride: int
+    """How far apart neighbours along the axis are."""
+    parameters: Mapping[str, ParameterShard]
+    sequence: int | None = None
+    """The dimension along which what would be replicated between its parts is sharded instead."""
+    split: int | None = None
+    """The dimension along which the tensors of the batch are sharded."""
+    context: ContextAttention | None = None
+    """How attention is computed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalChunk:
+    """A segment, before its values have numbers."""
+
+    segment: Segment
+    body: Body | None
+    """None for a redistribution."""
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    updates: tuple[str, ...]
+    draws: Draws | None
+
+    def name(self, output: fx.Node) -> str:
+        """What is redistributed keeps its name, with a dash."""
+        return output.name if self.body is not None else f"{output.args[0]}'"
+
+
+class LocalChunks:
+    """The segments of one chunk, in order."""
+
+    def __init__(self, chunk: Chunk, sharding: Sharding, local: Local) -> None:
+        self._chunk, self._sharding, self._share = chunk, sharding, local
+        body = chunk.body
+        first = body.parameters + body.buffers
+        self._parameters = dict(
+            zip(local.arguments[: body.parameters], chunk.parameters, strict=True)
+        )
+        self._buffers = dict(
+            zip(local.arguments[body.parameters : first], chunk.buffers, strict=True)
+        )
+        if local.rank is not None:
+            self._buffers[local.rank] = RANK + sharding.axis
+        self.inputs = local.arguments[first:]
+        """What the chunk itself takes."""
+        self._updates = dict(zip(local.results[body.outputs :], chunk.updates, strict=True))
+        self._ends = set(local.results)
+        self._count = 0
+        self._order = {node: i for i, node in enumerate(local.graph.nodes)}
+
+    def __iter__(self) -> Iterator[LocalChunk]:
+        rows: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        moves: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        for node, level in _levels(self._share).items():
+            (moves if node in self._share.moves else rows)[level].append(node)
+        for level in sorted({*rows, *moves}):
+            if rows[level]:
+                yield self._compute(rows[level], sharded=level % 2 == 1)
+            for node in moves[level]:
+                yield self._move(node)
+
+    def _compute(self, nodes: list[fx.Node], *, sharded: bool) -> LocalChunk:
+        """A segment of operations."""
+        inside = set(nodes) | self._constants_of(nodes)
+        ordered = sorted(inside, key=self._order.__getitem__)
+        taken = list(
+            dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in inside)
+        )
+        parameters = [n for n in taken if n in self._parameters]
+        buffers = [n for n in taken if n in self._buffers]
+        inputs = [n for n in taken if n not in self._parameters and n not in self._buffers]
+        updates = {self._updates[n]: n for n in ordered if n in self._updates}
+        outputs = [n for n in nodes if self._leaves(n, inside)]
+        names = [self._parameters[n] for n in parameters]
+        shards = self._sharding.parameters
+        return LocalChunk(
+            segment=self._segment(sharded=sharded, names=[n for n in names if n in shards]),
+            body=body_of(
+                ordered,
+                {node: i for i, node in enumerate(parameters)},
+                buffers,
+                inputs,
+                outputs,
+                list(updates.values()),
+            ),
+            parameters=tuple(names),
+            buffers=tuple(self._buffers[n] for n in buffers),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            updates=tuple(updates),
+            draws=self._draws(ordered),
+        )
+
+    def _move(self, node: fx.Node) -> LocalChunk:
+        """A redistribution."""
+        segment = replace(
+            self._segment(sharded=False, names=[]), redistribution=self._share.moves[node]
+        )
+        (source,) = node.all_input_nodes
+        return LocalChunk(segment, None, (), (), (source,), (node,), (), None)
+
+    def _segment(self, *, sharded: bool, names: list[str]) -> Segment:
+        it = self._sharding
+        number, self._count = self._count, self._count + 1
+        return Segment(number, it.axis, it.ways, sharded, {n: it.parameters[n] for n in names})
+
+    def _draws(self, nodes: list[fx.Node]) -> Draws | None:
+        """Where the segment with ``nodes`` is in what the chunk draws."""
+        drawn = self._share.draws
+        mine = [i for i, (node, _) in enumerate(drawn) if node in set(nodes)]
+        if not mine:
+            return None
+        before = [draw for _, draw in drawn[: mine[0]]]
+        if mine != list(range(mine[0], mine[-1] + 1)) or None in before:
+            raise CaptureError(
+                f"region {self._chunk.name} draws random numbers that shards cannot draw alike: "
+                "only dropout can be sharded; set it to 0 there, or make the regions smaller"
+            )
+        earlier = self._chunk.draws or Draws(self._chunk.index)
+        return Draws(earlier.chunk, (*earlier.before, *(d for d in before if d is not None)))
+
+    def _leaves(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        if not isinstance(node.meta["val"], Tensor):
+            return False
+        if node in self._ends and node not in self._updates:
+            return True
+        return any(user not in inside and user.op != "output" for user in node.users)
+
+    def _constants_of(self, nodes: list[fx.Node]) -> set[fx.Node]:
+        """What the segment computes for itself."""
+        found: set[fx.Node] = set()
+        share = self._share
+        stack = [a for n in nodes for a in n.all_input_nodes if a in share.constants]
+        while stack:
+            node = stack.pop()
+            if node.op == "call_function" and node not in found:
+                found.add(node)
+                stack += [a for a in node.all_input_nodes if a in share.recomputed_by]
+        return found
+
+
+def _levels(local: Local) -> dict[fx.Node, int]:
+    """How many redistributions lie before each operation: even where devices compute the same, odd
+    where they compute on shards. What reads nothing is computed where it is read."""
+    levels: dict[fx.Node, int] = {}
+    ends = set(local.results)
+    free: dict[fx.Node, None] = {}
+    """Operations that read nothing but constants, such as the noise of a dropout."""
+    for node in local.graph.nodes:
+        if node.op != "call_function" or (node in local.constants and node not in ends):
+            continue
+        before = [
+            levels.get(a, 0) + (a in local.moves and node not in local.moves)
+            for a in node.all_input_nodes
+        ]
+        level = max(before, default=0)
+        if node not in local.moves and level % 2 != (node in local.sharded):
+            level += 1
+        levels[node] = level
+        read = node.all_input_nodes
+        alone = all(a in local.constants or a in free for a in read)
+        if alone and node not in ends and node not in local.moves:
+            free[node] = None
+    for node in reversed(free):
+        levels[node] = min(levels[user] for user in node.users)
+    return levels

@@ -1,0 +1,250 @@
+"""The graph of one device's share while it is built: operations on local values, and values brought
+from one layout along the axis into another.
+
+What is gathered, scattered or sent to everyone lies in a first dimension of its own while it moves:
+its maker packs it, its reader unpacks it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from piper.capture.chunk.chunks import AxisPlacement, Move, Redistribution
+from piper.capture.shard.rewrites.fused_weights import Packed
+from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.trace.quiet import hushed_loggers
+from piper.capture.shard.shard_axis import ShardAxis
+
+aten = torch.ops.aten
+Given = Placement | Packed
+
+_MOVES = {
+    (Replicate, Replicate, True): (Move.NOTHING, Move.ALL_REDUCE),
+    (Replicate, Shard, True): (Move.SELECT, Move.ALL_GATHER),
+    (Partial, Replicate, False): (Move.ALL_REDUCE, Move.NOTHING),
+    (Partial, Replicate, True): (Move.ALL_REDUCE, Move.ALL_REDUCE),
+    (Partial, Shard, True): (Move.REDUCE_SCATTER, Move.ALL_GATHER),
+    (Shard, Replicate, False): (Move.ALL_GATHER, Move.SELECT),
+    (Shard, Replicate, True): (Move.ALL_GATHER, Move.REDUCE_SCATTER),
+    (Shard, Shard, True): (Move.ALL_TO_ALL, Move.ALL_TO_ALL),
+}
+"""By the layout in which a value is made, that in which it is read, and whether the reader computes
+on shards: what the forward does, and what the backward does with its gradient."""
+
+
+class LocalGraph:
+    """A graph on one of the devices along ``axis``."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device, axis: ShardAxis) -> None:
+        self._mode, self._device, self._axis, self._ways = mode, device, axis, axis.ways
+        self.graph = fx.Graph()
+        self.sharded: set[fx.Node] = set()
+        """Operations that devices compute on different shards."""
+        self.moves: dict[fx.Node, Redistribution] = {}
+        self.constants: set[fx.Node] = set()
+        """What depends on no parameter and no input."""
+        self.rank_node: fx.Node | None = None
+
+    def argument(self, name: str, whole: FakeTensor, placement: Given) -> fx.Node:
+        """An argument of the graph: a shard of ``whole``."""
+        local = self.graph.placeholder(name)
+        shape = self.shape(whole, placement)
+        same = shape == tuple(whole.shape)
+        strides = whole.stride() if same else torch.empty(shape, device="meta").stride()
+        with self._mode:
+            local.meta["val"] = torch.empty_strided(
+                shape, strides, dtype=whole.dtype, device=whole.device
+            )
+        return local
+
+    def rank(self) -> fx.Node:
+        """The device's place along the axis."""
+        if self.rank_node is None:
+            last = self.graph.find_nodes(op="placeholder")[-1]
+            with self.graph.inserting_after(last):
+                self.rank_node = self.graph.placeholder("rank")
+            with self._mode:
+                self.rank_node.meta["val"] = torch.empty((), dtype=torch.int64, device=self._device)
+            self.constants.add(self.rank_node)
+        return self.rank_node
+
+    def call(self, target: Any, args: tuple[Any, ...], sharded: bool, **kwargs: Any) -> fx.Node:
+        """An operation on local values, which devices compute on shards or all alike."""
+        value = self._on_fakes(target, args, kwargs)  # which may fail, and leaves nothing then
+        local = self.graph.call_function(target, args, kwargs)
+        local.meta["val"] = value
+        if sharded:
+            self.sharded.add(local)
+        return local
+
+    def placed(self, local: fx.Node, placement: Given, like: fx.Node | None = None) -> None:
+        """Note that ``local`` is placed so, and along earlier axes like ``like``."""
+        earlier = placements_of(local if like is None else like)
+        others = [p for p in earlier if p.axis != self._axis.name]
+        if isinstance(placement, Shard | Packed):
+            others.append(AxisPlacement(self._axis.name, placement.dim))
+        elif isinstance(placement, Partial):
+            others.append(AxisPlacement(self._axis.name, None))
+        local.meta["placements"] = tuple(others)
+
+    def redistributed(
+        self,
+        local: fx.Node,
+        made: Given,
+        wanted: Placement,
+        *,
+        before: bool,
+        after: bool,
+    ) -> fx.Node:
+        """``local``, which is placed as ``made``, as ``wanted``; ``before`` and ``after`` say
+        whether its maker and its reader compute on shards."""
+        fixed = local in self.constants or not differentiable(local)
+        if made == REPLICATED and not before and after and isinstance(wanted, Shard) and fixed:
+            return self.slice(local, wanted.dim)
+        packed = local
+        if isinstance(wanted, Shard):
+            packed = self._pack(local, wanted.dim, before)
+        elif not local.meta["val"].is_contiguous():  # its memory has more than what is sent
+            packed = self._contiguous(local, before)
+        moves = _MOVES[type(plain(made)), type(wanted), after]
+        args: Any = (packed, moves[0], self._ways)
+        moved = self.graph.call_function(_moved, args)
+        moved.meta["val"] = self._on_fakes(_moved, args, {})
+        self.moves[moved] = Redistribution(*moves, f"{made} -> {wanted}")
+        self.placed(packed, made, local)
+        self.placed(moved, wanted, local)
+        if isinstance(made, Packed):
+            return self._unpack_sections(moved, made, after)
+        if isinstance(made, Shard):
+            return self._unpack(moved, made.dim, after)
+        return moved
+
+    def slice(self, x: fx.Node, dim: int) -> fx.Node:
+        """This device's part of what is the same everywhere and has no gradient."""
+        size = x.meta["val"].shape[dim] // self._axis.parts
+        at = self.positions(self.rank(), size)
+        if self._axis.head_tail:
+            other = self._constant(aten.rsub.Scalar, self.rank(), self._axis.parts - 1)
+            at = self._constant(aten.cat.default, [at, self.positions(other, size)])
+        part = self.call(aten.index_select.default, (x, dim, at), True)
+        if x in self.constants:
+            self.constants.add(part)
+        return part
+
+    def part(self, x: fx.Node, placement: Shard | Packed) -> fx.Node:
+        """The same of each of several equal sections, if these are sharded each for itself."""
+        dim = placement.dim
+        if not isinstance(placement, Packed):
+            return self.slice(x, dim)
+        shape = list(x.meta["val"].shape)
+        apart = [*shape[:dim], len(placement.sections), -1, *shape[dim + 1 :]]
+        part = self.slice(self.call(aten.reshape.default, (x, apart), True), dim + 1)
+        together = [*shape[:dim], -1, *shape[dim + 1 :]]
+        return self.call(aten.reshape.default, (part, together), True)
+
+    def positions(self, part: fx.Node, size: int) -> fx.Node:
+        """Where the elements of a part are in the whole."""
+        own = self._constant(aten.arange.default, size, device=self._device)
+        first = self._constant(aten.mul.Tensor, part, size)
+        return self._constant(aten.add.Tensor, own, first)
+
+    def _constant(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.call(target, args, True, **kwargs)
+        self.constants.add(made)
+        return made
+
+    def _permuted(self, x: fx.Node, dim: int, order: list[int], sharded: bool) -> fx.Node:
+        """``x`` with its parts along ``dim`` in another order."""
+        size = x.meta["val"].shape[dim] // len(order)
+        parts = self.call(aten.split.Tensor, (x, size, dim), sharded)
+        found = [self.call(operator.getitem, (parts, part), sharded) for part in order]
+        return self.call(aten.cat.default, (found, dim), sharded)
+
+    def _pack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
+        """``x`` with its shards along ``dim`` in a first dimension."""
+        if self._axis.head_tail:
+            x = self._permuted(x, dim, self._axis.dealt, sharded)
+        shape = list(x.meta["val"].shape)
+        cut = [*shape[:dim], self._ways, shape[dim] // self._ways, *shape[dim + 1 :]]
+        parts = self.call(aten.reshape.default, (x, cut), sharded)
+        order = [dim, *(i for i in range(len(cut)) if i != dim)]
+        moved = self.call(aten.permute.default, (parts, order), sharded)
+        return self._contiguous(moved, sharded)
+
+    def _contiguous(self, x: fx.Node, sharded: bool) -> fx.Node:
+        contiguous = torch.contiguous_format
+        return self.call(aten.clone.default, (x,), sharded, memory_format=contiguous)
+
+    def _unpack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
+        """The other way round."""
+        shape = list(x.meta["val"].shape)
+        rest = list(range(1, len(shape)))
+        moved = self.call(aten.permute.default, (x, [*rest[:dim], 0, *rest[dim:]]), sharded)
+        sizes = shape[1:]
+        sizes[dim] *= self._ways
+        whole = self.call(aten.reshape.default, (moved, sizes), sharded)
+        if not self._axis.head_tail:
+            return whole
+        dealt = self._axis.dealt
+        return self._permuted(whole, dim, [dealt.index(i) for i in range(len(dealt))], sharded)
+
+    def _unpack_sections(self, x: fx.Node, packed: Packed, sharded: bool) -> fx.Node:
+        """The sections of a fused weight's result, each with the parts of all devices."""
+        sizes = [n // self._ways for n in packed.sections]
+        parts = self.call(aten.split_with_sizes.default, (x, sizes, packed.dim + 1), sharded)
+        whole = [
+            self._unpack(self.call(operator.getitem, (parts, i), sharded), packed.dim, sharded)
+            for i in range(len(sizes))
+        ]
+        return self.call(aten.cat.default, (whole, packed.dim), sharded)
+
+    def shape(self, whole: Tensor, placement: Given) -> tuple[int, ...]:
+        """The shape of a shard; that of an uneven dimension is padded."""
+        shape = list(whole.shape)
+        if isinstance(placement, Shard | Packed):
+            shape[placement.dim] = -(-shape[placement.dim] // self._ways)
+        return tuple(shape)
+
+    def _on_fakes(self, target: Any, args: Any, kwargs: Any) -> Any:
+        fakes = pytree.tree_map_only(fx.Node, lambda x: x.meta["val"], (args, dict(kwargs)))
+        with self._mode, torch.no_grad(), hushed_loggers():
+            return target(*fakes[0], **fakes[1])
+
+
+def _moved(x: Tensor, move: Move, ways: int) -> Tensor:
+    """A tensor of the shape that a move makes; its contents come from elsewhere."""
+    if move is Move.ALL_GATHER:
+        return x.unsqueeze(0).expand(ways, *x.shape).clone()
+    if move in (Move.REDUCE_SCATTER, Move.SELECT):
+        return x.select(0, 0).clone()
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def placements_of(local: fx.Node) -> tuple[AxisPlacement, ...]:
+    """How a value of a local graph lies along the axes where it is not replicated."""
+    found: tuple[AxisPlacement, ...] = local.meta.get("placements", ())
+    return found
+
+
+def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:
+    """What a redistribution looks like to autograd: a function of the same shapes."""
+    return lambda x: _moved(x, move, ways)
+
+
+def plain(placement: Given) -> Placement:
+    """The placement that the rules know."""
+    return Shard(placement.dim) if isinstance(placement, Packed) else placement
+
+
+def differentiable(local: fx.Node) -> bool:
+    """Whether a value can have a gradient."""
+    value = local.meta["val"]
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,211 @@
+"""How an operation reads its inputs along an axis, and how what it makes is placed: as the inputs
+are made if there is a rule for that, otherwise in the cheapest way for which there is one; if there
+is none, from what is gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Shard
+from torch.utils import _pytree as pytree
+
+from piper.capture.shard.rewrites.flattening import VIEWS, flattened, unflattened
+from piper.capture.intercept.autograd_functions import FunctionCall
+from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
+from piper.capture.shard.local_graph import plain
+from piper.capture.shard.placements import REPLICATED, Placement, Placements
+from piper.capture.shard.shard_axis import ShardAxis
+from piper.capture.shard.sharding_rules import Rules
+
+aten = torch.ops.aten
+SUM, MEAN = Partial(), Partial("avg")
+_PASS_PARTIAL = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.alias.default,
+}
+"""What a partial sum may pass before it is reduced: it is reduced once, where it is made."""
+_ADD = {aten.add.Tensor, aten.sub.Tensor}
+_TRIED = 512
+"""Ways to read the inputs of an operation, before they are all gathered."""
+_COMBINED = 10_000
+"""Where there are more ways than this, as for a concatenation of many, only those are tried that
+place all inputs alike."""
+
+
+class Placing:
+    """What is known so far of the placements in one graph."""
+
+    def __init__(
+        self, rules: Rules, axis: ShardAxis, resolved: Callable[[Tensor], Placement]
+    ) -> None:
+        self._rules, self._axis, self.resolved = rules, axis, resolved
+        self._ways, self._parts = axis.ways, axis.parts
+        self.made: dict[fx.Node, Any] = {}
+        """How each node is placed."""
+        self.whole: dict[fx.Node, Any] = {}
+        """Fake tensors of the whole, by node."""
+        self.fixed: set[fx.Node] = set()
+        """Parameters and buffers, and heads of parameters."""
+        self.reduced: set[fx.Node] = set()
+        """Partial sums that were reduced already, for some reader."""
+        self.gathered: list[fx.Node] = []
+        """Operations for which no rule was found."""
+        self.free: set[fx.Node] = set()
+        """What every device can have as a whole without communication."""
+
+    def of(self, node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
+        """How an operation reads its inputs, and how what it makes is placed."""
+        now = {x: self.made[x] for x in node.all_input_nodes}
+        if all(p == REPLICATED for p in now.values()):
+            return now, alike(self.whole[node], REPLICATED)
+        if any(isinstance(p, Packed) for p in now.values()):
+            apart = {x: p if isinstance(p, Packed) else REPLICATED for x, p in now.items()}
+            found = self._packed(node, apart)
+            if found is not None:
+                return apart, found
+            now = {x: REPLICATED if isinstance(p, Packed) else p for x, p in now.items()}
+        partial = [x for x, p in now.items() if isinstance(p, Partial)]
+        passes = not any(x in self.reduced for x in partial) and (
+            node.target in _PASS_PARTIAL
+            or (node.target in _ADD and len(partial) == len(now) and not node.kwargs)
+        )
+        if partial and not passes:
+            for x in partial:
+                now[x] = self.resolved(self.whole[x])
+        made = self._ask(node, now)
+        if made is None:
+            made = flattened(node, now, self._parts)
+        if made is not None:
+            return now, made
+        return self._search(node, now)
+
+    def _search(
+        self, node: fx.Node, now: dict[fx.Node, Any]
+    ) -> tuple[dict[fx.Node, Any], Placements]:
+        """The cheapest way to read the inputs for which there is a rule; of equals, that which
+        shards most."""
+        choices = [self._choices(x, placement) for x, placement in now.items()]
+        rows: Iterable[Sequence[Placement]] = itertools.product(*choices)
+        if math.prod(map(len, choices)) > _COMBINED:
+            several = dict.fromkeys(itertools.chain.from_iterable(choices))
+            rows = [[p if p in own else own[0] for own in choices] for p in several]
+        for row in sorted(rows, key=lambda row: self._costs(now, row))[:_TRIED]:
+            needs = dict(zip(now, row, strict=True))
+            made = self._ask(node, needs)
+            if made is not None:
+                if all(p == REPLICATED for p in row):
+                    self.gathered.append(node)
+                return needs, made
+        self.gathered.append(node)
+        return dict.fromkeys(now, REPLICATED), alike(self.whole[node], REPLICATED)
+
+    def _choices(self, x: fx.Node, now: Placement) -> list[Placement]:
+        whole = self.whole[x]
+        fixed = x in self.fixed and (now != REPLICATED or len(whole.shape) > 1)
+        if fixed or not isinstance(whole, Tensor):
+            return [now]
+        made = self.made[x]
+        packed = made.dim if isinstance(made, Packed) else None
+        dims = [
+            d for d, n in enumerate(whole.shape) if n % self._parts == 0 and n > 1 and d != packed
+        ]
+        return list(dict.fromkeys([now, REPLICATED, *map(Shard, dims)]))
+
+    def _costs(self, now: dict[fx.Node, Any], row: Sequence[Placement]) -> tuple[int, int, int]:
+        """Of equal costs, what shards most; of these, not the rows: heads part again before the
+        product that merges them, which may be wider."""
+        total = sum(self._cost(x, p) for x, p in zip(now, row, strict=True))
+        return total, sum(p == REPLICATED for p in row), sum(p == Shard(0) for p in row)
+
+    def _cost(self, x: fx.Node, placement: Placement) -> int:
+        """Bytes that reading a value so communicates, in both directions."""
+        made, whole = self.made[x], self.whole[x]
+        if isinstance(made, Partial):
+            made = self.resolved(whole)
+        if made == placement or not isinstance(whole, Tensor) or x in self.free:
+            return 0
+        nbytes = int(whole.numel() * whole.dtype.itemsize)
+        if isinstance(made, Shard) and isinstance(placement, Shard):
+            return 2 * nbytes // self._ways
+        return nbytes + (nbytes if made != REPLICATED else 0)
+
+    def _ask(self, node: fx.Node, needs: dict[fx.Node, Any]) -> Any:
+        if all(p == REPLICATED for p in needs.values()):
+            return alike(self.whole[node], REPLICATED)
+        if isinstance(node.target, FunctionCall):
+            return None  # nothing is known of its backward
+        padded: set[int] = set()
+        for x, placement in needs.items():
+            if isinstance(placement, Shard) and isinstance(self.whole[x], Tensor):
+                shape = self.whole[x].shape
+                if placement.dim >= len(shape):
+                    return None
+                if shape[placement.dim] % self._parts:
+                    if self.made[x] != placement:
+                        return None
+                    padded.add(shape[placement.dim])
+        given = {id(self.whole[x]): p for x, p in needs.items() if isinstance(p, Placement)}
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda x: self.whole[x], (node.args, dict(node.kwargs))
+        )
+        made = self._rules.ask(node.target, args, kwargs, given)  # type: ignore[arg-type]
+        if made is None or not self._fits(self.whole[node], made, padded):
+            return None
+        return made
+
+    def _fits(self, whole: Any, made: Any, padded: Collection[int]) -> bool:
+        """Whether shards placed so are even, and partial sums are sums. Where the inputs have
+        ``padded`` dimensions of these sizes, the result has one of them too: nothing is summed
+        over padding."""
+        if isinstance(made, tuple):
+            pairs = zip(whole, made, strict=True)
+            return all(p is None or (self._fits(x, p, padded) and p != MEAN) for x, p in pairs)
+        if isinstance(made, Shard):
+            size = whole.shape[made.dim]
+            return type(made) is Shard and (size in padded if padded else size % self._parts == 0)
+        return made in ((REPLICATED, SUM, MEAN) if not padded else ())
+
+    def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
+        """The placement of what is made of a fused weight's sections, up to where they part; None
+        where they cannot stay packed."""
+        first = next(p for p in now.values() if isinstance(p, Packed))
+        whole = self.whole[node]
+        if node.target in SPLITS and dim_of(node, 2) == first.dim:
+            sizes = tuple(int(x.shape[first.dim]) for x in whole)
+            return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
+        if node.target is aten.slice.Tensor and dim_of(node, 1) == first.dim:
+            return Shard(first.dim) if section(node, first) is not None else None
+        if node.target in VIEWS:
+            return unflattened(node, first, self._parts)
+        if any(isinstance(p, Packed) and p.sections != first.sections for p in now.values()):
+            return None
+        made = self._ask(node, {x: plain(p) for x, p in now.items()})
+        if isinstance(made, Partial):
+            return made
+        if not isinstance(made, Shard):
+            return None
+        return first.on(made.dim, whole.shape[made.dim], self._parts)
+
+
+def alike(whole: Any, placement: Placement) -> Any:
+    """``placement`` for a tensor, or for each of several."""
+    if isinstance(whole, list | tuple):
+        return tuple(placement if isinstance(x, Tensor) else None for x in whole)
+    return placement

@@ -1,0 +1,461 @@
+"""From a chunk's graph, and how its parameters and inputs are sharded along an axis, to the graph
+of one device's share: every operation at local shapes, and a redistribution wherever a value is
+read in another layout than it is made in.
+
+    x R ─▶ linear(w S(0)) ─▶ S ─▶ linear(w S(1)) ─▶ P ─▶ [all_reduce] ─▶ R ─▶ add
+
+Only the forward is propagated. The gradient of a value follows from its layout: S for S, R for P,
+and for R a partial sum where a sharded computation reads it, else R. So every redistribution of the
+forward is one of the backward too, and ``differentiate`` makes the backward of the shares.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.distributed.tensor import Partial, Shard
+from torch.utils import _pytree as pytree
+
+from piper.capture.blame import operation_text
+from piper.capture.chunk.chunks import Body, Draw, Gathered, Redistribution
+from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
+from piper.capture.shard.rewrites.context_parallel import causal_shards, wanted_keys
+from piper.capture.graphs import is_random
+from piper.capture.shard.rewrites.key_heads import own_head, wanted_weight
+from piper.capture.shard.local_graph import Given, LocalGraph, differentiable
+from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.placement_search import MEAN, SUM, Placing, alike
+from piper.capture.chunk.recomputing import recomputed_in
+from piper.capture.shard.resizing import resized
+from piper.capture.shard.shard_axis import ShardAxis
+from piper.capture.shard.rewrites.graph_rewrites import rewritten
+from piper.capture.shard.sharding_rules import Rules
+from piper.capture.shard.rewrites.vocab_parallel import on_shards, wanted_target
+from piper.base.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One device's share of a chunk."""
+
+    graph: fx.Graph
+    arguments: tuple[fx.Node, ...]
+    """One for each argument of the body."""
+    results: tuple[fx.Node, ...]
+    """One for each result of the body."""
+    sharded: frozenset[fx.Node]
+    """Operations that devices along the axis compute on different shards."""
+    moves: dict[fx.Node, Redistribution]
+    constants: frozenset[fx.Node]
+    """What segments compute for themselves: it depends on no parameter and no input, or on inputs
+    without gradients alone, of which it is larger."""
+    recomputed_by: frozenset[fx.Node]
+    """What constants may be computed by."""
+    placements: tuple[Given, ...]
+    """Of the results."""
+    rank: fx.Node | None
+    """The device's place along the axis, if it is needed."""
+    draws: tuple[tuple[fx.Node, Draw | None], ...]
+    """What draws random numbers, in the order of the whole; None for what is no dropout."""
+    gathered: tuple[Gathered, ...]
+
+
+def propagate(
+    body: Body,
+    rules: Rules,
+    axis: ShardAxis,
+    given: Sequence[Given],
+    wanted: Sequence[Placement | None],
+    resolved: Callable[[Tensor], Placement],
+    split: Sequence[int | None],
+    name: str,
+) -> Local:
+    """The share of ``body`` on each of the devices along ``axis``. ``given`` are the
+    placements of its arguments, ``wanted`` those of its results where they are not open,
+    ``resolved`` what becomes of a partial sum; ``split`` are dimensions along which inputs are
+    sharded that all devices have whole; ``name`` is for errors."""
+    found = _Propagation(body, rules, axis, given, resolved, name)
+    found.split(split)
+    for node in found.nodes():
+        found.visit(node)
+        found.note(node)
+    return found.finished(wanted)
+
+
+class _MisfitError(Exception):
+    """An operation names sizes, or the like, that are those of the whole."""
+
+
+class _Propagation:
+    def __init__(
+        self,
+        body: Body,
+        rules: Rules,
+        axis: ShardAxis,
+        given: Sequence[Given],
+        resolved: Callable[[Tensor], Placement],
+        name: str,
+    ) -> None:
+        first = body.fakes()[0]
+        self.axis = axis
+        self._ways, self._device, self._name = axis.ways, first.device, name
+        self._placing = Placing(rules, axis, resolved)
+        self._out = LocalGraph(first.fake_mode, first.device, axis)
+        self._made, self._whole = self._placing.made, self._placing.whole
+        self._local: dict[fx.Node, fx.Node] = {}
+        self._forms: dict[tuple[fx.Node, Given, bool], fx.Node] = {}
+        self._draws: list[tuple[fx.Node, Draw | None]] = []
+        self._derived: set[fx.Node] = set()
+        """What is computed of parameters alone: those who compute on shards do it again, so that
+        its gradient is summed with that of the parameters, once a step."""
+        self._wholes: dict[fx.Node, fx.Node] = {}
+        """Inputs without gradients that all devices have whole, although they are split."""
+        self._source = rewritten(body.module.graph, given, axis)
+        self._inputs: list[fx.Node] = []
+        placeholders = self._source.find_nodes(op="placeholder")
+        for number, (node, placement) in enumerate(zip(placeholders, given, strict=True)):
+            self._made[node], self._whole[node] = placement, node.meta["val"]
+            local = self._out.argument(node.target, node.meta["val"], placement)
+            self._local[node] = local
+            if number < body.parameters + body.buffers:
+                self._placing.fixed.add(node)
+            else:
+                self._inputs.append(node)
+            if body.parameters <= number < body.parameters + body.buffers:
+                self._out.constants.add(local)
+        self._arguments = tuple(self._local[node] for node in placeholders)
+
+    def split(self, dims: Sequence[int | None]) -> None:
+        """Take this device's part of inputs that all devices have whole, along ``dims``."""
+        for node, dim in zip(self._inputs, dims, strict=True):
+            if dim is not None:
+                if not differentiable(self._local[node]):
+                    self._wholes[node] = self._local[node]
+                    self._placing.free.add(node)
+                self._local[node] = self._out.slice(self._local[node], dim)
+                self._made[node] = Shard(dim)
+
+    def nodes(self) -> list[fx.Node]:
+        return [node for node in self._source.nodes if node.op == "call_function"]
+
+    def visit(self, node: fx.Node) -> None:
+        self._whole[node] = node.meta["val"]
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            made = self._made[source]
+            self._made[node] = made[index] if isinstance(made, tuple) else made  # type: ignore[index]
+            sharded = self._local[source] in self._out.sharded
+            self._emit(node, operator.getitem, (self._local[source], index), {}, sharded)
+            return
+        if self._rewrite(node):
+            return
+        needs, made = self._placing.of(node)
+        if made == REPLICATED and self._is_derived(node):
+            self._derived.add(node)
+        try:
+            self._compute(node, needs, made)
+        except _MisfitError:
+            self._placing.gathered.append(node)
+            whole = alike(self._whole[node], REPLICATED)
+            self._compute(node, dict.fromkeys(node.all_input_nodes, REPLICATED), whole)
+
+    def note(self, node: fx.Node) -> None:
+        """Say on the local value how it is placed."""
+        made = self._made[node]
+        if isinstance(made, Placement | Packed):
+            self._out.placed(self._local[node], made, node)
+            self._note_free(node)
+
+    def _note_free(self, node: fx.Node) -> None:
+        """Note what is made of split inputs that are there as a whole too: so is this."""
+        free, constants = self._placing.free, self._out.constants
+        read = node.all_input_nodes
+        known = all(x in free or self._local[x] in constants for x in read)
+        plain = isinstance(node.target, OpOverload) and not is_random(node)
+        if plain and known and not free.isdisjoint(read):
+            free.add(node)
+
+    def _of_whole(self, node: fx.Node, placement: Placement) -> fx.Node:
+        """Another part of what every device can compute as a whole, without communication."""
+        if isinstance(placement, Shard):
+            return self._out.slice(self._of_whole(node, REPLICATED), placement.dim)
+        if node not in self._wholes:
+            free = self._placing.free
+            args, kwargs = pytree.tree_map_only(
+                fx.Node,
+                lambda x: self._of_whole(x, REPLICATED) if x in free else self._local[x],
+                (node.args, dict(node.kwargs)),
+            )
+            self._wholes[node] = self._out.call(node.target, args, True, **kwargs)
+        return self._wholes[node]
+
+    def _compute(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> None:
+        sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
+        if is_random(node) and sharded:
+            if self._dropped_out(node, needs, made):
+                return
+            raise CaptureError(
+                f"region {self._name} draws random numbers in {node.target} on a shard of a value: "
+                "set dropout to 0 there"
+            )
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda x: self._form(x, needs.get(x), sharded), (node.args, dict(node.kwargs))
+        )
+        self._made[node] = made
+        if sharded and isinstance(made, Shard | Packed):
+            shape = self._out.shape(self._whole[node], made)
+            self._emit(node, *resized(node.target, args, kwargs, shape), sharded)
+        elif made == MEAN:
+            local = self._emit(node, node.target, args, kwargs, sharded)
+            self._made[node] = SUM
+            self._local[node] = self._out.call(aten.div.Scalar, (local, self._ways), sharded=True)
+        else:
+            self._emit(node, node.target, args, kwargs, sharded)
+
+    def _dropped_out(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> bool:
+        """A dropout on a shard: this device's part of what the whole would have drawn."""
+        if node.target is not aten.dropout.default or not isinstance(made, Shard):
+            return False
+        whole = self._whole[node]
+        (source,) = node.all_input_nodes
+        size, kind = list(whole.shape), {"dtype": whole.dtype, "device": self._device}
+        ones = self._out.call(aten.ones.default, (size,), True, **kind)
+        self._out.constants.add(ones)
+        noise = self._out.call(aten.dropout.default, (ones, *node.args[1:]), True)
+        self._drawn(node, noise)
+        part = self._out.slice(noise, made.dim)
+        self._made[node] = made
+        read = self._form(source, needs[source], True)
+        self._local[node] = self._out.call(aten.mul.Tensor, (read, part), True)
+        return True
+
+    def _drawn(self, node: fx.Node, local: fx.Node) -> None:
+        draw = None
+        if node.target is aten.dropout.default:
+            whole, probability = self._whole[node], node.args[1]
+            assert isinstance(probability, float)
+            draw = Draw(tuple(whole.shape), whole.dtype, probability)
+        self._draws.append((local, draw))
+
+    def _is_derived(self, node: fx.Node) -> bool:
+        inputs = node.all_input_nodes
+        known = all(x in self._placing.fixed or x in self._derived for x in inputs)
+        return bool(inputs) and known and not is_random(node)
+
+    def _rewrite(self, node: fx.Node) -> bool:
+        """Compute ``node`` otherwise than the whole does, where shards must."""
+        placed = {
+            x: self._placing.resolved(self._whole[x]) if isinstance(p, Partial) else p
+            for x, p in ((x, self._made[x]) for x in node.all_input_nodes)
+        }
+        placed |= wanted_target(node, placed) | wanted_keys(node, placed, self.axis)
+        if weight := wanted_weight(node):
+            placed |= weight
+            self._placing.fixed.add(node)
+        local = _Read(self, placed)
+        found = (
+            on_shards(node, placed, local, self)
+            or causal_shards(node, placed, local, self)
+            or own_head(node, local, self)
+        )
+        if found is None:
+            return False
+        self._local[node], self._made[node] = found.local, found.placement
+        return True
+
+    def call(self, target: Any, *args: Any, sharded: bool = True) -> fx.Node:
+        return self._out.call(target, args, sharded)
+
+    def rank(self) -> fx.Node:
+        return self._out.rank()
+
+    def positions(self, size: int) -> fx.Node:
+        return self._out.positions(self.rank(), size)
+
+    def moved(
+        self, local: fx.Node, made: Placement, wanted: Placement, *, sharded: bool
+    ) -> fx.Node:
+        return self._out.redistributed(local, made, wanted, before=True, after=sharded)
+
+    def _form(self, node: fx.Node, placement: Any, sharded: bool) -> fx.Node:
+        """``node`` at local shapes as one reader needs it, who computes on shards or not."""
+        made, local = self._made[node], self._local[node]
+        if placement is None or isinstance(made, tuple):
+            return local
+        made_sharded = made != REPLICATED or local in self._out.sharded
+        plain = (
+            node in self._placing.fixed or local in self._out.constants or not differentiable(local)
+        )
+        if made == placement and (made != REPLICATED or made_sharded == sharded or plain):
+            return local
+        if made == REPLICATED == placement and made_sharded:
+            return local  # what shards make that is the same everywhere has no gradient
+        key = node, placement, sharded
+        if key not in self._forms:
+            if node in self._placing.free and isinstance(placement, Placement):
+                self._forms[key] = self._of_whole(node, placement)
+            elif _other_sections(made, placement):
+                whole = self._form(node, REPLICATED, sharded)
+                self._forms[key] = self._out.part(whole, placement)
+            elif made == REPLICATED == placement and node in self._derived:
+                self._forms[key] = self._again(node)
+            else:
+                if node in self._placing.fixed:  # what is moved is a value
+                    local = self._out.call(aten.clone.default, (local,), made_sharded)
+                moved = self._out.redistributed(
+                    local, made, placement, before=made_sharded, after=sharded
+                )
+                self._forms[key] = self._without_padding(moved, node, made, sharded)
+            if isinstance(made, Partial) and placement == self._placing.resolved(self._whole[node]):
+                self._placing.reduced.add(node)
+        return self._forms[key]
+
+    def _without_padding(self, moved: fx.Node, node: fx.Node, made: Any, sharded: bool) -> fx.Node:
+        """What was gathered of a dimension that the devices do not share evenly."""
+        if not isinstance(made, Shard) or self._whole[node].shape[made.dim] % self._ways == 0:
+            return moved
+        size = self._whole[node].shape[made.dim]
+        return self._out.call(aten.slice.Tensor, (moved, made.dim, 0, size), sharded)
+
+    def _again(self, node: fx.Node) -> fx.Node:
+        """What is computed of parameters, for those who compute on shards."""
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda x: self._form(x, REPLICATED, True), (node.args, dict(node.kwargs))
+        )
+        return self._out.call(node.target, args, True, **kwargs)
+
+    def _emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool) -> fx.Node:
+        taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
+        for x in node.all_input_nodes:
+            if isinstance(self._made[x], Packed) and self._local[x] in taken:
+                target, args, kwargs = self._parting(node, self._made[x], target, args, kwargs)
+        try:
+            local = self._called(target, tuple(args), sharded, kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise _MisfitError from error
+        self._check(node, local)
+        self._local[node] = local
+        if all(x in self._out.constants for x in taken) and not is_random(node):
+            self._out.constants.add(local)
+        if is_random(node):
+            self._drawn(node, local)
+        for key in ("nn_module_stack", "stack_trace"):
+            local.meta[key] = node.meta.get(key)
+        return local
+
+    def _called(self, target: Any, args: Any, sharded: bool, kwargs: Any) -> fx.Node:
+        try:
+            return self._out.call(target, args, sharded, **kwargs)
+        except ValueError:
+            if target not in (aten.view.default, aten._unsafe_view.default):
+                raise
+            return self._out.call(aten.reshape.default, args, sharded)  # moved, it lies otherwise
+
+    def _parting(self, node: fx.Node, packed: Packed, target: Any, args: Any, kwargs: Any) -> Any:
+        """Where the sections of a fused weight part: their sizes on a shard."""
+        local = [n // self._ways for n in packed.sections]
+        if target in SPLITS and dim_of(node, 2) == packed.dim:
+            return aten.split_with_sizes.default, (args[0], local, packed.dim), {}
+        if target is aten.slice.Tensor and dim_of(node, 1) == packed.dim:
+            which = section(node, packed)
+            assert which is not None
+            start = sum(local[:which])
+            return target, (args[0], packed.dim, start, start + local[which]), {}
+        return target, args, kwargs
+
+    def _check(self, node: fx.Node, local: fx.Node) -> None:
+        """What is made on a shard must have its shape."""
+        made = self._made[node]
+        values = local.meta["val"]
+        pairs = zip(values, made, strict=True) if isinstance(made, tuple) else [(values, made)]
+        wholes = self._whole[node] if isinstance(made, tuple) else [self._whole[node]]
+        for whole, (value, placement) in zip(wholes, pairs, strict=True):
+            if not isinstance(value, Tensor) or placement is None:
+                continue
+            if tuple(value.shape) != self._out.shape(whole, placement):
+                raise _MisfitError
+
+    def finished(self, wanted: Sequence[Placement | None]) -> Local:
+        ends = pytree.tree_leaves(self._source.output_node().args[0])
+        placements = [
+            self._natural(node) if placement is None else placement
+            for node, placement in zip(ends, wanted, strict=True)
+        ]
+        results = [
+            self._form(node, placement, placement != REPLICATED)
+            for node, placement in zip(ends, placements, strict=True)
+        ]
+        self._out.graph.output(tuple(results))
+        self._out.graph.eliminate_dead_code()
+        left = set(self._out.graph.nodes)
+        first = len(self._arguments) - len(self._inputs)
+        inputs = [x for x in self._arguments[first:] if not differentiable(x)]
+        again, by = recomputed_in(self._out.graph, inputs, self._out.constants, self._out.moves)
+        return Local(
+            self._out.graph,
+            self._arguments,
+            tuple(results),
+            frozenset(self._out.sharded & left),
+            {node: move for node, move in self._out.moves.items() if node in left},
+            frozenset(self._out.constants & left) | again,
+            frozenset(self._out.constants & left) | by,
+            tuple(placements),
+            self._out.rank_node,
+            tuple(self._draws),
+            tuple(map(self._gathered, dict.fromkeys(self._placing.gathered))),
+        )
+
+    def _gathered(self, node: fx.Node) -> Gathered:
+        """What an operation without a rule costs: gathers, and the sums of gradients."""
+        nbytes = 0
+        for x in node.all_input_nodes:
+            moved = self._made[x] != REPLICATED and x not in self._placing.free
+            if moved and isinstance(whole := self._whole[x], Tensor):
+                passes = 2 if differentiable(self._local[x]) else 1
+                nbytes += passes * whole.numel() * whole.dtype.itemsize
+        return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)
+
+    def _natural(self, node: fx.Node) -> Given:
+        """How a result is placed if its readers leave it open: as it is made, or a sum of it."""
+        made = self._made[node]
+        if isinstance(made, Partial):
+            return self._placing.resolved(self._whole[node])
+        return made if isinstance(made, Shard | Packed) else REPLICATED
+
+
+class _Read(Mapping[fx.Node, fx.Node]):
+    """Local values as a rewrite reads them."""
+
+    def __init__(self, of: _Propagation, placed: Mapping[fx.Node, Any]) -> None:
+        self._of, self._placed = of, placed
+
+    def __getitem__(self, node: fx.Node) -> fx.Node:
+        return self._of._form(node, self._placed[node], True)
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        return iter(self._placed)
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+
+def _other_sections(made: Given, wanted: Given) -> bool:
+    """Whether other sections of a dimension are sharded each for itself."""
+    if isinstance(made, Packed) and isinstance(wanted, Shard):
+        return made.dim == wanted.dim
+    return isinstance(wanted, Packed)
+
+
+def _replicated(made: Any) -> Any:
+    if isinstance(made, tuple):
+        return tuple(None if p is None else REPLICATED for p in made)
+    return REPLICATED

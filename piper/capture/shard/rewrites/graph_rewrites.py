@@ -1,0 +1,191 @@
+"""What is written otherwise in a graph before it is sharded, since its parts are sharded otherwise
+than the whole.
+
+    linear(x, w S(1), b)       linear(x, w S(1)) + b                the bias is added to the sum
+    (p1 + b1) + (p2 + b2) + x  (p1 + p2) + b1 + b2 + x              partial sums first, reduced once
+    attention(q, k, v), gqa    attention(q, repeat(k), repeat(v))   2 heads of k for 4 devices, of
+                                                                    their weights (key_heads.py) or
+                                                                    of what is made with them
+    attention with dropout     its products, and a dropout          see dropped_attention.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Shard
+
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION, drops, in_products
+from piper.capture.operators.head_tail_attention import HEAD_TAIL
+from piper.capture.shard.rewrites.key_heads import KeyHeads, Wider, repeated_heads, wider_heads
+from piper.capture.shard.shard_axis import ShardAxis
+
+aten = torch.ops.aten
+
+
+def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Graph:
+    """A copy of ``graph``, whose arguments are placed as ``given`` says."""
+    copy = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    placed = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+    wider = _wider(graph, placed, axis)
+    for node in graph.nodes:
+        if node.target is aten.dropout.default and node.args[1] == 0:
+            new[node] = new[node.all_input_nodes[0]]
+        elif node in wider:
+            new[node] = _with_heads(copy, node, wider[node], new)
+        elif _has_bias(node, placed):
+            new[node] = _bias_apart(copy, node, new)
+        elif drops(node):
+            new[node] = in_products(copy, node, new)
+        elif _repeats_heads(node, axis) and node.args[1] not in wider:
+            new[node] = _repeated_heads(copy, node, new)
+        else:
+            new[node] = copy.node_copy(node, new.__getitem__)
+    weights = {new[node]: placement for node, placement in placed.items()}
+    _add_first(copy, {node for node in copy.nodes if _is_row_product(node, weights)})
+    return copy
+
+
+def _add_first(graph: fx.Graph, partial: set[fx.Node]) -> None:
+    """Let sums of many add those that are ``partial`` first, in their order, and then the others:
+    parallel residuals have several."""
+    for node in list(graph.nodes):
+        if not _adds(node) or any(_is_term(node, user) for user in node.users):
+            continue
+        terms = _terms(node)
+        first = [x for x in terms if x in partial and _alike(x, node)]
+        if len(first) < 2 or any(_value(x).dtype != _value(node).dtype for x in terms):
+            continue
+        total, *others = [*first, *(x for x in terms if x not in first)]
+        for term in others:
+            with graph.inserting_before(node):
+                total = graph.call_function(aten.add.Tensor, (total, term))
+            total.meta = dict(node.meta)
+        node.replace_all_uses_with(total)
+    graph.eliminate_dead_code()
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether it is a sum of two values."""
+    return node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """What a sum is of, where sums that nothing else reads are taken apart."""
+    found = []
+    for x in node.all_input_nodes:
+        found += _terms(x) if _is_term(x, node) else [x]
+    return found
+
+
+def _is_term(node: fx.Node, of: fx.Node) -> bool:
+    """Whether a sum is taken apart in another."""
+    return _adds(node) and _adds(of) and len(node.users) == 1 and _alike(node, of)
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    a, b = _value(one), _value(other)
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _is_row_product(node: fx.Node, weights: dict[fx.Node, Any]) -> bool:
+    """Whether it is a product that is a partial sum, without a bias."""
+    if node.target is aten.linear.default and node.args[2:] in ((), (None,)):
+        return weights.get(node.args[1]) == Shard(1)  # type: ignore[arg-type]
+    return node.target is aten.mm.default and weights.get(node.args[1]) == Shard(0)  # type: ignore[arg-type]
+
+
+def _has_bias(node: fx.Node, placed: dict[fx.Node, Any]) -> bool:
+    """Whether a bias is added within a product that is a partial sum."""
+    if node.target is aten.linear.default and len(node.args) == 3 and node.args[2] is not None:
+        return placed.get(node.args[1]) == Shard(1)  # type: ignore[arg-type]
+    if node.target is aten.addmm.default and not node.kwargs:
+        return placed.get(node.args[2]) == Shard(0)  # type: ignore[arg-type]
+    return False
+
+
+def _bias_apart(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    target: Any = aten.linear.default
+    args, bias = list(node.args[:2]), node.args[-1]
+    if node.target is aten.addmm.default:
+        target, args, bias = aten.mm.default, list(node.args[1:]), node.args[0]
+    taken = [new[x] for x in args]  # type: ignore[index]
+    product = copy.call_function(target, tuple(taken))
+    product.meta = dict(node.meta)
+    total = copy.call_function(aten.add.Tensor, (product, new[bias]))  # type: ignore[index]
+    total.meta = dict(node.meta)
+    return total
+
+
+def _wider(graph: fx.Graph, placed: dict[fx.Node, Any], axis: ShardAxis) -> dict[fx.Node, Wider]:
+    """What computes more heads of keys and values than the model does."""
+    found: dict[fx.Node, Wider] = {}
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        if axis.context is not None or drops(node) or not _repeats_heads(node, axis):
+            continue
+        times, rest = divmod(axis.ways, heads := _value(node.args[1]).shape[-3])
+        if not rest:
+            found |= wider_heads(node, placed, KeyHeads(heads, times))
+    return found
+
+
+def _with_heads(
+    copy: fx.Graph, node: fx.Node, wider: Wider, new: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """``node`` with more heads."""
+    repeated = {}
+    for x in wider.repeated:
+        heads, times = wider.heads.heads, wider.heads.times
+        more = repeated[x] = copy.call_function(repeated_heads, (new[x], heads, times))
+        fake = _value(x)
+        with fake.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            more.meta = {**x.meta, "val": repeated_heads(fake, heads, times)}
+    args, kwargs = fx.node.map_arg((wider.args, wider.kwargs), lambda x: repeated.get(x) or new[x])
+    made = copy.call_function(wider.target, args, kwargs)
+    made.meta = {**node.meta, "val": wider.value}
+    return made
+
+
+def _repeats_heads(node: fx.Node, axis: ShardAxis) -> bool:
+    """Whether heads of keys and values that several heads of queries share are too few to be
+    sharded."""
+    if axis.head_tail:
+        return False
+    shares = node.target is ATTENTION and node.kwargs.get("enable_gqa")
+    if not shares and node.target is not HEAD_TAIL:
+        return False
+    queries, keys = (_value(x).shape[-3] for x in node.args[:2])
+    return queries % axis.ways == 0 and keys % axis.ways != 0
+
+
+def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    """As torch does for ``enable_gqa``."""
+    query, key, value = node.args[:3]
+    times = _value(query).shape[-3] // _value(key).shape[-3]
+    repeated = []
+    for x in (key, value):
+        assert isinstance(x, fx.Node)
+        fake = _value(x)
+        with fake.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            wider = fake.repeat_interleave(times, -3)
+        more = copy.call_function(aten.repeat_interleave.self_int, (new[x], times, -3))
+        more.meta = {**x.meta, "val": wider}
+        repeated.append(more)
+    others = fx.node.map_arg(node.args[3:], new.__getitem__)
+    kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
+    found = copy.call_function(
+        node.target,  # type: ignore[arg-type]
+        (new[query], *repeated, *others),  # type: ignore[index]
+        fx.node.map_arg(kwargs, new.__getitem__),
+    )
+    found.meta = dict(node.meta)
+    return found
+
+
+def _value(x: Any) -> Tensor:
+    found: Tensor = x.meta["val"]
+    return found

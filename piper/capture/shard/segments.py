@@ -1,0 +1,275 @@
+"""Tensor parallelism on a cut model: chunks whose parameters are sharded along an axis are replaced
+by their segments, at the shapes of one device's share.
+
+    layer ─▶      norm ─▶ [R -> R] ─▶ attention ─▶ [P -> R] ─▶ add, norm ─▶ [R -> R] ─▶ mlp ─▶ ...
+
+A segment is a chunk like any other, and so is a redistribution, until lowering makes collectives
+of it: order, overlap, memory, remat and BI/BW know nothing of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from torch import Tensor, fx
+from torch.distributed.tensor import Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from piper.capture.chunk.chunks import AxisPlacement, Body, Chunk, ChunkValue, Cut, Draws, Move
+from piper.capture.chunk.cut import body_key
+from piper.capture.shard.rewrites.fused_weights import Packed
+from piper.capture.shard.local_chunks import LocalChunks, Sharding
+from piper.capture.shard.local_graph import Given, placements_of, stand_in
+from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.propagate import Local, propagate
+from piper.capture.shard.shard_axis import ShardAxis
+from piper.capture.shard.sharding_rules import Rules
+from piper.ir.tensors import TensorSpec
+from piper.base.errors import CaptureError
+
+
+def segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:
+    """``cut`` with the chunks in ``shardings`` replaced by their segments, axis after axis."""
+    axes = list(dict.fromkeys(s.axis for row in shardings.values() for s in row))
+    origin = list(range(len(cut.chunks)))
+    for axis in axes:
+        rows = {i: shardings.get(of, ()) for i, of in enumerate(origin)}
+        segmenter = _Segmenter(
+            cut, {i: s for i, row in rows.items() for s in row if s.axis == axis}
+        )
+        cut = segmenter.cut()
+        origin = [origin[i] for i in segmenter.origin]
+    return cut
+
+
+class _Segmenter:
+    def __init__(self, cut: Cut, shardings: Mapping[int, Sharding]) -> None:
+        self._cut = cut
+        self._shardings = shardings
+        axes = {_axis(s) for s in shardings.values()}
+        self._rules = {axis: Rules(axis) for axis in axes}
+        self._locals: dict[object, Local] = {}
+        self._stand_ins: dict[object, Body] = {}
+        self._chunks: list[Chunk] = []
+        self.origin: list[int] = []
+        """For each chunk, the one that it is a segment of."""
+        self._values: list[ChunkValue] = []
+        self._numbers: dict[int, int] = {}
+        """By value of the cut, its number now."""
+        self._edges: dict[int, Given] = {}
+        """How the values between chunks are placed along the axis."""
+
+    def cut(self) -> Cut:
+        old = self._cut
+        for value in old.values:
+            if value.producer is None:
+                self._numbers[value.index] = self._value(value.name, value.spec, None)
+                self._edges[value.index] = REPLICATED
+        for chunk in old.chunks:
+            sharding = self._shardings.get(chunk.index)
+            if sharding is None:
+                self._keep(chunk)
+            else:
+                self._segment(chunk, sharding)
+        return Cut(
+            chunks=tuple(self._chunks),
+            values=tuple(self._values),
+            loss=self._numbers[old.loss],
+            count=None if old.count is None else self._numbers[old.count],
+            outputs=tuple(self._numbers[value] for value in old.outputs),
+            updates=old.updates,
+        )
+
+    @cached_property
+    def _in_parts(self) -> frozenset[int]:
+        """The values whose first dimension are the parts that a redistribution sends."""
+        found: set[int] = set()
+        for chunk in self._cut.chunks:
+            for segment in chunk.segments:
+                move = segment.redistribution and segment.redistribution.forward
+                if move in (Move.ALL_TO_ALL, Move.REDUCE_SCATTER, Move.SELECT):
+                    found.update(chunk.inputs)
+        return frozenset(found)
+
+    def _wanted(self, value: int, sharding: Sharding) -> Placement | None:
+        """How a value must be placed along the axis that ``sharding`` is along: open where all who
+        read it are sharded in the same way."""
+        if value in (self._cut.loss, self._cut.count, *self._cut.outputs):
+            return REPLICATED
+        readers = [c.index for c in self._cut.chunks if value in c.inputs]
+        same = all(_same(self._shardings.get(i), sharding) for i in readers)
+        return None if same else REPLICATED
+
+    def _split(self, value: int, sharding: Sharding) -> int | None:
+        """The dimension along which a tensor of the batch is sharded where it is read."""
+        dim, found = sharding.split, self._cut.values[value]
+        if dim is None or found.producer is not None:
+            return None
+        batch = [v.spec.shape for v in self._cut.values if v.producer is None]
+        length = next((shape[dim] for shape in batch if len(shape) > dim), None)
+        if len(found.spec.shape) <= dim or found.spec.shape[dim] != length:
+            return None
+        axis = _axis(sharding)
+        if length % axis.parts:
+            raise CaptureError(
+                f"{found.name} has a sequence of {length}, which {axis.ways} devices along "
+                f"{axis.name} cannot share evenly: pad it to a multiple of {axis.parts}"
+            )
+        return dim
+
+    def _value(
+        self,
+        name: str,
+        spec: TensorSpec,
+        producer: int | None,
+        placements: tuple[AxisPlacement, ...] = (),
+    ) -> int:
+        index = len(self._values)
+        self._values.append(ChunkValue(index, name, spec, producer, placements))
+        return index
+
+    def _keep(self, chunk: Chunk) -> None:
+        index = len(self._chunks)
+        self.origin.append(chunk.index)
+        for value in chunk.outputs:
+            old = self._cut.values[value]
+            self._numbers[value] = self._value(old.name, old.spec, index, old.placements)
+            self._edges[value] = REPLICATED
+        self._chunks.append(
+            replace(
+                chunk,
+                index=index,
+                inputs=tuple(self._numbers[v] for v in chunk.inputs),
+                outputs=tuple(self._numbers[v] for v in chunk.outputs),
+                draws=chunk.draws or Draws(chunk.index),
+            )
+        )
+
+    def _segment(self, chunk: Chunk, sharding: Sharding) -> None:
+        local = self._local(chunk, sharding)
+        parts = LocalChunks(chunk, sharding, local)
+        numbers = dict(zip(parts.inputs, (self._numbers[v] for v in chunk.inputs), strict=True))
+        gathered = (*chunk.gathered, *local.gathered)
+        for part in parts:
+            index = len(self._chunks)
+            self.origin.append(chunk.index)
+            for node in part.outputs:
+                name, spec = part.name(node), TensorSpec.of(node.meta["val"])
+                numbers[node] = self._value(name, spec, index, placements_of(node))
+            self._chunks.append(
+                Chunk(
+                    index=index,
+                    tags=chunk.tags,
+                    parameters=part.parameters,
+                    buffers=part.buffers,
+                    inputs=tuple(numbers[node] for node in part.inputs),
+                    outputs=tuple(numbers[node] for node in part.outputs),
+                    updates=part.updates,
+                    body=part.body or self._stand_in(part.outputs[0], sharding.ways),
+                    segments=(*chunk.segments, part.segment),
+                    draws=part.draws,
+                    gathered=gathered if part.body is not None else (),
+                )
+            )
+            gathered = gathered if part.body is None else ()  # of the first that computes
+        ends = zip(chunk.outputs, local.results, local.placements, strict=False)
+        for value, node, placement in ends:
+            self._numbers[value] = numbers[node]
+            self._edges[value] = placement
+
+    def _local(self, chunk: Chunk, sharding: Sharding) -> Local:
+        given: list[Given] = []
+        for name in chunk.parameters:
+            shard = sharding.parameters.get(name)
+            if shard is None:
+                given.append(REPLICATED)
+            elif shard.sections:
+                given.append(Packed(shard.dim, shard.sections))
+            else:
+                given.append(Shard(shard.dim))
+        given += [REPLICATED] * len(chunk.buffers)
+        given += [self._edges[value] for value in chunk.inputs]
+        split = tuple(self._split(value, sharding) for value in chunk.inputs)
+        wanted: list[Placement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
+        wanted += [REPLICATED] * len(chunk.updates)
+        found = self._propagated(chunk, sharding, given, wanted, split)
+        kept = [
+            self._beside_parts(value, placement, _axis(sharding).parts) or want
+            for value, placement, want in zip(chunk.outputs, found.placements, wanted, strict=False)
+        ]
+        if kept != wanted[: len(kept)]:
+            wanted[: len(kept)] = kept
+            found = self._propagated(chunk, sharding, given, wanted, split)
+        return found
+
+    def _beside_parts(self, value: int, placement: Given, parts: int) -> Placement | None:
+        """Another placement for a value whose first dimension are the parts that a redistribution
+        along another axis sends, if it is sharded along that: every device has all parts."""
+        if placement != Shard(0) or value not in self._in_parts:
+            return None
+        shape = self._cut.values[value].spec.shape
+        return next(
+            (Shard(d) for d, size in enumerate(shape) if d and size % parts == 0), REPLICATED
+        )
+
+    def _propagated(
+        self,
+        chunk: Chunk,
+        sharding: Sharding,
+        given: list[Given],
+        wanted: list[Placement | None],
+        split: tuple[int | None, ...],
+    ) -> Local:
+        axis = _axis(sharding)
+        key = chunk.body.key, axis, sharding.sequence, tuple(given), tuple(wanted), split
+        if key not in self._locals:
+            self._locals[key] = propagate(
+                chunk.body,
+                self._rules[axis],
+                axis,
+                given,
+                wanted,
+                _resolved(sharding.sequence, sharding.ways),
+                split,
+                chunk.name,
+            )
+        return self._locals[key]
+
+    def _stand_in(self, node: fx.Node, ways: int) -> Body:
+        """A body of the shapes of a redistribution, for autograd."""
+        source, move, _ = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(move, Move)
+        fake = source.meta["val"]
+        key = move, TensorSpec.of(fake), tuple(fake.stride()), ways
+        if key not in self._stand_ins:
+            module = make_fx(stand_in(move, ways))(fake)
+            output = module.graph.output_node()
+            output.args = ((output.args[0],),)
+            module.recompile()
+            self._stand_ins[key] = Body(module, 0, 0, 1, 1, 0, body_key(module.graph))
+        return self._stand_ins[key]
+
+
+def _same(one: Sharding | None, other: Sharding) -> bool:
+    """Whether a value can go from one chunk to another as it is sharded."""
+    return one is not None and (_axis(one), one.stride) == (_axis(other), other.stride)
+
+
+def _axis(sharding: Sharding) -> ShardAxis:
+    return ShardAxis(sharding.axis, sharding.ways, sharding.context)
+
+
+def _resolved(sequence: int | None, ways: int) -> Callable[[Tensor | TensorSpec], Placement]:
+    """What a partial sum becomes."""
+
+    def placement(x: Tensor | TensorSpec) -> Placement:
+        if sequence is None or not x.dtype.is_floating_point:
+            return REPLICATED
+        if len(x.shape) <= sequence + 1 or x.shape[sequence] % ways:
+            return REPLICATED
+        return Shard(sequence)
+
+    return placement

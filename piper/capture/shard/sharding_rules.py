@@ -1,0 +1,256 @@
+"""How the output of an operation is sharded, given how its inputs are: torch's own rules, asked
+without DTensors and without a process group.
+
+``Rules.ask`` answers for one operation of an exported graph along one axis of a mesh, or says None
+where its inputs would have to be redistributed first. A composite operation (``linear``,
+``matmul``) is taken apart, as torch does, and its parts are asked one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
+from torch.utils import _pytree as pytree
+
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION, NAMES
+from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
+from piper.capture.operators.head_tail_attention import HEAD_TAIL
+from piper.capture.shard.placements import REPLICATED, Placement, Placements
+from piper.capture.trace.quiet import hushed_loggers
+from piper.capture.shard.rule_checks import Numbers, apart, from_the_front
+from piper.capture.shard.shard_axis import ShardAxis
+
+
+class Rules:
+    """The rules along one axis."""
+
+    def __init__(self, axis: ShardAxis) -> None:
+        self._axis = axis
+        self._mesh = DeviceMesh("cpu", torch.arange(axis.ways), _init_backend=False, _rank=0)
+        self._known: dict[object, Placements | None] = {}
+
+    def ask(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, Placement],
+    ) -> Placements | None:
+        """The placements of what ``target`` makes of fake tensors that are placed as ``given``
+        says by their identity; None if it cannot be computed from shards placed so."""
+        key = _key(target, args, kwargs, given)
+        if key not in self._known:
+            self._known[key] = self._ask(target, args, kwargs, given)
+        return self._known[key]
+
+    def _ask(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, Placement],
+    ) -> Placements | None:
+        if target is ATTENTION and self._axis.head_tail:
+            return _queries(args, kwargs, given)
+        if target is ATTENTION:
+            return _attention(args, kwargs, given)
+        if target is HEAD_TAIL:
+            heads = all(given.get(id(x), REPLICATED) == Shard(1) for x in args[:3])
+            return (Shard(1), Shard(1)) if heads else None
+        if target in (GROUPED_MM, EXPERT_ROWS):
+            return _grouped(target, [given.get(id(x), REPLICATED) for x in args[:2]])
+        if target is torch.ops.aten.dropout.default:
+            placed = given.get(id(args[0]), REPLICATED)
+            return placed if type(placed) is Shard else None
+        fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+        asking = _Asking(self._mesh, given, self._axis.parts if self._axis.head_tail else 1)
+        try:
+            with torch.no_grad(), fake.fake_mode, hushed_loggers(), asking:
+                made = target(*args, **kwargs)
+        except _UNKNOWN:
+            return None
+        if asking.numbers != self._on_shards(target, args, kwargs, given, fake.fake_mode):
+            return None  # some come from sizes, such as the number of rows of a mean
+        return _each(made, asking.placement)
+
+    def _on_shards(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, Placement],
+        mode: FakeTensorMode,
+    ) -> list[float]:
+        """The numbers that an operation computes with on shards."""
+
+        def shard(x: Tensor) -> Tensor:
+            placed = given.get(id(x), REPLICATED)
+            if not isinstance(placed, Shard):
+                return x
+            shape = list(x.shape)
+            shape[placed.dim] = -(-shape[placed.dim] // self._axis.ways)
+            return x.new_empty(shape)
+
+        numbers = Numbers()
+        try:
+            with torch.no_grad(), mode, hushed_loggers():
+                local, named = pytree.tree_map_only(Tensor, shard, (tuple(args), dict(kwargs)))
+                with numbers:
+                    target(*local, **named)
+        except _UNKNOWN:
+            pass  # sizes among its arguments, which are made fit elsewhere
+        return numbers.numbers
+
+
+def _key(
+    target: object, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+) -> object:
+    def shown(x: Any) -> object:
+        if not isinstance(x, Tensor):
+            return repr(x)
+        return tuple(x.shape), x.stride(), x.dtype, given.get(id(x), REPLICATED)
+
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    return target, tuple(map(shown, leaves)), str(tree)
+
+
+class _RedistributionError(Exception):
+    """An operation needs its inputs placed otherwise."""
+
+
+_UNKNOWN = (
+    _RedistributionError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    AssertionError,
+)
+"""What the rules raise for what they do not know."""
+
+
+class _Asking(Numbers):
+    """Runs operations on fake tensors of the whole, and notes how the results are placed."""
+
+    def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement], parts: int) -> None:
+        super().__init__()
+        self._mesh, self._parts = mesh, parts
+        self._placed = dict(given)
+        self._alive: list[Tensor] = []  # so that identities stay theirs
+
+    def placement(self, x: Tensor) -> Placement:
+        return self._placed.get(id(x), REPLICATED)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(self.placement(x) != REPLICATED for x in taken):
+            self._note(made, self._rule(func, args, kwargs))
+        return made
+
+    def _rule(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        rules = DTensor._op_dispatcher.sharding_propagator
+        args, kwargs = from_the_front(func, args, kwargs)
+        if not apart(func, args, kwargs, self.placement):
+            raise _RedistributionError
+        taken, named = pytree.tree_map_only(Tensor, self._spec, (tuple(args), dict(kwargs)))
+        info = rules.op_to_schema_info.get(func) or getattr(
+            rules, "op_to_schema_info_for_single_dim_strategy", {}
+        ).get(func)
+        schema = OpSchema(func, taken, named, schema_info=info or RuntimeSchemaInfo())
+        found = rules.propagate_op_sharding_non_cached(schema)
+        if found.redistribute_schema is not None:
+            pairs = zip(_specs(schema), _specs(found.redistribute_schema), strict=True)
+            if any(had.placements != needs.placements for had, needs in pairs):
+                raise _RedistributionError
+        return found.output_spec
+
+    def _spec(self, x: Tensor) -> DTensorSpec:
+        meta = TensorMeta(x.shape, x.stride(), x.dtype)
+        return DTensorSpec(self._mesh, (self.placement(x),), tensor_meta=meta)
+
+    def _note(self, made: Any, specs: Any) -> None:
+        made = made if isinstance(made, list | tuple) else [made]
+        specs = specs if isinstance(specs, list | tuple) else [specs]
+        for x, spec in zip(made, specs, strict=True):
+            if isinstance(x, Tensor):
+                placed = spec.placements[0]
+                if isinstance(placed, Shard) and x.shape[placed.dim] % self._parts:
+                    raise _RedistributionError
+                self._placed[id(x)] = placed
+                self._alive.append(x)
+
+
+def _specs(schema: OpSchema) -> list[DTensorSpec]:
+    leaves = pytree.tree_leaves(
+        (schema.args_schema, schema.kwargs_schema), is_leaf=lambda x: isinstance(x, DTensorSpec)
+    )
+    return [x for x in leaves if isinstance(x, DTensorSpec)]
+
+
+def _each(made: Any, placement: Callable[[Tensor], Placement]) -> Placements:
+    if isinstance(made, list | tuple):
+        return tuple(_each(x, placement) if isinstance(x, Tensor) else None for x in made)
+    return placement(made)
+
+
+def _grouped(target: object, places: Sequence[Placement]) -> Placements | None:
+    """The weights of all experts may be sharded along what a product makes, or sums over; their
+    biases along what they are added to."""
+    if target is EXPERT_ROWS:
+        return Shard(1) if places[0] == Shard(1) else None
+    if places == [REPLICATED, Shard(2)]:
+        return Shard(1)
+    return Partial() if places == [Shard(1), Shard(1)] else None
+
+
+def _attention(
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+) -> Placements | None:
+    """Rows and heads are apart from each other: torch has no one rule for all kernels of it."""
+    taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
+    if places[0] not in (Shard(0), Shard(1)) or len(taken["query"].shape) != 4:
+        return None
+    if any(place != places[0] for place in places):
+        return None
+    return places[0] if _masked_alike(taken.get("attn_mask"), places[0].dim, given) else None
+
+
+def _queries(
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+) -> Placements | None:
+    """Queries are apart from each other if each device has all keys and values; a causal mask that
+    is no tensor is for whole sequences."""
+    taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
+    if taken.get("is_causal") or places != [Shard(2), REPLICATED, REPLICATED]:
+        return None
+    fits = len(taken["query"].shape) == 4 and _masked_alike(taken.get("attn_mask"), 2, given)
+    return Shard(2) if fits else None
+
+
+def _masked_alike(mask: Tensor | None, dim: int, given: Mapping[int, Placement]) -> bool:
+    """Whether the mask is sharded like the scores along ``dim``."""
+    if mask is None:
+        return True
+    dim += len(mask.shape) - 4
+    broadcast = dim < 0 or mask.shape[dim] == 1
+    return given.get(id(mask), REPLICATED) == (REPLICATED if broadcast else Shard(dim))

@@ -1,0 +1,146 @@
+"""How a parameter is sharded that a person calls "column" or "row": the dimension follows from the
+product that it is the weight of, and the sections of a fused weight from where its result is split.
+
+    linear(x, w [out, in])                column 0    row 1
+    addmm(b, x, w [in, out])              column 1    row 0
+    grouped_mm(x, w [experts, in, out])   column 2    row 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.chunk.chunks import Chunk, ParameterShard, Style
+from piper.capture.shard.rewrites.fused_weights import TURNS, sections_of, turned
+from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
+from piper.base.errors import CaptureError
+
+aten = torch.ops.aten
+_PRODUCTS: dict[Any, tuple[int, int, int]] = {
+    aten.linear.default: (1, 0, 1),
+    aten.addmm.default: (2, 1, 0),
+    aten.mm.default: (1, 1, 0),
+    aten.matmul.default: (1, 1, 0),
+    aten.embedding.default: (0, 1, 0),
+    aten.bmm.default: (1, 2, 1),
+    GROUPED_MM: (1, 2, 1),
+}
+"""The argument that is the weight, its dimension that the result has, and the one summed over."""
+_BIASES: dict[Any, int] = {aten.linear.default: 2, aten.addmm.default: 0}
+
+
+def weight_shards(
+    chunk: Chunk, wanted: Mapping[str, int | Style], ways: int
+) -> dict[str, ParameterShard]:
+    """The parameters of ``chunk`` that are sharded, and how."""
+    graph = chunk.body.module.graph
+    placeholders = graph.find_nodes(op="placeholder")[: len(chunk.parameters)]
+    found = {}
+    for name, node in zip(chunk.parameters, placeholders, strict=True):
+        if name in wanted:
+            shard = _shard(name, node, wanted[name], chunk.name)
+            if shard is not None:
+                _check(name, node, shard, ways, chunk.name)
+                found[name] = shard
+    return found
+
+
+def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> ParameterShard | None:
+    shape = node.meta["val"].shape
+    found = _of_product(node, how, list(range(len(shape))))
+    if found is not None:
+        return found
+    if len(shape) == 1 and how is Style.ROW:
+        return None  # a bias is added once, to the sum
+    if len(shape) == 1:
+        return ParameterShard(0, _bias_sections(node) if how in (0, Style.COLUMN) else ())
+    for user in node.users:  # a bias of each expert
+        if user.target is EXPERT_ROWS and how in (1, Style.COLUMN):
+            return ParameterShard(1, _bias_sections(user))
+        if user.target is EXPERT_ROWS and how is Style.ROW:
+            return None
+    if isinstance(how, int):
+        return ParameterShard(how)
+    raise CaptureError(
+        f"{name!r} in region {region} is to be sharded by {how.value}, but it is not the weight of "
+        "a linear layer there: give the number of the dimension"
+    )
+
+
+def _of_product(node: fx.Node, how: int | Style, dims: list[int]) -> ParameterShard | None:
+    """How the weight of a product is sharded; ``dims`` are those of the parameter, in the order in
+    which ``node`` has them. None if it is not a weight."""
+    for user in node.users:
+        if user.target in TURNS:
+            found = _of_product(user, how, [dims[d] for d in turned(user, len(dims))])
+            if found is not None:
+                return found
+        if user.target not in _PRODUCTS:
+            continue
+        at, out, summed = _PRODUCTS[user.target]
+        if len(dims) != max(out, summed) + 1:
+            continue
+        if len(user.args) > at and user.args[at] is node:
+            styles = {Style.COLUMN: dims[out], Style.ROW: dims[summed]}
+            dim = styles[how] if isinstance(how, Style) else how
+            return ParameterShard(dim, sections_of(user) if dim == dims[out] else ())
+    return None
+
+
+def _bias_sections(node: fx.Node) -> tuple[int, ...]:
+    """The sections of the product that a bias is added to, in it or after it."""
+    for user in node.users:
+        at = _BIASES.get(user.target)
+        within = at is not None and len(user.args) > at and user.args[at] is node
+        after = user.target is aten.add.Tensor
+        if (within or after) and user.meta["val"].shape[-1] == node.meta["val"].shape[-1]:
+            return sections_of(user)
+    return ()
+
+
+def _is_vocabulary(node: fx.Node) -> bool:
+    """Whether dimension 0 of a parameter are the tokens of an embedding, or the classes of logits
+    that nothing but a loss compares."""
+    return any(
+        (user.target is aten.embedding.default and user.args[0] is node)
+        or (user.target is aten.linear.default and user.args[0] is not node and _are_logits(user))
+        for user in node.users
+    )
+
+
+def _are_logits(node: fx.Node) -> bool:
+    """Whether the last dimension stays what it is until the region or a cross entropy ends it."""
+    size = node.meta["val"].shape[-1]
+    return all(
+        user.op == "output"
+        or user.target is aten.cross_entropy_loss.default
+        or (len(user.all_input_nodes) == 1 and _keeps(user, size) and _are_logits(user))
+        for user in node.users
+    )
+
+
+def _keeps(node: fx.Node, size: int) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == size
+
+
+def _check(name: str, node: fx.Node, shard: ParameterShard, ways: int, region: str) -> None:
+    shape = list(node.meta["val"].shape)
+    if shard.dim >= len(shape):
+        raise CaptureError(
+            f"{name!r} in region {region} has shape {shape} and no dimension {shard.dim} to shard"
+        )
+    if shard.dim == 0 and not shard.sections and shape[0] >= ways and _is_vocabulary(node):
+        return  # it is padded
+    for size in shard.sections or (shape[shard.dim],):
+        if size % ways:
+            part = f" ({list(shard.sections)}, fused)" if shard.sections else ""
+            fits = [str(n) for n in range(1, size + 1) if size % n == 0][:12]
+            raise CaptureError(
+                f"{name!r} in region {region} has {size} along dimension {shard.dim}{part}, which "
+                f"{ways} devices cannot share evenly; numbers that work: {', '.join(fits)}"
+            )

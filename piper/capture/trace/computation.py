@@ -1,0 +1,199 @@
+"""What a model and its loss compute, as text: to be compared with that of another program, which
+may have been traced at other sizes of the batch.
+
+Regions, names of nodes and the order of arguments by name do not matter; operations, the parameters
+that they read and the numbers in them do. What only ``outputs=`` asks for is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from piper.capture.trace.fingerprint import content_of
+from piper.capture.graphs import ancestors
+
+_NUMBER = re.compile(r"(?<![\w%.#])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
+_CONTENT = re.compile(r"#\w+")
+_LARGE = 2.0**53
+LOSS_PLACE = "the loss"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherOperation:
+    """The first operation in which two computations differ."""
+
+    place: str
+    """The path of its module, "the model", or "the loss"."""
+    one: str
+    two: str
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """Everything that is computed of one microbatch, forward."""
+
+    operations: tuple[str, ...]
+    """One each; ``%3`` is the result of the fourth."""
+    places: tuple[str, ...]
+    """Where each stands: the path of its module, "the model", or "the loss"."""
+    sizes: tuple[int, ...]
+    """Every size of a dimension or a tensor in it: numbers that may depend on the batch."""
+    batch: tuple[tuple[int, ...], ...]
+    """The shapes of the microbatch's tensors."""
+
+    def difference(self, other: Computation) -> OtherOperation | None:
+        """The first operation in which ``other`` computes something else. Where its microbatches
+        have other sizes, numbers that can follow from these may differ."""
+        may_differ = _sized(self, other)
+        rows = zip(self.operations, other.operations, other.places, strict=False)
+        for one, two, place in rows:
+            if one != two and not _alike(one, two, may_differ):
+                return _named(place, one, two)
+        counts = len(self.operations), len(other.operations)
+        if counts[0] == counts[1]:
+            return None
+        longer = max(self, other, key=lambda x: len(x.operations))
+        lines = [x.operations[min(counts)] if x is longer else "nothing" for x in (self, other)]
+        return _named(longer.places[min(counts)], *lines)
+
+
+def computation_of(
+    program: ExportedProgram,
+    outputs: slice,
+    user_name: Callable[[str], str],
+    in_loss: Callable[[Mapping[str, Any]], bool],
+) -> Computation:
+    """What was exported; ``outputs`` are the results that only ``outputs=`` asks for. ``user_name``
+    gives the user's name of a parameter, and ``in_loss`` says by its metadata whether an operation
+    is the loss's."""
+    ends = {}
+    inputs = 0
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            ends[spec.arg.name] = f"input {inputs}"
+            inputs += 1
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constant = program.constants[str(spec.target)]
+            ends[spec.arg.name] = f"constant {_constant(constant)}"
+        else:
+            name = user_name(str(spec.target))
+            ends[spec.arg.name] = f"tensor {name!r}"
+    operations: list[str] = []
+    places: list[str] = []
+    sizes: set[int] = set()
+    for graph in (m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)):
+        whole = graph is program.graph_module.graph
+        needed = _needed(graph, outputs if whole else slice(0, 0))
+        numbers: dict[fx.Node, int] = {}
+        for node in (x for x in graph.nodes if x in needed):
+            numbers[node] = len(operations)
+            operations.append(_line(node, numbers, ends if whole else {}))
+            places.append(LOSS_PLACE if in_loss(node.meta) else _module(node, user_name))
+            for x in pytree.tree_leaves(node.meta.get("val")):
+                if isinstance(x, Tensor):  # one of a size that the data decides is refused later
+                    sizes |= {n for n in (*x.shape, x.numel()) if isinstance(n, int)}
+    shapes = [
+        tuple(map(int, node.meta["val"].shape))
+        for node in program.graph.find_nodes(op="placeholder")
+        if ends.get(node.name, "").startswith("input ") and isinstance(node.meta["val"], Tensor)
+    ]
+    return Computation(tuple(operations), tuple(places), tuple(sorted(sizes)), tuple(shapes))
+
+
+def _needed(graph: fx.Graph, outputs: slice) -> set[fx.Node]:
+    """What the results but ``outputs`` depend on, and what changes something."""
+    results = list(pytree.tree_leaves(graph.output_node().args[0]))
+    del results[outputs]
+    roots = [x for x in results if isinstance(x, fx.Node)]
+    roots += [x for x in graph.nodes if _changes_something(x)]
+    return ancestors(roots, ())
+
+
+def _changes_something(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _line(node: fx.Node, numbers: Mapping[fx.Node, int], ends: Mapping[str, str]) -> str:
+    if node.op == "placeholder":
+        return ends.get(node.name, "argument")
+    args = [_text(x, numbers) for x in node.args]
+    args += [f"{key}={_text(x, numbers)}" for key, x in sorted(node.kwargs.items())]
+    return f"{node.target}({', '.join(args)})"
+
+
+def _text(item: Any, numbers: Mapping[fx.Node, int]) -> str:
+    if isinstance(item, fx.Node):
+        return f"%{numbers.get(item, '?')}"
+    if isinstance(item, list | tuple):
+        return f"[{', '.join(_text(x, numbers) for x in item)}]"
+    return str(item)
+
+
+def _constant(constant: Any) -> str:
+    if not isinstance(constant, Tensor):
+        return type(constant).__name__
+    digest = hashlib.blake2b(content_of(constant).encode(), digest_size=8).hexdigest()
+    return f"{constant.dtype} {list(constant.shape)} #{digest}"
+
+
+def _module(node: fx.Node, user_name: Callable[[str], str]) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    path = user_name(path.removeprefix("L['self'].").removeprefix("model.").removeprefix("model"))
+    return path or "the model"
+
+
+def _named(place: str, one: str, two: str) -> OtherOperation:
+    names = [line.partition("(")[0] for line in (one, two)]
+    return OtherOperation(place, *((one, two) if names[0] == names[1] else names))
+
+
+def _alike(one: str, two: str, may_differ: Callable[[float, float], bool]) -> bool:
+    """Whether two operations are the same but for numbers that may differ."""
+    if _NUMBER.sub("0", _CONTENT.sub("", one)) != _NUMBER.sub("0", _CONTENT.sub("", two)):
+        return False
+    pairs = [*zip(_NUMBER.findall(one), _NUMBER.findall(two), strict=True)]
+    unlike = [(float(a), float(b)) for a, b in pairs if a != b]
+    return bool(unlike) and all(may_differ(a, b) for a, b in unlike)
+
+
+def _sized(one: Computation, two: Computation) -> Callable[[float, float], bool]:
+    """Whether a number of ``one`` and a number of ``two`` may be sizes that follow from those of
+    the batch."""
+    if one.batch == two.batch or [*map(len, one.batch)] != [*map(len, two.batch)]:
+        return lambda a, b: False
+    ratios = {y[0] / x[0] for x, y in zip(one.batch, two.batch, strict=True) if x and x[0]}
+    rows_alone = all(x[1:] == y[1:] for x, y in zip(one.batch, two.batch, strict=True))
+
+    def sizes(a: float, b: float) -> bool:
+        pairs = (a, b), (1 / a if a else 0.0, 1 / b if b else 0.0)
+        return any(_near(x, one.sizes) and _near(y, two.sizes) for x, y in pairs)
+
+    if not rows_alone or len(ratios) != 1:
+        return sizes
+    (ratio,) = ratios
+
+    def rows(a: float, b: float) -> bool:
+        """Numbers of rows, also rounded (a capacity), their squares, or one part of them."""
+        if a < 1 and b < 1:
+            return math.isclose(a, b * ratio) and sizes(a, b)
+        rounded = min(1 + ratio, a * ratio / 8)
+        exact = math.isclose(b, a * ratio) or math.isclose(b, a * ratio**2)
+        return (exact or abs(b - a * ratio) <= rounded) and sizes(a, b)
+
+    return rows
+
+
+def _near(x: float, sizes: tuple[int, ...]) -> bool:
+    return abs(x) < _LARGE and math.isclose(x, round(x), rel_tol=1e-9) and round(x) in sizes

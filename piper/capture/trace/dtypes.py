@@ -1,0 +1,130 @@
+"""Dtypes that an operation does not take are refused when a model is captured.
+
+Fake tensors accept dtypes that real ones refuse: a product of float64 and float32, a softmax of
+integers. So each operation that is given another dtype than a parameter's is tried once, on zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from piper.capture.blame import user_frames
+from piper.capture.graphs import ancestors, is_random
+from piper.ir.tensors import TensorSpec
+from piper.base.errors import CaptureError
+
+_SMALL = 2**20
+"""Elements of an operation that takes no time."""
+_LARGE = 2**26
+"""Elements of a result that still has room. An operation on several floating-point dtypes that is
+not elementwise is tried up to this size: it almost always fails at once."""
+
+
+def refuse_dtypes(graph: fx.Graph, names: Mapping[fx.Node, str], usual: set[torch.dtype]) -> None:
+    """Refuse operations of ``graph`` that exist, but not in the dtypes they are given. ``names``
+    says how the ends of the graph are called, the batch first; operations on one of the ``usual``
+    dtypes alone are taken for granted."""
+    tried: set[tuple[Any, ...]] = set()
+    for node in graph.nodes:
+        if not _is_plain(node):
+            continue
+        tensors = _tensors(node)
+        kinds = tuple(x.meta["val"].dtype for x in tensors)
+        key = (node.target, *kinds)
+        if key in tried or (len(set(kinds)) == 1 and kinds[0] in usual) or not _is_quick(node):
+            continue
+        tried.add(key)
+        error = _failure(node, {})
+        if error is not None:
+            _raise(node, tensors, names, usual, error)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether it is an operation of torch's own from tensors to tensors that draws nothing."""
+    return (
+        isinstance(node.target, OpOverload)
+        and node.target.namespace == "aten"
+        and not is_random(node)
+        and bool(node.all_input_nodes)
+        and all(isinstance(x.meta.get("val"), Tensor) for x in node.all_input_nodes)
+    )
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [x for x in leaves if isinstance(x, fx.Node)]
+
+
+def _is_quick(node: fx.Node) -> bool:
+    assert isinstance(node.target, OpOverload)
+    given = [x.meta["val"] for x in node.all_input_nodes]
+    made = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    result = sum(math.prod(x.shape) for x in made)
+    if result + sum(math.prod(x.shape) for x in given) <= _SMALL:
+        return True
+    mixed = len({x.dtype for x in given if x.is_floating_point()}) > 1
+    return mixed and torch.Tag.pointwise not in node.target.tags and result <= _LARGE
+
+
+def _failure(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype]) -> Exception | None:
+    """How ``node`` fails on zeros, those of some nodes in other ``dtypes``."""
+
+    def zeros(arg: fx.Node) -> Tensor:
+        like = arg.meta["val"]
+        kind = dtypes.get(arg, like.dtype)
+        if math.prod(like.shape) > _SMALL:
+            return torch.zeros((), dtype=kind, device=like.device).expand(like.shape)
+        return torch.zeros(like.shape, dtype=kind, device=like.device)
+
+    assert isinstance(node.target, OpOverload)
+    try:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            node.target(*fx.map_arg(node.args, zeros), **fx.map_arg(dict(node.kwargs), zeros))
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        return error
+    return None
+
+
+def _raise(
+    node: fx.Node,
+    tensors: list[fx.Node],
+    names: Mapping[fx.Node, str],
+    usual: set[torch.dtype],
+    error: Exception,
+) -> None:
+    """Refuse ``node`` if it works once some tensor has another dtype: else it is not the dtype."""
+    for tensor, end, name in _origins(tensors, names):
+        for dtype in (*sorted(usual, key=str), torch.int64):
+            if _failure(node, dict.fromkeys([tensor], dtype)) is None:
+                assert isinstance(node.target, OpOverload)
+                operation = node.target._schema.name.partition("::")[2]
+                given = ", ".join(str(TensorSpec.of(x.meta["val"])) for x in tensors)
+                frames = user_frames(node.meta.get("stack_trace") or "")
+                raise CaptureError(
+                    f"{name} is {_named(end.meta['val'].dtype)}, and torch's {operation} cannot "
+                    f"take {given} ({str(error).splitlines()[0]}){frames and chr(10)}{frames}\n"
+                    f"give it as {_named(dtype)}: {name}.to({dtype})"
+                )
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _origins(
+    tensors: list[fx.Node], names: Mapping[fx.Node, str]
+) -> Iterator[tuple[fx.Node, fx.Node, str]]:
+    """The ends of the graph that ``tensors`` have their dtypes from, in the order of ``names``."""
+    behind = {tensor: ancestors([tensor], ()) for tensor in tensors}
+    for end, name in names.items():
+        for tensor in tensors:
+            if end in behind[tensor] and end.meta["val"].dtype == tensor.meta["val"].dtype:
+                yield tensor, end, name

@@ -1,0 +1,457 @@
+"""Model, loss and one example microbatch go in; one flat functional graph of ATen ops comes out.
+
+The model is never run on data and never touched: a copy whose tensors are fake is exported with
+its loss. What leaves has no mutation, no module and no control flow; each op carries the regions
+it was traced in; what training must not differentiate is behind an explicit ``detach``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from piper.capture.trace import opaque
+from piper.capture.intercept.hf_attention import restore_eager_attention
+from piper.capture.batch import Batch, OutputTree
+from piper.capture.blame import RecordLines, explain, user_frames, user_name
+from piper.capture.intercept.checkpointing import plain_checkpoints
+from piper.capture.trace.computation import Computation, computation_of
+from piper.capture.intercept.bincount import FixedCounts
+from piper.capture.intercept.random_control_flow import DecideDraws
+from piper.capture.trace.dtypes import refuse_dtypes
+from piper.capture.trace.fingerprint import fingerprint
+from piper.capture.intercept.autograd_functions import Functions, function_ops, kept_whole
+from piper.capture.graphs import returned
+from piper.capture.intercept.grouped_tracing import OurProducts, use_ours
+from piper.capture.loss.loss_checks import check_loss, refuse_metric
+from piper.capture.intercept.mixed_precision import MixedPrecision
+from piper.capture.loss.outputs import Outputs
+from piper.capture.intercept.outside_effects import assigned, attributes_of, generators_now
+from piper.capture.loss.own_loss import Loss
+from piper.capture.trace.quiet import quiet_tracing
+from piper.capture.regions import (
+    LOSS,
+    Region,
+    annotate,
+    check_tags_entered,
+    recording,
+    tag_modules,
+    tags_of,
+)
+from piper.capture.loss.row_mixing import RowMixing, row_mixing
+from piper.capture.trace.skeleton import fake_like, shared_buffers, skeleton_of
+from piper.capture.trace.refusals import RefuseStray, refuse_unsupported
+from piper.ir.tensors import overlaps
+from piper.capture.code.totals import Totals
+from piper.capture.loss.whole_means import Ends, take_whole_means
+from piper.base.errors import CaptureError, warn
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """One microbatch's step, forward only, as a functional graph and the roles of its ends."""
+
+    graph: fx.Graph
+    parameters: dict[fx.Node, str]
+    buffers: dict[fx.Node, str]
+    inputs: dict[fx.Node, str]
+    """The tensors of the batch, by how the caller wrote them."""
+    loss: fx.Node
+    count: fx.Node | None
+    outputs: tuple[fx.Node, ...]
+    updates: dict[str, fx.Node]
+    constants: dict[str, Tensor]
+    regions: dict[Region, str]
+    loss_region: Region
+    output_tree: OutputTree
+    traced: str
+    """What was traced, as a text to compare with that of another trace."""
+    computation: Computation
+    """The same, to compare with that of another program."""
+    checkpoints: tuple[str, ...]
+    """The lines that asked for activation checkpointing (``torch.utils.checkpoint``)."""
+    totals: Totals | None = None
+    """How the last of the inputs are computed from the whole batch, if some are."""
+    mixing: RowMixing | None = None
+    """Why parts of the batch do not add up to the whole, if that is known."""
+
+
+class _Parts(nn.Module):
+    """The model and, if it is a module, the loss: all that has parameters."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        if isinstance(loss, nn.Module):
+            self.loss_fn = loss
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the traced step notes on the way: torch restores a module's own attributes."""
+
+    running: str
+    """Whose code is running: the model's or the loss's."""
+    loss_region: Region | None = None
+    shared: dict[str, str] = field(default_factory=dict)
+    """For each buffer that lives in another tensor's memory, that tensor."""
+    frozen: list[str] = field(default_factory=list)
+    """Numbers that change from one call to the next."""
+    drawn: list[str] = field(default_factory=list)
+    """Generators of random numbers outside the model that the step drew from."""
+    assigned: list[str] = field(default_factory=list)
+    """The buffers to which a new tensor was assigned: the last results of the step."""
+    tree: OutputTree = field(default_factory=OutputTree)
+
+
+class _Step(nn.Module):
+    """What is exported: the model, then the loss as a region of its own."""
+
+    def __init__(
+        self, parts: _Parts, loss: Loss, batch: Batch, outputs: Outputs | None, mixed: bool
+    ) -> None:
+        super().__init__()
+        self.model = parts.model
+        self.loss_fn = getattr(parts, "loss_fn", loss)
+        self.seen = _Seen(type(parts.model).__name__)
+        self._batch = batch
+        self._outputs = outputs
+        self._mixed = mixed
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        source = iter(tensors)
+        leaves = [next(source) if isinstance(x, Tensor) else x for x in self._batch.leaves]
+        args, kwargs, targets = self._batch.spec.unflatten(leaves)
+        precision = MixedPrecision() if self._mixed else nullcontext()
+        with DecideDraws(), RefuseStray(self), OurProducts(), FixedCounts(), precision:
+            return self._run(args, kwargs, targets)
+
+    def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
+        before = attributes_of(self)
+        generators = generators_now()
+        output = self.model(*args, **kwargs)
+        self.seen.running = "the loss"
+        with annotate(LOSS) as self.seen.loss_region:
+            with RecordLines():
+                loss = check_loss(self.loss_fn(output, *targets))
+            kept = []
+            if self._outputs is not None:
+                self.seen.running = "outputs="
+                kept = self.seen.tree.take(self._outputs(output, *targets))
+        self.seen.running = type(self.model).__name__
+        after = generators_now()
+        self.seen.drawn = [name for name, state in generators.items() if state != after[name]]
+        written = assigned(self, before, self.seen.frozen)
+        self.seen.assigned = list(written)
+        return (*loss, *kept, *(value.detach() for value in written.values()))
+
+
+def export(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss,
+    tags: Mapping[str, str],
+    *,
+    parts: int,
+    device: torch.device,
+    outputs: Outputs | None,
+    dtype: torch.dtype | None = None,
+) -> Exported:
+    """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches. ``dtype``, if
+    given, is what floating-point parameters and inputs are taken in."""
+    with function_ops() as functions:
+        traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
+        text = fingerprint(traced.program)
+        computation = _computation(traced)
+        program = _functional(traced)
+        functions.restore(program.graph)
+    step = traced.step
+    for name in dict.fromkeys(step.seen.frozen):
+        warn(
+            f"{name!r} changes from one call of the model to the next; the captured step keeps the "
+            "value it has now. If it is part of the computation, make it a buffer"
+        )
+    for name in step.seen.drawn:
+        warn(
+            f"{type(model).__name__} draws from {name} while it is traced; every step repeats what "
+            "was drawn now. If it is part of the computation, draw it with torch.rand, or pass it "
+            "with the batch"
+        )
+    opaque.restore(program.graph)
+    restore_eager_attention(program.graph)
+    _free_views(program.graph)
+    exported = _roles(program, traced, text, computation)
+    named = exported.inputs | exported.parameters | exported.buffers
+    kinds = {node.meta["val"].dtype for node in exported.parameters}
+    refuse_dtypes(exported.graph, named, {kind for kind in kinds if kind.is_floating_point})
+    return _of_whole_batch(exported, batch, parts)
+
+
+def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
+    """The step whose means over what counts are those of the whole batch."""
+    graph = exported.graph
+    averaged = exported.outputs if exported.count else (exported.loss, *exported.outputs)
+    given = zip(exported.inputs, batch.tensors, strict=True)
+    ends = Ends(
+        inputs=exported.inputs,
+        rows={node for node, x in given if batch.has_rows(x)},
+        loss=exported.loss,
+        results=averaged,
+        kept=(exported.loss, exported.count) if exported.count else (),
+    )
+    before = returned(graph)
+    inputs, totals = take_whole_means(graph, ends, parts)
+    now = dict(zip(before, returned(graph), strict=True))
+    loss = now[exported.loss]
+    return replace(
+        exported,
+        inputs=exported.inputs | inputs,
+        loss=loss,
+        count=exported.count and now[exported.count],
+        outputs=tuple(now[node] for node in exported.outputs),
+        updates={name: now[node] for name, node in exported.updates.items()},
+        totals=totals,
+        mixing=row_mixing(graph, exported.inputs, ends.rows, loss) if parts > 1 else None,
+    )
+
+
+def _functional(traced: _Trace) -> ExportedProgram:
+    """What was traced, without mutation and blocks."""
+    program = traced.program
+    try:
+        refuse_unsupported(program, traced.paths, traced.names)
+        use_ours(program.graph)
+        opaque.hide(program.graph_module)
+        with quiet_tracing():
+            return program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise explain(error, traced.step.seen.running, traced.modules) from error
+
+
+def _free_views(graph: fx.Graph) -> None:
+    """Let views copy where they must. Attention may come out in another memory layout when it is
+    differentiated than when it was exported (another kernel where the mask needs a gradient), and
+    a ``contiguous`` that changed nothing at export is no longer there."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+
+
+def trace_text(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss,
+    tags: Mapping[str, str],
+    *,
+    parts: int,
+    device: torch.device,
+    outputs: Outputs | None,
+    dtype: torch.dtype | None,
+) -> str:
+    """What ``export`` would trace, as ``Exported.traced`` has it."""
+    with function_ops() as functions:
+        traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
+    return fingerprint(traced.program)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A step as torch exported it, and how its ends are called."""
+
+    step: _Step
+    program: ExportedProgram
+    paths: list[str]
+    names: dict[str, str]
+    modules: dict[nn.Module, str]
+    regions: dict[Region, str]
+    checkpoints: tuple[str, ...]
+
+
+def _trace(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss,
+    tags: Mapping[str, str],
+    parts: int,
+    device: torch.device,
+    outputs: Outputs | None,
+    dtype: torch.dtype | None,
+    functions: Functions,
+) -> _Trace:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    slices = batch.slices(parts)[0]
+    paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
+    # targets are for the loss, which computes in fp32
+    kinds = [None if path.startswith("targets") else dtype for path in paths]
+    example = [
+        fake_like(_packed(x), mode, device, kind) for x, kind in zip(slices, kinds, strict=True)
+    ]
+    parts_of = _Parts(model, loss)
+    skeleton, names = skeleton_of(parts_of, mode, device, type(model).__name__, dtype)
+    assert isinstance(skeleton, _Parts)
+    tag_modules(skeleton.model, tags)
+    step = _Step(skeleton, _rebound(loss, model, skeleton.model), batch, outputs, dtype is not None)
+    step.seen.shared = shared_buffers(parts_of)
+    modules = {m: path for path, m in skeleton.model.named_modules()}
+    try:
+        with (
+            quiet_tracing(),
+            kept_whole(functions),
+            plain_checkpoints() as lines,
+            recording() as recorder,
+        ):
+            program = torch.export.export(step, tuple(example), strict=False)
+        check_tags_entered(tags, recorder.entered.values())
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise explain(error, step.seen.running, modules) from error
+    checkpoints = tuple(dict.fromkeys(lines))
+    return _Trace(step, program, paths, names, modules, recorder.entered, checkpoints)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """``x``, or, if several of its elements are one number in memory, a copy where none are."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if overlaps(x) else x
+
+
+def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
+    """A loss that is a method of the model becomes the copy's own method."""
+    if inspect.ismethod(loss) and loss.__self__ is model:
+        return types.MethodType(loss.__func__, skeleton)
+    return loss
+
+
+def _computation(traced: _Trace) -> Computation:
+    seen, names = traced.step.seen, traced.names
+    last = len(traced.program.graph_signature.output_specs) - len(seen.assigned)
+    return computation_of(
+        traced.program,
+        slice(last - seen.tree.tensors, last),
+        lambda target: user_name(target, names),
+        lambda meta: seen.loss_region in tags_of(meta),
+    )
+
+
+def _roles(
+    program: ExportedProgram, traced: _Trace, text: str, computation: Computation
+) -> Exported:
+    """Read off which end of the graph is which, in the user's names."""
+    graph = program.graph
+    step, paths, names = traced.step, traced.paths, traced.names
+    _drop_asserts(graph)
+    _refuse_dynamic(graph, type(step.model).__name__)
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    parameters: dict[fx.Node, str] = {}
+    buffers: dict[fx.Node, str] = {}
+    inputs: dict[fx.Node, str] = {}
+    constants: dict[str, Tensor] = {}
+    for spec in program.graph_signature.input_specs:
+        node = placeholders[spec.arg.name]
+        if spec.kind is InputKind.PARAMETER:
+            parameters[node] = user_name(str(spec.target), names)
+        elif spec.kind is InputKind.BUFFER:
+            buffers[node] = user_name(str(spec.target), names)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            buffers[node] = str(spec.target)
+            constants[str(spec.target)] = program.constants[str(spec.target)]
+        elif spec.kind is InputKind.USER_INPUT and not isinstance(spec.arg, ConstantArgument):
+            inputs[node] = paths[len(inputs)]
+    results = _computed_results(graph)
+    given_back: list[fx.Node] = []
+    updates: dict[str, fx.Node] = {}
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            given_back.append(node)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            updates[user_name(str(spec.target), names)] = node
+        else:
+            raise CaptureError(
+                f"unsupported mutation of {user_name(str(spec.target), names)!r}: only buffers "
+                "may be written to"
+            )
+    assert step.seen.loss_region is not None
+    for target in reversed(step.seen.assigned):
+        updates[user_name(target, names)] = given_back.pop()
+    n_loss = len(given_back) - step.seen.tree.tensors
+    _refuse_shared_updates(step, updates, names)
+    if n_loss == 2:
+        refuse_metric(given_back[1], step, parameters)
+    return Exported(
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        loss=given_back[0],
+        count=given_back[1] if n_loss == 2 else None,
+        outputs=tuple(given_back[n_loss:]),
+        updates=updates,
+        constants=constants,
+        regions=traced.regions,
+        loss_region=step.seen.loss_region,
+        output_tree=step.seen.tree,
+        traced=text,
+        computation=computation,
+        checkpoints=traced.checkpoints,
+    )
+
+
+def _refuse_shared_updates(
+    step: _Step, updates: Mapping[str, fx.Node], names: Mapping[str, str]
+) -> None:
+    """A buffer in the memory of another tensor cannot be replaced alone."""
+    for path, other in step.seen.shared.items():
+        if user_name(path, dict(names)) in updates:
+            raise CaptureError(
+                f"unsupported mutation: the buffer {user_name(path, dict(names))!r} shares memory "
+                f"with {user_name(other, dict(names))!r}; give it memory of its own (clone)"
+            )
+
+
+def _computed_results(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The graph's results; one that is a parameter, buffer or input itself becomes a copy."""
+    output = graph.output_node()
+    for node in graph.find_nodes(op="placeholder"):
+        if output in node.users:
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta["val"] = node.meta["val"]
+            output.replace_input_with(node, copied)
+    results = output.args[0]
+    assert isinstance(results, tuple)
+    return results  # type: ignore[return-value]
+
+
+def _drop_asserts(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+
+
+def _refuse_dynamic(graph: fx.Graph, model: str) -> None:
+    """A shape that depends on data cannot be planned for."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            dynamic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or (
+                isinstance(value, Tensor)
+                and any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
+            )
+            if dynamic:
+                where = user_frames(node.meta.get("stack_trace") or "")
+                raise CaptureError(
+                    f"{model} has data-dependent control flow: the op {node.target} yields a shape "
+                    f"or number known only at run time\n{where}\n"
+                    "use an op of fixed shape (a mask, a capacity, torch.where)"
+                )

@@ -1,0 +1,117 @@
+"""A copy of the model that has its structure and code but no data, to be traced in its place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
+
+from piper.capture.trace.shared_memory import refuse_shared_memory
+from piper.base.errors import CaptureError
+
+
+def fake_like(
+    x: Tensor, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None = None
+) -> FakeTensor:
+    """A fake tensor of the shape, strides and dtype of ``x``, on ``device``; floating-point ones
+    of ``dtype``, if given."""
+    kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
+    with mode:
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=kind, device=device)
+    assert isinstance(fake, FakeTensor)
+    return fake
+
+
+def skeleton_of(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    device: torch.device,
+    called: str,
+    dtype: torch.dtype | None = None,
+) -> tuple[nn.Module, dict[str, str]]:
+    """A copy of ``model`` with fake tensors, and each tensor's path to its first path (ties).
+
+    ``called`` is what errors call the model; ``dtype``, if given, is that of its floating-point
+    parameters.
+    """
+    memo: dict[int, Any] = {}
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    # a normalization with running statistics computes with them in their own precision
+    precise = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for p in module.parameters(recurse=False)
+    }
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, UninitializedParameter):
+            raise CaptureError(
+                f"{path} is not initialized: run the lazy {called} once on a batch "
+                "before it is captured"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"{path.removeprefix('model.')} has a gradient hook, which would never be called: "
+                "the backward is computed ahead of time; do it after the step"
+            )
+        names[path] = first.setdefault(id(parameter), path)
+        fake = nn.Parameter(
+            fake_like(parameter, mode, device, None if id(parameter) in precise else dtype),
+            requires_grad=parameter.requires_grad,
+        )
+        memo.setdefault(id(parameter), fake)
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        names[path] = first.setdefault(id(buffer), path)
+        memo.setdefault(id(buffer), fake_like(buffer, mode, device))
+    try:
+        skeleton = copy.deepcopy(model, memo)
+        _refuse_aliases(model, memo, names)
+        refuse_shared_memory(model, names)
+        return skeleton, names
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{called} cannot be copied (capture traces a copy of the model): "
+            f"{error}; keep what cannot be copied outside the model, or detach() its tensors"
+        ) from error
+
+
+def _refuse_aliases(model: nn.Module, memo: dict[int, Any], names: dict[str, str]) -> None:
+    """Refuse a plain tensor attribute in the storage of a parameter or buffer: the copy would no
+    longer follow it."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    owned = {id(tensor) for tensor in state.values()}
+    storages = {_storage(t): names[path] for path, t in state.items() if not t.is_meta}
+    for original in memo.get(id(memo), []):  # deepcopy keeps what it copied here
+        if not isinstance(original, Tensor) or id(original) in owned or original.is_meta:
+            continue
+        if original.numel() and _storage(original) in storages:
+            name = storages[_storage(original)].removeprefix("model.")
+            raise CaptureError(
+                f"a tensor attribute shares memory with {name!r}: capture would freeze it at "
+                "today's values; compute it in forward, or register it as a buffer"
+            )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def shared_buffers(model: nn.Module) -> dict[str, str]:
+    """For each buffer that lives in the memory of another parameter or buffer, that one's path."""
+    homes: dict[int, tuple[str, Tensor]] = {}
+    shared: dict[str, str] = {}
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        other, first = homes.setdefault(_storage(tensor), (path, tensor))
+        if first is not tensor:
+            shared[path], shared[other] = other, path
+    return shared

@@ -1,0 +1,203 @@
+"""``piper demo``: a small mixture of experts trained on four devices, beside the same on one.
+
+Two pipeline stages, each on two devices that split the batch and shard the experts. The model reads
+the source of Python's own standard library, byte by byte, so nothing is downloaded. Every loss is
+compared with that of one device that runs the same rows, in float64, where rounding does not hide a
+mistake.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from piper.capture.model import capture
+from piper.capture.code.codegen import CompilerName
+from piper.cli.output import Output
+from piper.program.compile.compiler import compile
+from piper.models.text_data import ByteBatches, stdlib_bytes
+from piper.strategies.directives import partition, place, replicate, shard, split
+from piper.launch.trainer.trainer import Trainer
+from piper.launch.launch import launch
+from piper.launch.launch import Where
+from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.cli.demo.one_device import SingleDevice
+from piper.strategies.strategy import Strategy
+from piper.program.chunk_table import chunk_table
+
+BATCH, SEQ = 16, 64
+
+
+def four_devices(microbatches: int, zero: int) -> Strategy:
+    """Two stages of two devices each; experts sharded, everything else replicated."""
+    return Strategy(
+        [
+            partition("layer", into="PP", parts=2),
+            split(parts=microbatches),
+            place({"PP": 0}, devices=[0, 1]),
+            place({"PP": 1}, devices=[2, 3]),
+            replicate({"EP": "-"}, zero=zero),
+            shard({"EP": "*"}),
+        ]
+    )
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
+    layers: Annotated[int, typer.Option(min=2, help="Transformer blocks.")] = 2,
+    dim: Annotated[int, typer.Option(min=4, help="Width of the residual stream.")] = 48,
+    experts: Annotated[int, typer.Option(min=2, help="Experts in each block.")] = 4,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="Microbatches, for gradient accumulation.")
+    ] = 4,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO level of the replicas.")] = 1,
+    on: Annotated[
+        Where, typer.Option(help="What a device is: virtual devices, processes, or torchrun ranks.")
+    ] = Where.VIRTUAL,
+    compiler: Annotated[CompilerName, typer.Option(help="Runs the chunks.")] = CompilerName.EAGER,
+    seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
+) -> None:
+    """Train a small mixture-of-experts language model on four devices, beside the same on one.
+
+    It needs no script, no data and no GPU, and takes about a minute on a laptop.
+
+    Example: piper demo --steps 20 --zero 3 --on processes
+    """
+    output = Output(as_json=False)
+    with output.guarded():
+        torch.set_num_threads(1)  # operations this small lose more by waiting than cores gain
+        torch.manual_seed(seed)
+        config = MoEConfig(
+            vocab=256,
+            dim=dim,
+            layers=layers,
+            heads=4,
+            mlp_dim=dim,
+            max_seq=SEQ,
+            experts=experts,
+            top_k=min(2, experts),
+        )
+        model = MoETransformer(config).double()  # annotates its own regions: piper/models/moe.py
+        _beside_one(
+            model,
+            four_devices(microbatches, zero),
+            2 * microbatches,  # a microbatch is split over two devices, so one runs twice as many
+            steps,
+            output.out,
+            on=on,
+            compiler=compiler,
+            seed=seed,
+            device=device,
+        )
+
+
+def _beside_one(
+    model: MoETransformer,
+    strategy: Strategy,
+    microbatches: int,
+    steps: int,
+    console: Console,
+    *,
+    on: Where,
+    compiler: CompilerName,
+    seed: int,
+    device: str,
+) -> None:
+    """Train the model under a strategy and, with as many ``microbatches``, on one device."""
+    batches = ByteBatches(stdlib_bytes(), batch=BATCH, seq=SEQ, seed=seed)
+    held_out = ByteBatches(stdlib_bytes(), batch=8 * BATCH, seq=SEQ, split="valid")[0]
+    x, y = batches[0]
+    how: dict[str, Any] = {
+        "inputs": (x,),
+        "targets": (y,),
+        "loss": lm_loss,
+        "compiler": compiler.value,
+        "device": device,
+    }
+
+    def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=5e-3)
+
+    started = time.perf_counter()
+    program = compile(model, strategy, optimizer=adamw, **how)
+    console.print(f"{strategy}\n", markup=False)
+    console.print(f"compiled in {time.perf_counter() - started:.1f} s: {program}\n", markup=False)
+    captured = capture(model, microbatches=microbatches, **how)
+    console.print(chunk_table(captured, fold=True))
+    alone = SingleDevice(captured, copy.deepcopy(model), adamw, seed=seed)
+    before = validation_loss(model, *held_out)
+    with launch(program, on=on.value) as trainer:
+        done, worst = train(trainer, alone, batches, steps, console)
+        model.load_state_dict(trainer.state_dict())
+    after = validation_loss(model, *held_out)
+    console.print(
+        f"\n{done} steps on 4 devices and on 1; largest difference of a loss "
+        f"[bold]{worst:.1e}[/]; validation loss [bold]{before:.2f} → {after:.2f}[/]"
+    )
+    console.print("\n[dim]and the trained model writes:[/]\n")
+    console.print(sample(model, "    def __init__(self", 240, seed), markup=False)
+
+
+def train(
+    trainer: Trainer, alone: SingleDevice, batches: ByteBatches, steps: int, console: Console
+) -> tuple[int, float]:
+    """Train both until done or Ctrl-C; the steps made and the largest difference of a loss."""
+    console.print(f"\n[dim]training for {steps} steps; Ctrl-C stops early[/]")
+    console.print("[dim]          four devices     one device[/]")
+    bar = Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,  # elsewhere, the lines printed below are enough
+    )
+    worst = 0.0
+    try:
+        with bar:
+            task = bar.add_task("", total=steps)
+            for step, (x, y) in zip(range(1, steps + 1), batches, strict=False):
+                ours, theirs = trainer.step(x, y).loss.item(), alone.step(x, y).loss.item()
+                worst = max(worst, abs(ours - theirs) / abs(theirs))
+                bar.update(task, completed=step)
+                if step == 1 or step % max(1, steps // 10) == 0:
+                    console.print(f"step {step:4}  {ours:.10f}   {theirs:.10f}")
+    except KeyboardInterrupt:
+        console.print("stopped by Ctrl-C")
+    return trainer.steps, worst
+
+
+def roomy(model: MoETransformer) -> MoETransformer:
+    """The same weights in a model that drops no token, to be run by plain PyTorch."""
+    config = model.config
+    assert isinstance(config, MoEConfig)
+    copied = MoETransformer(replace(config, capacity_factor=config.experts / config.top_k))
+    copied.load_state_dict(model.state_dict())
+    return copied.eval()
+
+
+@torch.no_grad()
+def validation_loss(model: MoETransformer, x: Tensor, y: Tensor) -> float:
+    return lm_loss(roomy(model)(x), y).item()
+
+
+@torch.no_grad()
+def sample(model: MoETransformer, prompt: str, length: int, seed: int) -> str:
+    """The prompt, continued byte by byte."""
+    reader, generator = roomy(model), torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt.encode())])
+    for _ in range(length):
+        logits = reader(tokens[:, -SEQ:])[0, -1]
+        token = torch.softmax(logits / 0.8, dim=0).multinomial(1, generator=generator)
+        tokens = torch.cat((tokens, token[None]), dim=1)
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -1,0 +1,78 @@
+"""Tables that commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.markup import escape
+from rich.table import Column, Table
+
+from piper.ir.dag.dag_text import group_text
+from piper.lower.plans.memory_model import Memory
+from piper.ir.plan.plan import Holder
+from piper.base.units import unit_for
+
+_SHORT = {
+    Holder.PARAMETERS: "params",
+    Holder.OPTIMIZER: "optim",
+    Holder.BUFFERS: "buffers",
+    Holder.GRADIENTS: "grads",
+    Holder.SAVED: "saved",
+    Holder.ACTIVATIONS: "activ",
+    Holder.BATCH: "batch",
+    Holder.COMMUNICATION: "comm",
+    Holder.WORKSPACE: "work",
+}
+
+
+def memory_table(memories: Sequence[Memory]) -> Table:
+    """What each class of devices holds at its peak."""
+    unit, factor = unit_for(max(memory.peak for memory in memories))
+    title = f"memory at the peak of a step, {unit}"
+    first = Column("devices", no_wrap=True)
+    table = Table(first, title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    shown = [h for h in Holder if any(memory.at_peak.get(h, 0) for memory in memories)]
+    for holder in shown:
+        table.add_column(_SHORT[holder], justify="right", no_wrap=True)
+    table.add_column("peak", justify="right", style="bold", no_wrap=True)
+    for memory in memories:
+        parts = [f"{memory.at_peak.get(h, 0) / factor:,.1f}" for h in shown]
+        table.add_row(group_text(memory.devices), *parts, f"{memory.peak / factor:,.1f}")
+    return table
+
+
+def memory_json(memories: Sequence[Memory]) -> list[dict[str, Any]]:
+    """The same as plain data."""
+    return [
+        {
+            "devices": list(memory.devices),
+            "peak_bytes": memory.peak,
+            "peak_at_instruction": memory.peak_at,
+            "at_peak": {holder.value: n for holder, n in memory.at_peak.items()},
+        }
+        for memory in memories
+    ]
+
+
+def facts_table(facts: Mapping[str, str], title: str) -> Table:
+    """Names and figures."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, figure in facts.items():
+        table.add_row(name, figure)
+    return table
+
+
+def comparison_table(
+    names: Sequence[str], rows: Sequence[tuple[str, str, str, float | None]]
+) -> Table:
+    """Figures of two, and how they differ."""
+    table = Table("", *map(escape, names), "second / first")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for what, first, second, ratio in rows:
+        table.add_row(what, first, second, "" if ratio is None else f"{ratio:.3f}")
+    return table

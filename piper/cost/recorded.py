@@ -1,0 +1,195 @@
+"""What passes and communications took when they were measured, to predict other strategies by.
+
+A pass is known by its chunk, its rows and how much it recomputes: whatever devices it runs on and
+whatever the order, it takes as long. A pass at another number of rows is scaled by its operations:
+in proportion, or, if several sizes were measured, on the line through them, which knows what does
+not shrink with the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from piper.capture.code.chunk_program import Pass
+from piper.base.codec import Format, decode, encode
+from piper.base.errors import PiperError
+from piper.ir.ops import Group
+from piper.cost.tasks import Task, Work
+from piper.base.reading import MalformedError, file_bytes, parsed
+
+_FORMAT = Format("costs", 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A pass that was measured."""
+
+    work: Work
+    flops: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.work.rows < 1 or self.flops < 0 or not 0 <= self.seconds < math.inf:
+            raise PiperError(f"{self} was not measured: it has rows, and takes time")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Communications of one kind and size that were measured."""
+
+    kind: str
+    """"send", "update", "add", or the name of a collective."""
+    members: int
+    nbytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.members < 1 or self.nbytes < 0 or not 0 <= self.seconds < math.inf:
+            raise PiperError(f"{self} was not measured: it has members, and takes time")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Everything that was measured."""
+
+    passes: tuple[Timed, ...]
+    moved: tuple[Moved, ...]
+
+    @staticmethod
+    def of(
+        passes: Iterable[tuple[Work, int, float]], moved: Iterable[tuple[str, int, int, float]]
+    ) -> Recorded:
+        """From single measurements: of a pass its operations and seconds, of a communication its
+        kind, members, bytes and seconds. The median counts, which no outlier moves."""
+        works: dict[tuple[Work, int], list[float]] = {}
+        for work, flops, seconds in passes:
+            works.setdefault((work, flops), []).append(seconds)
+        moves: dict[tuple[str, int, int], list[float]] = {}
+        for kind, members, nbytes, seconds in moved:
+            moves.setdefault((kind, members, nbytes), []).append(seconds)
+        return Recorded(
+            tuple(Timed(*key, statistics.median(found)) for key, found in works.items()),
+            tuple(Moved(*key, statistics.median(found)) for key, found in sorted(moves.items())),
+        )
+
+    @cached_property
+    def _by_work(self) -> Mapping[Work, Timed]:
+        return {one.work: one for one in self.passes}
+
+    @cached_property
+    def _by_chunk(self) -> Mapping[tuple[int, str, Pass], Sequence[Timed]]:
+        found: dict[tuple[int, str, Pass], list[Timed]] = {}
+        for one in self.passes:
+            found.setdefault((one.work.chunk, one.work.region, one.work.which), []).append(one)
+        return found
+
+    @cached_property
+    def _by_kind(self) -> Mapping[tuple[str, int], Sequence[Moved]]:
+        found: dict[tuple[str, int], list[Moved]] = {}
+        for one in self.moved:
+            found.setdefault((one.kind, one.members), []).append(one)
+        return {key: sorted(row, key=lambda one: one.nbytes) for key, row in found.items()}
+
+    def pass_seconds(self, work: Work, flops: int) -> float | None:
+        """How long a pass takes; None if nothing like it was measured."""
+        exact = self._by_work.get(work)
+        if exact is not None:
+            return exact.seconds
+        others = self._by_chunk.get((work.chunk, work.region, work.which))
+        if not others:
+            return self._halves(work, flops)
+        near = sorted(others, key=lambda one: (one.work.remat is not work.remat, _apart(one, work)))
+        sizes = [(_size(one.work.rows, one.flops, flops), one.seconds) for one in near]
+        return _scaled(sizes, _size(work.rows, flops, near[0].flops))
+
+    def _halves(self, work: Work, flops: int) -> float | None:
+        """A backward from its two halves, or a half from the whole, where only that is known."""
+        if work.which is Pass.B:
+            halves = [self._other(work, which) for which in (Pass.BI, Pass.BW)]
+            known = [one for one in halves if one is not None]
+            return sum(one.seconds * work.rows / one.work.rows for one in known) or None
+        whole = self._other(work, Pass.B) if work.which in (Pass.BI, Pass.BW) else None
+        if whole is None or (whole.flops and not flops):
+            return None
+        if whole.flops:
+            return whole.seconds * flops / whole.flops
+        return whole.seconds / 2 * work.rows / whole.work.rows
+
+    def _other(self, work: Work, which: Pass) -> Timed | None:
+        found = self._by_chunk.get((work.chunk, work.region, which))
+        return min(found, key=lambda one: _apart(one, work)) if found else None
+
+    def moved_seconds(self, kind: str, members: int, nbytes: int) -> float | None:
+        """How long a communication takes, from those of its kind that are larger and smaller; None
+        if none was measured."""
+        points = self._by_kind.get((kind, members))
+        if not points:
+            return None
+        smaller = [one for one in points if one.nbytes <= nbytes]
+        larger = [one for one in points if one.nbytes >= nbytes]
+        if not smaller:
+            return larger[0].seconds
+        low = smaller[-1]
+        if not larger:
+            return low.seconds * nbytes / low.nbytes if low.nbytes else low.seconds
+        high = larger[0]
+        if high.nbytes == low.nbytes:
+            return low.seconds
+        place = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
+        return low.seconds + place * (high.seconds - low.seconds)
+
+    def duration(self, task: Task, devices: Group) -> float | None:
+        """How long a task takes, on whatever devices; None if nothing like it was measured."""
+        if task.work is not None:
+            return self.pass_seconds(task.work, task.flops)
+        return self.moved_seconds(task.kind.value, task.members, task.nbytes)
+
+    def __add__(self, other: Recorded) -> Recorded:
+        """Both; where both know something, their mean."""
+        return Recorded.of(
+            ((one.work, one.flops, one.seconds) for one in (*self.passes, *other.passes)),
+            ((m.kind, m.members, m.nbytes, m.seconds) for m in (*self.moved, *other.moved)),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a JSON file."""
+        Path(path).write_text(json.dumps(_FORMAT.headed(encode(Recorded, self))))
+
+    @staticmethod
+    def load(path: str | Path) -> Recorded:
+        """What ``save`` wrote."""
+        try:
+            found: Recorded = decode(Recorded, _FORMAT.content(parsed(file_bytes(path))))
+            return found
+        except (OSError, MalformedError) as error:
+            raise PiperError(f"{path} cannot be read: {error}") from error
+
+
+def _size(rows: int, flops: int, other: int) -> int:
+    """How large a pass is: its operations, or its rows if this or the other has none."""
+    return flops if flops and other else rows
+
+
+def _scaled(measured: Sequence[tuple[int, float]], size: int) -> float:
+    """Seconds at ``size``, from sizes of which the nearest comes first: on a line through two of
+    them that rises and takes no negative time for nothing, or else in proportion to the first."""
+    first, seconds = measured[0]
+    for other, theirs in measured[1:]:
+        if other != first and (theirs - seconds) * (other - first) > 0:
+            slope = (theirs - seconds) / (other - first)
+            at_nothing = seconds - slope * first
+            if at_nothing >= 0:
+                return at_nothing + slope * size
+    return seconds * size / first
+
+
+def _apart(one: Timed, work: Work) -> float:
+    """How different a measured pass is in size."""
+    larger, smaller = sorted((one.work.rows, work.rows), reverse=True)
+    return larger / max(1, smaller) + abs(one.work.ways - work.ways)

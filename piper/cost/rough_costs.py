@@ -1,0 +1,40 @@
+"""How long tasks take, roughly, from three figures: enough to order what a strategy leaves open."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from piper.base.errors import PiperError
+from piper.ir.ops import Group
+from piper.cost.recorded import Recorded
+from piper.cost.tasks import Over, Task, TaskKind
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """How fast devices compute and communicate, in seconds: a cost model that knows every task."""
+
+    flops_per_second: float = 200e12
+    bytes_per_second: float = 50e9
+    overhead: float = 5e-6
+    recorded: Recorded | None = None
+    """What was measured, which counts wherever it knows: ``profile.recorded``."""
+
+    def __post_init__(self) -> None:
+        speeds = self.flops_per_second, self.bytes_per_second
+        if not all(speed > 0 for speed in speeds) or not 0 <= self.overhead < math.inf:
+            raise PiperError(f"{self}: speeds must be positive, and overhead not negative")
+        if not isinstance(self.recorded, Recorded | None):
+            raise PiperError(f"recorded={self.recorded!r} must be piper.Recorded, or None")
+
+    def duration(self, task: Task, devices: Group) -> float | None:
+        if self.recorded is not None:
+            return Over(self.recorded, replace(self, recorded=None)).duration(task, devices)
+        match task.kind:
+            case TaskKind.PASS:
+                return self.overhead + task.flops / self.flops_per_second
+            case TaskKind.UPDATE | TaskKind.ADD:
+                return self.overhead
+            case _:
+                return self.overhead + task.nbytes / self.bytes_per_second

@@ -1,0 +1,258 @@
+"""``simulate``: a program's plans run on a cluster that need not exist.
+
+What comes out is a ``Simulation``: the time of a step, and of everything in it, for each class of
+devices that take the same time for everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from piper.capture.code.chunk_program import Pass
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.cost.cluster import Cluster, Device
+from piper.cost.simulate.replay import Communication, Track, replay
+from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
+from piper.base.errors import PiperError
+from piper.ir.dag.dag import Node
+from piper.ir.ops import Compute
+from piper.ir.rules import Rest, StreamRule
+from piper.ir.dag.dag_text import group_text
+from piper.cost.rough_costs import Costs
+from piper.ir.plan.plan import COMMUNICATING, Verb
+from piper.cost.recorded import Recorded
+from piper.ir.dag.sizes import Sizes
+from piper.cost.tasks import CostModel, Durations, Over, Tasks, computed_in
+from piper.base.units import bytes_text, seconds_text
+from piper.view.busy import Busy, busy_of
+from piper.view.runs import Run
+from piper.view.shown import Shown
+from piper.view.spans import Spans, run_of
+
+if TYPE_CHECKING:
+    from piper.program.program import Program
+
+
+@dataclass(frozen=True)
+class Simulation(Shown):
+    """A simulated step."""
+
+    program: Program = field(repr=False)
+    cluster: Cluster = field(repr=False)
+    classes: tuple[TimingClass, ...] = field(repr=False)
+    spans: tuple[Spans, ...] = field(repr=False)
+    """When each instruction starts and ends, by class."""
+    flops: int
+    """Operations of a step, on all devices, without what is computed again."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the begin of the step to its end."""
+        return max((max(row.end) for row in self.spans if row.end), default=0.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Elements of the first input: tokens, for a language model."""
+        first = next(x for x in self.program.example.leaves if isinstance(x, torch.Tensor))
+        return first.numel() / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The share of what the devices could compute at best that the model needs."""
+        dtype = computed_in(self.program.dag.model)
+        peaks = (self.cluster.device(d).peak(dtype) for d in self.program.devices)
+        return self.flops / (self.seconds * sum(peaks))
+
+    @cached_property
+    def busy(self) -> tuple[Busy, ...]:
+        """How each class spends the step."""
+        plans = self.program.plans
+        rows = zip(self.classes, self.spans, strict=True)
+        return tuple(busy_of(plans[one.plan], spans, self.seconds) for one, spans in rows)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which a device computes nothing, on average."""
+        return self._mean([one.idle for one in self.busy]) / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which a device communicates and computes nothing, on average."""
+        return self._mean([one.exposed for one in self.busy])
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return max(memory.peak for memory in self.program.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory it needs."""
+        rows = zip(self.program.plans, self.program.memory, strict=True)
+        return all(m.peak <= self.cluster.device(d).memory for p, m in rows for d in p.devices)
+
+    def memory(self, device: int) -> tuple[tuple[float, int], ...]:
+        """Bytes that a device holds, from a moment on."""
+        for one, spans in zip(self.classes, self.spans, strict=True):
+            if device in one.devices:
+                return spans.memory(self.program.memory[one.plan].over_time)
+        raise PiperError(f"the program has no device {device}")
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The figures, to be read."""
+        return {
+            "step": seconds_text(self.seconds),
+            "tokens/s": f"{self.tokens_per_second:,.0f}",
+            "MFU": f"{self.mfu:.1%}",
+            "bubble": f"{self.bubble:.1%}",
+            "exposed communication": seconds_text(self.exposed),
+            "peak memory": bytes_text(self.peak) + ("" if self.fits else " (too much)"),
+            "devices": str(len(self.program.devices)),
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """The figures as plain data."""
+        return {
+            "cluster": self.cluster.name,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "exposed_communication_seconds": self.exposed,
+            "peak_bytes": self.peak,
+            "fits": self.fits,
+            "devices": len(self.program.devices),
+            "classes": [
+                {
+                    "devices": list(one.devices),
+                    **busy.to_json(),
+                    "peak_bytes": self.program.memory[one.plan].peak,
+                    "memory_bytes": self.cluster.device(one.devices[0]).memory,
+                }
+                for one, busy in zip(self.classes, self.busy, strict=True)
+            ],
+        }
+
+    def run(self, title: str | None = None) -> Run:
+        """The step as pictures need it."""
+        return run_of(
+            self.program,
+            [(f"device {group_text(one.devices)}", one.plan) for one in self.classes],
+            self.spans,
+            title=title or f"simulated on {self.cluster.name}",
+            facts=self.facts,
+            limits=[self.cluster.device(one.devices[0]).memory for one in self.classes],
+        )
+
+    def __str__(self) -> str:
+        head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
+        rows = (
+            f"  device {group_text(one.devices)}: {busy.text(self.seconds)}"
+            for one, busy in zip(self.classes, self.busy, strict=True)
+        )
+        return "\n".join([head, *rows])
+
+    def _mean(self, figures: Sequence[float]) -> float:
+        """Over all devices."""
+        weighed = sum(x * len(one.devices) for x, one in zip(figures, self.classes, strict=True))
+        return weighed / sum(len(one.devices) for one in self.classes)
+
+
+def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
+    """Run the plans of ``program`` on ``cluster``; what ``costs`` know is taken from there."""
+    if not isinstance(cluster, Cluster):
+        raise PiperError(f"cluster={cluster!r} must be a piper.Cluster")
+    if not isinstance(costs, CostModel | None):
+        raise PiperError(
+            f"costs={costs!r} must be piper.Recorded or another cost model, which has a method "
+            "duration(task, devices), or None"
+        )
+    cluster.refuse_smaller(program.devices)
+    dag, settings = program.dag, program.settings
+    sizes = Sizes(dag, program.models)
+    tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
+    durations = Durations(tasks, cluster if costs is None else Over(costs, cluster))
+    # a model of the user's own may tell devices apart that are alike in the cluster
+    classes = timing_classes(
+        program.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
+    )
+    tracks, comms = _tracks(program, classes, cluster, durations)
+    replay(tracks, comms, cluster.sharing)
+    spans = tuple(
+        Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
+        for track in tracks
+    )
+    flops = sum(_useful(program, node) for node in dag.nodes if isinstance(node.op, Compute))
+    return Simulation(program, cluster, classes.classes, spans, flops)
+
+
+def _useful(program: Program, node: Node) -> int:
+    """Operations of a computation on all its devices, without what is computed again."""
+    op, parts = node.compute, node.parts
+    model = program.models.get(parts, program.dag.model)
+    passes = model.chunks[op.chunk].variants[RematPolicy.NONE].passes
+    found = passes.get(op.which) or passes.get(Pass.B)
+    return found.flops * parts if found else 0
+
+
+def _tracks(
+    program: Program, classes: TimingClasses, cluster: Cluster, durations: Durations
+) -> tuple[list[Track], list[Communication]]:
+    """The tracks of all classes, and their communications."""
+    comms: list[Communication] = []
+    numbers: dict[tuple[int, frozenset[object]], int] = {}
+    tracks = []
+    for number, one in enumerate(classes.classes):
+        plan = program.plans[one.plan]
+        device = cluster.device(one.devices[0])
+        streams: dict[str, int] = {}
+        track = Track([], [], [], [], device.synchronous, device.issue)
+        for x in plan.instructions:
+            node = program.dag.nodes[x.node]
+            track.streams.append(streams.setdefault(x.stream, len(streams)))
+            track.waits.append(x.waits)
+            if x.verb is Verb.COPY:  # goes on beside what the host does, and needs nobody else
+                track.seconds.append(0.0)
+                track.comms.append(len(comms))
+                comms.append(Communication(durations.on(node, one.devices[:1]), 1, 0))
+                continue
+            if x.verb not in COMMUNICATING:
+                track.seconds.append(durations.on(node, one.devices[:1]))
+                track.comms.append(-1)
+                continue
+            participants, instance = classes.instance(number, x)
+            key = x.node, frozenset[object](participants)
+            if key not in numbers:
+                numbers[key] = len(comms)
+                slows = _share(program.streams, node.stream, device)
+                links = 2 if instance.way.outside else 1
+                seconds = durations.on(node, instance.devices)
+                comms.append(Communication(seconds, len(participants), links, slows))
+            track.seconds.append(0.0)
+            track.comms.append(numbers[key])
+        tracks.append(track)
+    return tracks, comms
+
+
+def _share(rules: Mapping[str, StreamRule], stream: str, device: Device) -> float | None:
+    """The part of ``device`` that ``stream`` has to itself, if it has one: as asked for, without
+    rounding up to what a GPU can give."""
+    sms = rules.get(stream, StreamRule()).sms
+    if sms is None or device.sms is None:
+        return None
+    if isinstance(sms, Rest):
+        taken = sum(rule.sms for rule in rules.values() if isinstance(rule.sms, int))
+        sms = device.sms - taken
+        if sms < 1:
+            raise PiperError(
+                f"stream {stream!r} asks for the rest of the SMs, but other streams ask for "
+                f"{taken}, and {device.name} has {device.sms}: give stream(..., sms=) smaller "
+                "numbers"
+            )
+    return min(1.0, sms / device.sms)

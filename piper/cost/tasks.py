@@ -1,0 +1,211 @@
+"""How long nodes take: nodes as tasks, of which there are few, and the protocol of cost models.
+
+A ``CostModel`` gives the seconds of a ``Task``. Scheduler and simulator ask it through
+``Durations``. ``Costs`` are a model of three figures, a ``Cluster`` one of devices and links,
+``Recorded`` one of what was measured; one over another is ``Over``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from piper.capture.code.chunk_program import Pass
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.base.errors import PiperError
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import Model
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Select, Transfer, Update
+from piper.ir.dag.dag_text import region_of
+from piper.ir.plan.instances import instance_size, instances, members
+from piper.ir.dag.sizes import Sizes
+
+
+class TaskKind(Enum):
+    """What is no collective."""
+
+    PASS = "pass"
+    UPDATE = "update"
+    ADD = "add"
+    SEND = "send"
+    COPY = "copy"
+    """To the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A pass of a chunk as a device sees it."""
+
+    chunk: int
+    region: str
+    which: Pass
+    rows: int
+    """Of the batch."""
+    ways: int
+    """Over how many devices its experts are divided."""
+    remat: RematPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a device does in a node, as far as its time goes."""
+
+    kind: TaskKind | CollectiveKind
+    flops: int = 0
+    """Operations of a pass."""
+    traffic: int = 0
+    """Bytes of its memory that a pass, an update or an addition reads and writes."""
+    nbytes: int = 0
+    """Bytes that an update changes, that are copied, or that a communication is about: of a
+    reduction what goes in, of a gather what comes out."""
+    members: int = 1
+    """How many devices communicate with one another."""
+    work: Work | None = None
+    """Which pass."""
+    dtype: torch.dtype = torch.float32
+    """What matrices are multiplied in."""
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """Says how long tasks take."""
+
+    def duration(self, task: Task, devices: Group) -> float | None:
+        """Seconds of ``task``: of a pass or an update on the slowest of ``devices``, of a
+        communication among all of them; None if nothing is known of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A model over another, which is asked for what the first does not know."""
+
+    first: CostModel
+    otherwise: CostModel
+
+    def duration(self, task: Task, devices: Group) -> float | None:
+        known = self.first.duration(task, devices)
+        return self.otherwise.duration(task, devices) if known is None else known
+
+
+class Tasks:
+    """The tasks of a DAG; equal ones are one object."""
+
+    def __init__(
+        self, dag: Dag, sizes: Sizes, *, fused: bool = False, optimizer: float = 0.0
+    ) -> None:
+        """``fused`` says whether a compiler fuses operations; ``optimizer`` is the optimizer's
+        state, in bytes for each byte that it updates."""
+        self._dag, self._sizes, self._fused, self._optimizer = dag, sizes, fused, optimizer
+        self._dtype = computed_in(dag.model)
+        self._known: dict[tuple[object, ...], Task] = {}
+
+    def of(self, node: Node) -> Task:
+        key: tuple[object, ...]
+        match node.op:
+            case Compute(chunk=chunk, which=which) as op:
+                key = chunk, which, node.parts
+                if key not in self._known:
+                    self._known[key] = self._pass(op, node.parts)
+            case Update(bucket=bucket):
+                key = (bucket,)
+                if key not in self._known:
+                    self._known[key] = self._update(bucket)
+            case Add() | Select():
+                nbytes = self._sizes.copied_by(node)
+                key = TaskKind.ADD, nbytes
+                if key not in self._known:
+                    self._known[key] = Task(TaskKind.ADD, traffic=nbytes, nbytes=nbytes)
+            case Copy(nbytes=nbytes):
+                key = TaskKind.COPY, nbytes
+                if key not in self._known:
+                    self._known[key] = Task(TaskKind.COPY, nbytes=nbytes)
+            case Transfer() | Collective() as op:
+                kind = op.kind if isinstance(op, Collective) else TaskKind.SEND
+                members, nbytes = instance_size(op), self._sizes.moved(node)
+                key = kind, members, nbytes
+                if key not in self._known:
+                    self._known[key] = Task(kind, nbytes=nbytes, members=members)
+        return self._known[key]
+
+    def _pass(self, op: Compute, parts: int) -> Task:
+        dag, facts = self._dag, self._sizes.facts(op, parts)
+        rows = dag.model.batch // (parts * (dag.microbatches[1] if dag.microbatches else 1))
+        shard = dag.shards.get(op.chunk)
+        ways = shard.ways if shard else 1
+        region, remat = region_of(dag, op.chunk), dag.policy(op.chunk)
+        return Task(
+            TaskKind.PASS,
+            flops=facts.flops,
+            traffic=facts.moved_fused if self._fused else facts.moved,
+            work=Work(op.chunk, region, op.which, rows, ways, remat),
+            dtype=self._dtype,
+        )
+
+    def _update(self, bucket: int) -> Task:
+        updated = self._sizes.part(bucket, 1) * self._dag.buckets[bucket].gradient.itemsize
+        # reads gradients, parameters and state; writes parameters and state
+        traffic = int(updated * (3 + 2 * self._optimizer))
+        return Task(TaskKind.UPDATE, traffic=traffic, nbytes=updated, dtype=self._dtype)
+
+
+class Durations:
+    """How long the tasks of a DAG take by a model that knows them all. The model is asked once for
+    each of them on each group of devices."""
+
+    def __init__(self, tasks: Tasks, model: CostModel) -> None:
+        self._tasks, self._model = tasks, model
+        self._nodes: dict[tuple[int, ...], float] = {}
+        self._known: dict[tuple[int, Group], float] = {}
+        self._members: dict[tuple[int, ...], tuple[Group, ...]] = {}
+
+    def of(self, node: Node) -> float:
+        """Seconds until ``node`` is done on all its devices."""
+        op, task = node.op, self._tasks.of(node)
+        match op:  # equal groups are one object, for speed
+            case Transfer(source=source, target=target, replicas=replicas):
+                where: tuple[int, ...] = id(source), id(target), *replicas
+            case Collective(groups=groups):
+                where = (id(groups),)
+            case _:
+                where = (id(node.devices),)
+        key = id(task), *where
+        found = self._nodes.get(key)
+        if found is None:
+            if not isinstance(op, Transfer | Collective):
+                found = self._ask(task, node.devices)
+            else:
+                if where not in self._members:
+                    self._members[where] = tuple(map(members, instances(op)))
+                found = max(self._ask(task, group) for group in self._members[where])
+            self._nodes[key] = found
+        return found
+
+    def on(self, node: Node, devices: Group) -> float:
+        """Seconds of ``node`` on some of its devices: on one, or on those that communicate with one
+        another."""
+        task = self._tasks.of(node)
+        key = id(task), devices
+        if key not in self._known:
+            self._known[key] = self._ask(task, devices)
+        return self._known[key]
+
+    def _ask(self, task: Task, devices: Group) -> float:
+        seconds = self._model.duration(task, devices)
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise PiperError(
+                f"{self._model} says that {task} takes {seconds!r}: a cost model gives seconds "
+                "from 0 on, or None for what it does not know"
+            )
+        return seconds
+
+
+def computed_in(model: Model) -> torch.dtype:
+    """What matrices are multiplied in: what most parameters are of."""
+    floats = [p.dtype for p in model.parameters.values() if p.dtype.is_floating_point]
+    return max(dict.fromkeys(floats), key=floats.count) if floats else torch.float32

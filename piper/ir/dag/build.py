@@ -1,0 +1,23 @@
+"""From a model's facts to its DAG: one node a pass, no device, no microbatch yet."""
+
+from __future__ import annotations
+
+from piper.capture.code.chunk_program import Pass
+from piper.ir.dag.dag import PASS, Dag, Node
+from piper.ir.dag.facts import ChunkFacts, Model
+from piper.ir.ops import Compute
+from piper.ir.dag.values import ValueTable
+
+
+def build(model: Model) -> Dag:
+    """The DAG of one undivided batch: the forwards in order, then the backwards in reverse."""
+    table = ValueTable(model)
+    trained = [c for c in model.chunks if Pass.B in c.variants[model.remat].passes]
+    order = [(chunk, Pass.F) for chunk in model.chunks]
+    order += [(chunk, Pass.B) for chunk in reversed(trained)]
+    return Dag(model, table, tuple(_node(model, table, chunk, which) for chunk, which in order))
+
+
+def _node(model: Model, table: ValueTable, chunk: ChunkFacts, which: Pass) -> Node:
+    reads, writes = table.wire(chunk.index, which, model.remat, 0)
+    return Node(Compute(chunk.index, which, 0), {**chunk.tags, PASS: which}, reads, writes)

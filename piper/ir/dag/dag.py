@@ -1,0 +1,207 @@
+"""The training DAG: typed nodes over groups of devices, joined by values and by order.
+
+A node is one piece of work that a whole group of devices does together; a group of n devices is
+one node, not n. A DAG is never changed: directives make new ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from piper.capture.code.chunk_program import Pass
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.ir.dag.facts import Model
+from piper.ir.mesh import Mesh
+from piper.ir.ops import COMPUTE, Compute, Group, Op, Transfer
+from piper.ir.rules import (
+    P2P,
+    Bucket,
+    SendRule,
+    ShardRule,
+    StateRule,
+    StreamRule,
+    TensorRule,
+    shard_numel,
+)
+from piper.ir.dag.values import Extra, ValueTable
+
+Tag = int | Pass
+Tags = Mapping[str, Tag]
+
+PASS = "PASS"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A piece of work: what it is, where it runs, what it reads, makes and waits for."""
+
+    op: Op
+    tags: Tags
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    devices: Group = ()
+    """Empty until placed."""
+    mesh: Mesh | None = None
+    """Its devices with named axes, if they were placed so."""
+    replicas: int = 1
+    """How many neighbours among the devices have the same rows and compute the same."""
+    stream: str = COMPUTE
+    after: tuple[int, ...] = ()
+    """Nodes that must be done before, besides those whose values it reads."""
+    after_by: tuple[int, ...] = ()
+    """For each of ``after``, the entry of the DAG's history that asks for it."""
+    sends: SendRule = P2P
+    """How it sends what other groups read."""
+    ordered_by: int = 0
+    """The last entry of the DAG's history that ordered it; 0 if none has."""
+    made_by: int = 0
+    """The entry of the DAG's history that made the node or last changed it."""
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices the rows of a microbatch are divided."""
+        return len(self.devices) // self.replicas
+
+    def replica(self, rank: int) -> Group:
+        """Those among whom the rows are divided, member ``rank`` of the devices among them."""
+        step = self.replicas
+        return self.devices if step == 1 else self.devices[rank % step :: step]
+
+    @property
+    def endpoints(self) -> tuple[Group, ...]:
+        """The groups that take part: of a message, who sends and who receives."""
+        op = self.op
+        return (op.source, op.target) if isinstance(op, Transfer) else (self.devices,)
+
+    @property
+    def compute(self) -> Compute:
+        """The op of a node that computes: before lowering, every node does."""
+        assert isinstance(self.op, Compute)
+        return self.op
+
+
+@dataclass(frozen=True)
+class Dag:
+    """One whole training step over all devices. Nodes are numbered by their place."""
+
+    model: Model
+    table: ValueTable
+    nodes: tuple[Node, ...]
+    history: tuple[str, ...] = ("build",)
+    """The directives applied so far, as written; a node's ``made_by`` points here."""
+    microbatches: tuple[str, int] | None = None
+    """The tag of the microbatches and their number, once the batch is split."""
+    state: Mapping[int, StateRule] = field(default_factory=dict)
+    """By chunk."""
+    shards: Mapping[int, ShardRule] = field(default_factory=dict)
+    """By chunk."""
+    tensor: Mapping[int, tuple[TensorRule, ...]] = field(default_factory=dict)
+    """By chunk, one for each axis."""
+    remat: Mapping[int, RematPolicy] = field(default_factory=dict)
+    """By chunk, where it is not the model's own policy."""
+    streams: Mapping[str, StreamRule] = field(default_factory=dict)
+    extra: tuple[Extra, ...] = ()
+    """Values that lowering added; their numbers follow those of all microbatches."""
+    buckets: tuple[Bucket, ...] = ()
+
+    def text(self, *words: str) -> str:
+        """The directives, numbered, then every node on a line. With ``words``, only the lines of
+        nodes that contain one of them, such as ``"MB[0]"`` or ``"send"``."""
+        from piper.ir.dag.dag_text import text
+
+        return text(self, *words)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    @cached_property
+    def first_extra(self) -> int:
+        """The number of the first value that lowering added."""
+        return self.table.size * (self.microbatches[1] if self.microbatches else 1)
+
+    @cached_property
+    def producers(self) -> Mapping[int, int]:
+        """For each value that a node makes, that node."""
+        return {value: i for i, node in enumerate(self.nodes) for value in node.writes}
+
+    def plain(self, value: int) -> int:
+        """The value of the model that a value which lowering added is a form of."""
+        while value >= self.first_extra:
+            value = self.extra[value - self.first_extra].of
+        return value
+
+    def predecessors(self, number: int) -> list[int]:
+        """The nodes that must be done before node ``number`` starts."""
+        node = self.nodes[number]
+        producers = self.producers
+        return [*(producers[v] for v in node.reads if v in producers), *node.after]
+
+    @cached_property
+    def tag_values(self) -> Mapping[str, frozenset[Tag]]:
+        """Every tag that some node has, and its values."""
+        found: dict[str, set[Tag]] = {}
+        for node in self.nodes:
+            for name, tag in node.tags.items():
+                found.setdefault(name, set()).add(tag)
+        return {name: frozenset(tags) for name, tags in found.items()}
+
+    def shard(self, chunk: int, parameter: str) -> ShardRule | None:
+        """How a parameter of a chunk is sharded, as one of experts or by tensor parallelism."""
+        if (experts := self.shards.get(chunk)) is not None:
+            return experts
+        for segment in self.model.chunks[chunk].segments:
+            if (found := segment.parameters.get(parameter)) is not None:
+                rule = self.rule(chunk, segment.axis)
+                return ShardRule(
+                    rule.ways,
+                    found.dim,
+                    rule.stream,
+                    rule.made_by,
+                    rule.stride,
+                    found.sections,
+                    rule.axis,
+                )
+        return None
+
+    def rule(self, chunk: int, axis: str) -> TensorRule:
+        """How a chunk is sharded along an axis."""
+        return next(rule for rule in self.tensor[chunk] if rule.axis == axis)
+
+    def copy_of(self, node: Node, rank: int) -> int:
+        """Which of the equal copies of what a node computes its member ``rank`` makes: all that
+        have the same number make one copy together."""
+        place = rank % node.replicas
+        if node.replicas > 1 and isinstance(node.op, Compute):
+            for rule in self.sharded_along(node.op.chunk):
+                place -= place // rule.stride % rule.ways * rule.stride
+        return place
+
+    def sharded_along(self, chunk: int) -> tuple[TensorRule, ...]:
+        """The axes along which devices compute a chunk on different shards."""
+        segments = self.model.chunks[chunk].segments
+        return tuple(self.rule(chunk, s.axis) for s in segments if s.sharded)
+
+    def numel(self, chunk: int, parameter: str) -> int:
+        """Numbers in a device's shard of a parameter of a chunk."""
+        shape, rule = self.model.parameters[parameter].shape, self.shard(chunk, parameter)
+        return shard_numel(shape, rule.dim, rule.ways) if rule else math.prod(shape)
+
+    def policy(self, chunk: int) -> RematPolicy:
+        """How much chunk ``chunk`` recomputes."""
+        return self.remat.get(chunk, self.model.remat)
+
+    def with_nodes(self, changed: Mapping[int, Node]) -> Dag:
+        """This DAG with some nodes replaced, each in its place."""
+        nodes = tuple(changed.get(i, node) for i, node in enumerate(self.nodes))
+        return replace(self, nodes=nodes)
+
+    def noted(self, directive: str) -> Dag:
+        """This DAG with one more entry in its history: number ``len(self.history)``."""
+        return replace(self, history=(*self.history, directive))
+
+    def label(self, entry: int) -> str:
+        """An entry of the history in short: its place and its name."""
+        return f"{entry}:{self.history[entry].split('(')[0].strip()}"

@@ -1,0 +1,104 @@
+"""Filters: which nodes a directive speaks of.
+
+A filter is a mapping from tag name to a number, a list or range of numbers, ``"*"`` (has the tag)
+or ``"-"`` (does not have it); ``PASS`` takes the names of passes. The empty filter matches all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from piper.capture.code.chunk_program import Pass
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import PASS, Dag, Tag, Tags
+
+FilterLike = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What is asked of one tag: one of ``values``, or, if None, presence or absence."""
+
+    name: str
+    values: frozenset[Tag] | None
+    present: bool
+    written: str
+
+    def accepts(self, tags: Tags) -> bool:
+        if self.values is None:
+            return (self.name in tags) is self.present
+        return tags.get(self.name) in self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A conjunction of terms."""
+
+    terms: tuple[Term, ...]
+
+    @staticmethod
+    def of(where: FilterLike) -> Filter:
+        if not isinstance(where, Mapping):
+            raise DirectiveError(
+                f"a filter is a mapping from tag to value, such as {{'PP': 0}}, not {where!r}"
+            )
+        return Filter(tuple(_term(name, value) for name, value in where.items()))
+
+    def accepts(self, tags: Tags) -> bool:
+        return all(term.accepts(tags) for term in self.terms)
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{t.name!r}: {t.written}" for t in self.terms) + "}"
+
+
+def select(dag: Dag, where: Filter) -> list[int]:
+    """The numbers of the nodes that match; an unknown tag, or no match at all, is an error."""
+    for term in where.terms:
+        if term.name not in dag.tag_values:
+            raise DirectiveError(
+                f"the filter {where} names an unknown tag {term.name!r}; there are: {_known(dag)}"
+            )
+    found = [i for i, node in enumerate(dag.nodes) if where.accepts(node.tags)]
+    if not found:
+        raise DirectiveError(f"the filter {where} matches nothing; there are: {_known(dag)}")
+    return found
+
+
+def _term(name: str, value: Any) -> Term:
+    if isinstance(value, str) and value in ("*", "-"):
+        return Term(name, None, value == "*", repr(value))
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    items = list(value) if several else [value]
+    if not items:
+        raise DirectiveError(f"the filter asks {name!r} to be one of nothing: {value!r}")
+    tags = frozenset(_tag(name, item) for item in items)
+    return Term(name, tags, True, repr(list(value)) if several else repr(value))
+
+
+def _tag(name: str, item: Any) -> Tag:
+    if name == PASS:
+        if isinstance(item, str) and item in Pass.__members__:
+            return Pass[item]
+        raise DirectiveError(f"PASS is one of {', '.join(Pass.__members__)}, not {item!r}")
+    if isinstance(item, int) and not isinstance(item, bool):
+        return item
+    raise DirectiveError(
+        f"the filter asks {name!r} to be {item!r}: give a number, a list or range of numbers, "
+        "'*' (has the tag) or '-' (does not have it)"
+    )
+
+
+def _known(dag: Dag) -> str:
+    return "; ".join(f"{name} {_range(values)}" for name, values in dag.tag_values.items())
+
+
+def _range(values: Iterable[Tag]) -> str:
+    passes = [p.value for p in Pass if p in values]
+    if passes:
+        return ", ".join(passes)
+    numbers: Sequence[int] = sorted(v for v in values if isinstance(v, int))
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,136 @@
+"""The layouts of all values of a placed DAG as text: one line for each value and group of devices.
+
+v2 hidden [8, 64]         @0,1,2,3    dp S(0), tp R           and its gradient, which lies alike
+dw1 layer[0]              @0,1,2,3    dp P(sum), tp R
+bucket0 optimizer state   @0,1,2,3    shard S(0)
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import Model
+from piper.ir.layouts import BucketLayouts, Layout, Placement
+from piper.ir.mesh import Mesh
+from piper.ir.ops import Compute, Group
+from piper.ir.rules import ShardRule
+from piper.ir.dag.dag_text import group_text, region_of
+from piper.ir.dag.values import Role
+
+
+class LayoutLine(NamedTuple):
+    """A value, the devices that have it, and how it lies on them."""
+
+    value: str
+    number: int
+    """Of the value, or of the bucket."""
+    devices: Group
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"{self.value:<36} @{group_text(self.devices):<10} {self.layout}"
+
+
+def layouts_text(dag: Dag, models: Mapping[int, Model]) -> str:
+    """All layouts, one a line; ``models`` are the model's facts at each number of parts."""
+    return "\n".join(map(str, layout_lines(dag, models)))
+
+
+def layout_lines(dag: Dag, models: Mapping[int, Model]) -> Iterator[LayoutLine]:
+    """The layouts of the batch, activations and gradients, then of the parameters' buckets."""
+    seen: set[tuple[str, str, int, int]] = set()
+    for node in dag.nodes:
+        if not isinstance(node.op, Compute) or not node.devices:
+            continue
+        for line in _of_node(dag, models.get(node.parts, dag.model), node):
+            key = line.value, str(line.layout), id(node.devices), node.replicas
+            if key not in seen:
+                seen.add(key)
+                yield line
+    for number, bucket in enumerate(dag.buckets):
+        layouts = BucketLayouts(bucket)
+        devices = layouts.mesh.devices
+        yield LayoutLine(f"bucket{number} parameters at rest", number, devices, layouts.at_rest)
+        if layouts.at_rest != layouts.in_use:
+            yield LayoutLine(f"bucket{number} parameters in use", number, devices, layouts.in_use)
+        if bucket.trained:
+            yield LayoutLine(
+                f"bucket{number} gradients as made", number, devices, layouts.gradients
+            )
+            yield LayoutLine(f"bucket{number} optimizer state", number, devices, layouts.optimizer)
+
+
+def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[LayoutLine]:
+    """What a node reads and makes, as it does."""
+    op = node.compute
+    reads, writes = dag.table.wire(op.chunk, op.which, dag.policy(op.chunk), op.microbatch)
+    for number in (*reads, *writes):
+        value = dag.table.value(number)[0]
+        match value.role:
+            case Role.BATCH | Role.ACTIVATION:
+                yield _tensor(dag, model, node, number)
+            case Role.PARAMETER_GRADIENT:
+                yield from _gradients(dag, model, node, number)
+            case _:
+                pass  # gradients lie as their activations, and what is saved stays where it is
+
+
+def _gradients(dag: Dag, model: Model, node: Node, number: int) -> Iterator[LayoutLine]:
+    """Of a chunk's parameters: one line for all that lie alike."""
+    chunk = node.compute.chunk
+    layout = _rows(node, Partial())
+    if (rule := dag.shards.get(chunk)) is not None:
+        layout = _experts(node, rule, Partial(), rule.dim)
+    several: dict[str, Layout] = {}
+    for name in model.chunks[chunk].parameters:
+        along: dict[str, Placement] = {}
+        for segment in model.chunks[chunk].segments:
+            if (shard := segment.parameters.get(name)) is not None:
+                along[segment.axis] = Shard(shard.dim)
+            elif segment.sharded:
+                along[segment.axis] = Partial()
+        several.setdefault(str(found := layout.along(**along)), found)
+    for found in several.values():
+        yield LayoutLine(f"dw{chunk} {region_of(dag, chunk)}", number, node.devices, found)
+
+
+def _tensor(dag: Dag, model: Model, node: Node, number: int) -> LayoutLine:
+    value, _ = dag.table.value(number)
+    facts = model.values[value.of]
+    letter = "x" if value.role is Role.BATCH else "v"
+    name = f"{letter}{value.of} {facts.name} {list(facts.shape)}"
+    if value.of in (model.loss, model.count):
+        return LayoutLine(name, number, node.devices, _rows(node, Partial()))
+    across: Placement = Replicate() if facts.rows is None else Shard(facts.rows)
+    chunk = node.compute.chunk
+    if (rule := dag.shards.get(chunk)) is not None and value.role is Role.ACTIVATION:
+        layout = _experts(node, rule, across, 0)
+        return LayoutLine(f"{name} in {region_of(dag, chunk)}", number, node.devices, layout)
+    layout = _rows(node, across).along(
+        **{p.axis: Partial() if p.dim is None else Shard(p.dim) for p in facts.placements}
+    )
+    return LayoutLine(name, number, node.devices, layout)
+
+
+def _rows(node: Node, across: Placement) -> Layout:
+    """``across`` along the axes that divide the batch, which are the first, and the same along the
+    others."""
+    mesh = node.mesh or Mesh(node.devices, dp=len(node.devices))
+    sizes = itertools.accumulate((size for _, size in mesh.axes), operator.mul)
+    return Layout(mesh, tuple(across if size <= node.parts else Replicate() for size in sizes))
+
+
+def _experts(node: Node, rule: ShardRule, across: Placement, dim: int) -> Layout:
+    """The same, but sharded along ``dim`` over those who share the experts."""
+    mesh = node.mesh or Mesh(node.devices, dp=len(node.devices))
+    axes = [n for n, size in mesh.axes if (size, mesh.stride(n)) == (rule.ways, rule.stride)]
+    if not axes:
+        mesh, axes = rule.mesh(node.devices), ["ep"]
+    return _rows(replace(node, mesh=mesh), across).along(**{axes[0]: Shard(dim)})

@@ -1,0 +1,239 @@
+"""How many bytes of each value one device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from piper.capture.code.chunk_program import Kind, Ref
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import Model, PassFacts, Stored
+from piper.ir.ops import Collective, Compute
+from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
+
+_SCALAR = 8
+
+
+@dataclass(slots=True)
+class Sizes:
+    """Sizes for one DAG. ``models`` holds the model's facts at the shapes that a device sees in
+    a group of that many; they differ in nothing but sizes and costs."""
+
+    dag: Dag
+    models: Mapping[int, Model]
+    _groups: dict[int, int] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _messages: dict[tuple[object, ...], Stored] = field(default_factory=dict)
+    _first_extra: int = 0
+
+    def __post_init__(self) -> None:
+        self._first_extra = self.dag.first_extra
+        for node in self.dag.nodes:
+            size = node.parts
+            for value in node.reads:
+                self._groups.setdefault(value, size)
+            for value in node.writes:
+                self._groups[value] = size
+
+    def nbytes(self, number: int) -> int:
+        """Bytes of a value on each device that holds it. All microbatches' values are alike."""
+        key = self._key(number)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._nbytes(number)
+        return found
+
+    def _key(self, number: int) -> tuple[object, ...]:
+        """What a value's size depends on."""
+        if number < self._first_extra:
+            return number % self.dag.table.size, self._groups.get(number, 1)
+        extra = self.dag.extra[number - self._first_extra]
+        of = extra.of
+        if extra.role in _FORMS:
+            of = self.dag.plain(of) % self.dag.table.size
+        return extra.role, of, extra.parts, extra.rows, self._is_sum(number)
+
+    def sent(self, number: int) -> int:
+        """Bytes of a value in a message: all of it, also where in memory rows are one."""
+        return self._message(number).sent
+
+    def copied(self, number: int) -> int:
+        """Bytes of the contiguous copy that is sent in place of a value, or received; 0 where it
+        goes as it is."""
+        return self._message(number).copied or 0
+
+    def _message(self, number: int) -> Stored:
+        key = self._key(number)
+        found = self._messages.get(key)
+        if found is None:
+            found = self._messages[key] = self._stored(number)
+        return found
+
+    def given(self, number: int, group: int) -> int:
+        """Bytes of a tensor of the batch on each of ``group`` devices that share its rows."""
+        return self._of_model(number, group)
+
+    def facts(self, op: Compute, group: int) -> PassFacts:
+        """What is known of a pass at the shapes of a group of that many devices."""
+        model = self.models.get(group, self.dag.model)
+        return model.chunks[op.chunk].variants[self.dag.policy(op.chunk)].passes[op.which]
+
+    def _nbytes(self, number: int) -> int:
+        dag = self.dag
+        if number >= self._first_extra:
+            extra = dag.extra[number - self._first_extra]
+            match extra.role:
+                case role if role in _FORMS:
+                    return self._stored(number).nbytes
+                case ExtraRole.REDUCED | ExtraRole.SUMMED:
+                    return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
+                case ExtraRole.UPDATED | ExtraRole.NORM | ExtraRole.OUTPUT:
+                    return _SCALAR
+                case ExtraRole.LOSS:
+                    return 2 * _SCALAR
+                case ExtraRole.LOAD:
+                    found = dag.model.chunks[extra.of].sorted_rows
+                    assert found is not None
+                    return found.experts * _SCALAR
+                case ExtraRole.GATHERED:
+                    bucket = dag.buckets[extra.of]
+                    kept = bucket.level < 3  # where the parameters are
+                    return 0 if kept else self.whole(extra.of) * bucket.dtype.itemsize
+        return self._of_model(number, self._groups.get(number, 1))
+
+    def whole(self, bucket: int) -> int:
+        """Elements of a bucket that a device has whole; a divided one is padded to even parts."""
+        return self.part(bucket, 1) * self.shards(bucket, 1)
+
+    def part(self, bucket: int, level: int) -> int:
+        """Elements of a device's part of what ZeRO divides from ``level`` on."""
+        found = self.dag.buckets[bucket]
+        return found.share if self.shards(bucket, level) > 1 else found.elements
+
+    def state(self, bucket: int) -> int:
+        """Bytes of a bucket's parameters that stay on a device between uses."""
+        found = self.dag.buckets[bucket]
+        elements = self.part(bucket, 3) if found.level == 3 else self.whole(bucket)
+        return elements * found.dtype.itemsize
+
+    def optimizer(self, bucket: int, per_byte: float) -> int:
+        """Bytes of a bucket's optimizer state on a device, ``per_byte`` of what is updated, and
+        that itself where the parameters are a copy of it."""
+        found = self.dag.buckets[bucket]
+        updated = self.part(bucket, 1) * found.gradient.itemsize
+        return int(updated * (per_byte * found.trained + (found.gradient != found.dtype)))
+
+    def updating(self, bucket: int, per_byte: float, *, together: bool) -> int:
+        """Bytes that an update takes while it runs, ``per_byte`` of the largest parameter on a
+        device, or of all of them together."""
+        found = self.dag.buckets[bucket]
+        updated = self.part(bucket, 1)
+        if not together:
+            updated = min(updated, max(found.sizes))
+        return int(updated * found.gradient.itemsize * per_byte)
+
+    def sharded(self, bucket: int) -> bool:
+        """Whether each replica of a bucket updates a part of its own."""
+        return self.shards(bucket, 1) > 1
+
+    def shards(self, bucket: int, level: int) -> int:
+        """Over how many devices that is divided which ZeRO divides from ``level`` on."""
+        found = self.dag.buckets[bucket]
+        return found.within if found.level >= level else 1
+
+    def moved(self, node: Node) -> int:
+        """Bytes of what a communication is about, on each device: of a reduction what goes in, of
+        a gather what comes out; of an all_to_all by counts what goes if all devices get as much."""
+        (made,) = node.writes
+        if made >= self._first_extra:
+            extra = self.dag.extra[made - self._first_extra]
+            bucket = self.dag.buckets[extra.of] if extra.role in _OF_BUCKETS else None
+            if extra.role is ExtraRole.REDUCED and bucket:
+                return self.whole(extra.of) * bucket.gradient.itemsize
+            if extra.role is ExtraRole.GATHERED and bucket:
+                return self.whole(extra.of) * bucket.dtype.itemsize
+            if extra.role is ExtraRole.RECEIVED:
+                return self.sent(made)
+            return self.nbytes(extra.of if _by_count(node) else made)
+        if _by_count(node):
+            return self.nbytes(made)
+        return max(self.nbytes(node.reads[0]), self.nbytes(made))
+
+    def copied_by(self, node: Node) -> int:
+        """Bytes that an Add or a Select reads and writes, two terms at a time."""
+        return max(2, 3 * (len(node.reads) - 1)) * self.nbytes(node.writes[0])
+
+    def _is_sum(self, number: int) -> bool:
+        """Whether a value that lowering added is a sum, or came as one."""
+        extra = self.dag.extra[number - self._first_extra]
+        if extra.role is ExtraRole.RECEIVED and extra.of >= self._first_extra:
+            return self._is_sum(extra.of)
+        return extra.role is ExtraRole.ADDED
+
+    def _of_model(self, number: int, group: int) -> int:
+        value, _ = self.dag.table.value(number)
+        model = self.models.get(group, self.dag.model)
+        policy: RematPolicy = self.dag.policy(value.of)
+        match value.role:
+            case Role.SAVED:
+                return model.chunks[value.of].variants[policy].saved_bytes
+            case Role.SAVED_FOR_BW:
+                return model.chunks[value.of].variants[policy].saved_for_bw_bytes
+            case Role.BI_SAVED:
+                return model.chunks[value.of].variants[policy].bi_saved_bytes
+            case Role.PARAMETER_GRADIENT | Role.TIED_GRADIENT:
+                chunk = model.chunks[value.of]
+                own, tied = parameters_of(model, chunk, self.dag.table.ties)
+                names = tied if value.role is Role.TIED_GRADIENT else own
+                return sum(
+                    self.dag.numel(value.of, name) * model.parameters[name].gradient.itemsize
+                    for name in names
+                )
+            case _:
+                return self._lying(value, group).nbytes
+
+    def _stored(self, number: int) -> Stored:
+        """How a value lies in memory on each device that holds it."""
+        if number < self._first_extra:
+            plain, group = number, self._groups.get(number, 1)
+        else:
+            extra = self.dag.extra[number - self._first_extra]
+            plain, group = self.dag.plain(extra.of), extra.parts
+            value, _ = self.dag.table.value(plain)
+            if self._is_sum(number):
+                return self._lying(value, group).dense
+            if extra.rows is not None:
+                rows = self.models.get(group, self.dag.model).values[value.of].shape[0]
+                return Stored(self._lying(value, group).sent // rows * extra.rows)
+            if extra.role is not ExtraRole.RECEIVED:  # put together from rows: contiguous
+                return Stored(self._lying(value, group).sent)
+        value, _ = self.dag.table.value(plain)
+        if value.role in _TENSORS:
+            return self._lying(value, group)
+        return Stored(self._of_model(plain, group))
+
+    def _lying(self, value: Value, group: int) -> Stored:
+        model = self.models.get(group, self.dag.model)
+        facts = model.values[value.of]
+        if value.role is Role.GRADIENT:
+            chunk = model.chunks[value.by]
+            ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(value.of), value.term)
+            return chunk.gradients.get(ref, facts.stored)
+        return facts.stored
+
+
+def _by_count(node: Node) -> bool:
+    op = node.op
+    return isinstance(op, Collective) and op.rows is not None
+
+
+_TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)
+_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.GATHERED)
+_FORMS = (
+    ExtraRole.RECEIVED,
+    ExtraRole.DISPATCHED,
+    ExtraRole.UNCOMBINED,
+    ExtraRole.REDISTRIBUTED,
+    ExtraRole.ADDED,
+)

@@ -1,0 +1,113 @@
+"""What must hold of every DAG, checked after every directive.
+
+Acyclic with its order edges; every value made by exactly one node and before it is used; a chunk's
+passes for one microbatch on one group. What fails is said in the user's names, with the directive
+responsible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import PASS, Dag
+from piper.ir.ops import Compute, Group, same_group
+from piper.ir.dag.dag_text import group_text, name_of
+from piper.ir.dag.values import GIVEN
+
+
+def verify(dag: Dag) -> None:
+    """Raise a ``DirectiveError`` that names the place and the directive if ``dag`` cannot run."""
+    _one_producer(dag)
+    _one_place_a_chunk(dag)
+    cycle = _cycle(dag)
+    if cycle:
+        raise DirectiveError(_describe(dag, cycle))
+
+
+def _one_producer(dag: Dag) -> None:
+    made = Counter(value for node in dag.nodes for value in node.writes)
+    for node in dag.nodes:
+        for number in node.reads:
+            given = number < dag.first_extra and dag.table.value(number)[0].role in GIVEN
+            assert made[number] == (0 if given else 1), "a directive lost or doubled a value"
+
+
+def _one_place_a_chunk(dag: Dag) -> None:
+    places: dict[tuple[int, int], Group] = {}
+    for number, node in enumerate(dag.nodes):
+        if node.devices and isinstance(node.op, Compute):
+            group = places.setdefault((node.op.chunk, node.op.microbatch), node.devices)
+            if not same_group(group, node.devices):
+                raise DirectiveError(
+                    f"{name_of(dag, number)} is placed on {list(node.devices)}, but other passes "
+                    f"of the same chunk and microbatch on {list(group)}: what a forward saves "
+                    "cannot move; place all passes of a region together"
+                )
+
+
+def _cycle(dag: Dag) -> list[int]:
+    """The nodes of a cycle in order, or nothing."""
+    waiting = {i: len(dag.predecessors(i)) for i in range(len(dag.nodes))}
+    followers: defaultdict[int, list[int]] = defaultdict(list)
+    for i in range(len(dag.nodes)):
+        for before in dag.predecessors(i):
+            followers[before].append(i)
+    ready = [i for i, count in waiting.items() if count == 0]
+    while ready:
+        done = ready.pop()
+        del waiting[done]
+        for i in followers[done]:
+            waiting[i] -= 1
+            if waiting[i] == 0:
+                ready.append(i)
+    if not waiting:
+        return []
+    path: list[int] = [next(iter(waiting))]
+    seen = {path[0]: 0}
+    while True:  # each node left waits for another one that is left
+        before = next(p for p in dag.predecessors(path[-1]) if p in waiting)
+        if before in seen:
+            return list(reversed(path[seen[before] :]))
+        seen[before] = len(path)
+        path.append(before)
+
+
+def _describe(dag: Dag, cycle: list[int]) -> str:
+    """The cycle in the user's names; a run of nodes of one pass and place is one line."""
+    runs: list[tuple[str, str]] = []
+    orders: set[int] = set()
+    for number, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        how = "feeds"
+        node = dag.nodes[following]
+        if number in node.after:
+            by = node.after_by[node.after.index(number)]
+            orders.add(by)
+            how = f"before, by {dag.label(by)},"
+        if runs and runs[-1][0] == _placed(dag, number):
+            runs.pop()
+        runs.append((_placed(dag, number), how))
+    if len(runs) > 1 and runs[0][0] == runs[-1][0]:
+        runs.pop()
+    ordered = [i for i, (_, how) in enumerate(runs) if how != "feeds"]
+    first = min(ordered, key=lambda i: runs[i][0], default=0)
+    runs = runs[first:] + runs[:first]
+    lines = [
+        "the orders contradict each other or the flow of data, so that no device could continue:"
+    ]
+    lines += [f"  {name}  {how}" for name, how in runs]
+    lines.append(f"  {runs[0][0]}")
+    lines += [f"  {dag.label(entry)} is {dag.history[entry]}" for entry in sorted(orders)]
+    lines.append("change one of these orders")
+    return "\n".join(lines)
+
+
+def _placed(dag: Dag, number: int) -> str:
+    """A node without the tags that differ inside a stage: what an order speaks about."""
+    node = dag.nodes[number]
+    if not isinstance(node.op, Compute):
+        return name_of(dag, number)
+    kept = {tag for tag in node.tags if tag not in dag.model.chunks[node.op.chunk].tags}
+    tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name in kept and name != PASS]
+    where = group_text(node.devices)
+    return f"{node.op.which.value} {' '.join(tags) or name_of(dag, number)} @{where}"

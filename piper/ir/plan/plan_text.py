@@ -1,0 +1,306 @@
+"""A plan as text and back: ``parse(text(plan)) == plan``.
+
+What the slots hold, what is there when the step begins and what is the caller's when it has ended,
+then one instruction a line:
+
+    9 [pp/send] send 0->1 layer[0] MB[0]: s9 ->  frees s9 waits 2! 6 # 14 0/1->1/1 dim 0 received 5
+
+is number 9, on the stream ``pp/send``, reads slot 9 and frees it, after instruction 6 and after
+communication 2, which it takes to its end; it is node 14 of the DAG, and is about value 5. A pass
+is written like ``3F0``: chunk 3, forward, microbatch 0. ``+s3`` is added to. After the devices of
+a message stands how many neighbours have the same part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+
+from piper.capture.code.chunk_program import Pass
+from piper.base.errors import PiperError
+from piper.ir.collectives import CollectiveKind
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
+from piper.ir.dag.values import ExtraRole
+from piper.ir.plan.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
+from piper.base.reading import DTYPES, cut, shown
+
+_SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update "}
+_SAID |= {Verb.ADD: "add ", Verb.COPY: "copy "}
+"""How the names of nodes begin, where the verb says it already."""
+_HEAD = "plan of devices "
+_MOST = 10**6
+"""Numbers that a range may stand for."""
+_DIGITS = 18
+
+
+def text(plan: Plan) -> str:
+    """The plan, to be read by people and by ``parse``."""
+    lines = [_HEAD + _numbers(plan.devices)]
+    same: dict[Slot, list[int]] = {}
+    for number, slot in enumerate(plan.slots):
+        same.setdefault(slot, []).append(number)
+    lines += [f"slots {_numbers(row)}: {_slot(slot)}" for slot, row in same.items()]
+    lines += [f"given s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.given]
+    lines += [f"seed s{s}: {v} on one of {n}, 1/{parts}" for s, v, n, parts in plan.seeds]
+    lines += [f"returned s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.returned]
+    lines += [f"{pc:>4} {_line(x)}" for pc, x in enumerate(plan.instructions)]
+    return "\n".join(lines)
+
+
+def _slot(slot: Slot) -> str:
+    own = f", own {slot.own}" if slot.own != slot.nbytes else ""
+    bucket = f", bucket {slot.bucket}" if slot.bucket is not None else ""
+    lies_in = f", in {_numbers(slot.lies_in)}" if slot.lies_in else ""
+    names = ""
+    pairs = zip(slot.dtypes, slot.names, strict=True)
+    for dtype, row in groupby(pairs, key=lambda pair: str(pair[0]).removeprefix("torch.")):
+        names += f", {dtype} {' '.join(_quoted(name, _WORD) for _, name in row)}"
+    return f"{slot.holder.value} {slot.nbytes} bytes{own}{bucket}{lies_in}{names}"
+
+
+def _line(x: Instruction) -> str:
+    said = _SAID.get(x.verb, "")
+    name = json.dumps(x.name)
+    if x.name.startswith(said):
+        name = _quoted(x.name.removeprefix(said), _NAME)
+    reads = " ".join(f"s{s}" for s in x.reads)
+    writes = " ".join(f"+s{s}" if s in x.adds else f"s{s}" for s in x.writes)
+    more = {
+        "allocates": [f"s{s}" for s in x.allocates],
+        "frees": [f"s{s}" for s in x.frees],
+        "waits": [f"{w}!" if w in x.ends else str(w) for w in x.waits],
+        "buckets": map(str, x.buckets),
+        "weights": map(repr, x.weights),
+    }
+    words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
+    about = "" if x.role is None else f" {x.role.value} {x.of}"
+    what = f"{x.node} {_op(x.op, x.group, x.ranks)}{about}"
+    line = " ".join([f"{name}: {reads} -> {writes}", *words])
+    return f"[{_quoted(x.stream, _STREAM)}] {x.verb.value} {line} # {what}"
+
+
+def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
+    match op:
+        case Compute(chunk=chunk, which=which, microbatch=microbatch):
+            where = "".join(f" {axis}={rank}" for axis, rank in ranks)
+            return f"{chunk}{which.value}{microbatch} on {_numbers(group)}{where}"
+        case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
+            counts = "" if op.counts is None else f" counts of {op.counts} rows"
+            return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}{counts}"
+        case Collective(kind=kind, groups=groups, rows=rows, runs=runs):
+            counted = ", padded" * op.padded + ", by the host" * op.by_host
+            room = "" if rows is None else f" room for {rows} rows{counted}"
+            merged = f" of {runs} runs" if runs > 1 else ""
+            return f"{kind.value} {'|'.join(map(_numbers, groups))}{room}{merged}"
+        case Update(bucket=bucket):
+            return f"bucket {bucket}"
+        case Add(value=value, chunk=chunk, microbatch=microbatch):
+            return f"value {value} of {chunk}.{microbatch}"
+        case Select(groups=groups):
+            return "|".join(map(_numbers, groups))
+        case Copy(bucket=bucket, nbytes=nbytes):
+            return f"bucket {bucket}, {nbytes} bytes"
+
+
+def _numbers(row: Iterable[int]) -> str:
+    """Numbers with commas; three and more that follow each other as the first and the last."""
+    runs: list[list[int]] = []
+    for number in row:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    items = (f"{a}-{b}" if b > a + 1 else ",".join(map(str, range(a, b + 1))) for a, b in runs)
+    return ",".join(items)
+
+
+_WORD = r'[^\s",]+'
+_NAME = r'[^":#\s]([^":#]*[^":#\s])?'
+_STREAM = r'[^"\[\]\s]([^"\[\]]*[^"\[\]\s])?'
+_JSON = r'"(?:[^"\\]|\\.)*"'
+
+
+def _quoted(written: str, plain: str) -> str:
+    return written if re.fullmatch(plain, written) else json.dumps(written)
+
+
+def _unquoted(written: str, said: str = "") -> str:
+    return str(json.loads(written)) if written.startswith('"') else said + written
+
+
+_SLOTS = re.compile(
+    r"slots (?P<row>\S+): (?P<holder>[a-z ]+) (?P<nbytes>\d+) bytes(?:, own (?P<own>\d+))?"
+    r"(?:, bucket (?P<bucket>\d+))?(?:, in (?P<lies_in>[\d,-]+))?(?P<names>(?:, .*)?)"
+)
+_GIVEN = re.compile(r"(given|returned) s(\d+): (\d+) of MB (\d+) on (\S+)")
+_SEED = re.compile(r"seed s(\d+): (\d+) on one of (\d+), 1/(\d+)")
+_INSTRUCTION = re.compile(
+    rf"\s*\d+ \[(?P<stream>{_JSON}|{_STREAM})\] (?P<verb>\w+) (?P<name>{_JSON}|{_NAME}): "
+    r"(?P<reads>[s\d ]*?) ?-> (?P<writes>[+s\d ]*?)(?: allocates (?P<allocates>[s\d ]+?))?"
+    r"(?: frees (?P<frees>[s\d ]+?))?(?: waits (?P<waits>[\d! ]+?))?"
+    r"(?: buckets (?P<buckets>[\d ]+?))?(?: weights (?P<weights>[\d.e+ -]+?))? # "
+    r"(?P<node>\d+) (?P<op>.+)"
+)
+_MESSAGE = re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+)(?: counts of (\d+) rows)? (\w+) (\d+)")
+_OPS = {
+    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)((?: \w+=\d+)*)"),
+    Verb.SEND: _MESSAGE,
+    Verb.RECV: _MESSAGE,
+    Verb.COLLECTIVE: re.compile(
+        r"(\w+) (\S+)(?: room for (\d+) rows(, padded)?(, by the host)?)?(?: of (\d+) runs)?"
+        r" (\w+) (\d+)"
+    ),
+    Verb.UPDATE: re.compile(r"bucket (\d+)"),
+    Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
+    Verb.SELECT: re.compile(r"(\S+)"),
+    Verb.COPY: re.compile(r"bucket (\d+), (\d+) bytes"),
+}
+
+
+def parse(written: str) -> Plan:
+    """What ``text`` wrote."""
+    head, *lines = written.strip().splitlines() or [""]
+    with _reading(head):
+        if not head.startswith(_HEAD):
+            raise ValueError(f"a plan begins with '{_HEAD}'")
+        devices = _range(head.removeprefix(_HEAD))
+    slots: dict[int, Slot] = {}
+    given: list[Given] = []
+    returned: list[Returned] = []
+    seeds: list[Seed] = []
+    instructions: list[Instruction] = []
+    for line in lines:
+        with _reading(line):
+            if found := _SLOTS.fullmatch(line):
+                slots |= dict.fromkeys(_range(found["row"]), _parsed_slot(found))
+            elif found := _GIVEN.fullmatch(line):
+                word, *numbers, group = found.groups()
+                slot, value, microbatch = map(_int, numbers)
+                if word == "given":
+                    given.append(Given(slot, value, microbatch, _range(group)))
+                else:
+                    returned.append(Returned(slot, value, microbatch, _range(group)))
+            elif found := _SEED.fullmatch(line):
+                seeds.append(Seed(*map(_int, found.groups())))
+            else:
+                instructions.append(_parsed(line))
+    if missing := slots.keys() ^ range(len(slots)):
+        raise PiperError(f"the plan says nothing of slot {min(missing)}: each needs a line 'slots'")
+    row = tuple(slots[number] for number in range(len(slots)))
+    return Plan(devices, tuple(instructions), tuple(given), tuple(seeds), row, tuple(returned))
+
+
+@contextmanager
+def _reading(line: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        why = cut(str(error))
+        raise PiperError(f"this is not a line of a plan: {shown(line, 200)} ({why})") from None
+
+
+def _parsed_slot(found: re.Match[str]) -> Slot:
+    nbytes, own, bucket = _int(found["nbytes"]), found["own"], found["bucket"]
+    names: list[str] = []
+    dtypes: list[torch.dtype] = []
+    for part in re.findall(rf", ((?:{_JSON}|{_WORD}| )+)", found["names"]):
+        dtype, *row = re.findall(rf"{_JSON}|{_WORD}", part)
+        names += map(_unquoted, row)
+        dtypes += [DTYPES[dtype]] * len(row)
+    return Slot(
+        Holder(found["holder"]),
+        nbytes,
+        nbytes if own is None else _int(own),
+        None if bucket is None else _int(bucket),
+        tuple(names),
+        tuple(dtypes),
+        _range(found["lies_in"] or ""),
+    )
+
+
+def _parsed(line: str) -> Instruction:
+    found = _INSTRUCTION.fullmatch(line)
+    if found is None:
+        raise ValueError("it begins like none")
+    verb = Verb(found["verb"])
+    what = _OPS[verb].fullmatch(found["op"])
+    if what is None:
+        raise ValueError(f"a {verb.value} is not {found['op']!r}")
+    op, role, of, group = _parsed_op(verb, what)
+    waits = (found["waits"] or "").split()
+    return Instruction(
+        verb=verb,
+        node=_int(found["node"]),
+        name=_unquoted(found["name"], _SAID.get(verb, "")),
+        stream=_unquoted(found["stream"]),
+        op=op,
+        role=role,
+        of=of,
+        group=group,
+        ranks=_ranks(what.groups()[4]) if verb is Verb.COMPUTE else (),
+        reads=tuple(_integers(found["reads"])),
+        writes=tuple(_integers(found["writes"])),
+        adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", found["writes"])))),
+        allocates=tuple(_integers(found["allocates"])),
+        frees=tuple(_integers(found["frees"])),
+        waits=tuple(_int(wait.rstrip("!")) for wait in waits),
+        ends=tuple(_int(wait[:-1]) for wait in waits if wait.endswith("!")),
+        buckets=tuple(_integers(found["buckets"])),
+        weights=tuple(map(float, (found["weights"] or "").split())),
+    )
+
+
+def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, int, Group]:
+    """What is done, what it makes, what it is about, and among whom rows are divided."""
+    row = found.groups()
+    if verb is Verb.COMPUTE:
+        return Compute(_int(row[0]), Pass(row[1]), _int(row[2])), None, 0, _range(row[3])
+    if verb is Verb.UPDATE:
+        return Update(_int(row[0])), None, _int(row[0]), ()
+    if verb is Verb.COPY:
+        return Copy(*map(_int, row)), None, _int(row[0]), ()
+    if verb is Verb.ADD:
+        return Add(*map(_int, row)), None, 0, ()
+    if verb is Verb.SELECT:
+        return Select(tuple(map(_range, row[0].split("|")))), None, 0, ()
+    role, of = ExtraRole(row[-2]), _int(row[-1])
+    if verb is Verb.COLLECTIVE:
+        groups = tuple(map(_range, row[1].split("|")))
+        room = None if row[2] is None else _int(row[2])
+        padded, by_host, runs = row[3] is not None, row[4] is not None, _int(row[5] or "1")
+        op = Collective(CollectiveKind(row[0]), groups, room, padded, by_host, runs)
+        return op, role, of, ()
+    source, ours, target, theirs, dim, rows, *_ = row
+    replicas, counts = (_int(ours), _int(theirs)), None if rows is None else _int(rows)
+    return Transfer(_range(source), _range(target), _int(dim), replicas, counts), role, of, ()
+
+
+def _ranks(written: str) -> tuple[tuple[str, int], ...]:
+    pairs = (word.split("=") for word in written.split())
+    return tuple((axis, _int(rank)) for axis, rank in pairs)
+
+
+def _integers(written: str | None) -> Iterator[int]:
+    return (_int(word.lstrip("+s")) for word in (written or "").split())
+
+
+def _range(written: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in filter(None, written.split(",")):
+        first, _, last = part.partition("-")
+        run = range(_int(first), _int(last or first) + 1)
+        if not 0 < len(run) <= _MOST - len(found):
+            raise ValueError(f"{part} are none, or more than {_MOST:,} numbers")
+        found += run
+    return tuple(found)
+
+
+def _int(written: str) -> int:
+    if len(written) > _DIGITS:
+        raise ValueError(f"a number has at most {_DIGITS} digits")
+    return int(written)

@@ -1,0 +1,286 @@
+"""Processes that run one script each must mean the same: the same program, optimizer, first weights
+and batches. Each says what it has in a few bytes; where they differ, all of them are told.
+
+Numbers are compared by the bits of their rows, added up: that costs one pass over them, and the
+order of the rows counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.capture.code.serialize import program_to_json
+from piper.state.checkpoint.boxes import Box
+from piper.base.errors import PiperError
+from piper.launch.optimizer_facts import Facts, difference, facts_of, places_of, plain
+from piper.program.program import Program
+from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles
+from piper.state.device.optimizer_groups import Group
+
+Fingerprints = dict[str, str]
+_CORNER = 16
+"""Along each dimension, the elements of a tensor in files that are compared."""
+_FIRST = 3
+"""Batches that are compared before every n-th is."""
+
+
+def fingerprints(program: Program) -> Fingerprints:
+    """What a program consists of, part by part."""
+    codes = (program.code, program.evaluation_code)
+    chunks = [one for code in codes for row in code.programs.values() for one in row]
+    graphs = {id(one): one for one in chunks}
+    constants = [(n, of_tensor(x)) for code in codes for n, x in sorted(code.constants.items())]
+    training = program.training
+    return {
+        "number of devices": str(len(program.devices)),
+        "strategy": _digest(program.strategy.to_json()),
+        "settings (precision, clip_norm, on_nan, seed, microbatches, device, compiler)": _digest(
+            [
+                str(training.precision),
+                training.clip_norm,
+                training.on_nan,
+                training.seed,
+                program.microbatches,
+                program.device.type,
+                type(program.compiler).__name__,
+            ]
+        ),
+        "default dtype": str(training.default_dtype),
+        "model's code": _digest([program_to_json(one) for one in graphs.values()]),
+        "constants in the model's code": _digest(constants),
+        "plans": _digest([p.to_json() for p in (*program.plans, *program.evaluation_plans)]),
+    }
+
+
+def refuse_other_programs(mine: Fingerprints, objects: Any) -> None:
+    """Refuse processes that compiled something else than the first."""
+    found = everyone(mine, objects)
+    for rank, theirs in enumerate(found):
+        different = [part for part, digest in mine.items() if theirs[part] != found[0][part]]
+        if different:
+            raise PiperError(
+                f"rank {rank} has another program than rank 0: its {', its '.join(different)} "
+                "differ; under torchrun every process must compile the same model with the same "
+                "strategy and settings, so let nothing of them depend on the rank"
+            )
+
+
+class Optimizers:
+    """Compares what trains: the optimizer and the scheduler as they were compiled, then the
+    settings of their groups, which somebody may have changed."""
+
+    def __init__(self, program: Program, objects: Any) -> None:
+        """Refuse processes whose optimizer or scheduler does something else."""
+        self._objects = objects
+        facts = facts_of(program)
+        self._place_of = places_of(facts)
+        self._refuse_others(facts)
+
+    def refuse_others(self, groups: Sequence[Group]) -> None:
+        """Refuse groups of parameters that are trained with other settings elsewhere."""
+        mine: Facts = {}
+        for group in groups:
+            for place in {self._place_of[name] for name in group.names}:
+                for key, value in group.settings.items():
+                    mine[f"{key} of param group {place}"] = plain(value)
+        self._refuse_others(mine)
+
+    def _refuse_others(self, mine: Facts) -> None:
+        if len(set(everyone(_digest(mine), self._objects))) == 1:
+            return
+        first: dict[str, tuple[int, Any]] = {}
+        for rank, facts in enumerate(everyone(mine, self._objects)):
+            for what, value in facts.items():
+                other, known = first.setdefault(what, (rank, value))
+                if (unlike := difference({what: known}, {what: value})) is not None:
+                    raise PiperError(
+                        f"ranks {other} and {rank} train differently: {unlike.what} is "
+                        f"{unlike.one} on rank {other} and {unlike.two} on rank {rank}; under "
+                        "torchrun every process must train with the same optimizer and scheduler, "
+                        "so let nothing of them depend on the rank"
+                    )
+
+
+def refuse_other_tensors(tensors: Mapping[str, Tensor], objects: Any) -> None:
+    """Refuse tensors to be loaded that are not the same in all processes."""
+    mine = {name: of_tensor(x) for name, x in tensors.items()}
+    if len(set(everyone(_digest(mine), objects))) == 1:
+        return
+    said = everyone(mine, objects)
+    for rank, theirs in enumerate(said):
+        names = [n for n in {**said[0], **theirs} if said[0].get(n) != theirs.get(n)]
+        if names:
+            raise PiperError(
+                f"the state dicts of ranks 0 and {rank} differ, and nothing has changed: "
+                f"{_shown(names)}; under torchrun every process must load the same values: read "
+                "the same file on all of them, or send those of rank 0 to the others"
+            )
+
+
+class Weights:
+    """Notes the first weights that this process takes."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._seen: Fingerprints = {}
+
+    def __call__(self, name: str) -> FirstTensor:
+        found = self._fetch(name)
+        self._seen[name] = _of_first(found)
+        return found
+
+    def refuse_others(self, objects: Any) -> None:
+        """Refuse weights of which two processes have different ones."""
+        first: dict[str, tuple[int, str]] = {}
+        different: dict[str, tuple[int, int]] = {}
+        for rank, theirs in enumerate(everyone(self._seen, objects)):
+            for name, digest in theirs.items():
+                other, known = first.setdefault(name, (rank, digest))
+                if known != digest:
+                    different.setdefault(name, (other, rank))
+        if different:
+            (one, two) = next(iter(different.values()))
+            raise PiperError(
+                f"the first weights differ between ranks {one} and {two}: "
+                f"{_shown(list(different))}; under torchrun every process must begin with the "
+                "same ones: call torch.manual_seed with the same number on all of them before the "
+                "model is made, or load the same file (check_weights=False if trainer.load is to "
+                "replace them all)"
+            )
+
+
+class Batches:
+    """Compares the first batches, then every ``every``-th; none if that is 0."""
+
+    def __init__(self, every: int, objects: Any) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise PiperError(
+                f"check_batches={every!r} must be a number of steps, or 0 to compare no batches"
+            )
+        self._every = every
+        self._objects = objects
+        self._seen = 0
+
+    def refuse_others(self, batch: Sequence[Tensor], rows: Sequence[int] | None = None) -> bool:
+        """Refuse a batch that is not the same in all processes; if each has only its own ``rows``,
+        those that several have must be the same. Gives whether it was this one's turn."""
+        self._seen += 1
+        if not self._every or (self._seen > _FIRST and self._seen % self._every):
+            return False
+        if rows is not None:
+            mine = [_of_rows(x, rows) for x in batch]
+            _refuse_other_rows(_compared(mine, self._objects, own_rows=True))
+            return True
+        found = _compared([of_tensor(x) for x in batch], self._objects, own_rows=False)
+        for rank, theirs in enumerate(found):
+            if theirs == found[0]:
+                continue
+            place = next(i for i, x in enumerate(theirs) if x != found[0][i])
+            raise PiperError(
+                f"the batches of ranks 0 and {rank} differ: tensor {place} of {len(theirs)}, of "
+                f"shape {list(batch[place].shape)} here; under torchrun every process must give "
+                "the same global batch, of which it computes its own rows: leave out "
+                "DistributedSampler, and shuffle with a generator of the same seed everywhere "
+                "(check_batches=0 turns this comparison off)"
+            )
+        return True
+
+
+def _compared(mine: Any, objects: Any, *, own_rows: bool) -> list[Any]:
+    """What every process says of its batch; all of them give their own rows, or whole ones."""
+    found = everyone((own_rows, mine), objects)
+    kinds = [own for own, _ in found]
+    if len(set(kinds)) > 1:
+        raise PiperError(
+            f"rank {kinds.index(True)} gives its own rows of the batch (rows=True), and rank "
+            f"{kinds.index(False)} a whole one: all processes must do the same"
+        )
+    return [said for _, said in found]
+
+
+def _refuse_other_rows(found: Sequence[Sequence[Mapping[int, int]]]) -> None:
+    """Refuse rows that two processes have, and that differ."""
+    seen: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank, tensors in enumerate(found):
+        for place, rows in enumerate(tensors):
+            for row, bits in rows.items():
+                first, known = seen.setdefault((place, row), (rank, bits))
+                if bits != known:
+                    raise PiperError(
+                        f"row {row} of the batch differs between ranks {first} and {rank}, in "
+                        f"tensor {place} of {len(tensors)}: with rows=True every process must give "
+                        "the rows trainer.rows of one global batch, in this order "
+                        "(check_batches=0 turns this comparison off)"
+                    )
+
+
+def of_tensor(x: Tensor) -> str:
+    """A few bytes that stand for shape, dtype and every number of a tensor."""
+    head = f"{x.dtype} {list(x.shape)} ".encode()
+    return hashlib.blake2b(head + _sums(x).cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _of_rows(x: Tensor, rows: Sequence[int]) -> dict[int, int]:
+    """By its number in the global batch, what stands for a row of a tensor."""
+    has_rows = x.dim() > 0 and x.shape[0] == len(rows)
+    return dict(zip(rows, _sums(x).tolist(), strict=True)) if has_rows else {}
+
+
+def _sums(x: Tensor) -> Tensor:
+    """The bits of each row, added up, which no order of adding changes."""
+    x = x.detach()
+    rows = _bits(x.contiguous())
+    rows = rows.reshape(x.shape[0] if x.dim() else 1, -1) if x.numel() else rows.reshape(0, 1)
+    return rows.sum(1, dtype=torch.int64)
+
+
+def _of_first(first: FirstTensor) -> str:
+    """A few bytes that stand for first values. Of those in files, which no process reads whole, it
+    is where they lie and how they begin."""
+    if isinstance(first, InFiles):
+        shape = first.entry.shape
+        corner = Box((0,) * len(shape), tuple(min(n, _CORNER) for n in shape))
+        found = torch.zeros(corner.shape, dtype=first.dtype)
+        first.read(corner, found, first.dtype)
+        return _digest([str(first.entry), of_tensor(found)])
+    return of_tensor(first.whole())
+
+
+def _bits(x: Tensor) -> Tensor:
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.reshape(-1).view(whole.get(x.element_size(), torch.uint8))
+
+
+def lost_peers(call: Callable[[], Any]) -> Any:
+    """What ``call`` gives, unless a process that takes part in it is gone."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise PiperError(
+            f"the processes cannot be brought together ({str(error).splitlines()[0]}): one of them "
+            "has ended or hangs; look at what it wrote first"
+        ) from error
+
+
+def everyone(mine: Any, objects: Any) -> list[Any]:
+    """What every process has, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    lost_peers(lambda: dist.all_gather_object(found, mine, group=objects))
+    return found
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _digest(data: Sequence[Any] | Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

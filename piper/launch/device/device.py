@@ -1,0 +1,270 @@
+"""One device with its plans loaded, ready to be driven."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from piper.capture.code.codegen import Runners
+from piper.state.checkpoint.verify_files import damage
+from piper.state.checkpoint.index import Index
+from piper.state.checkpoint.hf_export import Target
+from piper.base.errors import PiperError
+from piper.launch.device.worker_group import ProfileKind, Refusal, Report
+from piper.program.program import Program
+from piper.state.device.assignment import Assignment
+from piper.runtime.comm.protocol import Comm
+from piper.runtime.context import Scalars
+from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
+from piper.state.device.restore import refusal
+from piper.state.weights.first_tensors import Fetch
+from piper.state.device.slices import Held, given_by
+from piper.state.device.checkpoint_parts import Part, export_part, in_memory, read_part, write, write_part
+from piper.runtime.pending import Pending
+from piper.state.device.whole_tensors import Portions, export, restore
+from piper.runtime.streams.recording import recorder_for
+from piper.runtime.streams.stream_jitter import Shaker
+from piper.state.device.snapshot import Snapshot, snapshot_of
+from piper.state.device.device_state import DeviceState, buffers_of
+from piper.runtime.streams.streams import streams_for
+from piper.base.tracking import Alive, Tracker
+
+
+class LoadedDevice:
+    """An executor with the plans of training and of evaluation."""
+
+    def __init__(
+        self,
+        program: Program,
+        number: int,
+        where: torch.device,
+        comm: Comm,
+        begin: Fetch | DeviceState,
+        runners: Runners,
+        shaker: Shaker | None = None,
+        *,
+        tracked: bool = False,
+    ) -> None:
+        """``begin`` gives the first weights by name, or is the state to go on from; ``tracked``
+        says that others ask for the program counter, on a GPU."""
+        self.number = number
+        given = assignment_of(program, number)
+        if not isinstance(begin, DeviceState):
+            begin = DeviceState(given, where, begin)
+        self.state = begin
+        streams = streams_for(where, program.streams, shaker, tracked=tracked)
+        self.executor = Executor(self.state, comm, streams, runners)
+        self._begun: Snapshot | None = None
+        """The last save, of which that may still be on its way which no step changes."""
+        self._given = given
+        self._program = program
+        self._training = self.executor.load(given.plan, given.code)
+        self._evaluation = self.executor.load(given.evaluation_plan, given.evaluation_code)
+
+    @cached_property
+    def _saving(self) -> LoadedPlan:
+        """The step that copies what is being saved."""
+        return self.executor.load(self._program.saving.plan_of(self.number), self._given.code)
+
+    def show_progress_in(self, at: ProgramCounter) -> None:
+        """Keep the program counter in ``at``, which others may read."""
+        self.executor.at = at
+
+    @property
+    def running(self) -> LoadedPlan:
+        """The plan that was run last."""
+        return self.executor.running or self._training
+
+    def step(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        """One step of training."""
+        report = yield from self.train(given)
+        self.state.advance()
+        return report
+
+    def train(
+        self, given: list[Tensor], *, report: bool = True
+    ) -> Generator[Pending, None, Report]:
+        """All instructions of a step of training; the state still has to advance."""
+        snapshot = self.state.snapshot
+        loaded = self._training if snapshot is None else self._saving
+        scalars = yield from self.executor.run(loaded, given, report=report)
+        if snapshot is not None:  # what no update changes has no instruction
+            snapshot.copy_rest()
+            self.state.snapshot, self._begun = None, snapshot
+        return self._report(scalars, scalars.norm, self.state.rates)
+
+    def _report(
+        self, scalars: Scalars, norm: Tensor | None, rates: tuple[float, ...] = ()
+    ) -> Report:
+        memory = memory_of(self.state.where)
+        return Report(
+            total=scalars.loss,
+            norm=norm,
+            memory=memory,
+            rates=rates,
+            ready=scalars.ready,
+            load=scalars.load,
+            outputs=scalars.outputs,
+            returned={self.number: scalars.returned} if scalars.returned else {},
+        )
+
+    def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
+        """One step of training, and what it took."""
+        self.finish_copies()
+        return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
+
+    def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        recorder = recorder_for(self.number, self.state.where)
+        loaded = self.executor.load(self._given.plan, self._given.code, recorder)
+        usual, self._training = self._training, loaded
+        try:
+            report = yield from self.step(given)
+        finally:
+            self._training = usual
+        return replace(report, measured={self.number: recorder.take()})
+
+    def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        tracker = Tracker(lambda: self.executor.at[0])
+        tracker.count((*self.state.tensors(), *self._training.context.constants.values()))
+        state = tracker.now
+        with tracker:
+            own = [x.clone() for x in given]
+        report = yield from tracker.over(self.step(own))
+        at = "the start"
+        if tracker.peak_at >= 0:
+            at = self._given.plan.instructions[tracker.peak_at].name
+        return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
+
+    def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        """The forwards alone; state is copied beside them."""
+        if self.state.snapshot is not None:
+            self.state.snapshot.copy_rest()
+        scalars = yield from self.executor.run(self._evaluation, given)
+        self.state.changing = False
+        return self._report(scalars, None)
+
+    def abandon(self) -> None:
+        """Forget a step that failed."""
+        for loaded in (self._training, self._evaluation, self.running):
+            loaded.context.abandon()
+
+    def finish_copies(self) -> None:
+        """Copy what a save in the background still needs: the state may change after that."""
+        for snapshot in (self.state.snapshot, self._begun):
+            if snapshot is not None:
+                snapshot.finish()
+        self.state.snapshot = self._begun = None
+
+    def close(self) -> None:
+        """Nobody needs the state any more."""
+        if self.state.snapshot is not None:
+            self.state.snapshot.abandon()
+
+    def export(self, only: frozenset[str] | None) -> Portions:
+        return export(self.state, only)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.finish_copies()
+        restore(self.state, tensors)
+
+    def write_part(self, folder: Path) -> Part | Refusal:
+        """Write this device's part of a checkpoint."""
+        try:
+            return write_part(self.state, *self._part(folder))
+        except (OSError, PiperError) as error:
+            return Refusal(str(error))
+
+    def begin_part(self, folder: Path) -> Callable[[], Part | Refusal]:
+        """The same for a thread, of the state as it is now: the next step copies it."""
+        _, file, buffers = self._part(folder)
+        try:
+            holding = given_by(self.state, buffers)
+        except PiperError as error:
+            refusal = Refusal(str(error))
+            return lambda: refusal
+        snapshot = self.state.snapshot = snapshot_of(holding, self.state.where)
+
+        def written() -> Part | Refusal:
+            found = snapshot.result()
+            if found is None:
+                return Refusal("the trainer was closed before the state was copied")
+            return write(found, folder, file)
+
+        return written
+
+    def _part(self, folder: Path) -> tuple[Path, str, tuple[str, ...]]:
+        file = f"device-{self.number:05}.safetensors"
+        return folder, file, _own_buffers(self._program, self.number)
+
+    def give(self) -> tuple[Part | Refusal, Sequence[Held]]:
+        """This device's part of the state as it is in memory, and the slices of it."""
+        self.finish_copies()
+        try:
+            buffers = _own_buffers(self._program, self.number, kept=False)
+            holding = given_by(self.state, buffers)
+        except PiperError as error:
+            return Refusal(str(error)), ()
+        return in_memory(holding, self.number), holding.slices
+
+    def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
+        """Write this device's share of the model's tensors."""
+        try:
+            buffers = _own_buffers(self._program, self.number)
+            return export_part(self.state, folder, targets, buffers)
+        except (OSError, PiperError) as error:
+            return Refusal(str(error))
+
+    def refusals(self, folder: Path, index: Index, share: tuple[int, int]) -> list[str]:
+        """Why this device cannot go on from a checkpoint. It looks at its ``share`` of the files:
+        the number of a device among so many."""
+        place, count = share
+        files = sorted(index.files)[place::count]
+        found = damage(folder, index, files)
+        why = refusal(self.state, index)
+        return found if why is None else [*found, why]
+
+    def read_part(self, folder: Path, index: Index) -> None:
+        self.finish_copies()
+        read_part(self.state, folder, index)
+
+
+def _own_buffers(program: Program, device: int, *, kept: bool = True) -> tuple[str, ...]:
+    """The buffers that this device gives, because it is the first to have them; of those that the
+    model's state keeps, or of all."""
+    names = set(program.names.keys.values())
+    owners: dict[str, int] = {}
+    for one in program.devices:
+        for name in buffers_of(assignment_of(program, one)):
+            owners.setdefault(name, one)
+    return tuple(
+        name for name, owner in owners.items() if owner == device and (name in names or not kept)
+    )
+
+
+def assignment_of(program: Program, device: int) -> Assignment:
+    return Assignment(
+        device=device,
+        plan=program.plan_of(device),
+        code=program.code,
+        evaluation_plan=program.evaluation_plan_of(device),
+        evaluation_code=program.evaluation_code,
+        buckets=program.buckets,
+        parameters=program.parameters,
+        order=tuple(dict.fromkeys(program.names.keys.values())),
+        training=program.training,
+    )
+
+
+def memory_of(where: torch.device) -> int:
+    """The most bytes that this process has held: on the GPU, or resident."""
+    if where.type == "cuda":
+        return torch.cuda.max_memory_allocated(where)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,90 @@
+"""A step captured once as a CUDA graph and replayed: the host launches one thing, not thousands.
+
+The first steps run as usual, so that everything that is made once is there. What a capture fixes
+(shapes are fixed anyway) are the numbers of the optimizer's settings: when one of them changes, the
+step is captured again. Learning rates that a schedule changes are read from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.base.errors import PiperError
+from piper.ir.ops import Compute
+from piper.launch.device.worker_group import Report
+from piper.program.program import Program
+
+Rows = Sequence[Sequence[Tensor]]
+"""Device by device, its part of a batch."""
+_USUAL = 2
+"""Steps that are run before one is captured."""
+
+
+class StepGraph:
+    """The step of the devices of one process."""
+
+    def __init__(self, where: torch.device, step: Callable[[list[list[Tensor]]], Report]) -> None:
+        """``step`` runs all instructions once and changes nothing on the host that lasts."""
+        self._where = where
+        self._step = step
+        self._usual = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._given: list[list[Tensor]] = []
+        self._report: Report | None = None
+        self._settings: Any = None
+
+    def forget(self) -> None:
+        """What was captured no longer holds: state has been replaced."""
+        self._graph = self._report = None
+        self._given = []
+        self._usual = 0
+
+    def run(self, given: Rows, settings: Any) -> Report:
+        """One step; ``settings`` are the numbers that a capture fixes."""
+        if self._graph is not None and settings != self._settings:
+            self._graph = self._report = None
+        if self._graph is None and self._usual < _USUAL:
+            self._usual += 1
+            return self._step([list(rows) for rows in given])
+        if self._graph is None:
+            self._capture(given)
+            self._settings = settings
+        assert self._graph is not None
+        assert self._report is not None
+        targets = [x for rows in self._given for x in rows]
+        if targets:
+            torch._foreach_copy_(targets, [x for rows in given for x in rows])
+        self._graph.replay()
+        return self._report.copied()
+
+    def _capture(self, given: Rows) -> None:
+        self._given = [[x.to(self._where, copy=True) for x in rows] for rows in given]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._report = self._step([list(rows) for rows in self._given])
+        except Exception as error:
+            raise PiperError(
+                f"the step cannot be captured as a CUDA graph: {error}; leave out cuda_graphs=True"
+            ) from error
+        self._graph = graph
+
+
+def refuse_uncapturable(program: Program) -> None:
+    """Refuse programs whose steps cannot be the same graph every time."""
+    if program.device.type != "cuda":
+        raise PiperError(
+            f"cuda_graphs=True needs a program compiled with device='cuda', not {program.device}"
+        )
+    for x in (x for plan in program.plans for x in plan.instructions):
+        if isinstance(x.op, Compute):
+            functions = program.code.programs[len(x.group)][x.op.chunk].functions
+            if functions[x.op.which].random:
+                raise PiperError(
+                    f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "
+                    "step; a graph would repeat them. Leave it out, or set dropout to 0"
+                )

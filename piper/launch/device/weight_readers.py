@@ -1,0 +1,73 @@
+"""Gives a program's first weights by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from piper.base.errors import PiperError
+from piper.state.weights.first_buffers import computed_buffer
+from piper.state.weights.source import Source, materialised
+from piper.state.weights.matching import Located
+from piper.program.program import Program
+from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles, InMemory
+from piper.state.weights.weight_files import Init, WeightFiles
+
+
+@dataclass(frozen=True, slots=True)
+class FirstWeights:
+    """All that is needed to give a program's first weights, in this or another process."""
+
+    tensors: Mapping[str, Tensor]
+    """Every parameter and buffer of the model; on the meta device what is made or read."""
+    init: Init | None
+    located: Located | None
+    seed: int
+
+    @staticmethod
+    def of(program: Program) -> FirstWeights:
+        source = program.source
+        if source is None:
+            raise PiperError(
+                "this program was loaded without weights: give source= to Program.load, for "
+                "instance piper.Source(model)"
+            )
+        tensors = {**dict(source.parameters()), **dict(source.buffers())}
+        seed = program.training.seed
+        if not isinstance(source.init, WeightFiles):
+            return FirstWeights(tensors, source.init, None, seed)
+        located = program.located
+        assert located is not None
+        for name in located.entries:
+            tensors[name] = tensors[name].detach().to("meta")
+        init = source.init.init
+        if init is None:
+            tensors |= _computed(source, tensors.keys() - located.entries.keys(), seed)
+        return FirstWeights(tensors, init, located, seed)
+
+    def __call__(self, name: str) -> FirstTensor:
+        if name not in self.tensors:
+            raise PiperError(f"the model has no {name}: it is not the one that was compiled")
+        tensor = self.tensors[name]
+        if self.located is not None and name in self.located.entries:
+            return InFiles(self.located.folder, self.located.entries[name], tensor.dtype)
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        return InMemory(materialised(name, tensor, device, self.init, self.seed))
+
+
+def fetcher(program: Program) -> Fetch:
+    """A function from the name of a parameter or buffer to its first values."""
+    return FirstWeights.of(program)
+
+
+def _computed(source: Source, names: set[str], seed: int) -> dict[str, Tensor]:
+    """Those buffers among ``names`` that have no values, as their modules compute them."""
+    found = {}
+    for prefix, module in source.roots():
+        for path, buffer in module.named_buffers():
+            if prefix + path in names and buffer.is_meta:
+                found[prefix + path] = computed_buffer(module, path, prefix + path, seed)
+    return found

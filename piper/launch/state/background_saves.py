@@ -1,0 +1,123 @@
+"""Saves in the background: training goes on while the state is copied on the host and written.
+
+Every device copies its part of the state during the next step, each bucket before its update, and a
+thread of its process writes the copy. When all have written, the next call of the trainer makes it
+a checkpoint. A save that fails leaves the checkpoint before it, and is reported by that call.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from piper.base.errors import PiperError, warn
+from piper.launch.state.saving import finish, prepare
+from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.program.program import Program
+from piper.state.device.checkpoint_parts import Part
+
+
+class Writing:
+    """The parts of this process's devices, which a thread writes one after another."""
+
+    def __init__(self, writes: Iterable[Callable[[], Part | Refusal]]) -> None:
+        """Each of ``writes`` waits for a copy of the state, and lets go of it at the end."""
+        self._writes = deque(writes)
+        self._found: list[Part | Refusal] = []
+        self._thread = threading.Thread(target=self._run, name="piper save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._writes:
+            try:
+                self._found.append(self._writes.popleft()())
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+                self._found.append(Refusal(str(error) or type(error).__name__))
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> list[Part | Refusal]:
+        """What was written; waits for it."""
+        self._thread.join()
+        return self._found
+
+
+class BackgroundSave:
+    """A checkpoint that is being written."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        program: Program,
+        path: str | Path,
+        rest: Mapping[str, Tensor],
+        *,
+        data: Any,
+        keep: int | None,
+    ) -> None:
+        """As ``checkpoint.save``, which returns at the end."""
+        self._group = group
+        self._staged = prepare(group, path, keep)
+        self._finish = program, dict(rest), copy.deepcopy(data), keep
+        group.begin_parts(self._staged.folder)
+
+    @property
+    def target(self) -> Path:
+        return self._staged.target
+
+    @property
+    def takes_others(self) -> bool:
+        """Whether other processes with a trainer must take part."""
+        return self._group.trainers > 1
+
+    def settled(self, *, wait: bool) -> bool:
+        """Whether it is over: a checkpoint now, or an error is raised. All processes that have a
+        trainer ask."""
+        parts = self._group.written_parts(wait=wait)
+        if parts is None:
+            return False
+        program, rest, data, keep = self._finish
+        self._group.once(lambda: finish(program, self._staged, parts, rest, data, keep))
+        return True
+
+
+class PendingSave:
+    """The save in the background that a trainer has begun and not yet seen the end of, if any."""
+
+    def __init__(self) -> None:
+        self._save: BackgroundSave | None = None
+
+    def begin(self, save: BackgroundSave) -> None:
+        self._save = save
+
+    def settle(self, *, wait: bool = True) -> None:
+        """See to it; an error if it failed."""
+        save, self._save = self._save, None
+        if save is not None and not save.settled(wait=wait):
+            self._save = save
+
+    def settle_late(self, error: BaseException | None = None) -> None:
+        """Finish it when nobody is left who would: after ``error``, or when the trainer is gone
+        (collected, or at the end of the interpreter) and was not closed."""
+        save = self._save
+        if save is None:
+            return
+        error = error or getattr(sys, "last_value", None)  # what has ended the interpreter
+        try:
+            if error is not None and save.takes_others:
+                raise PiperError(
+                    "an error has ended this process, and a checkpoint takes all of them"
+                )
+            self.settle()
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it is told
+            self._save = None
+            warn(f"the save to {save.target} in the background is not finished: {failure}")

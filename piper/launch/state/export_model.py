@@ -1,0 +1,136 @@
+"""The model as the transformers library loads it: configuration, names, tied weights once, sharded
+files. Every device writes what it has; no process holds the model. Of a model with adapters of
+peft, the active one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.capture.blame import LOSS_PREFIX
+from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, Target, lay_out
+from piper.base.errors import PiperError
+from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
+from piper.launch.state.saving import tensor_of
+from piper.launch.device.weight_readers import fetcher
+from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.state.weights.matching import pretrained_part
+from piper.base.paths import path_of
+from piper.program.program import Program
+from piper.base.atomic import Staged, stage
+
+
+def export(
+    group: WorkerGroup,
+    program: Program,
+    path: str | Path,
+    rest: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> None:
+    """Write the model to the folder ``path``. ``rest`` are tensors that no device holds, if they
+    are not the first ones any more."""
+    target = Path(os.path.abspath(path_of(path)))
+    adapted = None if program.source is None else adapted_part(program.source.model)
+    if adapted is not None:
+        _export_adapter(group, program, target, rest, Adapter(program, *adapted), dtype)
+        return
+
+    def prepare() -> tuple[Staged, dict[str, Target]]:
+        staged = stage(target, PRETRAINED)
+        with staged.failing():
+            tensors = _tensors(program, dtype)
+            return staged, lay_out(staged.folder, tensors, file_bytes, staged.named)
+
+    staged, targets = group.once(prepare)
+    try:
+        parts = group.export_parts(staged.folder, targets)
+    except BaseException:
+        staged.discard()
+        raise
+    group.once(lambda: _finish(program, staged, targets, parts, rest, dtype))
+
+
+def _export_adapter(
+    group: WorkerGroup,
+    program: Program,
+    target: Path,
+    rest: Mapping[str, Tensor],
+    adapter: Adapter,
+    dtype: torch.dtype | None,
+) -> None:
+    find = tensor_of(program, group.export(adapter.names), rest)
+
+    def write() -> None:
+        staged = stage(target, ADAPTER)
+        with staged.failing():
+            adapter.write(staged.folder, find, dtype)
+            staged.commit()
+
+    group.once(write)
+
+
+def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
+    """Every tensor of the model once, by its first name."""
+    source = program.source
+    if source is None:
+        raise PiperError("this program was loaded without its model: give source= to Program.load")
+    known = {**dict(source.parameters()), **dict(source.buffers())}
+    prefix, _ = pretrained_part(source.model)
+    found = {}
+    for key, name in program.names.keys.items():
+        if name in found or key.startswith(LOSS_PREFIX):
+            continue
+        own = known[name].dtype
+        kept = dtype if dtype is not None and own.is_floating_point else own
+        shape = program.names.shapes[key]
+        found[name] = Target(key.removeprefix(prefix), kept, shape)
+    return found
+
+
+def _finish(
+    program: Program,
+    staged: Staged,
+    targets: Mapping[str, Target],
+    parts: Iterable[Any],
+    rest: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> None:
+    folder = staged.folder
+    with staged.failing():
+        written: set[str] = set()
+        for part in parts:
+            if isinstance(part, Refusal):
+                raise PiperError(part.why)
+            written.update(part)
+        fetch = fetcher(program)
+        with SliceWriter.opened(folder) as out:
+            for name, one in targets.items():
+                if name not in written:
+                    tensor = rest[name] if name in rest else fetch(name).whole()
+                    out.write(one, Box.whole(one.shape), tensor)
+        assert program.source is not None
+        _, model = pretrained_part(program.source.model)
+        if model is not None:
+            _write_config(model, folder, dtype)
+        staged.commit()
+
+
+def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    kept = dtype or getattr(model, "dtype", None)
+    if kept is not None:
+        config.dtype = str(kept).removeprefix("torch.")
+    config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)

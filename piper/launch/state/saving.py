@@ -1,0 +1,249 @@
+"""Checkpoints: the devices write and read their parts, one process looks after the whole.
+
+A save is prepared, written by all devices and committed by one rename. A load first finds out
+whether it can be done at all (the index fits the program, every file is what was written), and only
+then changes anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.tensor_files import Given, Reader
+from piper.state.checkpoint.commit import CHECKPOINT, keep_last, numbered
+from piper.state.checkpoint.index import INDEX, GroupEntry, Index, Tensors
+from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
+from piper.state.checkpoint.plain_values import to_json
+from piper.base.errors import PiperError, warn
+from piper.launch.device.weight_readers import fetcher
+from piper.launch.state.state_checks import check_index
+from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.state.optimizer.factory import joined_kinds
+from piper.program.program import Program
+from piper.base.reading import MalformedError, file_bytes
+from piper.state.device.slices import MODEL, Holding, whole
+from piper.state.device.checkpoint_parts import Part, write
+from piper.state.device.whole_tensors import Portions, assemble
+from piper.base.atomic import Staged, stage
+
+_AT_ONCE = 4 * 1024 * 1024
+"""Elements that are brought together, or handed out, at a time."""
+
+
+# whole tensors in memory
+
+
+def whole_state(
+    program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """All devices' portions put together, and what no device holds: from ``rest``, or as it was
+    at first."""
+    return program.names.named(tensor_of(program, portions, rest))
+
+
+def tensor_of(
+    program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
+) -> Callable[[str], Tensor]:
+    """Gives a whole tensor by its first name, from the devices' portions of it."""
+    parameters = assemble(
+        program.parameters, program.buckets, [p for found in portions for p in found.parameters]
+    )
+    buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
+    known = {**rest, **buffers, **parameters}
+    fetch = cache(lambda: fetcher(program))
+
+    def find(name: str) -> Tensor:
+        return known[name].clone() if name in known else fetch()(name).whole().cpu().clone()
+
+    return find
+
+
+def in_turn(keys: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """``keys`` in runs of a few megabytes; ``sizes`` are their elements."""
+    run: list[str] = []
+    total = 0
+    for key in keys:
+        if run and total + sizes[key] > _AT_ONCE:
+            yield run
+            run, total = [], 0
+        run.append(key)
+        total += sizes[key]
+    if run:
+        yield run
+
+
+# folders
+
+
+def save(
+    group: WorkerGroup,
+    program: Program,
+    path: str | Path,
+    rest: Mapping[str, Tensor],
+    *,
+    data: Any = None,
+    keep: int | None = None,
+) -> None:
+    """Write a checkpoint. ``rest`` are tensors of the model that no device holds, if they are not
+    the first ones any more; ``data`` says where in the data training is."""
+    staged = prepare(group, path, keep)
+    try:
+        parts = group.write_parts(staged.folder)
+    except BaseException:
+        staged.discard()
+        raise
+    group.once(lambda: finish(program, staged, parts, rest, data, keep))
+
+
+def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> Staged:
+    """Where a checkpoint is written."""
+    target = _absolute(path)
+    _check_keep(target, keep)
+    return group.once(lambda: stage(target, CHECKPOINT))
+
+
+def _absolute(path: str | Path) -> Path:
+    """Workers may have another working directory."""
+    return Path(os.path.abspath(path))
+
+
+def _check_keep(target: Path, keep: int | None) -> None:
+    if keep is None:
+        return
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise PiperError(f"keep={keep!r} must be a whole number from 1 on, or None to keep all")
+    numbered(target)
+
+
+def finish(
+    program: Program,
+    staged: Staged,
+    parts: Sequence[Part | Refusal],
+    rest: Mapping[str, Tensor],
+    data: Any,
+    keep: int | None,
+) -> None:
+    """All devices have written: make it a checkpoint."""
+    folder = staged.folder
+    with staged.failing():
+        good = []
+        for part in parts:
+            if isinstance(part, Refusal):
+                raise PiperError(part.why)
+            good.append(part)
+        good.append(_write_rest(program, folder, good, rest))
+        if absent := [p.file for p in good if p.facts and not (folder / p.file).exists()]:
+            raise PiperError(
+                f"{absent[0]} was written on another machine: all machines must share the folder"
+            )
+        index = index_of(program, good, data).in_files(staged.named)
+        (folder / INDEX).write_bytes(index.to_bytes())
+        staged.commit()
+    if keep is not None:
+        keep_last(staged.target, keep)
+
+
+def _write_rest(
+    program: Program, folder: Path, parts: Iterable[Part], rest: Mapping[str, Tensor]
+) -> Part:
+    """What the model has and no device wrote."""
+    there = {name for part in parts for name in part.tensors.model}
+    names = [n for n in dict.fromkeys(program.names.keys.values()) if n not in there]
+    slices = []
+    if names:
+        source = program.source
+        known: dict[str, Tensor] = {}
+        if source is not None:
+            known = {**dict(source.parameters()), **dict(source.buffers())}
+        fetch = fetcher(program)
+        for name in names:
+            like = rest.get(name, known[name])
+
+            def get(name: str = name) -> Tensor:
+                return rest[name] if name in rest else fetch(name).whole()
+
+            slices.append(whole(MODEL, name, Given(name, like.dtype, tuple(like.shape), get)))
+    return write(Holding(slices), folder, "rest.safetensors")
+
+
+def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
+    groups: dict[tuple[str, ...], GroupEntry] = {}
+    for part in parts:
+        for one in part.groups:  # replicas have the same ones
+            groups.setdefault(one.names, one)
+    return Index(
+        tensors=Tensors.joined(part.tensors for part in parts),
+        keys=program.names.keys,
+        files={part.file: part.facts for part in parts if part.facts is not None},
+        steps=parts[0].steps,
+        seed=program.training.seed,
+        strategy=str(program.strategy),
+        kind=joined_kinds(part.kind for part in parts),
+        groups=tuple(groups.values()),
+        scheduler=next((p.scheduler for p in parts if p.scheduler is not None), None),
+        data=to_json(data),
+    )
+
+
+def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index, dict[str, Tensor]]:
+    """Resume from a checkpoint, or refuse it and change nothing. Gives its index, and those tensors
+    of the model that no device holds."""
+    folder = _absolute(path)
+    index = group.once(lambda: read_index(folder, program))
+    if whys := group.refusals(folder, index):
+        raise PiperError(f"{path} cannot be loaded, and nothing has changed: {whys[0]}")
+    if index.seed != program.training.seed:
+        warn(
+            f"{path} was saved with seed={index.seed}, but the program was compiled with "
+            f"seed={program.training.seed}: random numbers, as of dropout, continue differently"
+        )
+    group.read_parts(folder, index)
+    rest: dict[str, Tensor] = {}
+    with Reader(folder) as reader:
+        for name in dict.fromkeys(program.names.keys.values()):
+            if name not in program.held_names:
+                entry = index.entry(name)
+                rest[name] = torch.zeros(entry.shape, dtype=entry.dtype)
+                entry.read(reader, Box.whole(entry.shape), rest[name])
+    return index, rest
+
+
+def read_index(target: Path, program: Program) -> Index:
+    """What a checkpoint says, which is something that ``program`` can go on from."""
+    try:
+        if target.is_file():
+            raise PiperError(
+                f"{target} is a file: a checkpoint is a folder. One that an earlier Piper saved as "
+                "a file must be loaded, and its state_dict taken, with that version"
+            )
+        if not target.exists():
+            raise PiperError(f"there is no checkpoint at {target}")
+        index = Index.from_bytes(file_bytes(target / INDEX))
+        check_index(index, program, f"the checkpoint {target}")
+    except FileNotFoundError as error:
+        raise _no_checkpoint(target) from error
+    except OSError as error:
+        raise PiperError(f"{target} cannot be read: {error}") from error
+    except MalformedError as error:
+        raise PiperError(f"{target} cannot be used: {INDEX}: {error}") from None
+    return index
+
+
+def _no_checkpoint(target: Path) -> PiperError:
+    """A folder without an index: what it is instead, as far as that can be seen."""
+    if any((target / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX)):
+        return PiperError(
+            f"{target} has the weights of a model, and is no checkpoint of training: it has no "
+            f"{INDEX}. Give it to compile or capture, init=piper.weights({str(target)!r})"
+        )
+    inside = sorted(path.parent.name for path in target.glob(f"*/{INDEX}"))
+    advice = f", but checkpoints in it: load one of {', '.join(inside[-5:])}" if inside else ""
+    return PiperError(f"{target} is no checkpoint: it has no {INDEX}{advice}")

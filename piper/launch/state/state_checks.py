@@ -1,0 +1,133 @@
+"""Whether a program can go on from what a checkpoint says: names, types and shapes, before any of
+it is used. A ``MalformedError`` says where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from piper.state.checkpoint.index import Index
+from piper.state.checkpoint.plain_values import from_json
+from piper.base.errors import PiperError, warn
+from piper.state.optimizer.probe import kept_kinds, make_scheduler, sample_optimizer
+from piper.state.optimizer.factory import kind_of
+from piper.program.program import Program
+from piper.base.reading import MalformedError, shown, within, wrong
+from piper.base.units import counted
+
+
+def check_index(index: Index, program: Program, what: str) -> None:
+    """Refuse what is no state that ``program`` could have left; ``what`` it is the index of."""
+    tensors = index.tensors
+    for key, name in index.keys.items():
+        with within(f"keys.{key}"):
+            if name not in tensors.model:
+                raise MalformedError(f"there is no tensor {shown(name)}")
+    program.names.check({key: index.entry(key).shape for key in index.keys}, what=what)
+    check_state(index, program)
+    _refuse_other_optimizer(index.kind, program)
+    _refuse_half_kept(index, program)
+
+
+def check_state(index: Index, program: Program) -> None:
+    """The same for what devices hold, however it has come here."""
+    tensors = index.tensors
+    for name, spec in program.parameters.items():
+        with within(f"model.{name}"):
+            if index.first(name) not in tensors.model:
+                raise MalformedError("it is missing")
+            entry = index.entry(name)
+            if entry.shape != spec.shape:
+                raise MalformedError(
+                    f"it has shape {list(entry.shape)}, the parameter {list(spec.shape)}"
+                )
+            if entry.dtype.is_floating_point != spec.dtype.is_floating_point:
+                raise MalformedError(f"it is {entry.dtype}, the parameter {spec.dtype}")
+    for kind, entries in tensors.optimizer.items():
+        for name, entry in entries.items():
+            with within(f"optimizer.{kind}.{name}"):
+                if entry.shape != _known(name, index).shape:
+                    raise MalformedError(f"it has shape {list(entry.shape)}, not its parameter's")
+    for place, value in enumerate(tensors.values):
+        with within(f"values[{place}]"):
+            _known(value.name, index)
+    for place, group in enumerate(index.groups):
+        with within(f"groups[{place}]"):
+            for name in group.names:
+                _known(name, index)
+    with within("scheduler"):
+        _scheduler(from_json(index.scheduler), program)
+
+
+def _known(name: str, index: Index) -> Any:
+    if name not in index.tensors.model:
+        raise MalformedError(f"there is no parameter {shown(name)}")
+    return index.tensors.model[name]
+
+
+def _refuse_other_optimizer(kind: str, program: Program) -> None:
+    """An optimizer cannot go on from another kind's state."""
+    factory = program.training.optimizer
+    if factory is None or not kind:
+        return
+    mine = kind_of(sample_optimizer(factory, program.trained))
+    if mine != kind:
+        raise PiperError(
+            f"the checkpoint was saved with the optimizer {kind}, but this program trains with "
+            f"{mine}: use load_state_dict to take over the weights alone"
+        )
+
+
+def _refuse_half_kept(index: Index, program: Program) -> None:
+    """An optimizer cannot go on from a part of what it keeps of a parameter."""
+    factory = program.training.optimizer
+    if factory is None or not index.kind or not index.steps:
+        return
+    kept: dict[str, set[str]] = {name: set() for group in index.groups for name in group.names}
+    for kind, entries in index.tensors.optimizer.items():
+        for name in entries:
+            kept.setdefault(name, set()).add(kind)
+    for value in index.tensors.values:
+        kept.setdefault(value.name, set()).add(value.kind)
+    wanted = kept_kinds(factory, program.trained, program.device)
+    if any(wanted.values()) and not any(kept.values()):
+        warn(
+            f"the checkpoint was saved after {counted(index.steps, 'step')}, but has nothing of "
+            f"what {index.kind} keeps: the optimizer begins anew"
+        )
+        return
+    for name, kinds in wanted.items():
+        here = kept.get(index.first(name))  # None if it was not trained
+        if here is not None and (lacking := sorted(kinds - here)):
+            raise MalformedError(f"optimizer: it lacks {', '.join(lacking)} of {name}")
+
+
+def _scheduler(item: Any, program: Program) -> None:
+    if item is None:
+        return
+    if not isinstance(item, dict):
+        raise wrong(item, "a table")
+    training = program.training
+    if training.scheduler is None or training.optimizer is None:
+        return
+    optimizer = sample_optimizer(training.optimizer, program.trained)
+    mine = make_scheduler(training.scheduler, optimizer).state_dict()
+    if mine.keys() != item.keys():
+        other = sorted(map(str, mine.keys() ^ item.keys()))
+        raise MalformedError(f"it is not this program's: they differ in {', '.join(other)}")
+    for name, value in mine.items():
+        with within(name):
+            _same_kind(item[name], value)
+
+
+def _same_kind(item: Any, mine: Any) -> None:
+    """Whether ``item`` can stand where ``mine`` does; None may be anything yet."""
+    numbers = (bool, int, float, Tensor)
+    for kinds in (numbers, (list, tuple), (dict,), (str,)):
+        if isinstance(mine, kinds) and not isinstance(item, kinds):
+            raise wrong(item, f"a {type(mine).__name__}")
+    if isinstance(mine, list | tuple) and mine:  # one for each group, of which there may be more
+        for place, other in enumerate(item):
+            with within(place):
+                _same_kind(other, mine[0])

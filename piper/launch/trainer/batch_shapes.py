@@ -1,0 +1,56 @@
+"""Batches of several shapes: each has a program, compiled when the first such batch comes.
+
+The state is one: it goes from the program before to the next as in ``Trainer.switch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from piper.base.errors import PiperError
+from piper.program.program import Program
+
+
+class Shapes:
+    """The programs of a model by the shapes of their batches, ``most`` beside the first."""
+
+    def __init__(self, first: Program, most: int) -> None:
+        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+            raise PiperError(
+                f"shapes={most!r} must be a number of further shapes that batches may have, or 0"
+            )
+        self.first = first
+        self.most = most
+        self._known = {first.example.shapes: first}
+
+    def program_for(self, batch: Sequence[Any]) -> Program:
+        """The program for batches like ``batch``."""
+        found = self.first.example.built_like(*batch)
+        if found.shapes not in self._known:
+            self._refuse_more()
+            self._known[found.shapes] = self._compiled(found.without_content())
+        return self._known[found.shapes]
+
+    def _refuse_more(self) -> None:
+        if len(self._known) > self.most:
+            raise PiperError(
+                f"this batch has another shape again, and shapes={self.most} allows {self.most} "
+                "beside that of the example captured: give batches of fewer shapes (pad sequences "
+                "to a multiple, pad_to_multiple_of in a collator of transformers), or allow more"
+            )
+
+    def _compiled(self, example: Any) -> Program:
+        if self.first.again is None:
+            raise PiperError(
+                "a program that was loaded from a folder cannot be compiled for batches of other "
+                "shapes: compile it from its model"
+            )
+        try:
+            return self.first.again(example)
+        except PiperError as error:
+            raise PiperError(
+                f"{error}. This is a batch of another shape than the example captured, for which "
+                "a program of its own is compiled (shapes=): leave a last, smaller batch out "
+                "(drop_last=True), or fill it up with pad="
+            ) from error

@@ -1,0 +1,212 @@
+"""Batches whose position can be kept in a checkpoint and found again.
+
+A pass over an iterable is begun again with torch's generators as they were, and as many batches are
+dropped as were taken; a loader that has a ``state_dict`` (such as torchdata's
+``StatefulDataLoader``) goes on from it; a function of the step needs nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+
+from piper.base.errors import PiperError
+
+Batch = Sequence[Any] | Mapping[str, Any]
+Batches = Iterable[Batch] | Callable[[], Iterable[Batch]] | Callable[[int], Batch]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that knows where it is."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+class Position:
+    """Gives batches one by one, and says where in them it is."""
+
+    def __init__(self, batches: Batches, step: int, *, repeat: bool, random: bool) -> None:
+        """``step`` is the number of the first one, for a function. With ``repeat``, another pass
+        follows when the batches end. ``random`` says that torch's generators are alike in all
+        processes, so that their state is a part of the position."""
+        self._source = batches
+        self._of_step = _is_of_step(batches)
+        self._loader = batches if isinstance(batches, Stateful) else None
+        self._generators: dict[str, torch.Generator] = {}
+        if random and self._loader is None and not self._of_step:
+            self._generators = _generators(batches)
+        self._repeat = repeat and not isinstance(batches, Iterator)
+        self._step = step
+        self._rows: Iterator[Batch] | None = None
+        self._passes = 0
+        self._taken = 0
+        """Batches of this pass."""
+        self._over = False
+        self.has_batch = False
+        """Whether a batch was taken, and not yet trained on."""
+        self._begun: dict[str, bytes] = {}
+        """The states of the generators when this pass began."""
+
+    def take(self) -> Batch | None:
+        """The next batch, or None if there are no more."""
+        while not self._over:
+            if self._rows is None:
+                self._begun = self._random()
+                self._rows = self._begin()
+            for batch in self._rows:
+                self._taken += 1
+                self.has_batch = True
+                return batch
+            if self._repeat and self._taken:
+                self._passes, self._taken, self._rows = self._passes + 1, 0, None
+            else:
+                self._over = True
+        return None
+
+    def trained(self) -> None:
+        """The batch that was taken last has been trained on."""
+        self.has_batch = False
+
+    def state(self) -> dict[str, Any]:
+        """Where it is after the last batch that was trained on, as plain values."""
+        if self.has_batch and self._loader is not None:
+            raise PiperError(
+                f"the {type(self._loader).__name__} has given a batch that was not trained on, and "
+                "cannot go back to it: resume from the checkpoint before"
+            )
+        return {
+            "taken": self._taken - self.has_batch,
+            "loader": None if self._loader is None else self._loader.state_dict(),
+            "passes": self._passes,
+            "over": self._over,
+            "begun": self._begun,
+            "random": self._random(),
+        }
+
+    def go_to(self, state: Any, step: int) -> None:
+        """Go on from where another was after ``step`` steps."""
+        known = state if isinstance(state, dict) else {}
+        taken, passes, loader = known.get("taken"), known.get("passes"), known.get("loader")
+        self._step = step
+        self._taken = taken if isinstance(taken, int) and taken >= 0 else step
+        self._passes = passes if isinstance(passes, int) else 0
+        self._over = known.get("over") is True
+        self._begun = _states(known.get("begun"))
+        random = _states(known.get("random"))
+        self._set(random)
+        if self._loader is not None and loader is not None:
+            self._loader.load_state_dict(loader)
+        elif not self._of_step:
+            self._rows = self._after(self._taken, random)
+        if self._over and self._repeat:  # now there are more steps to take
+            self._passes, self._taken, self._rows, self._over = self._passes + 1, 0, None, False
+
+    def _begin(self) -> Iterator[Batch]:
+        source = self._source
+        if isinstance(source, Iterable):
+            return iter(source)
+        if self._of_step:
+            return map(cast(Callable[[int], Batch], source), itertools.count(self._step))
+        rows = cast(Callable[[], Iterable[Batch]], source)()
+        if not isinstance(rows, Iterable):
+            raise PiperError(
+                f"batches is a function without arguments that returned a {type(rows).__name__}: "
+                "it must return or yield the batches; one that gives the batch of a step takes the "
+                "number of the step"
+            )
+        return iter(rows)
+
+    def _after(self, dropped: int, random: Mapping[str, bytes]) -> Iterator[Batch]:
+        """The rest of a pass; ``random`` are the states of the generators before it."""
+        self._set(self._begun)
+        rows = self._begin()
+        for _ in itertools.islice(rows, dropped):
+            pass
+        self._set(random)
+        yield from rows
+
+    def _random(self) -> dict[str, bytes]:
+        return {n: g.get_state().numpy().tobytes() for n, g in self._generators.items()}
+
+    def _set(self, states: Mapping[str, bytes]) -> None:
+        for name, content in states.items():
+            if name in self._generators:
+                state = torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)
+                try:
+                    self._generators[name].set_state(state)
+                except RuntimeError as error:
+                    raise PiperError(
+                        f"the checkpoint has no valid state of torch's random numbers: {error}"
+                    ) from error
+
+
+def _is_of_step(batches: object) -> bool:
+    """Whether it is a function from the number of a step to its batch, not one that makes all of
+    them, nor the batches themselves."""
+    if isinstance(batches, Iterable):
+        return False
+    if not callable(batches):
+        raise PiperError(
+            f"batches is a {type(batches).__name__}: give an iterable of batches, or a "
+            "function from the number of a step to its batch"
+        )
+    try:
+        signature = inspect.signature(batches)
+    except (TypeError, ValueError):  # written in C
+        return True
+    one, none = _takes(signature, 0), _takes(signature)
+    if inspect.isgeneratorfunction(batches) and not none:
+        raise PiperError(
+            f"batches is a function that yields, {_named(batches)}, and takes arguments: call it "
+            "(and give what it returns), or give a function without arguments that yields the "
+            "batches, or one that returns the batch of a step"
+        )
+    if not one and not none:
+        raise PiperError(
+            f"batches is {_named(batches)}, a function of several arguments: give one that takes "
+            "the number of a step and returns its batch, or one that takes none and yields them all"
+        )
+    return one and not inspect.isgeneratorfunction(batches)
+
+
+def _takes(signature: inspect.Signature, *arguments: int) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _named(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _generators(batches: object) -> dict[str, torch.Generator]:
+    """Those of torch that a pass over the batches may draw from, by who has them."""
+    several = getattr(batches, "batch_sampler", None)
+    owners = {
+        "loader": batches,
+        "sampler": getattr(batches, "sampler", None),
+        "batch_sampler": several,
+        "batch_sampler.sampler": getattr(several, "sampler", None),
+    }
+    own = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
+    generators: dict[str, torch.Generator] = {}
+    for name, one in {"torch": torch.default_generator, **own}.items():
+        if isinstance(one, torch.Generator) and one not in generators.values():
+            generators[name] = one
+    return generators
+
+
+def _states(data: object) -> dict[str, bytes]:
+    known = data if isinstance(data, dict) else {}
+    return {n: x for n, x in known.items() if isinstance(n, str) and isinstance(x, bytes)}

@@ -1,0 +1,192 @@
+"""A run that survives its process: checkpoints at intervals, and the way back to the last one.
+
+    folder/step-00000050    after step 50, and so on
+
+A run that is killed at any moment and started again with ``resume`` continues from the last whole
+checkpoint, with the same losses. SIGTERM lets the step end, saves, and ends the run. A run may be
+several calls of one trainer, such as one for each epoch: a checkpoint has the number of its call,
+and a script that is started again passes over the calls before that one.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from piper.state.checkpoint import commit as folders
+from piper.base.errors import PiperError, warn
+from piper.launch.trainer.data_position import Position
+from piper.launch.device.worker_group import WorkerGroup
+from piper.base.paths import path_of
+
+_NAME = "step-{:08}"
+
+
+class Saver(Protocol):
+    """What a run needs of a trainer."""
+
+    steps: int
+
+    def save_at(self, path: Path, data: Any, keep: int | None, *, background: bool) -> None: ...
+
+    def settle_save(self) -> None: ...
+
+    def load_at(self, path: Path) -> Any: ...
+
+
+@dataclass(slots=True)
+class Run:
+    """The calls of one trainer that save to one folder: together they are one run."""
+
+    calls: int
+    """How many there have been."""
+    resumed: int | None = None
+    """The step that the run was resumed from."""
+    call: int = 0
+    """The number of the call that was saved last before, which continues; those before it are
+    done."""
+    first: int = 0
+    """The step before that call."""
+    data: Any = None
+    """Where in its batches that call was."""
+
+
+class Checkpoints:
+    """The checkpoints of one call of ``fit`` or ``iterate``, in the folder of its run."""
+
+    def __init__(
+        self,
+        trainer: Saver,
+        group: WorkerGroup,
+        folder: str | Path,
+        every: int | None,
+        keep: int | None,
+        background: bool,
+    ) -> None:
+        for name, number in (("every", every), ("keep", keep)):
+            whole = isinstance(number, int) and not isinstance(number, bool)
+            if number is not None and not (whole and number >= 1):
+                raise PiperError(f"{name}={number!r} must be a whole number from 1 on, or None")
+        self._trainer = trainer
+        self._group = group
+        self.folder = path_of(folder).absolute()
+        self._every = every
+        self._keep = keep
+        self._background = background
+        self._call = 0
+        self._last: int | None = None
+        """The step of the last checkpoint of this call."""
+        self.first = 0
+        """The step before this call, in this process or before it was resumed."""
+        self.resumed: int | None = None
+        """The step that this call was resumed from."""
+        self.done = False
+        """Whether this call was done before the run was resumed."""
+
+    def begin(self, runs: dict[Path, Run], position: Position, *, resume: bool) -> None:
+        """Begin the next call of the run in this folder. The first goes on from the last
+        checkpoint, if there is one; later ones continue."""
+        if self.folder not in runs:
+            runs[self.folder] = self._begun(resume=resume)
+        run = runs[self.folder]
+        self._call = run.calls
+        run.calls += 1
+        self.first = self._trainer.steps
+        if run.resumed is not None and self._call <= run.call:
+            self.resumed = run.resumed
+            self.done = self._call < run.call
+            if not self.done:
+                self.first, self._last = run.first, run.resumed
+                position.go_to(run.data, run.resumed)
+
+    def _begun(self, *, resume: bool) -> Run:
+        """The run, resumed from its last checkpoint; a damaged one is passed over."""
+        known = self._group.once(self._prepare)
+        if known and not resume:
+            raise PiperError(
+                f"{self.folder} has the checkpoints of a run that got to step {max(known)}: say "
+                "resume=True to resume from there, or use another folder"
+            )
+        refused: PiperError | None = None
+        for step in sorted(known, reverse=True):
+            try:
+                data = self._trainer.load_at(known[step])
+            except PiperError as error:
+                warn(f"the run does not resume from step {step}: {error}")
+                refused = refused or error
+                continue
+            said = data if isinstance(data, dict) else {}
+            call, first = said.get("call"), said.get("first")
+            return Run(
+                0,
+                resumed=step,
+                call=call if isinstance(call, int) else 0,
+                first=first if isinstance(first, int) else 0,
+                data=data,
+            )
+        if refused is not None:
+            raise refused
+        return Run(0)
+
+    def _prepare(self) -> dict[int, Path]:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return folders.numbered(self.folder / _NAME.format(0))
+        except OSError as error:
+            raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
+
+    def after_step(self, position: Position) -> None:
+        """Save if it is time to."""
+        if self._every is not None and self._trainer.steps % self._every == 0:
+            self._save(position, background=self._background)
+
+    def finish(self, position: Position) -> None:
+        """Save, if that has not happened after this step; all is written when this returns."""
+        self._save(position, background=False)
+        self._trainer.settle_save()
+
+    def _save(self, position: Position, *, background: bool) -> None:
+        step = self._trainer.steps
+        if self._last == step:
+            return
+        self._last = step  # also if Ctrl-C comes when all is done: others do not save again
+        data = {**self._group.once(position.state), "call": self._call, "first": self.first}
+        path = self.folder / _NAME.format(step)
+        self._trainer.save_at(path, data, self._keep, background=background)
+
+
+class Stop:
+    """Whether the process was asked to end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def on_sigterm(self) -> Iterator[None]:
+        """Inside, SIGTERM is noted; only the main thread can do that."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        self._usual = signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, self._usual)
+
+    def end(self) -> None:
+        """Do what SIGTERM would have done: end the process, or what the user's handler does."""
+        usual = self._usual if self.asked else signal.SIG_DFL
+        if callable(usual):
+            usual(signal.SIGTERM, None)
+        elif usual is not signal.SIG_IGN:
+            raise SystemExit(128 + signal.SIGTERM)

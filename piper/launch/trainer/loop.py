@@ -1,0 +1,281 @@
+"""The loop of ``Trainer.fit`` and ``Trainer.iterate``: batches enter, results leave.
+
+However it ends (by itself, ``break``, an error in the caller's code, Ctrl-C, SIGTERM), the state
+after the last whole step is saved. Under torchrun a save takes all processes: with ``checkpoint=``
+they tell each other, before and after each takes its batch, whether they go on. So a process that
+leaves alone neither lets the others wait nor loses what they have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
+from enum import Enum, IntEnum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piper.callbacks.loggers import Callback, told
+from piper.base.errors import PiperError, warn
+from piper.launch.trainer.batch_tensors import Pad, arguments_of
+from piper.launch.trainer.fit import Checkpoints, Stop
+from piper.launch.watch.interrupts import held_back
+from piper.launch.trainer.losses import Losses
+from piper.launch.trainer.notices import Notice
+from piper.launch.trainer.data_position import Position
+from piper.launch.trainer.progress_bar import shown_progress
+from piper.launch.trainer.step_result import StepResult
+from piper.launch.trainer.fit_summary import Ended, FitSummary
+from piper.launch.device.worker_group import WorkerGroup
+from piper.base.units import counted
+
+if TYPE_CHECKING:
+    from piper.launch.trainer.trainer import Trainer
+
+
+class _Word(IntEnum):
+    """What processes tell each other between steps; the largest counts."""
+
+    GO = 0
+    ASKED = 1
+    """SIGTERM asked the process to end."""
+    OVER = 2
+    """There is no other batch."""
+    LEFT = 3
+    """The caller reads no more results, or an error ended the loop."""
+
+
+class _At(Enum):
+    """Where a process is in a round."""
+
+    BETWEEN = auto()
+    TAKING = auto()
+    STEPPING = auto()
+
+
+class Rounds:
+    """Takes a batch and trains on it, again and again."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        group: WorkerGroup,
+        position: Position,
+        steps: int | None,
+        saved: Checkpoints | None,
+        callbacks: Sequence[Callback],
+        *,
+        progress: bool,
+        rows: bool,
+        pad: Pad | None,
+    ) -> None:
+        self._trainer = trainer
+        self._group = group
+        self._position = position
+        self._saved = saved
+        self.folder = None if saved is None else saved.folder
+        self._callbacks = callbacks
+        self._progress = progress
+        self._how: dict[str, Any] = {"rows": rows, "pad": pad}
+        self._steps = steps
+        self._first = trainer.steps if saved is None else saved.first
+        """The step before this call, which may be in a process before this one."""
+        self._taken = 0
+        """Steps of this call in this process."""
+        self._at = _At.BETWEEN
+        self._word = _Word.GO
+        """What all processes have agreed on last."""
+        self._losses = Losses(trainer.notices)
+        self._start = time.perf_counter()
+        self._ended = Ended.EARLIER
+        self._stop = Stop()
+        self._before = 0
+        """The trainer's steps before the last was begun."""
+
+    def summary(self) -> FitSummary:
+        """What has been done; waits for the last loss."""
+        last, mean = self._losses.finish()
+        return FitSummary(
+            steps=self._taken,
+            last_step=self._trainer.steps,
+            loss=last,
+            mean_loss=mean,
+            seconds=time.perf_counter() - self._start,
+            resumed_from=None if self._saved is None else self._saved.resumed,
+            ended=self._ended,
+        )
+
+    def run(self) -> Generator[StepResult, None, None]:
+        """The results of all steps; each is taken when its result is asked for."""
+        self._start = time.perf_counter()
+        if self._saved is not None and self._saved.done:
+            return
+        guarded = nullcontext() if self._saved is None else self._stop.on_sigterm()
+        last = None if self._steps is None else self._first + self._steps
+        showing = shown_progress(last, self._trainer.steps, shown=self._progress)
+        with showing as show, guarded, told(self._callbacks):
+            try:
+                while self._agreed(_Word.ASKED if self._stop.asked else _Word.GO):
+                    if last is not None and self._trainer.steps >= last:
+                        break
+                    if (result := self._round()) is None:
+                        break
+                    show(result)
+                    for one in self._callbacks:
+                        one.on_step(self._trainer.steps, result)
+                    yield result
+                    if self._saved is not None:  # now that it was seen: a resumed run has no gap
+                        self._saved.after_step(self._position)
+            except BaseException as error:
+                self._leave(error)
+                raise
+            self._ended = _REASONS[self._word]
+            asked = self._finish()
+            self._tell()
+            if asked:
+                self._stop.end()
+
+    def _round(self) -> StepResult | None:
+        """Train on the next batch; None if there is none, or another process ends here."""
+        self._at = _At.TAKING
+        batch = self._position.take()
+        with held_back():  # from the word that all go on to the end of the step
+            if not self._agreed(_Word.OVER if batch is None else _Word.GO):
+                return None
+            assert batch is not None
+            self._at = _At.STEPPING
+            self._before = self._trainer.steps
+            result = self._trainer.step(*arguments_of(batch), **self._how)
+            self._position.trained()
+            self._at = _At.BETWEEN
+            self._taken += 1
+        self._losses.add(self._trainer.steps, result)
+        return result
+
+    def _agreed(self, word: _Word) -> bool:
+        """Whether all processes go on."""
+        with held_back():
+            self._word = word if self._saved is None else _Word(self._group.largest(word))
+        return self._word is _Word.GO
+
+    def _finish(self) -> bool:
+        """Save the end; whether SIGTERM has come to one of the processes."""
+        if self._saved is None:
+            return False
+        with held_back():
+            if self._word is _Word.LEFT:
+                if self._taken:
+                    self._saved.finish(self._position)
+                return self._stop.asked
+            self._saved.finish(self._position)
+            return bool(self._group.largest(int(self._stop.asked)))
+
+    def _leave(self, error: BaseException) -> None:
+        """Save the state after the last whole step when ``error`` ends the loop."""
+        if self._saved is None or not self._can_save(error):
+            return
+        try:
+            if self._at is _At.BETWEEN and self._taken:
+                self._saved.after_step(self._position)
+            if self._at is _At.STEPPING:
+                self._word = _Word.LEFT
+            elif self._word is _Word.GO:
+                self._agreed(_Word.LEFT)
+            self._finish()
+        except Exception as failure:
+            if isinstance(error, GeneratorExit):  # nothing else tells of it
+                raise
+            warn(f"the state after step {self._trainer.steps} is not saved: {failure}")
+
+    def _can_save(self, error: BaseException) -> bool:
+        """Whether the state is that after a whole step, and all processes are there to save it."""
+        alone = self._group.trainers == 1
+        if self._group.damaged or (self._trainer.failed and not alone):
+            return False
+        if self._at is not _At.STEPPING:
+            return True
+        # others wait in that step; or Ctrl-C came twice; or on_nan="stop" ended it, and a resumed
+        # run is to find the same batch again
+        return alone and isinstance(error, Exception) and self._trainer.steps == self._before
+
+    def _tell(self) -> None:
+        """Say what the caller may not expect of the end."""
+        step = self._trainer.steps
+        if self._word is _Word.LEFT:
+            raise PiperError(
+                f"another process has left the loop after step {step} (break, an error or Ctrl-C; "
+                "look at what it wrote), so this one ends, too: all processes must leave it after "
+                "the same step"
+            )
+        if self._word is _Word.OVER and self._position.has_batch:
+            raise PiperError(
+                f"the batches of another process ended after step {step}, and here there are more: "
+                "all processes must be given the same number of batches"
+            )
+        if self._taken == 0 and self._saved is not None and self._saved.resumed is not None:
+            warn(
+                f"this call trains nothing: the run was resumed from step {step}, and there "
+                f"{self._ended.value}; give more steps=, or call again for another pass"
+            )
+        elif self._ended is Ended.BATCHES and self._steps is not None:
+            self._trainer.notices.give(
+                Notice.BATCHES,
+                f"the batches ended after {step - self._first} of {counted(self._steps, 'step')}, "
+                f"and cannot be begun again; {_CURE}",
+            )
+        elif self._ended is Ended.BATCHES and self._taken == 0:
+            self._trainer.notices.give(
+                Notice.BATCHES,
+                "there is no batch to train on: there is none at all, or they are an iterator that "
+                f"has been read; {_CURE}",
+            )
+
+
+_CURE = (
+    "a generator or another iterator is read once: give a list, a loader, or a function that "
+    "yields batches, which are begun again"
+)
+_REASONS = {
+    _Word.GO: Ended.STEPS,
+    _Word.ASKED: Ended.ASKED,
+    _Word.OVER: Ended.BATCHES,
+    _Word.LEFT: Ended.BATCHES,  # nobody is given a summary
+}
+
+
+class Loop(Iterator[StepResult]):
+    """The iterator that ``Trainer.iterate`` returns."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._results = rounds.run()  # it does not hold this object, which ends it when it goes
+        self._begun = False
+
+    def __next__(self) -> StepResult:
+        self._begun = True
+        return next(self._results)
+
+    def close(self) -> None:
+        """End the loop: with ``checkpoint=``, the state after the last step is saved."""
+        self._warn_unused()
+        self._results.close()
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it saves."""
+        return self._rounds.folder
+
+    def summary(self) -> FitSummary:
+        """What it has done so far."""
+        return self._rounds.summary()
+
+    def __del__(self) -> None:
+        self._warn_unused()
+
+    def _warn_unused(self) -> None:
+        if not self._begun:
+            self._begun = True
+            warn(
+                "nobody has read from trainer.iterate(...), so it has trained nothing: loop over "
+                "it, or call trainer.fit(...), which trains"
+            )

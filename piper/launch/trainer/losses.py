@@ -1,0 +1,64 @@
+"""The losses of a run, read without waiting for the device.
+
+A loss is copied to the host after the next step has been given to the device, and looked at when
+the copy is there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from piper.launch.trainer.notices import Notices
+from piper.launch.trainer.step_result import StepResult
+
+
+class Losses:
+    """Their last, their mean, and whether all are finite."""
+
+    def __init__(self, notices: Notices) -> None:
+        self._notices = notices
+        self._next: tuple[int, StepResult] | None = None
+        self._copies: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._count = 0
+        self._sum = 0.0
+        self._last: float | None = None
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Look at the losses that have come; this one's turn is after the next step."""
+        self._copy()
+        self._next = step, result
+        while self._copies and (self._copies[0][2] is None or self._copies[0][2].query()):
+            self._look()
+
+    def finish(self) -> tuple[float | None, float | None]:
+        """The last loss and the mean of all, which waits for the device."""
+        self._copy()
+        while self._copies:
+            self._look()
+        return self._last, self._sum / self._count if self._count else None
+
+    def _copy(self) -> None:
+        """Begin to copy the loss of the step before."""
+        if self._next is None:
+            return
+        (step, result), self._next = self._next, None
+        loss = result.loss.detach()
+        copied = loss.to("cpu", non_blocking=True)
+        event = None
+        if loss.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(loss.device))
+        self._copies.append((step, copied, event))
+
+    def _look(self) -> None:
+        step, copied, event = self._copies.popleft()
+        if event is not None:
+            event.synchronize()
+        loss = float(copied)
+        self._count += 1
+        self._sum += loss
+        self._last = loss
+        self._notices.look_at(step, loss)

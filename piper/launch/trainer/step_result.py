@@ -1,0 +1,162 @@
+"""What a step gives its caller."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from piper.capture.code.executables import Piece
+from piper.base.errors import PiperError
+from piper.launch.device.worker_group import Report
+from piper.program.program import Program
+from piper.runtime.feeding import block_of
+
+
+def _module(piece: Piece) -> str:
+    """The module that has all parameters of a piece of code."""
+    paths = [name.split(".")[:-1] for name in piece.parameters]
+    same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))
+    return ".".join(steps[0] for steps in same) or piece.name
+
+
+def _rows(returned: Mapping[int, Sequence[Tensor]], program: Program) -> dict[int, Tensor]:
+    """The outputs with rows, by value, put together from what devices have of them."""
+    blocks: dict[int, dict[int, Tensor]] = {}
+    for device, tensors in returned.items():
+        places = program.evaluation_plan_of(device).returned
+        for (_, value, microbatch, group), rows in zip(places, tensors, strict=True):
+            number = block_of(microbatch, group, device)
+            blocks.setdefault(value, {})[number] = rows.detach()
+    return {
+        value: torch.cat([rows.to(found[0].device) for _, rows in sorted(found.items())])
+        for value, found in blocks.items()
+    }
+
+
+class StepResult:
+    """What one step reports, the same for every caller.
+
+    On GPUs the sums of the loss and of the norm over all devices run beside the next step; reading
+    one of them makes the current stream wait for them.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        program: Program,
+        seconds: float,
+        tokens: int,
+        rows: int | None = None,
+        *,
+        evaluated: bool = False,
+    ) -> None:
+        """``rows`` is how many the batch had before it was filled up, if it was."""
+        self._report = report
+        self._program = program
+        self._rows = rows
+        self._evaluated = evaluated
+        self._filled = rows is not None and rows < program.example.size
+        self.seconds = seconds
+        self.tokens = tokens
+        """Elements of the first input: tokens, for a language model."""
+        self.learning_rates = report.rates
+        """Those that the step used, one for each group of the optimizer; none after an evaluation,
+        and none in a process under ``torchrun`` whose device trains no parameter."""
+        self.memory = report.memory
+        """The most bytes that a device's process has held so far: GPU memory, or resident."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss over the whole batch."""
+        loss = self._scalars[0]
+        if loss is None:
+            raise PiperError("this step was told not to report its loss: leave out report=False")
+        return loss
+
+    @property
+    def loss_on_host(self) -> float | None:
+        """The loss as a number, if it is there without waiting for a GPU."""
+        total = self._report.total
+        return None if total is None or total.is_cuda else float(self.loss)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients before clipping; None after an evaluation, or a step that was
+        not to report it."""
+        return self._scalars[1]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step changed no parameter and no state of the optimizer, because of
+        ``on_nan`` and a norm of the gradients that is not finite."""
+        sums, squares = self._report.scalars()
+        if self._program.training.on_nan is None or squares is None:
+            return False
+        counted = sums is not None and self._program.code.count is not None
+        norm = squares.sqrt() / sums[1] if counted and sums is not None else squares.sqrt()
+        return not bool(torch.isfinite(norm))
+
+    @cached_property
+    def expert_load(self) -> Mapping[str, Tensor]:
+        """For each module of experts whose rows are sorted by expert, how many rows each expert
+        had, in the whole batch."""
+        self._report.scalars()
+        pieces = self._program.code.pieces
+        return {_module(pieces[chunk]): load for chunk, load in self._report.load.items()}
+
+    @property
+    def expert_imbalance(self) -> Mapping[str, float]:
+        """The same as one number: the rows of the expert with the most, by those of the mean."""
+        return {name: float(x.max() / x.double().mean()) for name, x in self.expert_load.items()}
+
+    @cached_property
+    def outputs(self) -> Mapping[str, Tensor]:
+        """What ``outputs=`` names: the mean over the batch of each single number, and, after an
+        evaluation, the rows of the batch of each other tensor, in their order. Of a batch that was
+        filled up there are no single numbers: they would count what it was filled up with."""
+        self._report.scalars()
+        program = self._program
+        code = program.evaluation_code if self._evaluated else program.code
+        rows = _rows(self._report.returned, program)
+        found = {}
+        for name, value in code.outputs.items():
+            if value in rows:
+                found[name] = rows[value][: self._rows]
+            elif value in self._report.outputs and not self._filled:
+                dtype = next(iter(code.values.values()))[value].dtype
+                mean = self._report.outputs[value]
+                found[name] = mean.to(dtype) if dtype.is_floating_point else mean
+        return found
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def __float__(self) -> float:
+        return float(self.loss)
+
+    def __repr__(self) -> str:
+        return (
+            f"StepResult(loss={self._scalars[0]}, grad_norm={self.grad_norm}, "
+            f"seconds={self.seconds}, tokens={self.tokens}, memory={self.memory})"
+        )
+
+    @cached_property
+    def _scalars(self) -> tuple[Tensor | None, Tensor | None]:
+        """The loss and the norm from their sums."""
+        program = self._program
+        sums, squares = self._report.scalars()
+        if sums is None:
+            return None, None
+        total = sums.to(program.loss_dtype)
+        norm = None if squares is None else squares.sqrt()
+        if program.code.count is None:
+            loss = total[0] / program.loss_parts
+        else:
+            loss = total[0] / sums[1].to(program.loss_dtype)
+            norm = None if norm is None else norm / sums[1]
+        return loss, None if norm is None else norm.float()

@@ -1,0 +1,174 @@
+"""What steps took, instruction by instruction, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from piper.ir.dag.dag_text import name_of
+from piper.launch.watch.aligning import Step, aligned
+from piper.ir.plan.plan import Verb
+from piper.cost.recorded import Recorded
+from piper.ir.dag.sizes import Sizes
+from piper.cost.tasks import Task, Tasks, Work
+from piper.program.program import Program
+from piper.runtime.streams.kernels import Kernel
+from piper.base.units import bytes_text, seconds_text
+from piper.view.busy import Busy, busy_of
+from piper.view.exposed import Exposure, Span, all_to_all
+from piper.view.runs import Run
+from piper.view.shown import Shown
+from piper.view.spans import Spans, run_of
+from piper.view.perfetto import Inner, write_trace
+
+
+@dataclass(frozen=True)
+class Profile(Shown):
+    """Steps that were measured."""
+
+    program: Program = field(repr=False)
+    steps: tuple[Step, ...] = field(repr=False)
+    kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict, repr=False)
+    """By device, the kernels of the last step, if that was asked for."""
+
+    @cached_property
+    def measured(self) -> Step:
+        """The step whose time is the median; with kernels the last one, which has them."""
+        if self.kernels:
+            return self.steps[-1]
+        return sorted(self.steps, key=_seconds)[(len(self.steps) - 1) // 2]
+
+    @property
+    def seconds(self) -> float:
+        """From the first instruction's begin to the last one's end."""
+        return _seconds(self.measured)
+
+    @cached_property
+    def spans(self) -> Mapping[int, list[Span]]:
+        """By device, the same as nodes of the DAG."""
+        return {
+            device: [Span(nodes[one.pc], one.start, one.end) for one in self.measured[device]]
+            for device in sorted(self.measured)
+            for nodes in [[x.node for x in self.program.plan_of(device).instructions]]
+        }
+
+    @property
+    def all_to_all(self) -> Exposure:
+        """How much of the all-to-all dispatch and combine is exposed, over all devices."""
+        parts = (all_to_all(self.program.dag, spans) for spans in self.spans.values())
+        return sum(parts, start=Exposure(0.0, 0.0))
+
+    @cached_property
+    def busy(self) -> Mapping[int, Busy]:
+        """How each device spends the step."""
+        rows = zip(sorted(self.measured), self._relative, strict=True)
+        return {d: busy_of(self.program.plan_of(d), row, self.seconds) for d, row in rows}
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The figures, to be read."""
+        busy = self.busy.values()
+        idle = sum(one.idle for one in busy) / len(busy)
+        exposed = sum(one.exposed for one in busy) / len(busy)
+        return {
+            "step": seconds_text(self.seconds),
+            "bubble": f"{idle / self.seconds:.1%}",
+            "exposed communication": seconds_text(exposed),
+            "peak memory": bytes_text(max(memory.peak for memory in self.program.memory)),
+            "devices": str(len(busy)),
+            "steps measured": str(len(self.steps)),
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """The figures as plain data."""
+        return {
+            "seconds": self.seconds,
+            "steps_seconds": [_seconds(step) for step in self.steps],
+            "devices": {device: busy.to_json() for device, busy in self.busy.items()},
+        }
+
+    def run(self, title: str | None = None) -> Run:
+        """The step as pictures need it."""
+        devices = sorted(self.measured)
+        plan_at = {d: i for i, plan in enumerate(self.program.plans) for d in plan.devices}
+        return run_of(
+            self.program,
+            [(f"device {device}", plan_at[device]) for device in devices],
+            self._relative,
+            title=title or "measured",
+            facts=self.facts,
+            limits=[self.program.settings.memory_limit] * len(devices),
+        )
+
+    def trace(self, path: str | Path, *, beside: Shown | None = None) -> None:
+        """Write a trace for Perfetto or chrome://tracing, with kernels if they were measured; each
+        carries the name of its node."""
+        others = [] if beside is None else [beside.run()]
+        write_trace(Path(path), self.run(), *others, inner=self._inner())
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        """What passes and communications took, for simulating other strategies with. Who waits late
+        for a message does not know when it arrived: of messages of one size, the quickest tells."""
+        passes: list[tuple[Work, int, float]] = []
+        moved: list[tuple[str, int, int, float]] = []
+        sends: dict[Task, float] = {}
+        for task, verb, taken in self._tasks():
+            if task.work is not None:
+                passes.append((task.work, task.flops, taken))
+            elif verb is Verb.RECV:
+                sends[task] = min(taken, sends.get(task, taken))
+            elif verb is not Verb.SEND:
+                moved.append((task.kind.value, task.members, task.nbytes, taken))
+        moved += [(task.kind.value, task.members, task.nbytes, s) for task, s in sends.items()]
+        return Recorded.of(passes, moved)
+
+    def __str__(self) -> str:
+        head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
+        rows = (f"  device {d}: {busy.text(self.seconds)}" for d, busy in self.busy.items())
+        return "\n".join([head, *rows])
+
+    @cached_property
+    def _begin(self) -> float:
+        return min(one.start for row in self.measured.values() for one in row)
+
+    @cached_property
+    def _relative(self) -> list[Spans]:
+        """By device, the times from the begin of the step; a communication from when all its
+        participants were there."""
+        first = self._begin
+        return [
+            Spans(
+                tuple(one.pc for one in row),
+                tuple(one.start - first for one in row),
+                tuple(one.end - first for one in row),
+            )
+            for _, row in sorted(aligned(self.program, self.measured).items())
+        ]
+
+    def _inner(self) -> Iterator[Inner]:
+        devices = sorted(self.measured)
+        for device, row in self.kernels.items():
+            instructions = self.program.plan_of(device).instructions
+            for one in row:
+                node = name_of(self.program.dag, instructions[one.pc].node)
+                times = one.start - self._begin, one.end - self._begin
+                yield Inner(devices.index(device), one.row, one.name, node, *times)
+
+    def _tasks(self) -> Iterator[tuple[Task, Verb, float]]:
+        """What each instruction took."""
+        dag = self.program.dag
+        tasks = Tasks(dag, Sizes(dag, self.program.models))
+        for step in self.steps:
+            for device, row in aligned(self.program, step).items():
+                instructions = self.program.plan_of(device).instructions
+                for one in row:
+                    x = instructions[one.pc]
+                    yield tasks.of(dag.nodes[x.node]), x.verb, one.end - one.start
+
+
+def _seconds(step: Step) -> float:
+    every = [one for row in step.values() for one in row]
+    return max(one.end for one in every) - min(one.start for one in every)

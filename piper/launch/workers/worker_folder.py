@@ -1,0 +1,40 @@
+"""What worker processes find on disk: a program, its callables, and first weights."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+
+from piper.base.errors import PiperError
+from piper.launch.device.weight_readers import FirstWeights
+from piper.program.program import Program
+from piper.state.weights.weight_files import WeightFiles
+
+
+def write_program(folder: Path, name: str, program: Program) -> None:
+    """A program and its callables."""
+    try:
+        from piper.launch.workers.pickling import by_value
+    except ImportError as error:
+        raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
+    program.save(folder / name)
+    init = None if program.source is None else program.source.init
+    if isinstance(init, WeightFiles):
+        init = init.init
+    training = program.training
+    try:
+        callables = by_value((training.optimizer, training.scheduler, init))
+    except Exception as error:
+        raise PiperError(
+            f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
+        ) from error
+    (folder / f"{name}.callables").write_bytes(callables)
+
+
+def write_weights(folder: Path, program: Program) -> None:
+    """First weights, or where they are."""
+    first = FirstWeights.of(program)
+    torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
+    (folder / "located").write_bytes(pickle.dumps(first.located))

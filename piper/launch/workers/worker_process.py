@@ -1,0 +1,100 @@
+"""A worker process as its parent sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+KEEPING = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MIMALLOC_PURGE_DELAY": "50",
+}
+"""For the allocator that torch uses: memory that a step frees and takes again is not given back
+between. With glibc that is all below 32 MiB, the most that it can be told; with mimalloc (as on
+64-bit ARM) all for 50 ms."""
+_NOWHERE = (-1).to_bytes(8, sys.byteorder, signed=True)
+"""The program counter of a worker that runs no instruction."""
+
+
+@dataclass(slots=True)
+class WorkerProcess:
+    """One of them."""
+
+    device: int
+    local: int
+    """Its number on this machine: the GPU that it takes."""
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    counter: Path
+    """The file in which it keeps the number of its instruction."""
+    sender: threading.Thread | None = None
+
+    def send(self, message: bytes) -> None:
+        """In a thread: a worker that does not read must not stop the caller. One that is gone is
+        noticed where its answer is waited for."""
+        self.sender = threading.Thread(target=_send, args=(self.connection, message), daemon=True)
+        self.sender.start()
+
+    def release(self) -> None:
+        """Forget a worker that has ended."""
+        if self.sender is not None:
+            self.sender.join()  # there is nobody left to wait for
+        self.connection.close()
+
+    @property
+    def pc(self) -> int | None:
+        """The number of the instruction that it runs, or ran last."""
+        found = int.from_bytes(self.counter.read_bytes(), sys.byteorder, signed=True)
+        return None if found < 0 else found
+
+    def forget_pc(self) -> None:
+        """It runs no instruction yet."""
+        with self.counter.open("r+b") as file:
+            file.write(_NOWHERE)
+
+    @property
+    def ended(self) -> str:
+        """How it ended."""
+        code = self.process.returncode
+        if code is None:
+            return "it closed its connection"
+        if code < 0:
+            known = {s.value: s.name for s in signal.Signals}
+            return f"killed by {known.get(-code, f'signal {-code}')}"
+        return f"exit code {code}"
+
+
+def spawned(device: int, local: int, folder: Path) -> WorkerProcess:
+    """Start a worker, which finds in ``folder`` what it needs."""
+    counter = folder / f"at.{device}"
+    counter.write_bytes(_NOWHERE)
+    environment = dict(os.environ)
+    if sys.platform == "linux":
+        for name, value in KEEPING.items():
+            environment.setdefault(name, value)
+    root = str(Path(__file__).resolve().parents[3])
+    paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    here, there = Pipe()
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "piper.launch.workers.worker", str(there.fileno()), str(folder)],
+            stdin=subprocess.PIPE,
+            env=environment,
+            pass_fds=[there.fileno()],
+            start_new_session=True,  # Ctrl-C is the caller's to handle
+        )
+    return WorkerProcess(device, local, process, here, counter)
+
+
+def _send(connection: Connection, message: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection.send_bytes(message)

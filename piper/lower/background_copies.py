@@ -1,0 +1,159 @@
+"""The step after a save in the background: the same plans, with the state copied beside them.
+
+Parameters and the optimizer's state change in the updates alone. So what a checkpoint needs of a
+bucket is copied during the next step, before the bucket's update, and where the schedule has
+bubbles as long as there are any: in the order of the updates, each copy begins in the first bubble
+that those before it leave room in. What no bubble has room for follows where the last one begins,
+and without any bubble at the start of the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import Model
+from piper.ir.ops import COPY, Copy, Update
+from piper.ir.dag.dag_text import name_of
+from piper.cost.rough_costs import Costs
+from piper.lower.lower import Lowered, Settings
+from piper.lower.plans.memory_model import OptimizerCost, memory_of
+from piper.ir.plan.plan import BESIDE, Instruction, Plan, Verb
+from piper.lower.plans.list_schedule import IssueOrder
+from piper.ir.dag.sizes import Sizes
+from piper.cost.tasks import Durations, Over, Tasks
+from piper.ir.plan.verify_plans import verify_plans
+
+
+def saving(lowered: Lowered, models: Mapping[int, Model], settings: Settings) -> Lowered:
+    """What ``lowered`` is in the step after a save: every bucket that a device updates is copied
+    before; the order of all else is the same."""
+    dag = with_copies(lowered.dag, Sizes(lowered.dag, models), settings.optimizer)
+    sizes = Sizes(dag, models)
+    tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
+    seconds = Durations(tasks, Over(settings.costs, Costs())).of
+    plans = tuple(saving_plan(dag, lowered.schedule, plan, seconds) for plan in lowered.plans)
+    verify_plans(dag, lowered.classes, plans)
+    memory = tuple(
+        memory_of(dag, plan, sizes, settings.optimizer, apart=settings.gpu) for plan in plans
+    )
+    return replace(lowered, dag=dag, plans=plans, memory=memory)
+
+
+def with_copies(dag: Dag, sizes: Sizes, optimizer: OptimizerCost) -> Dag:
+    """``dag`` with a copy of each bucket that is updated, before its update."""
+    nodes = list(dag.nodes)
+    for number, node in enumerate(dag.nodes):
+        if isinstance(node.op, Update):
+            bucket = dag.buckets[node.op.bucket]
+            updated = sizes.part(node.op.bucket, 1) * bucket.gradient.itemsize
+            # of equal copies each device writes a share
+            nbytes = int(updated * (1 + optimizer.state)) // bucket.copies
+            copy = Node(
+                Copy(node.op.bucket, nbytes), {}, (), (), node.devices, stream=COPY,
+                made_by=node.made_by,
+            )  # fmt: skip
+            after = (*node.after, len(nodes))
+            nodes[number] = replace(node, after=after, after_by=(*node.after_by, node.made_by))
+            nodes.append(copy)
+    return replace(dag, nodes=tuple(nodes))
+
+
+class _Bubble(NamedTuple):
+    """A time in which a device computes nothing."""
+
+    at: int
+    """The instruction before which it waits."""
+    after: int | None
+    """The computation that it follows."""
+    seconds: float
+
+
+def saving_plan(dag: Dag, order: IssueOrder, plan: Plan, seconds: Callable[[Node], float]) -> Plan:
+    """``plan`` with the copies of ``dag``, whose other nodes run as in ``order``."""
+    numbers = {n.op.bucket: i for i, n in enumerate(dag.nodes) if isinstance(n.op, Copy)}
+    updates: dict[int, int] = {}
+    for pc, x in enumerate(plan.instructions):
+        for bucket in _overwritten(x):
+            updates.setdefault(bucket, pc)
+    lengths = {bucket: seconds(dag.nodes[numbers[bucket]]) for bucket in updates}
+    begun: defaultdict[int, list[tuple[int, int | None]]] = defaultdict(list)
+    for bucket, bubble in _placed(updates, lengths, _bubbles(plan, order)).items():
+        begun[bubble.at].append((bucket, bubble.after))
+    moved: dict[int, int] = {}
+    """Where each instruction of ``plan`` comes to be."""
+    copied: dict[int, int] = {}
+    """By bucket, where it is copied."""
+    waited: set[int] = set()
+    found: list[Instruction] = []
+    for pc, x in enumerate(plan.instructions):
+        for bucket, after in begun[pc]:
+            copied[bucket] = len(found)
+            number = numbers[bucket]
+            waits = () if after is None else (moved[after],)
+            found.append(
+                Instruction(
+                    Verb.COPY, number, name_of(dag, number), COPY, dag.nodes[number].op,
+                    of=bucket, waits=waits,
+                )
+            )  # fmt: skip
+        moved[pc] = len(found)
+        before = [copied[bucket] for bucket in _overwritten(x)]
+        found.append(
+            replace(
+                x,
+                waits=tuple(sorted([*(moved[w] for w in x.waits), *before])),
+                ends=tuple(
+                    sorted([*(moved[w] for w in x.ends), *(w for w in before if w not in waited)])
+                ),
+            )
+        )
+        waited.update(before)
+    return replace(plan, instructions=tuple(found))
+
+
+def _overwritten(x: Instruction) -> tuple[int, ...]:
+    """The buckets whose state an instruction changes."""
+    if not isinstance(x.op, Update):
+        return ()
+    return tuple(dict.fromkeys((x.op.bucket, *x.buckets)))
+
+
+def _bubbles(plan: Plan, order: IssueOrder) -> list[_Bubble]:
+    found: list[_Bubble] = []
+    free, last = 0.0, None
+    for pc, x in enumerate(plan.instructions):
+        if x.verb in BESIDE:
+            continue
+        start = order.start[x.node]
+        if start > free:
+            between = range(0 if last is None else last + 1, pc)
+            waits = (i for i in between if _blocks(plan.instructions[i]))
+            found.append(_Bubble(next(waits, pc), last, start - free))
+        free, last = max(free, order.end[x.node]), pc
+    return found
+
+
+def _blocks(x: Instruction) -> bool:
+    """Whether a device waits before it, as far as it does not send, which others wait for."""
+    return bool(x.ends) and x.verb is not Verb.SEND
+
+
+def _placed(
+    updates: Mapping[int, int], lengths: Mapping[int, float], bubbles: list[_Bubble]
+) -> dict[int, _Bubble]:
+    """For each bucket the bubble in which its copy begins."""
+    found: dict[int, _Bubble] = {}
+    here = _Bubble(0, None, 0.0)
+    rest = bubbles[::-1]
+    room = 0.0
+    for bucket, deadline in sorted(updates.items(), key=lambda item: item[1]):
+        while room <= 0 and rest and rest[-1].at <= deadline:
+            here = rest.pop()
+            room += here.seconds
+        found[bucket] = here
+        room -= lengths[bucket]
+    return found

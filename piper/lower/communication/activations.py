@@ -1,0 +1,292 @@
+"""Activations and their gradients reach every region that reads them, in the layout in which it
+does: sent to another group of devices, and, where the region's experts are sharded, dispatched from
+rows to experts and combined back.
+
+F PP[0] @0 ──v──▶ F PP[1] @1        F PP[0] @0 ─v─▶ send 0->1 ─received(v)─▶ F PP[1] @1
+pre ──▶ EP ──▶ post        pre ─▶ all_to_all ─▶ EP ─▶ all_to_all ─▶ post
+
+A value keeps its number in the layout that has its rows divided over the devices that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch.distributed.tensor import Shard
+
+from piper.base.errors import DirectiveError
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import Model
+from piper.ir.layouts import everywhere
+from piper.ir.ops import Collective, Compute, Transfer, same_group
+from piper.ir.rules import ShardRule
+from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.values import ExtraRole, Role
+from piper.lower.communication.redistribute import redistribute
+from piper.lower.rewriter import Rewriter
+from piper.lower.communication.sorted_rows import SortedValues
+
+_MOVED = (Role.ACTIVATION, Role.GRADIENT)
+
+
+def add_activations(dag: Dag, models: Mapping[int, Model], *, gpu: bool = False) -> Dag:
+    """``dag`` with the communication of what its passes make and read; all nodes must be placed.
+    ``models`` are the model's facts at the shapes of each number of parts. On a GPU the host would
+    wait for counts of rows: where there is room for all, as much is sent."""
+    for number, node in enumerate(dag.nodes):
+        if not node.devices:
+            raise DirectiveError(
+                f"{name_of(dag, number)} is not placed on any device: add a place that matches it"
+            )
+    _refuse_other_replicas(dag)
+    forms = _Forms(dag, models, gpu)
+    for number in range(len(dag.nodes)):
+        forms.connect(number)
+    return forms.out.dag()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """How rows that are sorted by expert go to the devices that have the experts."""
+
+    counts: int
+    """The value that says how many rows of a device are for each expert."""
+    received: int
+    """That which says how many each device sends for a device's own experts."""
+    rows: int
+    """How many a device has."""
+    room: int
+    """How many it can get."""
+    runs: int
+    """Of how many sorted ranges its own are."""
+
+
+class _Forms:
+    """Values in the layouts in which they are made and read; each is made once."""
+
+    def __init__(self, dag: Dag, models: Mapping[int, Model], gpu: bool) -> None:
+        self.out = Rewriter(dag)
+        self._dag = dag
+        self._models = models
+        self._gpu = gpu
+        self._sorted = SortedValues(dag, models)
+        self._parts = {
+            (node.op.chunk, node.op.microbatch): node.parts
+            for node in dag.nodes
+            if isinstance(node.op, Compute)
+        }
+        self._received: dict[tuple[int, int, int], int] = {}
+        """By value, identity of the group, and its replicas."""
+        self._dispatched: dict[int, int] = {}
+        self._undivided: dict[tuple[int, int], int] = {}
+        """By value and chunk, what experts make before it is combined."""
+        self._all_to_alls: dict[tuple[int, int, int, int | None, int], Collective] = {}
+
+    def connect(self, number: int) -> None:
+        """Let a node read and write what has the layout that it needs."""
+        node = self._dag.nodes[number]
+        rule = self._rule(node)
+        reads = tuple(self._read(value, number, rule) for value in node.reads)
+        writes = node.writes
+        if rule is not None:
+            writes = tuple(self._made(value, number, rule) for value in writes)
+        if (reads, writes) != (node.reads, node.writes):
+            self.out.nodes[number] = replace(node, reads=reads, writes=writes)
+
+    def _rule(self, node: Node) -> ShardRule | None:
+        """How the experts that a node computes are sharded, if they are. Where they are not, and a
+        device gets several sorted ranges of rows, it merges them as if it were one of one."""
+        if not isinstance(node.op, Compute):
+            return None
+        rule = self._dag.shards.get(node.op.chunk)
+        if rule is not None and rule.ways > 1:
+            return rule
+        if self._dag.model.chunks[node.op.chunk].sorted_rows is None or self._sorted.runs(node) < 2:
+            return None
+        stream, made_by = (rule.stream, rule.made_by) if rule else ("exchange", node.sends.made_by)
+        return ShardRule(1, 0, stream, made_by, node.replicas)
+
+    def _read(self, value: int, reader: int, rule: ShardRule | None) -> int:
+        node = self._dag.nodes[reader]
+        maker = self._dag.producers.get(value)
+        if maker is None:
+            return value
+        made = self._dag.nodes[maker]
+        if rule is not None and (value, node.compute.chunk) in self._undivided:
+            return self._undivided[value, node.compute.chunk]  # its own, which its backward reads
+        by_expert = self._sorted.resized(value, maker, reader)
+        if not same_group(made.devices, node.devices) or made.replicas != node.replicas:
+            key = (value, id(node.devices), node.replicas)
+            if key not in self._received:
+                self._received[key] = self._send(value, maker, reader, by_expert=by_expert)
+            value = self._received[key]
+        if rule is None or not self._moves(value):
+            return value
+        if value not in self._dispatched:
+            sent = self._sent(reader, rule)
+            if sent is None or value == sent.counts:
+                return self._dispatch(node, rule, value, sent.runs if sent else 1)
+            rows = self.out.value(ExtraRole.DISPATCHED, value, node.parts, sent.room)
+            self._dispatched[value] = rows
+            self._all_to_all(node, rule, value, rows, sent, sent.room)
+        return self._dispatched[value]
+
+    def _made(self, value: int, maker: int, rule: ShardRule) -> int:
+        node = self._dag.nodes[maker]
+        if not self._moves(value):
+            return value
+        sent = self._sent(maker, rule)
+        room, rows = (sent.room, sent.rows) if sent else (None, None)
+        before = self.out.value(ExtraRole.UNCOMBINED, value, node.parts, room)
+        self._undivided[value, node.compute.chunk] = before
+        self._all_to_all(node, rule, before, value, sent, rows)
+        return before
+
+    def _dispatch(self, node: Node, rule: ShardRule, value: int, runs: int) -> int:
+        """``value`` in equal parts to the devices that have its experts."""
+        if value not in self._dispatched:
+            made = self.out.value(ExtraRole.DISPATCHED, value, node.parts)
+            self._dispatched[value] = made
+            self._all_to_all(node, rule, value, made, runs=runs)
+        return self._dispatched[value]
+
+    def _sent(self, number: int, rule: ShardRule) -> _Sent | None:
+        """By what counts a node's rows are sent, if they are sorted by expert."""
+        node, dag = self._dag.nodes[number], self._dag
+        op = node.compute
+        chunk = self._models.get(node.parts, dag.model).chunks[op.chunk]
+        if chunk.sorted_rows is None:
+            return None
+        mine = self._read(self._sorted.counts(op.chunk, op.microbatch), number, None)
+        rows, runs = chunk.sorted_rows.rows, self._sorted.runs(node)
+        received = self._dispatch(node, rule, mine, runs)
+        return _Sent(mine, received, rows, rule.room(rows), runs)
+
+    def _moves(self, value: int) -> bool:
+        first = self._dag.first_extra
+        while value >= first:
+            value = self.out.extra[value - first].of  # received or added up: a form of a value
+        return self._dag.table.value(value)[0].role in _MOVED
+
+    def _all_to_all(
+        self,
+        node: Node,
+        rule: ShardRule,
+        value: int,
+        made: int,
+        sent: _Sent | None = None,
+        room: int | None = None,
+        runs: int = 1,
+    ) -> None:
+        runs = sent.runs if sent else runs
+        key = (id(node.devices), rule.ways, rule.stride, room, runs)
+        if key not in self._all_to_alls:
+            rows = everywhere(rule.mesh(node.devices), Shard(1))
+            alone = Collective(CollectiveKind.ALL_TO_ALL, tuple((d,) for d in node.devices))
+            (equal,) = redistribute(rows, rows.along(ep=Shard(0))) or (alone,)
+            padded = self._gpu and sent is not None and rule.capacity is None
+            by_host = self._gpu and room is not None
+            found = replace(equal, rows=room, padded=padded, by_host=by_host, runs=runs)
+            self._all_to_alls[key] = found
+        self.out.add(
+            self._all_to_alls[key],
+            made,
+            tags=node.tags,
+            devices=node.devices,
+            replicas=node.replicas,
+            stream=rule.stream,
+            reads=(value,) if sent is None else (value, sent.counts, sent.received),
+            made_by=rule.made_by,
+        )
+
+    def _send(self, value: int, maker: int, reader: int, *, by_expert: bool) -> int:
+        made, read = self._dag.nodes[maker], self._dag.nodes[reader]
+        dim, counts, rows = 0, None, None
+        if made.parts != read.parts:
+            counted = self._sorted.counted(value, reader) if by_expert else None
+            if counted is not None:
+                counts, rows = counted
+            elif not by_expert:
+                dim = self._rows_of(value, maker, reader)
+        return self.out.add(
+            Transfer(made.devices, read.devices, dim, (made.replicas, read.replicas), counts),
+            self.out.value(ExtraRole.RECEIVED, value, read.parts, rows),
+            tags=made.tags,
+            devices=tuple(dict.fromkeys((*made.devices, *read.devices))),
+            stream=made.sends.stream,
+            reads=(value,),
+            made_by=made.sends.made_by,
+        )
+
+    def _rows_of(self, value: int, maker: int, reader: int) -> int:
+        """The dimension of a value that has the rows of the batch, which two groups divide into
+        different numbers of parts."""
+        dag = self._dag
+        made, read = dag.nodes[maker], dag.nodes[reader]
+        here, there = (
+            self._models.get(node.parts, dag.model).values[dag.table.value(dag.plain(value))[0].of]
+            for node in (made, read)
+        )
+        edge = (
+            f"{name_of(dag, maker)} on {list(made.devices)} feeds {name_of(dag, reader)} on "
+            f"{list(read.devices)}"
+        )
+        places = f"{dag.history[made.sends.made_by]}, {dag.history[read.sends.made_by]}"
+        found = _divided(here.shape, there.shape, made.parts, read.parts)
+        if found is None:
+            raise DirectiveError(
+                f"{edge}: the value {here.name} has shape {list(here.shape)} on each of "
+                f"{made.parts} devices and {list(there.shape)} on each of {read.parts}: it is "
+                "not sharded by rows of the batch and cannot go between groups of different size; "
+                f"give both regions groups of one size ({places})"
+            )
+        if not all(self._may_shard(node, here.order) for node in (made, read)):
+            raise DirectiveError(
+                f"{edge}: the rows of the batch do not lie one after another in the value "
+                f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
+                "example), so that groups of different size cannot shard it anew: let it cross "
+                "with the batch as the outermost dimension, or give both regions groups of one "
+                f"size ({places})"
+            )
+        return found
+
+    def _may_shard(self, node: Node, order: int | None) -> bool:
+        """Whether a node may have any part of rows in the order that a chunk gave them: it computes
+        each by itself, or has the part that is in order."""
+        op = node.op
+        if order is None or not isinstance(op, Compute):
+            return True
+        model = self._models.get(node.parts, self._dag.model)
+        chunk, values = model.chunks[op.chunk], model.values
+        if chunk.index != order and any(values[v].order == order for v in chunk.outputs):
+            return True
+        return node.parts == self._parts[order, op.microbatch]
+
+
+def _refuse_other_replicas(dag: Dag) -> None:
+    """Gradients of one region add up over microbatches, and count once for all replicas."""
+    first: dict[int, int] = {}
+    for number, node in enumerate(dag.nodes):
+        if not isinstance(node.op, Compute):
+            continue
+        other = dag.nodes[first.setdefault(node.op.chunk, number)]
+        if other.replicas != node.replicas:
+            raise DirectiveError(
+                f"{name_of(dag, number)} is computed alike by {node.replicas} devices each, and "
+                f"other microbatches of it by {other.replicas}: leave the same number of devices "
+                f"out of batch= ({dag.history[node.sends.made_by]}, "
+                f"{dag.history[other.sends.made_by]})"
+            )
+
+
+def _divided(here: tuple[int, ...], there: tuple[int, ...], source: int, target: int) -> int | None:
+    """The dimension along which a value with these shapes on each of ``source`` and of ``target``
+    devices is divided: the only one in which they differ, and have as much in all."""
+    if len(here) != len(there):
+        return None
+    other = [d for d, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]
+    if len(other) != 1 or here[other[0]] * source != there[other[0]] * target:
+        return None
+    return other[0]

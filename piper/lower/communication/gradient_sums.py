@@ -1,0 +1,56 @@
+"""The gradient of a value that several chunks read is added up: one Add for each reader but the
+last, where it runs.
+
+B right @2 ─g─▶ B root            B right @2 ─g─▶ send ─▶ ┌ Add @1 ┐ ─added(g)─▶ send ─▶ B root
+B left  @1 ─g─▶                   B left  @1 ───────g───▶ └        ┘
+
+The sum goes from reader to reader, from the last to the first: one device alone adds in this order,
+so the numbers come out bit for bit the same, and one message goes from group to group. No reader
+waits for the sum: only what it gives is added to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from piper.ir.dag.dag import Dag
+from piper.ir.ops import Add
+from piper.ir.dag.values import ExtraRole, Role
+from piper.lower.rewriter import Rewriter
+
+
+def add_up(dag: Dag) -> Dag:
+    """``dag`` where a pass reads every gradient as one value."""
+    out = Rewriter(dag)
+    sums: dict[tuple[int, int], int] = {}
+    for number, node in enumerate(dag.nodes):
+        reads: dict[int, None] = {}
+        for value in node.reads:
+            found, microbatch = dag.table.value(value)
+            if found.role is Role.GRADIENT and len(dag.table.terms[found.of]) > 1:
+                key = found.of, microbatch
+                if key not in sums:
+                    sums[key] = _sum(dag, out, *key)
+                value = sums[key]
+            reads[value] = None
+        if len(reads) < len(node.reads):
+            out.nodes[number] = replace(node, reads=tuple(reads))
+    return out.dag()
+
+
+def _sum(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
+    """The gradient of ``value`` as a whole."""
+    readers: dict[int, list[int]] = {}
+    for term in dag.table.terms[value]:
+        readers.setdefault(term.by, []).append(dag.table.number(term, microbatch))
+    (first,), *others = readers.values()
+    total = first
+    for chunk, terms in zip([*readers][1:], others, strict=True):
+        reader = dag.nodes[dag.producers[terms[0]]]
+        before, total = total, out.value(ExtraRole.ADDED, first, reader.parts)
+        op = Add(value, chunk, microbatch)
+        reads = before, *terms
+        out.nodes.append(
+            replace(reader, op=op, reads=reads, writes=(total,), after=(), after_by=())
+        )
+    return total

@@ -1,0 +1,160 @@
+"""Redistributions inside regions become what they are: collectives on the rule's stream, a
+selection of one's own part, or nothing.
+
+    F attention ─v─▶ F [P -> R] ─v'─▶ F add         F attention ─v─▶ all_reduce ─v'─▶ F add
+    B add ─g'─▶ B [P -> R] ─g─▶ B attention         B add ─g'─▶ B attention
+
+What a region that recomputes everything has gathered is not kept for its backward, but gathered
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from piper.capture.chunk.chunks import Move, Segment
+from piper.capture.code.chunk_program import Pass
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.mesh import Mesh
+from piper.ir.ops import Collective, Compute, Group, Op, Select
+from piper.ir.dag.values import Extra, ExtraRole
+
+_KINDS = {
+    Move.ALL_REDUCE: CollectiveKind.ALL_REDUCE,
+    Move.ALL_GATHER: CollectiveKind.ALL_GATHER,
+    Move.REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
+    Move.ALL_TO_ALL: CollectiveKind.ALL_TO_ALL,
+}
+
+
+def add_redistributions(dag: Dag) -> Dag:
+    """``dag`` without passes that are redistributions; every gradient is one value."""
+    if not dag.tensor:
+        return dag
+    ops = _Ops()
+    same: dict[int, int] = {}
+    """Values that are others under another number."""
+    gone: dict[int, tuple[int, ...]] = {}
+    """Nodes that do nothing, and those that they come after."""
+    nodes: dict[int, Node] = {}
+    for number, node in enumerate(dag.nodes):
+        segment = _moving(dag, node)
+        if segment is None or (found := segment.redistribution) is None:
+            nodes[number] = node
+            continue
+        rule = dag.rule(node.compute.chunk, segment.axis)
+        forward = node.compute.which is Pass.F
+        move = found.forward if forward else found.backward
+        if move is Move.NOTHING:
+            (read,), (made,) = node.reads, node.writes
+            same[made] = read
+            gone[number] = tuple(dag.predecessors(number))
+        else:
+            op = ops.of(move, node.devices, node.mesh, rule.axis)
+            nodes[number] = replace(
+                node,
+                op=op,
+                stream=rule.stream if isinstance(op, Collective) else node.stream,
+                made_by=rule.made_by,
+            )
+    extra = _gather_again(dag, nodes)
+    return replace(_renumbered(dag, nodes, same, gone), extra=(*dag.extra, *extra))
+
+
+def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
+    """Let backwards that recompute everything read what is gathered anew, once their gradients are
+    there: what it is gathered from is held, and not the whole. Gives the values that this adds."""
+    extra: list[Extra] = []
+    again: dict[tuple[int, int], int] = {}
+    """For a value and the chunk that reads it."""
+    passes = [(n, node) for n, node in nodes.items() if isinstance(node.op, Compute)]
+    for number, node in sorted(passes, key=lambda row: row[1].compute.which is Pass.BW):
+        op = node.compute
+        if op.which is Pass.F:
+            continue
+        reads = list(node.reads)
+        for place, value in enumerate(reads if dag.policy(op.chunk) is RematPolicy.ALL else ()):
+            maker = dag.producers.get(value, -1)
+            if maker < 0 or not _is_forward(dag.nodes[maker]) or not _gathers(nodes.get(maker)):
+                continue
+            gather = nodes[maker]
+            if (value, op.chunk) not in again:
+                again[value, op.chunk] = made = dag.first_extra + len(dag.extra) + len(extra)
+                extra.append(Extra(ExtraRole.REDISTRIBUTED, value, node.parts))
+                before = tuple(n for n in dag.predecessors(number) if not _is_forward(dag.nodes[n]))
+                nodes[len(dag.nodes) + len(extra)] = replace(
+                    gather,
+                    writes=(made,),
+                    tags=node.tags,
+                    after=before,
+                    after_by=(gather.made_by,) * len(before),
+                )
+            reads[place] = again[value, op.chunk]
+        nodes[number] = replace(node, reads=tuple(reads))
+    return extra
+
+
+def _gathers(node: Node | None) -> bool:
+    op = None if node is None else node.op
+    return isinstance(op, Collective) and op.kind is CollectiveKind.ALL_GATHER
+
+
+def _is_forward(node: Node) -> bool:
+    return isinstance(node.op, Compute) and node.op.which is Pass.F
+
+
+def _moving(dag: Dag, node: Node) -> Segment | None:
+    return dag.model.chunks[node.op.chunk].moving if isinstance(node.op, Compute) else None
+
+
+class _Ops:
+    """Equal operations are one object, since passes tell groups apart by identity."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Move, int, str], Op] = {}
+        self._groups: dict[tuple[int, str], tuple[Group, ...]] = {}
+
+    def of(self, move: Move, devices: Group, mesh: Mesh | None, axis: str) -> Op:
+        assert mesh is not None
+        key = move, id(devices), axis
+        if key not in self._known:
+            groups = self._groups.setdefault((id(devices), axis), mesh.groups(axis))
+            self._known[key] = (
+                Select(groups) if move is Move.SELECT else Collective(_KINDS[move], groups)
+            )
+        return self._known[key]
+
+
+def _renumbered(
+    dag: Dag, nodes: dict[int, Node], same: dict[int, int], gone: dict[int, tuple[int, ...]]
+) -> Dag:
+    """``dag`` with ``nodes`` alone, that read what values are the same as."""
+    place = {number: i for i, number in enumerate(nodes)}
+
+    def value(number: int) -> int:
+        while number in same:
+            number = same[number]
+        return number
+
+    def before(number: int) -> list[int]:
+        if number in place:
+            return [place[number]]
+        return [p for other in gone[number] for p in before(other)]
+
+    kept = []
+    for node in nodes.values():
+        pairs = [
+            (p, by) for n, by in zip(node.after, node.after_by, strict=True) for p in before(n)
+        ]
+        after = dict(pairs)
+        kept.append(
+            replace(
+                node,
+                reads=tuple(map(value, node.reads)),
+                after=tuple(after),
+                after_by=tuple(after.values()),
+            )
+        )
+    return replace(dag, nodes=tuple(kept))

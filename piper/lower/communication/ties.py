@@ -1,0 +1,47 @@
+"""A parameter that several chunks of one device use: each microbatch's gradients are summed first.
+
+B head MB[0] ─dw─▶ Σ                 B head MB[0] ─dw─▶ B embed MB[0] ─dw─▶ Σ
+B embed MB[0] ─dw─▶ Σ                (adds what it gets to its own)
+
+One device alone sums in this order, so the sums come out bit for bit the same. Chunks on different
+devices are summed by the reduction, and so are gradients that are partial sums along an axis and
+those that are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.ops import Compute
+from piper.ir.dag.values import Role
+
+
+def tie_gradients(dag: Dag) -> Dag:
+    """``dag`` where the gradients of a tied parameter go from its last user to its first, within
+    each microbatch and group."""
+    users = dag.table.ties
+    if not users:
+        return dag
+    makers: defaultdict[tuple[object, ...], dict[int, tuple[int, int]]] = defaultdict(dict)
+    for number, node in enumerate(dag.nodes):
+        if isinstance(node.op, Compute) and node.op.chunk in users:
+            for value in node.writes:
+                if value < dag.first_extra:
+                    found, microbatch = dag.table.value(value)
+                    if found.role is Role.TIED_GRADIENT:
+                        segments = dag.model.chunks[node.op.chunk].segments
+                        partial = tuple(s.axis for s in segments if s.sharded)
+                        group = id(node.devices), node.replicas, partial
+                        key = (users[node.op.chunk], microbatch, *group)
+                        makers[key][node.op.chunk] = (number, value)
+    changed: dict[int, Node] = {}
+    for row in makers.values():
+        chunks = sorted(row, reverse=True)
+        for later, earlier in itertools.pairwise(chunks):
+            number, _ = row[earlier]
+            node = changed.get(number, dag.nodes[number])
+            changed[number] = replace(node, reads=(*node.reads, row[later][1]))
+    return dag.with_nodes(changed)

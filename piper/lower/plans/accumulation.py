@@ -1,0 +1,97 @@
+"""Where gradients are added up: those of a bucket that is reduced once a step in one buffer, which
+is then reduced as it is; others each for itself, to be copied into one when they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.values import ExtraRole, Role, parameters_of
+from piper.ir.plan.plan import Holder, Slot, Verb
+from piper.ir.dag.sizes import Sizes
+
+LINE = 64
+"""Bytes: where gradients are added up each for itself, each begins at a multiple."""
+_REDUCED = ExtraRole.REDUCED
+GRADIENTS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
+
+
+class Accumulation:
+    """Where the gradients of one plan are added up. Values that add up go by the first of them."""
+
+    def __init__(self, dag: Dag, sizes: Sizes) -> None:
+        self._dag, self._sizes = dag, sizes
+        self._times: Counter[int] = Counter()
+        self._reductions: defaultdict[int, list[int]] = defaultdict(list)
+        """For gradients, the reductions in whose buffers they lie, by the values these make."""
+        self._names: dict[int, tuple[str, ...]] = {}
+        """For such a reduction, the parameters whose gradients its buffer has."""
+
+    def add(self, verb: Verb, reads: Sequence[int], writes: Sequence[int]) -> bool:
+        """Take note of what is read and written; True if gradients are reduced that lie in a buffer
+        for it."""
+        if verb is Verb.COMPUTE:
+            self._times.update(v for v in writes if self._role(v) in GRADIENTS)
+        if verb is not Verb.COLLECTIVE or not reads or self._role(writes[0]) is not _REDUCED:
+            return False
+        (made,) = writes
+        bucket = self._dag.buckets[self._bucket(made)]
+        found = Counter(name for v in reads for name in self.names(v))
+        mine = tuple(name for name in bucket.parameters if found[name])
+        if bucket.level > 1 or any(found[name] > 1 for name in mine):
+            return False
+        self._names[made] = mine
+        for value in reads:
+            self._reductions[value].append(made)
+        return True
+
+    def buffers(self, value: int) -> list[int]:
+        """The reductions into whose buffers a value is put."""
+        return self._reductions.get(value, [])
+
+    def repeated(self, value: int) -> bool:
+        """Whether gradients are made more than once."""
+        return self._times[value] > 1
+
+    def names(self, value: int) -> tuple[str, ...]:
+        """The parameters whose gradients a value has."""
+        found = self._dag.table.value(value)[0]
+        chunk = self._dag.model.chunks[found.of]
+        own, tied = parameters_of(self._dag.model, chunk, self._dag.table.ties)
+        return tied if found.role is Role.TIED_GRADIENT else own
+
+    def buffer(self, made: int) -> Slot:
+        """The buffer of a reduction."""
+        index, names = self._bucket(made), self._names[made]
+        gradient = self._dag.buckets[index].gradient
+        nbytes = self._sizes.whole(index) * gradient.itemsize
+        dtypes = (gradient,) * len(names)
+        return Slot(Holder.GRADIENTS, nbytes, nbytes, index, names, dtypes)
+
+    def slot(self, value: int, lies_in: tuple[int, ...], *, alone: bool) -> Slot:
+        """What a slot with gradients holds that are put into the slots ``lies_in``, or added up
+        ``alone``, in memory of their own."""
+        names = self.names(value)
+        nbytes = own = self._sizes.nbytes(value)
+        dtypes = tuple(self._dag.model.parameters[name].gradient for name in names)
+        for made in self.buffers(value):
+            own -= sum(self._nbytes(value, name) for name in names if name in self._names[made])
+        if alone:
+            own += sum(-self._nbytes(value, name) % LINE for name in names)
+        return Slot(Holder.GRADIENTS, nbytes, own, None, names, dtypes, lies_in)
+
+    def _nbytes(self, value: int, name: str) -> int:
+        parameter = self._dag.model.parameters[name]
+        chunk = self._dag.table.value(value)[0].of
+        return self._dag.numel(chunk, name) * parameter.gradient.itemsize
+
+    def _bucket(self, made: int) -> int:
+        return self._dag.extra[made - self._dag.first_extra].of
+
+    def _role(self, value: int) -> Role | ExtraRole:
+        extra = value - self._dag.first_extra
+        if extra >= 0:
+            return self._dag.extra[extra].role
+        return self._dag.table.values[value % self._dag.table.size].role

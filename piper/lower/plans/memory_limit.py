@@ -1,0 +1,58 @@
+"""Whether a device has the memory that a plan needs; if not, when and what for, and what to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import Dag
+from piper.ir.ops import Compute
+from piper.ir.dag.dag_text import devices_text, region_of
+from piper.lower.plans.memory_model import Memory
+from piper.ir.plan.plan import Holder, Plan
+from piper.base.units import bytes_text
+
+
+def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
+    """Refuse a plan that needs more than ``limit`` bytes, saying when and what for."""
+    if memory.peak <= limit:
+        return
+    when = plan.instructions[memory.peak_at].name if memory.peak_at >= 0 else "the start"
+    largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{holder.value} {bytes_text(n)}" for holder, n in largest[:4] if n)
+    need = "needs" if len(memory.devices) == 1 else "need"
+    raise DirectiveError(
+        f"memory_limit={limit:,} is not enough: {devices_text(memory.devices)} {need} "
+        f"{memory.peak:,} bytes ({bytes_text(memory.peak)}) at instruction {memory.peak_at} "
+        f"({when}); the largest holders: {shown}{_named(dag, memory, plan)}. "
+        f"{_advice(largest[0][0])}"
+    )
+
+
+def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
+    """Whose values take most, of those that are live at the peak."""
+    live: dict[int, str] = {}
+    freed: tuple[int, ...] = ()
+    for x in plan.instructions[: memory.peak_at + 1]:
+        for slot in freed:
+            live.pop(slot, None)
+        freed = x.frees
+        if isinstance(x.op, Compute):
+            live |= dict.fromkeys(x.writes, region_of(dag, x.op.chunk))
+    found: Counter[tuple[Holder, str]] = Counter()
+    for slot, region in live.items():
+        found[plan.slots[slot].holder, region] += plan.slots[slot].nbytes
+    rows = [
+        f"{h.value} of {region} {bytes_text(n)}" for (h, region), n in found.most_common(3) if n
+    ]
+    return f" (most of all: {', '.join(rows)})" if rows else ""
+
+
+def _advice(holder: Holder) -> str:
+    match holder:
+        case Holder.PARAMETERS | Holder.OPTIMIZER | Holder.GRADIENTS:
+            return "Use more stages, or replicate with a higher zero level over more devices"
+        case Holder.SAVED | Holder.ACTIVATIONS | Holder.WORKSPACE:
+            return "Use remat, more microbatches, or an order with fewer of them in flight"
+        case _:
+            return "Use more microbatches, or smaller buckets"

@@ -1,0 +1,299 @@
+"""What a plan holds at every moment: state that stays, slots from when they are written until they
+are freed, and what an instruction needs only while it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.facts import PassFacts
+from piper.ir.ops import Collective, Compute, Transfer, Update
+from piper.ir.overlaps import most_overlaps, scattered
+from piper.ir.dag.dag_text import devices_text
+from piper.ir.dag.values import ExtraRole
+from piper.ir.plan.plan import BESIDE, Holder, Instruction, Plan, Slot, Verb
+from piper.ir.dag.sizes import Sizes
+from piper.base.units import bytes_text
+
+_REPORTED = (ExtraRole.LOAD, ExtraRole.OUTPUT)
+"""What is kept for the caller until the step ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of one class of devices, in bytes."""
+
+    devices: tuple[int, ...]
+    parameters: int
+    optimizer: int
+    peak: int
+    """The most that is held at one time, state included."""
+    peak_at: int
+    """The instruction during which it is held."""
+    at_peak: Mapping[Holder, int]
+    """The peak, by what holds it."""
+    over_time: tuple[tuple[int, int], ...]
+    """Bytes held beside each instruction, and when what it frees is gone; state included."""
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{h.value} {bytes_text(n)}" for h, n in self.at_peak.items() if n)
+        return f"{devices_text(self.devices)}: peak {bytes_text(self.peak)} ({parts})"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """What an optimizer takes, in bytes for each byte that it updates."""
+
+    state: float = 2.0
+    """Kept between steps: 2 for Adam."""
+    update: float = 0.0
+    """Needed while it updates a parameter."""
+    together: bool = False
+    """Whether it needs that for all parameters at once, and not one after another."""
+    scalars: int = 0
+    """Bytes kept for each parameter, whatever its size."""
+    whole: bool = False
+    """Whether its step is about all parameters of a device, and not about one bucket after
+    another: then the last update waits for all gradients, and takes the step."""
+    tensors: tuple[str, ...] = ()
+    """Parameters that it must have whole, and not in slices: where they are divided, each device
+    gets some of them."""
+
+
+def memory_of(
+    dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost, *, apart: bool = False
+) -> Memory:
+    """The memory of ``plan``: an upper bound that nothing but chance keeps a run below. If streams
+    run ``apart``, what a communication reads stays until it is over."""
+    mine = plan.devices[0]
+    buckets = [
+        i for i, bucket in enumerate(dag.buckets) if any(mine in group for group in bucket.groups)
+    ]
+    parameters = sum(sizes.state(i) for i in buckets)
+    kept = sum(_optimizer(dag, sizes, i, optimizer) for i in buckets)
+    slots = plan.slots
+    book = _Book(
+        {
+            Holder.PARAMETERS: parameters,
+            Holder.OPTIMIZER: kept,
+            Holder.BUFFERS: _buffers(dag, plan),
+        }
+    )
+    live = set(plan.first_slots)
+    for slot in live:
+        book.add(slots[slot].holder, slots[slot].own)
+    book.look(-1)
+    over_time = []
+    way = _UnderWay(plan, apart=apart)
+    for pc, x in enumerate(plan.instructions):
+        for other in x.ends:
+            book.look(pc, _unpacked(dag, plan, sizes, plan.instructions[other]))
+            for holder, nbytes in way.end(other):
+                book.add(holder, -nbytes)
+        for slot in (*x.allocates, *x.writes):
+            if slot not in live:
+                live.add(slot)
+                book.add(slots[slot].holder, slots[slot].own)
+        if x.verb in BESIDE:
+            beside = _beside(dag, plan, sizes, x)
+            book.add(Holder.COMMUNICATION, beside)
+            way.begin(pc, x, beside, copies=_copied(dag, sizes, x) > 0)
+        book.look(pc, _workspace(dag, plan, sizes, x, optimizer))
+        beside_it = book.total
+        for slot in x.frees:
+            live.remove(slot)
+            reported = x.role in _REPORTED and slot in x.writes
+            if not reported and not way.keeps(slot):
+                book.add(slots[slot].holder, -slots[slot].own)
+        over_time.append((beside_it, book.total))
+    found = {holder: book.at_peak.get(holder, 0) for holder in Holder}
+    return Memory(plan.devices, parameters, kept, book.peak, book.at, found, tuple(over_time))
+
+
+def _optimizer(dag: Dag, sizes: Sizes, bucket: int, cost: OptimizerCost) -> int:
+    found = dag.buckets[bucket]
+    scalars = cost.scalars * len(found.parameters) if found.trained else 0
+    return sizes.optimizer(bucket, cost.state) + scalars
+
+
+def _buffers(dag: Dag, plan: Plan) -> int:
+    """Bytes of what the passes of a plan read that is no parameter and no value."""
+    chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
+    names = {name for chunk in chunks for name in dag.model.chunks[chunk].buffers}
+    return sum(dag.model.buffers.get(name, 0) for name in names)
+
+
+class _Book:
+    """Bytes by what holds them, and the moment at which they were most."""
+
+    def __init__(self, held: Mapping[Holder, int]) -> None:
+        self.held = {**dict.fromkeys(Holder, 0), **held}
+        self.total = sum(held.values())
+        self.peak, self.at = -1, -1
+        self.at_peak: Mapping[Holder, int] = {}
+
+    def add(self, holder: Holder, nbytes: int) -> None:
+        self.held[holder] += nbytes
+        self.total += nbytes
+
+    def look(self, pc: int, workspace: int = 0) -> None:
+        """Note what is held now, with ``workspace`` bytes more."""
+        if self.total + workspace > self.peak:
+            self.peak, self.at = self.total + workspace, pc
+            self.at_peak = {**self.held, Holder.WORKSPACE: workspace}
+
+
+class _UnderWay:
+    """Communications that have begun and hold memory until they are over."""
+
+    def __init__(self, plan: Plan, *, apart: bool) -> None:
+        self._slots = plan.slots
+        self._apart = apart
+        self._over = {c: pc for pc, x in enumerate(plan.instructions) for c in x.ends}
+        self._held: dict[int, list[tuple[Holder, int]]] = {}
+        self._sends: dict[int, list[int]] = {}
+
+    def begin(self, pc: int, x: Instruction, beside: int, *, copies: bool) -> None:
+        """``copies`` says that not what is read goes out, but a contiguous copy of it."""
+        self._held[pc] = [(Holder.COMMUNICATION, beside)]
+        goes = x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _moves(x) or _by_count(x)
+        sends = goes and not copies
+        for slot in x.reads:
+            reduced = x.role is ExtraRole.REDUCED and self._slots[slot].bucket is not None
+            if sends or reduced or self._apart:
+                self._sends.setdefault(slot, []).append(pc)
+
+    def keeps(self, slot: int) -> bool:
+        """Whether what is freed lives on until it is sent."""
+        senders = [pc for pc in self._sends.pop(slot, ()) if pc in self._held]
+        if senders:
+            last = max(senders, key=lambda pc: self._over.get(pc, math.inf))
+            self._held[last].append((self._slots[slot].holder, self._slots[slot].own))
+        return bool(senders)
+
+    def end(self, pc: int) -> list[tuple[Holder, int]]:
+        return self._held.pop(pc)
+
+
+def _beside(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
+    """Bytes that a communication holds until it is over, beside what it reads and writes."""
+    if x.role is ExtraRole.REDUCED:
+        # all that is reduced lies in one buffer: of a sum for everyone that is the result itself
+        there = any(plan.slots[slot].bucket == x.of for slot in x.reads)
+        added = sum(plan.slots[slot].nbytes for slot in x.adds)
+        if there or not (x.adds or sizes.sharded(x.of)):
+            return 0
+        whole = sizes.whole(x.of) * dag.buckets[x.of].gradient.itemsize
+        return whole + (added if sizes.sharded(x.of) else 0)
+    if isinstance(x.op, Collective) and x.op.padded:  # what goes and what comes, and their places
+        rows = x.reads[0] if x.role is ExtraRole.UNCOMBINED else x.writes[0]
+        return 2 * plan.slots[rows].nbytes + _copied(dag, sizes, x)
+    if x.role is ExtraRole.UNCOMBINED and not _by_count(x):  # its rows in another order
+        return plan.slots[x.reads[0]].nbytes + _copied(dag, sizes, x)
+    return _copied(dag, sizes, x)
+
+
+def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
+    """Bytes of the contiguous copy that messages carry of what lies otherwise: expanded,
+    transposed, or in several parts."""
+    node = dag.nodes[x.node]
+    if isinstance(x.op, Transfer) and x.op.counts is not None and x.verb is Verb.SEND:
+        each = (_experts(dag, x) + 1) * (sizes.nbytes(node.reads[0]) // _experts(dag, x))
+        return most_overlaps(*x.op.parts) * x.op.replicas[1] * each
+    if _merges(x) and x.role is ExtraRole.DISPATCHED:  # rows, or the sums of their counts
+        return sizes.sent(node.reads[0]) if _by_count(x) else sizes.nbytes(node.writes[0])
+    if isinstance(x.op, Transfer) and scattered(x.op, sends=x.verb is Verb.SEND):
+        if x.verb is Verb.SEND:
+            return sizes.sent(node.reads[0])
+        return sizes.sent(node.writes[0]) + sizes.copied(node.writes[0])
+    if x.verb is Verb.RECV or x.role is ExtraRole.UNCOMBINED:
+        return sizes.copied(node.writes[0])
+    if x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED:
+        return sizes.copied(node.reads[0])
+    if x.role is ExtraRole.REDISTRIBUTED:
+        taken = sizes.copied(node.reads[0]) if _moves(x) else 0
+        return taken + sizes.copied(node.writes[0])
+    return 0
+
+
+def _moves(x: Instruction) -> bool:
+    """Whether a redistribution sends what it reads: a sum is taken of a copy."""
+    if x.role is not ExtraRole.REDISTRIBUTED or not isinstance(x.op, Collective):
+        return False
+    return x.op.kind is not CollectiveKind.ALL_REDUCE
+
+
+def _by_count(x: Instruction) -> bool:
+    """Whether it sends rows as they lie, as many as there are for each."""
+    return isinstance(x.op, Collective) and x.op.rows is not None
+
+
+def _merges(x: Instruction) -> bool:
+    """Whether it is about rows of several sorted ranges."""
+    return isinstance(x.op, Collective) and x.op.runs > 1
+
+
+def _experts(dag: Dag, x: Instruction) -> int:
+    """Of how many experts the counts are that are sent."""
+    return dag.model.values[x.of].shape[0]
+
+
+def _merging(dag: Dag, sizes: Sizes, x: Instruction) -> int:
+    """Bytes that it takes to find the order in which sorted ranges of rows are merged."""
+    assert isinstance(x.op, Collective)
+    node = dag.nodes[x.node]
+    model = sizes.models.get(node.parts, dag.model)
+    counts = sizes.nbytes(node.reads[1])  # of 4 bytes or more, and each twice as 8 for a while
+    return 29 * model.values[x.of].shape[0] + 4 * counts
+
+
+def _unpacked(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
+    """Bytes that a communication needs beside when it is over, to put what came in order."""
+    if _merges(x) and x.role is ExtraRole.UNCOMBINED:
+        return plan.slots[x.writes[0]].nbytes + _merging(dag, sizes, x)
+    in_order = x.role is not ExtraRole.DISPATCHED or _by_count(x)
+    return 0 if in_order else plan.slots[x.writes[0]].nbytes
+
+
+def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: OptimizerCost) -> int:
+    """Bytes that an instruction needs while it runs beside what it reads and writes."""
+    if isinstance(x.op, Update):
+        each = [
+            sizes.updating(bucket, optimizer.update, together=optimizer.together)
+            for bucket in x.buckets
+        ]
+        return sum(each) if optimizer.together else max(each, default=0)
+    if isinstance(x.op, Transfer) and x.op.counts is not None and x.verb is Verb.SEND:
+        return 24 * (_experts(dag, x) + 2)  # of 8 bytes each, and several at a time
+    if _merges(x) and x.role is ExtraRole.DISPATCHED and _by_count(x):
+        return _merging(dag, sizes, x)
+    if not isinstance(x.op, Compute):
+        return 0
+    facts = sizes.facts(x.op, len(x.group))
+    added = sum(plan.slots[slot].nbytes for slot in x.adds)
+    eased = max(0, facts.eased - _kept(plan, x, facts))
+    found = facts.workspace - eased + added
+    copied = sum(_put(x, slot, plan.slots[slot]) for slot in x.writes if slot not in x.adds)
+    if copied == 0:
+        return found
+    freed = [plan.slots[slot] for slot in x.frees]
+    gone = sum(slot.nbytes for slot in freed if slot.holder is Holder.SAVED)
+    return max(found + facts.housed, added + copied - gone)  # while it runs, and after that
+
+
+def _put(x: Instruction, number: int, slot: Slot) -> int:
+    """Bytes of first gradients before they are copied to where others are added to them."""
+    if number in x.allocates:
+        return slot.nbytes
+    return slot.nbytes - slot.own if slot.lies_in else 0
+
+
+def _kept(plan: Plan, x: Instruction, facts: PassFacts) -> int:
+    """Bytes that no later pass of the chunk needs and somebody else on the device does, such as a
+    seed that all microbatches read."""
+    read = zip(facts.reads, x.reads, strict=False)
+    kept = {slot for ref, slot in read if ref in facts.last}.difference(x.frees)
+    return sum(plan.slots[slot].nbytes for slot in kept)

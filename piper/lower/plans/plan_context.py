@@ -1,0 +1,177 @@
+"""What the plans of all classes have in common: names, slots, and which values add up in one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from piper.capture.code.chunk_program import Kind, Ref
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
+from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.values import ExtraRole, Role
+from piper.lower.plans.accumulation import GRADIENTS
+from piper.ir.plan.plan import Holder, Slot, Verb
+from piper.ir.plan.rank_classes import RankClasses
+from piper.ir.dag.sizes import Sizes
+
+_HOLDERS = {
+    Role.BATCH: Holder.BATCH,
+    Role.SEED: Holder.BATCH,
+    Role.ACTIVATION: Holder.ACTIVATIONS,
+    Role.GRADIENT: Holder.ACTIVATIONS,
+    Role.SAVED: Holder.SAVED,
+    Role.SAVED_FOR_BW: Holder.SAVED,
+    Role.BI_SAVED: Holder.SAVED,
+}
+_EXTRA_HOLDERS = {
+    ExtraRole.REDUCED: Holder.GRADIENTS,
+    ExtraRole.SUMMED: Holder.GRADIENTS,
+    ExtraRole.ADDED: Holder.ACTIVATIONS,
+}
+_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
+
+_OF_VALUES = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.REDISTRIBUTED)
+"""Forms that go by the value of the model that they are of."""
+
+
+class Touched:
+    """The classes of a group, looked up by the group's identity: groups are shared objects, and
+    comparing a thousand devices each time would be most of the work."""
+
+    def __init__(self, classes: RankClasses) -> None:
+        self.classes = classes
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._kept: list[Group] = []
+
+    def by(self, group: Group) -> tuple[int, ...]:
+        found = self._known.get(id(group))
+        if found is None:
+            found = self._known[id(group)] = self.classes.touched(group)
+            self._kept.append(group)
+        return found
+
+
+class Shared:
+    """What the plans of all classes have in common."""
+
+    def __init__(self, dag: Dag, sizes: Sizes, touched: Touched, whole: bool) -> None:
+        self.dag = dag
+        self.sizes = sizes
+        self.touched = touched
+        self.whole = whole
+        self.sums = _sums(dag)
+        self._names: dict[int, str] = {}
+        self._roles = [value.role for value in dag.table.values]
+        self._first_extra = dag.first_extra
+        self._slots: dict[tuple[Holder, int, int | None], Slot] = {}
+
+    def slot(self, verb: Verb, value: int) -> Slot:
+        """What a slot holds that an instruction writes ``value`` into, unless that is gradients."""
+        bucket = None
+        holder = Holder.COMMUNICATION
+        if value >= self._first_extra:
+            extra = self.dag.extra[value - self._first_extra]
+            bucket = extra.of if extra.role in _OF_BUCKETS else None
+            holder = _EXTRA_HOLDERS.get(extra.role, holder)
+        elif verb is Verb.COMPUTE:
+            holder = _HOLDERS[self._roles[value % len(self._roles)]]
+        return self.held(holder, self.sizes.nbytes(value), bucket)
+
+    def held(self, holder: Holder, nbytes: int, bucket: int | None = None) -> Slot:
+        key = holder, nbytes, bucket
+        if key not in self._slots:
+            self._slots[key] = Slot(holder, nbytes, nbytes, bucket)
+        return self._slots[key]
+
+    @cached_property
+    def largest_loss(self) -> int:
+        """Over how many devices a loss is divided at most."""
+        return max(
+            node.parts
+            for node in self.dag.nodes
+            for value in node.writes
+            if self.role(value) is Role.ACTIVATION
+            and self.dag.table.value(value)[0].of == self.dag.model.loss
+        )
+
+    def name(self, number: int) -> str:
+        found = self._names.get(number)
+        if found is None:
+            found = self._names[number] = name_of(self.dag, number)
+        return found
+
+    def private(self, value: int) -> bool:
+        """Whether an activation or gradient is contiguous and alone in its memory."""
+        maker = self.dag.nodes[self.dag.producers[value]]
+        if self.sizes.copied(value):
+            return False
+        if isinstance(maker.op, Add):
+            return True
+        if not isinstance(maker.op, Compute):
+            return False
+        chunk, of = self.dag.model.chunks[maker.op.chunk], self.dag.table.value(value)[0]
+        if of.role is Role.GRADIENT:
+            ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(of.of), of.term)
+        else:
+            ref = Ref(Kind.OUTPUT, chunk.outputs.index(of.of))
+        return ref in self.sizes.facts(maker.op, maker.parts).private
+
+    def role(self, value: int) -> Role | None:
+        return None if value >= self._first_extra else self._roles[value % len(self._roles)]
+
+    def about(self, node: Node) -> tuple[ExtraRole | None, int]:
+        """The role of what a communication makes, and the value or bucket a node is about."""
+        if isinstance(node.op, Compute | Add | Select):
+            return None, 0
+        if isinstance(node.op, Update):
+            return None, node.op.bucket
+        (written,) = node.writes
+        if written >= self._first_extra:
+            extra = self.dag.extra[written - self._first_extra]
+            if extra.role in _OF_VALUES:
+                return extra.role, self._plain(extra.of)
+            return extra.role, extra.of
+        role = ExtraRole.UNCOMBINED if node.reads[0] >= self._first_extra else None
+        if role is None or self.dag.extra[node.reads[0] - self._first_extra].role is not role:
+            role = ExtraRole.REDISTRIBUTED
+        return role, self._plain(written)
+
+    def _plain(self, value: int) -> int:
+        return self.dag.table.value(self.dag.plain(value))[0].of
+
+
+def _sums(dag: Dag) -> dict[int, int]:
+    """For each value that is added to others in one slot, the first of them.
+
+    Gradients of one chunk, and reductions of one bucket, add up over microbatches, unless someone
+    reads those of a single microbatch.
+    """
+    together: dict[object, list[int]] = {}
+    apart: set[object] = set()
+    for node in dag.nodes:
+        if isinstance(node.op, Compute | Transfer):
+            continue  # a gradient that a pass reads goes into its own and is in no list here
+        read: defaultdict[object, list[int]] = defaultdict(list)
+        for value in node.reads:
+            kind = _kind(dag, value)
+            if kind is not None:
+                read[kind].append(value)
+        for kind, values in read.items():
+            if together.setdefault(kind, values) != values:
+                apart.add(kind)
+    return {
+        value: values[0]
+        for kind, values in together.items()
+        if kind not in apart
+        for value in values
+    }
+
+
+def _kind(dag: Dag, value: int) -> object | None:
+    """Values of equal kind add up: gradients of one chunk, reductions of one bucket."""
+    if value >= dag.first_extra:
+        extra = dag.extra[value - dag.first_extra]
+        return (extra.role, extra.of) if extra.role is ExtraRole.REDUCED else None
+    found = dag.table.value(value)[0]
+    return found if found.role in GRADIENTS else None

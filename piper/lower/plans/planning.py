@@ -1,0 +1,412 @@
+"""Makes the plans: for each class of devices its part of the order, over slots of its own, with
+what each instruction waits for, where gradients are added up, and what is freed after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from piper.capture.chunk.chunks import RANK
+from piper.base.errors import DirectiveError
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
+from piper.ir.dag.values import ExtraRole, Role
+from piper.lower.plans.accumulation import GRADIENTS, Accumulation
+from piper.ir.plan.plan import COMMUNICATING, Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
+from piper.ir.plan.rank_classes import RankClasses
+from piper.lower.plans.list_schedule import IssueOrder
+from piper.lower.plans.plan_context import Shared, Touched
+from piper.ir.dag.sizes import Sizes
+from piper.lower.communication.sorted_rows import brought_in_turn
+
+_UNDER_WAY = 2
+"""How many messages of a stream, or reductions that scatter, may be under way at a time: each holds
+what it sends until it is over. Of gradients that are scattered microbatch by microbatch, one."""
+
+
+def plans_of(
+    dag: Dag, classes: RankClasses, order: IssueOrder, sizes: Sizes, *, whole: bool = False
+) -> tuple[Plan, ...]:
+    """The plan of each class of devices; if the optimizer steps as a ``whole``, it does with the
+    last update of a device, and not with each."""
+    rows: list[list[int]] = [[] for _ in classes.members]
+    touched = Touched(classes)
+    for number in order.order:
+        takes_part = [c for group in dag.nodes[number].endpoints for c in touched.by(group)]
+        for c in dict.fromkeys(takes_part):
+            rows[c].append(number)
+    shared = Shared(dag, sizes, touched, whole)
+    return tuple(
+        _Planner(shared, members).plan(row)
+        for members, row in zip(classes.members, rows, strict=True)
+    )
+
+
+_OF_VALUES = (ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED, ExtraRole.REDISTRIBUTED)
+"""What collectives make that are not about buckets or scalars."""
+_Part = tuple[Verb, str, list[int], list[int]]
+"""What a class does of a node: the verb, the stream, what it reads and makes."""
+
+
+def _sums(node: Node) -> bool:
+    return isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_REDUCE
+
+
+def _buffer(reduced: int) -> int:
+    """What stands for the buffer in which the gradients are added up that ``reduced`` is of."""
+    return -1 - reduced
+
+
+class _Planner:
+    """Gives slots to values as they come and go on one class of devices."""
+
+    def __init__(self, shared: Shared, members: Group) -> None:
+        self.shared = shared
+        self.dag = shared.dag
+        self.members = members
+        self.me = shared.touched.classes.of[members[0]]
+        self.sums = shared.sums
+        self.accumulation = Accumulation(shared.dag, shared.sizes)
+        self.slots: dict[int, int] = {}
+        """By value, or what stands for a buffer."""
+        self.kinds: list[Slot] = []
+        self.out: list[Instruction] = []
+        self.made_at: dict[int, list[int]] = {}
+        self.node_at: dict[int, int] = {}
+        self.left: defaultdict[int, int] = defaultdict(int)
+        """How often a value is still read."""
+        self.read_once: set[int] = set()
+        self.given: list[Given] = []
+        self.seeds: dict[tuple[int, int], Seed] = {}
+        self.returned: dict[int, Group] = {}
+        """Values that are the caller's when the step has ended, and who shares their rows."""
+        self.same: dict[int, int] = {}
+        """Seeds that are equal to one of another microbatch."""
+        self.updates: list[int] = []
+        """The buckets that are updated, in order."""
+        self.under_way: set[int] = set()
+        """Communications that nothing has waited for yet."""
+        self.holding: defaultdict[str, list[int]] = defaultdict(list)
+        """By stream, the communications that may still hold what they send."""
+
+    def plan(self, row: list[int]) -> Plan:
+        self._begin(row)
+        parts = [(number, part) for number in row for part in self._parts(self.dag.nodes[number])]
+        for number, (verb, _, reads, writes) in parts:
+            if self.accumulation.add(verb, reads, writes):
+                reads.append(_buffer(writes[0]))
+            elif verb is Verb.UPDATE:
+                self.updates.append(self.shared.about(self.dag.nodes[number])[1])
+            for value in reads:
+                self.left[value] += 1
+        for value in self._outputs(row):
+            self.left[value] += 1
+            self.returned[value] = self._rows(self.dag.nodes[self.dag.producers[value]])
+        self.read_once = {value for value, reads in self.left.items() if reads == 1}
+        for number, part in parts:
+            self._emit(number, *part)
+        returned = tuple(self._return(value, group) for value, group in self.returned.items())
+        assert not self.slots, "every value is read, or freed where it is made"
+        seeds = tuple(self.seeds.values())
+        out, given, kinds = tuple(self.out), tuple(self.given), tuple(self.kinds)
+        return Plan(self.members, out, given, seeds, kinds, returned)
+
+    def _outputs(self, row: list[int]) -> list[int]:
+        """The outputs with rows that this class makes and returns."""
+        values = self.dag.model.values
+        wanted = {of for of in self.dag.model.outputs if values[of].shape}
+        made = [
+            value
+            for number in (row if wanted else ())
+            if isinstance(self.dag.nodes[number].op, Compute)
+            for value in self.dag.nodes[number].writes
+            if self.shared.role(value) is Role.ACTIVATION
+            and self.dag.table.value(value)[0].of in wanted
+        ]
+        return self._mine(tuple(made))
+
+    def _return(self, value: int, group: Group) -> Returned:
+        found, microbatch = self.dag.table.value(value)
+        return Returned(self.slots.pop(value), found.of, microbatch, group)
+
+    def _parts(self, node: Node) -> Iterable[_Part]:
+        """What this class does of a node, where values that are summed in one slot go by the first
+        of them."""
+        match node.op:
+            case Transfer(source=source, target=target):
+                if self.me in self.shared.touched.by(source):
+                    yield Verb.SEND, f"{node.stream}/send", [*node.reads], []
+                if self.me in self.shared.touched.by(target):
+                    yield Verb.RECV, f"{node.stream}/recv", [], [*node.writes]
+            case Compute():
+                reads = [self.same.get(v, v) for v in node.reads]
+                yield Verb.COMPUTE, node.stream, reads, self._leaders(node.writes)
+            case Collective() if self.shared.about(node)[0] in _OF_VALUES:
+                yield Verb.COLLECTIVE, node.stream, [*node.reads], [*node.writes]
+            case Collective():
+                reads = self._leaders(self._mine(node.reads, alike=self._alike(node)))
+                yield Verb.COLLECTIVE, node.stream, reads, self._leaders(node.writes)
+            case Update():
+                reads = self._leaders(self._mine(node.reads, alike=self._alike(node)))
+                yield Verb.UPDATE, node.stream, reads, [*node.writes]
+            case Add():
+                yield Verb.ADD, node.stream, [*node.reads], [*node.writes]
+            case Select():
+                yield Verb.SELECT, node.stream, [*node.reads], [*node.writes]
+
+    def _begin(self, row: list[int]) -> None:
+        """Slots for what is there when the step begins: tensors of the batch, and seeds."""
+        groups: dict[int, Group] = {}
+        for number in row:
+            node = self.dag.nodes[number]
+            for value in node.reads if isinstance(node.op, Compute) else ():
+                role = self.shared.role(value)
+                if role is Role.BATCH:
+                    rows = self._rows(node)
+                    if value not in groups:
+                        groups[value] = rows
+                        found, microbatch = self.dag.table.value(value)
+                        slot = self._held(value, len(rows))
+                        self.given.append(Given(slot, found.of, microbatch, rows))
+                    elif not same_group(groups[value], rows):
+                        self._refuse_two_parts(value, number, groups[value])
+                elif role is Role.SEED:
+                    self._seed(value, node.parts)
+
+    def _seed(self, value: int, size: int) -> None:
+        of = self.dag.table.value(value)[0].of
+        first = self.seeds.get((of, size))
+        if first is not None:
+            self.same[value] = next(v for v, s in self.slots.items() if s == first.slot)
+            return
+        microbatches = self.dag.microbatches[1] if self.dag.microbatches else 1
+        parts = 1 if self.dag.model.count is not None else microbatches * size
+        self.seeds[of, size] = Seed(self._held(value, size), of, size, parts)
+
+    def _held(self, value: int, group: int) -> int:
+        nbytes = self.shared.sizes.given(value, group)
+        return self._new(value, self.shared.held(Holder.BATCH, nbytes))
+
+    def _refuse_two_parts(self, value: int, number: int, group: Group) -> None:
+        name = self.dag.model.values[self.dag.table.value(value)[0].of].name
+        node = self.dag.nodes[number]
+        raise DirectiveError(
+            f"{self.shared.name(number)} reads {name} on {list(node.devices)}, but another region "
+            f"on device {self.members[0]} reads it as one of {list(group)}: a device can take one "
+            f"part of a microbatch only; place both on the same devices "
+            f"({self.dag.history[node.sends.made_by]})"
+        )
+
+    def _leaders(self, values: Iterable[int]) -> list[int]:
+        return list(dict.fromkeys(self.sums.get(v, v) for v in values))
+
+    def _alike(self, node: Node) -> bool:
+        """Whether a node takes every equal copy of gradients: it sums each for itself, or they are
+        sums already."""
+        role, of = self.shared.about(node)
+        if role is ExtraRole.REDUCED:
+            return self.dag.buckets[of].alike > 1
+        return isinstance(node.op, Update) or role is ExtraRole.NORM
+
+    def _mine(self, values: tuple[int, ...], *, alike: bool = False) -> list[int]:
+        """Those of ``values`` that this class makes and that count: of equal copies the first,
+        unless they are summed ``alike``. A device of a replica group that computes none of a sum's
+        parts takes part in the sum with nothing."""
+        nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
+        made = ((value, nodes[producers[value]]) for value in values if value in producers)
+        return [
+            value
+            for value, maker in made
+            if self.me in by(maker.devices)
+            and (alike or self.dag.copy_of(maker, maker.devices.index(self.members[0])) == 0)
+        ]
+
+    def _ranks(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The place of this class along the axes on whose shards a node computes."""
+        if not isinstance(node.op, Compute):
+            return ()
+        names = self.dag.model.chunks[node.op.chunk].buffers
+        axes = [name.removeprefix(RANK) for name in names if name.startswith(RANK)]
+        rules = [self.dag.rule(node.op.chunk, axis) for axis in axes]
+        place = node.devices.index(self.members[0]) if rules else 0
+        return tuple((rule.axis, place // rule.stride % rule.ways) for rule in rules)
+
+    def _rows(self, node: Node) -> Group:
+        """The devices, those of this class among them, that divide the rows of what a node
+        computes."""
+        if node.replicas == 1:
+            return node.devices
+        return node.replica(node.devices.index(self.members[0]))
+
+    def _new(self, value: int, kind: Slot) -> int:
+        slot = self.slots[value] = len(self.kinds)
+        self.kinds.append(kind)
+        return slot
+
+    def _emit(
+        self, number: int, verb: Verb, stream: str, reads: list[int], writes: list[int]
+    ) -> None:
+        node = self.dag.nodes[number]
+        made_at, slots, here = self.made_at, self.slots, len(self.out)
+        added = [v for v in writes if v in made_at]
+        before: list[int] = []
+        brought: list[int] = []
+        in_turn = brought_in_turn(self.dag, node)
+        for value in (*reads, *added):
+            if made := made_at.get(value):
+                before += made
+                last = self.out[made[-1]]
+                if last.verb in COMMUNICATING and last.node != in_turn:
+                    brought.append(made[-1])
+        before += [self.node_at[b] for b in node.after if b in self.node_at]
+        role, of = self.shared.about(node)
+        read = tuple([slots[v] for v in reads])
+        allocates: list[int] = []
+        for value in writes:
+            if value not in slots:
+                self._write(verb, node, value, reads, before, allocates)
+        written = tuple([slots[v] for v in writes])
+        adds = tuple([slots[v] for v in added])
+        waits = self._waits(before, brought, verb, node, stream)
+        self.node_at[number] = here
+        for value in writes:
+            made_at.setdefault(value, []).append(here)
+        self.out.append(
+            Instruction(
+                verb=verb,
+                node=number,
+                name=self.shared.name(number),
+                stream=stream,
+                op=node.op,
+                role=role,
+                of=of,
+                group=self._rows(node) if verb is Verb.COMPUTE else (),
+                reads=read,
+                writes=written,
+                adds=adds,
+                allocates=tuple(allocates),
+                frees=self._frees(reads, writes),
+                waits=waits,
+                ends=tuple([w for w in waits if w in self.under_way]),
+                buckets=self._buckets(verb, role, of, reads),
+                ranks=self._ranks(node),
+                weights=self._weights(role, reads),
+            )
+        )
+        self.under_way.difference_update(waits)
+        if verb in COMMUNICATING:
+            self.under_way.add(here)
+
+    def _write(
+        self,
+        verb: Verb,
+        node: Node,
+        value: int,
+        reads: list[int],
+        before: list[int],
+        allocates: list[int],
+    ) -> None:
+        """A slot for ``value``: one that is read, where that is changed in place, or a new one.
+        Also the memory in which gradients are added up, if these are the first of them."""
+        summed = self.accumulation
+        if self._in_place(node, reads):
+            self.slots[value] = self.slots.pop(reads[-1])
+        elif self.shared.role(value) not in GRADIENTS:
+            self._new(value, self.shared.slot(verb, value))
+        else:
+            for made in summed.buffers(value):
+                buffer = _buffer(made)
+                if buffer in self.slots:  # made earlier, or for another value of this instruction
+                    before += [pc for pc in self.made_at[buffer] if pc < len(self.out)]
+                else:
+                    allocates.append(self._new(buffer, summed.buffer(made)))
+                    self.made_at[buffer] = [len(self.out)]
+            lies_in = tuple(self.slots[_buffer(made)] for made in summed.buffers(value))
+            alone = summed.repeated(value) and self.left[value] > 0 and not lies_in
+            slot = self._new(value, summed.slot(value, lies_in, alone=alone))
+            if alone:
+                allocates.append(slot)
+
+    def _in_place(self, node: Node, reads: list[int]) -> bool:
+        """Whether what is read last becomes what is written."""
+        role, of = self.shared.about(node)
+        if role is ExtraRole.REDUCED and reads and reads[-1] < 0:  # a buffer
+            return not self.shared.sizes.sharded(of)
+        if role is ExtraRole.REDISTRIBUTED and _sums(node):
+            return reads[0] in self.read_once and self.shared.private(reads[0])
+        return role is ExtraRole.SUMMED and bool(reads)
+
+    def _buckets(
+        self, verb: Verb, role: ExtraRole | None, of: int, reads: list[int]
+    ) -> tuple[int, ...]:
+        """The buckets on which the optimizer steps here, or whose gradients the norm is of."""
+        if verb is Verb.UPDATE:
+            if not self.shared.whole:
+                return (of,)
+            return tuple(self.updates) if of == self.updates[-1] else ()
+        if role is not ExtraRole.NORM or self._role(reads) is ExtraRole.UPDATED:
+            return ()
+        return tuple(self.updates)
+
+    def _role(self, values: list[int]) -> ExtraRole | None:
+        first = values[0] - self.dag.first_extra if values else -1
+        return self.dag.extra[first].role if first >= 0 else None
+
+    def _weights(self, role: ExtraRole | None, reads: list[int]) -> tuple[float, ...]:
+        """By how much the losses among ``reads`` count: one whose rows fewer devices divide than
+        the others' stands for several, unless all are sums. Of other numbers the mean is taken."""
+        if role is ExtraRole.OUTPUT:
+            microbatches = self.dag.microbatches[1] if self.dag.microbatches else 1
+            makers = [self.dag.nodes[self.dag.producers[v]] for v in reads]
+            return tuple(1 / (microbatches * maker.parts) for maker in makers)
+        if role is not ExtraRole.LOSS:
+            return ()
+        if self.dag.model.count is not None:
+            return (1.0,) * (len(reads) // 2)
+        nodes, producers = self.dag.nodes, self.dag.producers
+        return tuple(self.shared.largest_loss / nodes[producers[v]].parts for v in reads)
+
+    def _frees(self, reads: list[int], writes: list[int]) -> tuple[int, ...]:
+        """The slots of those values that nobody reads any more."""
+        found = []
+        for value in reads:
+            self.left[value] -= 1
+            if self.left[value] == 0:
+                self.made_at.pop(value, None)
+                if value in self.slots:  # or else it has become what is written
+                    found.append(self.slots.pop(value))
+        for value in writes:
+            if self.left[value] == 0:
+                del self.made_at[value]
+                found.append(self.slots.pop(value))
+        return tuple(found)
+
+    def _waits(
+        self, before: list[int], brought: list[int], verb: Verb, node: Node, stream: str
+    ) -> tuple[int, ...]:
+        """Of each other stream the last instruction to wait for, and what brings what is used."""
+        last: dict[str, int] = {}
+        for pc in before:
+            name = self.out[pc].stream
+            if name != stream and last.get(name, -1) < pc:
+                last[name] = pc
+        waits = {*last.values(), *brought}
+        limit = _UNDER_WAY if verb is Verb.SEND else self._scatters(node)
+        if limit:
+            row = self.holding[stream]
+            row.append(len(self.out))
+            waits.update(row[:-limit])
+            del row[:-limit]
+        return tuple(sorted(waits))
+
+    def _scatters(self, node: Node) -> int:
+        """How many scatters like this one may be under way; 0 if it is none."""
+        if not isinstance(node.op, Collective) or node.op.kind is not CollectiveKind.REDUCE_SCATTER:
+            return 0
+        role, of = self.shared.about(node)
+        if role is not ExtraRole.REDUCED:
+            return 0
+        bucket = self.dag.buckets[of]
+        return 1 if bucket.level > 1 else _UNDER_WAY

@@ -1,0 +1,80 @@
+"""What a plan communicates: how often, and how many bytes a device sends.
+
+A collective is counted as the least that any of its algorithms sends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+
+from piper.ir.collectives import ALGORITHMS
+from piper.ir.dag.dag import Dag
+from piper.ir.ops import Collective, Transfer
+from piper.ir.dag.dag_text import devices_text
+from piper.ir.plan.plan import Plan, Verb
+from piper.ir.dag.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Communications of one kind on one stream, in one step."""
+
+    kind: str
+    """"send", or the name of a collective."""
+    stream: str
+    count: int
+    nbytes: int
+    """Sent by each device, in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What each device of one class sends in one step."""
+
+    devices: tuple[int, ...]
+    flows: tuple[Flow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flow.nbytes for flow in self.flows)
+
+    def of(self, kind: str) -> int:
+        """Bytes sent by communications of one kind."""
+        return sum(flow.nbytes for flow in self.flows if flow.kind == kind)
+
+    def count(self, kind: str) -> int:
+        """Communications of one kind."""
+        return sum(flow.count for flow in self.flows if flow.kind == kind)
+
+    def __str__(self) -> str:
+        parts = [f"{f.count} {f.kind} on {f.stream} {f.nbytes:,} bytes" for f in self.flows]
+        each = "each of " if len(self.devices) > 1 else ""
+        sender = f"{each}{devices_text(self.devices)} sends"
+        return f"{sender} {self.nbytes:,} bytes: {', '.join(parts)}"
+
+
+def traffic_of(dag: Dag, plan: Plan, sizes: Sizes) -> Traffic:
+    """What the devices of ``plan`` send."""
+    counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+    sent: defaultdict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    mine = plan.devices[0]
+    for x in plan.instructions:
+        node = dag.nodes[x.node]
+        match x.op:
+            case Transfer(source=source, target=target) if x.verb is Verb.SEND:
+                key = "send", node.stream
+                sent[key] += 0 if source == target else sizes.sent(node.reads[0])
+                counts[key] += 1
+            case Collective(kind=kind, groups=groups):
+                key = kind.value, node.stream
+                n = next(len(group) for group in groups if mine in group)
+                nbytes = sizes.moved(node)
+                share = Fraction(n - 1, n) * nbytes
+                sent[key] += min(x.sent(nbytes, share) for x in ALGORITHMS[kind])
+                counts[key] += 1
+            case _:
+                pass
+    flows = [Flow(*key, counts[key], int(sent[key])) for key in sorted(counts)]
+    return Traffic(plan.devices, tuple(flows))

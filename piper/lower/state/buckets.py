@@ -1,0 +1,253 @@
+"""Parameters in buckets: gathered, their gradients summed over all replicas, updated.
+
+    zero=0   F … B ─▶ all_reduce ─▶ update
+    zero=1   all_gather ─▶ F … B ─▶ reduce_scatter ─▶ update
+    zero=2   all_gather ─▶ F … B ─▶ reduce_scatter, every microbatch … ─▶ update
+    zero=3   the same without the gather: gathers.py gathers before each use
+
+What one step updates the next one gathers: its forwards hide the gathers of the layers after them,
+as its backwards hide the reductions. At the end of a step nothing would.
+
+Where there are several copies of divided state, the parts of a sum are scattered within each, and
+summed across them once, before the update.
+
+Every trained parameter is in exactly one bucket, and every gradient of it enters one reduction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from piper.capture.code.chunk_program import Pass
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.dag import Dag, Tags
+from piper.ir.layouts import BucketLayouts
+from piper.ir.ops import COMPUTE, Collective, Compute, Group, Op, Update
+from piper.ir.rules import Bucket
+from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
+from piper.lower.communication.redistribute import redistribute
+from piper.lower.state.replica_groups import BucketKey, refuse_elsewhere, replica_groups_of
+from piper.lower.rewriter import Rewriter
+
+
+def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str] = ()) -> Dag:
+    """``dag`` with its buckets, and the gathers, reductions and updates of each. ``known`` buckets
+    come first, as they are. The parameters named in ``tensors`` are not sliced."""
+    refuse_elsewhere(dag, known)
+    dag = replace(dag, buckets=(*known, *_buckets(dag, known, frozenset(tensors))))
+    out = Rewriter(dag)
+    contributions = _contributions(dag)
+    forwards = _passes(dag, Pass.F)
+    input_passes = _passes(dag, Pass.BI)  # they read parameters, and make no gradient of these
+    for index, bucket in enumerate(dag.buckets):
+        users = _users(dag, bucket)
+        if bucket.level in (1, 2):
+            _gather(out, index, bucket, [n for chunk in users for n in forwards.get(chunk, ())])
+        gradients = [v for value in _gradients(dag, bucket, users) for v in contributions[value]]
+        if gradients:
+            uses = [n for chunk in users for n in input_passes.get(chunk, ())]
+            uses += [n for n in _detached_uses(dag, bucket) if n not in uses]
+            _update(dag, out, index, bucket, gradients, tuple(uses))
+    return out.dag()
+
+
+def _buckets(dag: Dag, known: tuple[Bucket, ...], tensors: Collection[str]) -> Iterable[Bucket]:
+    """Consecutive parameters with the same replica groups and rule, up to the bucket's size; those
+    of one chunk, if they are divided between its passes.
+
+    They are filled from the last parameter: what is left over is the bucket of the first, whose sum
+    comes last and hides behind nothing. Where devices get whole tensors, a bucket has room for as
+    many: with fewer, most of it would be padding."""
+    done = {name for bucket in known for name in bucket.parameters}
+    keys = {
+        name: key.fixed() if known else key  # the step that is known trains none of the others
+        for name, key in replica_groups_of(dag, tensors).items()
+        if name not in done
+    }
+    filled: list[tuple[BucketKey, deque[str]]] = []
+    open_: dict[BucketKey, deque[str]] = {}
+    sizes: dict[BucketKey, int] = {}
+    limits: defaultdict[BucketKey, int] = defaultdict(int)
+    for name, key in keys.items():
+        room = dag.model.parameters[name].nbytes // key.ways * key.within if key.packed else 0
+        limits[key] = max(limits[key], key.limit, room)
+    for name, key in reversed(keys.items()):
+        nbytes = dag.model.parameters[name].nbytes // key.ways
+        if key not in open_ or sizes[key] + nbytes > limits[key]:
+            open_[key], sizes[key] = deque(), 0
+            filled.append((key, open_[key]))
+        open_[key].appendleft(name)
+        sizes[key] += nbytes
+    first = {name: i for i, name in enumerate(keys)}
+    for key, names in sorted(filled, key=lambda bucket: first[bucket[1][0]]):
+        yield key.bucket(list(names), dag.model)
+
+
+def _contributions(dag: Dag) -> dict[Value, list[int]]:
+    """The gradients of each chunk's parameters, microbatch by microbatch; those that another pass
+    takes into its own are not among them."""
+    found: defaultdict[Value, list[int]] = defaultdict(list)
+    taken = {v for node in dag.nodes if isinstance(node.op, Compute) for v in node.reads}
+    for node in dag.nodes:
+        for value in node.writes:
+            if value < dag.first_extra and value not in taken:
+                template, _ = dag.table.value(value)
+                if template.role in (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT):
+                    found[template].append(value)
+    for values in found.values():
+        values.sort()
+    return found
+
+
+def _gradients(dag: Dag, bucket: Bucket, users: list[int]) -> Iterable[Value]:
+    """The values that hold gradients of a bucket's parameters."""
+    for index in users:
+        own, tied = parameters_of(dag.model, dag.model.chunks[index], dag.table.ties)
+        if not set(bucket.parameters).isdisjoint(own):
+            yield Value(Role.PARAMETER_GRADIENT, index, index)
+        if not set(bucket.parameters).isdisjoint(tied):
+            yield Value(Role.TIED_GRADIENT, index, index)
+
+
+def _users(dag: Dag, bucket: Bucket) -> list[int]:
+    names = set(bucket.parameters) if bucket.trained else set()
+    return [c.index for c in dag.model.chunks if not names.isdisjoint(c.parameters)]
+
+
+def _update(
+    dag: Dag,
+    out: Rewriter,
+    index: int,
+    bucket: Bucket,
+    gradients: list[int],
+    uses: tuple[int, ...],
+) -> None:
+    rule = bucket.rule
+    everyone = _everyone(bucket)
+
+    def add(
+        op: Op,
+        reads: Iterable[int],
+        role: ExtraRole,
+        *,
+        stream: str = rule.reduce_stream,
+        devices: Group = everyone,
+        tags: Tags | None = None,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        """A node about this bucket; gives the value that it makes."""
+        return out.add(
+            op,
+            out.value(role, index),
+            tags=tags,
+            devices=devices,
+            stream=stream,
+            reads=reads,
+            after=after,
+            made_by=rule.made_by,
+        )
+
+    reduced, role = gradients, ExtraRole.REDUCED
+    layouts = BucketLayouts(bucket)
+    for op in redistribute(layouts.gradients, layouts.optimizer):
+        if op.kind is CollectiveKind.REDUCE_SCATTER and bucket.level > 1:
+            reduced = [
+                add(
+                    Collective(op.kind, part.shard_groups),
+                    part.gradients,
+                    role,
+                    devices=part.devices,
+                    tags=part.tags,
+                )
+                for part in _parts(dag, op.groups, everyone, gradients)
+            ]
+        else:
+            reduced = [add(op, reduced, role)]
+        role = ExtraRole.SUMMED
+    add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE, after=uses)
+
+
+def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
+    """A gather of what the step before has updated, for all forwards that use it; their backwards
+    come after them."""
+    if not uses:
+        return
+    layouts = BucketLayouts(bucket)
+    (gather,) = redistribute(layouts.optimizer, layouts.in_use)
+    whole = out.add(
+        gather,
+        out.value(ExtraRole.GATHERED, index),
+        devices=_everyone(bucket),
+        stream=bucket.rule.gather_stream,
+        made_by=bucket.rule.made_by,
+    )
+    for number in uses:
+        node = out.nodes[number]
+        out.nodes[number] = replace(node, reads=(*node.reads, whole))
+
+
+def _everyone(bucket: Bucket) -> Group:
+    return tuple(dict.fromkeys(d for group in bucket.groups for d in group))
+
+
+@dataclass(slots=True)
+class _Part:
+    """Gradients of one microbatch that are made by the same devices."""
+
+    shard_groups: tuple[Group, ...]
+    devices: Group
+    tags: Tags
+    gradients: list[int]
+
+
+def _parts(
+    dag: Dag, shard_groups: tuple[Group, ...], everyone: Group, gradients: Iterable[int]
+) -> Iterable[_Part]:
+    """What is reduced at once: by whom, and what."""
+    group_of = {device: i for i, group in enumerate(shard_groups) for device in group}
+    touched: dict[int, tuple[int, ...]] = {}
+    sides: dict[tuple[int, ...], tuple[tuple[Group, ...], Group]] = {
+        tuple(range(len(shard_groups))): (shard_groups, everyone)
+    }
+    found: dict[tuple[int, tuple[int, ...]], _Part] = {}
+    for value in gradients:
+        node = dag.nodes[dag.producers[value]]
+        if id(node.devices) not in touched:
+            touched[id(node.devices)] = tuple(sorted({group_of[d] for d in node.devices}))
+        side = touched[id(node.devices)]
+        if side not in sides:
+            chosen = tuple(shard_groups[i] for i in side)
+            sides[side] = (chosen, tuple(d for group in chosen for d in group))
+        key = (dag.table.value(value)[1], side)
+        if key not in found:
+            found[key] = _Part(*sides[side], node.tags, [])
+        found[key].gradients.append(value)
+    return found.values()
+
+
+def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
+    """The backwards of chunks that read a parameter of the bucket and make no gradient of it."""
+    chunks = {
+        chunk.index
+        for chunk in dag.model.chunks
+        if not set(bucket.parameters).isdisjoint(chunk.detached)
+    }
+    return [
+        number
+        for number, node in enumerate(dag.nodes)
+        if chunks
+        and isinstance(node.op, Compute)
+        and node.op.chunk in chunks
+        and node.op.which is not Pass.F
+    ]
+
+
+def _passes(dag: Dag, which: Pass) -> dict[int, list[int]]:
+    """For each chunk, its passes of one kind."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for number, node in enumerate(dag.nodes):
+        if isinstance(node.op, Compute) and node.op.which is which:
+            found[node.op.chunk].append(number)
+    return found

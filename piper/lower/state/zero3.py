@@ -1,0 +1,140 @@
+"""ZeRO-3: the whole parameters of a bucket are gathered before they are used, and let go after.
+
+Uses that follow one another on a device, with no use of another bucket in between, share one
+gather. So do those of a device that has several stages and runs one for many microbatches at once,
+as breadth-first schedules do: it holds the buckets of that stage meanwhile, and of no other. A
+gather may begin when the pass some places before its first use is done: one bucket ahead, or as far
+as memory allows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
+from piper.capture.code.chunk_program import Pass
+from piper.ir.dag.dag import Dag
+from piper.ir.layouts import BucketLayouts
+from piper.ir.ops import Collective, Compute, Group
+from piper.ir.dag.values import ExtraRole
+from piper.lower.communication.redistribute import redistribute
+from piper.lower.rewriter import Rewriter
+from piper.lower.plans.list_schedule import IssueOrder
+
+AHEAD = 2
+
+
+def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool = True) -> Dag:
+    """``dag`` with a gather for every run of uses, in the order in which ``order`` runs them; each
+    may begin when the pass ``ahead`` places before the first use is done. If not ``stages``, no
+    bucket is held while another is used."""
+    buckets = _divided(dag)
+    if not buckets:
+        return dag
+    out = Rewriter(dag)
+    gathers = _Gathers(dag)
+    rows: defaultdict[int, list[int]] = defaultdict(list)
+    for number in order.order:
+        if isinstance(dag.nodes[number].op, Compute):
+            rows[id(dag.nodes[number].devices)].append(number)
+    for row in rows.values():
+        if any(_uses(dag, number, buckets) for number in row):
+            _keep_order(out, row)  # the gathers are right for this order of passes only
+        uses = [(place, _uses(dag, number, buckets)) for place, number in enumerate(row)]
+        uses = [(place, used) for place, used in uses if used]  # a loss parts no run
+        forward = [dag.nodes[row[place]].compute.which is Pass.F for place, _ in uses]
+        again = _used_again([used for _, used in uses], forward) if stages else set()
+        held: dict[int, int] = {}
+        for i, (place, used) in enumerate(uses):
+            held = {b: whole for b, whole in held.items() if b in used or (i, b) in again}
+            for bucket in used:
+                if bucket not in held:
+                    before = row[place - ahead] if place >= ahead else None
+                    held[bucket] = _gather(dag, out, bucket, row[place], before, gathers)
+            node = out.nodes[row[place]]
+            mine = (held[bucket] for bucket in used)
+            out.nodes[row[place]] = replace(node, reads=(*node.reads, *mine))
+    return out.dag()
+
+
+def _used_again(uses: list[list[int]], forward: list[bool]) -> set[tuple[int, int]]:
+    """At which of ``uses`` which other buckets are held for a later one: where only forwards, or
+    only backwards, are in between, and not all of those that the device runs."""
+    everything: dict[bool, set[int]] = {True: set(), False: set()}
+    for used, ahead in zip(uses, forward, strict=True):
+        everything[ahead].update(used)
+    found: set[tuple[int, int]] = set()
+    for first, used in enumerate(uses):
+        for bucket in used:
+            between = {bucket}
+            for i in range(first + 1, len(uses)):
+                if forward[i] is not forward[first] or between == everything[forward[first]]:
+                    break
+                if bucket in uses[i]:
+                    found.update((j, bucket) for j in range(first + 1, i))
+                    break
+                between.update(uses[i])
+    return found
+
+
+def _keep_order(out: Rewriter, row: list[int]) -> None:
+    for before, number in itertools.pairwise(row):
+        node = out.nodes[number]
+        if before not in node.after:
+            out.nodes[number] = replace(
+                node, after=(*node.after, before), after_by=(*node.after_by, node.made_by)
+            )
+
+
+def _divided(dag: Dag) -> dict[str, int]:
+    """For each parameter that is kept divided, its bucket."""
+    return {
+        name: index
+        for index, bucket in enumerate(dag.buckets)
+        if bucket.level == 3
+        for name in bucket.parameters
+    }
+
+
+def _uses(dag: Dag, number: int, buckets: dict[str, int]) -> list[int]:
+    op = dag.nodes[number].compute
+    chunk = dag.model.chunks[op.chunk]
+    facts = chunk.variants[dag.policy(op.chunk)].passes[op.which]
+    if not facts.uses_parameters:
+        return []
+    return list(dict.fromkeys(buckets[name] for name in chunk.parameters if name in buckets))
+
+
+class _Gathers:
+    """The all_gather of a bucket among the devices of a group."""
+
+    def __init__(self, dag: Dag) -> None:
+        self._dag = dag
+        self._known: dict[tuple[int, int], Collective] = {}
+
+    def of(self, bucket: int, devices: Group) -> Collective:
+        key = bucket, id(devices)
+        if key not in self._known:
+            layouts = BucketLayouts(self._dag.buckets[bucket])
+            (every,) = redistribute(layouts.at_rest, layouts.in_use)
+            members = frozenset(devices)
+            mine = tuple(group for group in every.groups if members.issuperset(group))
+            self._known[key] = Collective(every.kind, mine)
+        return self._known[key]
+
+
+def _gather(
+    dag: Dag, out: Rewriter, bucket: int, number: int, before: int | None, gathers: _Gathers
+) -> int:
+    devices = dag.nodes[number].devices
+    rule = dag.buckets[bucket].rule
+    return out.add(
+        gathers.of(bucket, devices),
+        out.value(ExtraRole.GATHERED, bucket),
+        tags=dag.nodes[number].tags,
+        devices=devices,
+        stream=rule.gather_stream,
+        after=() if before is None else (before,),
+        made_by=rule.made_by,
+    )

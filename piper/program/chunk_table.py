@@ -1,0 +1,183 @@
+"""A captured model goes in; a table of its chunks, and one line that sums it up, come out.
+
+All sizes are for one microbatch, as the programs state them: nothing is run or measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from string import ascii_uppercase
+from typing import TYPE_CHECKING
+
+from piper.capture.model import Captured
+from piper.capture.chunk.chunks import Chunk
+from piper.capture.code.chunk_program import ChunkProgram, Kind, Pass, Ref
+
+if TYPE_CHECKING:  # every worker imports this file, and draws nothing
+    from rich.table import Table
+
+_CAPTION = (
+    "Of one microbatch: bytes a chunk outputs, saves in F just for its backward, and holds for it "
+    "of its inputs and outputs (each tensor once in the total); FLOPs of the passes F, BI and BW "
+    "in matrix products, convolutions and attention (–: no such pass)."
+)
+
+
+def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
+    """One line a chunk; with ``fold``, repeated groups of chunks, such as layers, take the lines
+    of one, and the column × says how many there are."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, show_footer=True)
+    table.caption = Text(_CAPTION, style="dim italic")
+    table.caption_justify = "left"
+    letters = letters_of(captured)
+    footer = _totals(captured)
+    table.add_column("#", justify="right", style="dim", no_wrap=True)
+    table.add_column("region", "total", overflow="fold")
+    if fold:
+        table.add_column("×", justify="right", style="dim", no_wrap=True)
+    table.add_column("prog", justify="center", style="bold", no_wrap=True)
+    for header, total in zip(_SIZES, footer, strict=True):
+        table.add_column(header, total, justify="right", no_wrap=True)
+    for start, period, count in _groups(captured) if fold else _singles(captured):
+        for index in range(start, start + period):
+            chunks = captured.chunks[index : index + period * count : period]
+            program = captured.programs[index]
+            times = [str(count) if count > 1 else ""] if fold else []
+            name = Text(_name(chunks))  # not markup: indices stand in brackets
+            sizes = _sizes(program, chunks[0])
+            table.add_row(str(index), name, *times, letters[id(program)], *sizes)
+    return table
+
+
+def summary(captured: Captured) -> str:
+    """Chunks, distinct programs, bytes kept for the backward, and FLOPs of a whole step."""
+    saved = sum(program.saved_bytes for program in captured.programs)
+    flops = sum(_flops(p, Pass.F) + _flops(p, Pass.B) for p in captured.programs)
+    return (
+        f"{len(captured.chunks)} chunks, {len(captured.unique_programs)} unique programs, "
+        f"{_si(saved)}B saved per microbatch, {_si(flops * captured.microbatches)}FLOP per step"
+    )
+
+
+_SIZES = ("params", "bytes", "outputs", "saved", "held", "F", "BI", "BW")
+_SHOWN = (Pass.F, Pass.BI, Pass.BW)
+
+
+def _sizes(program: ChunkProgram, chunk: Chunk) -> list[str]:
+    parameters = [program.specs[Ref(Kind.PARAMETER, i)] for i in range(len(chunk.parameters))]
+    outputs = [program.specs[Ref(Kind.OUTPUT, i)] for i in range(len(chunk.outputs))]
+    held = [program.specs[ref] for ref in _held(program)]
+    passes = [program.functions.get(which) for which in _SHOWN]
+    return [
+        _si(sum(spec.numel for spec in parameters)),
+        f"{_si(sum(spec.nbytes for spec in parameters))}B",
+        f"{_si(sum(spec.nbytes for spec in outputs))}B",
+        f"{_si(program.saved_bytes)}B",
+        f"{_si(sum(spec.nbytes for spec in held))}B",
+        *("–" if function is None else _si(function.flops) for function in passes),
+    ]
+
+
+def _totals(captured: Captured) -> list[str]:
+    """The sums of all columns; a parameter or value that several chunks use counts once."""
+    parameters = {
+        name: program.specs[Ref(Kind.PARAMETER, i)]
+        for chunk, program in zip(captured.chunks, captured.programs, strict=True)
+        for i, name in enumerate(chunk.parameters)
+    }.values()
+    outputs = [captured.cut.values[i] for chunk in captured.chunks for i in chunk.outputs]
+    return [
+        _si(sum(spec.numel for spec in parameters)),
+        f"{_si(sum(spec.nbytes for spec in parameters))}B",
+        f"{_si(sum(value.spec.nbytes for value in outputs))}B",
+        f"{_si(sum(program.saved_bytes for program in captured.programs))}B",
+        f"{_si(_held_by_all(captured))}B",
+        *(_si(sum(_flops(program, which) for program in captured.programs)) for which in _SHOWN),
+    ]
+
+
+def _held(program: ChunkProgram) -> list[Ref]:
+    return [ref for ref in program.held(Pass.B) if ref.kind in (Kind.INPUT, Kind.OUTPUT)]
+
+
+def _held_by_all(captured: Captured) -> int:
+    values = {
+        (chunk.inputs if ref.kind is Kind.INPUT else chunk.outputs)[ref.index]
+        for chunk, program in zip(captured.chunks, captured.programs, strict=True)
+        for ref in _held(program)
+    }
+    return sum(captured.cut.values[index].spec.nbytes for index in values)
+
+
+def _flops(program: ChunkProgram, which: Pass) -> int:
+    function = program.functions.get(which)
+    return 0 if function is None else function.flops
+
+
+def letters_of(captured: Captured) -> dict[int, str]:
+    """A, B, …, Z, A1, B1, … for the programs in the order of their first chunks."""
+    names = {}
+    for number, program in enumerate(captured.unique_programs):
+        turn, letter = divmod(number, len(ascii_uppercase))
+        names[id(program)] = ascii_uppercase[letter] + (str(turn) if turn else "")
+    return names
+
+
+Group = tuple[int, int, int]
+"""The first chunk, how many chunks the repeated part has, and how often it comes."""
+
+
+def _singles(captured: Captured) -> Iterable[Group]:
+    return ((index, 1, 1) for index in range(len(captured.chunks)))
+
+
+def _groups(captured: Captured) -> Iterable[Group]:
+    """The chunks in order, with repetitions of whole outermost regions taken together."""
+    chunks = captured.chunks
+    kinds = [
+        (tuple(region.name for region in chunk.tags), id(program))
+        for chunk, program in zip(chunks, captured.programs, strict=True)
+    ]
+    borders = [
+        i for i in range(len(chunks)) if i == 0 or chunks[i].tags[:1] != chunks[i - 1].tags[:1]
+    ]
+    index = 0
+    while index < len(chunks):
+        period, count = 1, 1
+        if index in borders:
+            periods = (border - index for border in borders if border > index)
+            found = ((p, _repeats(kinds, index, p)) for p in periods)
+            period, count = next(((p, n) for p, n in found if n > 1), (1, 1))
+        yield index, period, count
+        index += period * count
+
+
+def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
+    """How often the ``period`` items at ``start`` come one after another."""
+    first = kinds[start : start + period]
+    count = 1
+    while kinds[start + count * period : start + (count + 1) * period] == first:
+        count += 1
+    return count
+
+
+def _name(chunks: Sequence[Chunk]) -> str:
+    """The region of the chunks, with ranges of indices where there are several."""
+    first, last = chunks[0], chunks[-1]
+    if first is last:
+        return first.name
+    pairs = zip(first.tags, last.tags, strict=True)
+    return "/".join(str(a) if a == b else f"{a.name}[{a.index}…{b.index}]" for a, b in pairs)
+
+
+def _si(number: float) -> str:
+    """Two or three digits and a prefix: 950, 1.2k, 68M."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if number < 999.5:
+            return f"{number:.1f}{prefix}" if prefix and number < 9.95 else f"{number:.0f}{prefix}"
+        number /= 1000
+    return f"{number:.0f}E"

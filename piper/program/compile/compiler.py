@@ -1,0 +1,385 @@
+"""``compile``: a model and a strategy go in; a ``Program``, ready to be launched, comes out.
+
+The model is captured once for each size of group that the strategy places regions on, at the shape
+that one device of such a group sees; the strategy rewrites the DAG; lowering makes the plans. With
+``capture``, other strategies can be compiled for what was captured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper.base.arguments import named_arguments
+from piper.capture.batch import Batch
+from piper.capture.code.codegen import CompilerName, Eager
+from piper.capture.model import Captured, check_model
+from piper.capture.loss.outputs import Outputs
+from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
+from piper.strategies.directives.place import Place
+from piper.strategies.directives.remat import Remat
+from piper.strategies.directives.shard import Shard
+from piper.strategies.directives.split import Split
+from piper.base.errors import DirectiveError, PiperError, warn
+from piper.state.weights.source import Source, StateNames
+from piper.ir.dag.build import build
+from piper.ir.dag.dag import Dag
+from piper.cost.rough_costs import Costs
+from piper.lower.forwards import lower_forwards
+from piper.lower.lower import Lowered, Settings, lower
+from piper.lower.plans.memory_model import OptimizerCost
+from piper.cost.tasks import CostModel
+from piper.lower.waste import LARGE
+from piper.program.compile.mixing_warnings import warn_of_mixing
+from piper.base.modes import default_dtype, without_modes
+from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
+from piper.state.optimizer.factory import OptimizerFactory
+from piper.program.compile.placer import Placed, Placer
+from piper.program.program import Program, trained_shapes
+from piper.strategies.strategy import Strategy
+from piper.program.compile.traces import Subject, Traces
+from piper.state.optimizer.training import Training
+from piper.base.units import counted, nbytes_of
+from piper.state.weights.weight_files import Init, WeightFiles
+
+
+@named_arguments(PiperError)
+def capture(
+    model: nn.Module,
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    targets: Sequence[Any] = (),
+    loss: Loss | None = None,
+    outputs: Outputs | None = None,
+    optimizer: OptimizerFactory | None = None,
+    scheduler: SchedulerFactory | None = None,
+    tags: Mapping[str, str] | None = None,
+    init: Init | WeightFiles | None = None,
+    compiler: str = CompilerName.EAGER.value,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+    remat: str | None = None,
+    clip_norm: float | None = None,
+    on_nan: str | None = None,
+    seed: int = 0,
+) -> Capture:
+    """Capture ``model`` for training under strategies that are still to be named.
+
+    ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
+    ``loss`` may be left out if the model returns one itself, like those of transformers that are
+    given labels. ``outputs`` chooses what is reported beside the loss: a function of the same
+    arguments that returns a dict of tensors. Of single numbers every step reports the mean; a
+    tensor with the rows of the batch is returned by ``evaluate``.
+    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without
+    one nothing is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a
+    step.
+    ``init`` fills the parameters of a model on the meta device, or is ``piper.weights(folder)``,
+    which replaces those of any model. ``precision="bf16"`` computes in bf16 and keeps fp32 weights
+    for the optimizer. ``clip_norm`` bounds the norm of all gradients.
+    ``on_nan`` says what becomes of a step whose gradients are not finite: with ``"skip"`` and
+    ``"stop"`` it updates nothing, and then continues or raises. ``seed`` is for ``init`` and for
+    random operations.
+    """
+    chosen = loss_or_own(loss, targets)
+    subject = Subject(
+        model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
+    )
+    training = Training(
+        optimizer, scheduler, clip_norm, precision, seed, on_nan, torch.get_default_dtype()
+    )
+    return _capture(subject, training, init)
+
+
+@named_arguments(PiperError)
+def compile(
+    model: nn.Module,
+    strategy: Strategy,
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    targets: Sequence[Any] = (),
+    loss: Loss | None = None,
+    outputs: Outputs | None = None,
+    optimizer: OptimizerFactory | None = None,
+    scheduler: SchedulerFactory | None = None,
+    tags: Mapping[str, str] | None = None,
+    init: Init | WeightFiles | None = None,
+    compiler: str = CompilerName.EAGER.value,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+    remat: str | None = None,
+    clip_norm: float | None = None,
+    on_nan: str | None = None,
+    memory_limit: int | str | None = None,
+    costs: CostModel | None = None,
+    seed: int = 0,
+) -> Program:
+    """Compile ``model`` for training under ``strategy``: ``capture`` and ``Capture.compile`` in a
+    row, whose arguments these are."""
+    _check_strategy(strategy)
+    chosen = loss_or_own(loss, targets)
+    subject = Subject(
+        model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
+    )
+    training = Training(
+        optimizer, scheduler, clip_norm, precision, seed, on_nan, torch.get_default_dtype()
+    )
+    captured = _capture(subject, training, init)
+    return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
+
+
+def _capture(subject: Subject, training: Training, init: Init | WeightFiles | None) -> Capture:
+    check_model(subject.model)
+    training.check()
+    refuse_counted(subject.inputs)
+    if init is not None and not callable(init) and not isinstance(init, WeightFiles):
+        raise PiperError(
+            f"init={init!r} must be a function (name, tensor, generator) or piper.weights(folder)"
+        )
+    with without_modes():
+        try_scheduler(training.optimizer, training.scheduler, subject.trained)
+    _warn_of_evaluation_mode(subject.model)
+    return Capture(subject, training, init)
+
+
+class Capture:
+    """A model, to be compiled for as many strategies as one likes. It is traced when a strategy
+    first needs it, once for each number of rows that a device can have; what is traced is kept, so
+    the model must stay as it is, but for its weights."""
+
+    def __init__(
+        self, subject: Subject, training: Training, init: Init | WeightFiles | None
+    ) -> None:
+        self._size = Batch.of(subject.inputs, subject.targets).size
+        self._subject = subject
+        self._training = training
+        self._init = init
+        loss = subject.loss
+        self._source = Source(subject.model, loss if isinstance(loss, nn.Module) else None, init)
+        self._frozen = self._source.frozen
+        self._traces = Traces(subject)
+        self._placer = Placer(self._traces.passes)
+        self._cost: OptimizerCost | None = None
+
+    def __str__(self) -> str:
+        """Its regions, one part of a region a line; those of equal programs have equal letters."""
+        from piper.program.chunk_table import letters_of
+
+        whole = self._whole()
+        letters = letters_of(whole)
+        rows = zip(whole.chunks, whole.programs, strict=True)
+        return "\n".join(f"{c.name:15} program {letters[id(program)]}" for c, program in rows)
+
+    @property
+    def dag(self) -> Dag:
+        """The step before any directive: the whole batch at once, on no device yet."""
+        return build(self._placer.facts_of(self._whole()))
+
+    def _whole(self) -> Captured:
+        with default_dtype(self._training.default_dtype):
+            return self._traces.training(1)
+
+    def compile(
+        self,
+        strategy: Strategy,
+        *,
+        memory_limit: int | str | None = None,
+        costs: CostModel | None = None,
+    ) -> Program:
+        """The program of ``strategy``. ``memory_limit`` is the bytes that a device has, a number or
+        a size such as "80GB": a strategy that needs more is refused. ``costs`` orders what the
+        strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, what was measured, or a cost
+        model of your own."""
+        _check_strategy(strategy)
+        _check_costs(costs)
+        limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
+        self._source.refuse_refrozen(self._frozen)
+        how = {"strategy": strategy, "memory_limit": memory_limit, "costs": costs}
+        shape = _shape(strategy, self._size)
+        with default_dtype(self._training.default_dtype), _no_collection():
+            captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
+            first = next(iter(captured.values()))
+            self._warn_of_checkpointing(strategy, first.checkpoints)
+            warn_of_mixing(captured.values())
+            names = StateNames.of(self._source)
+            for directive in strategy.directives:
+                if isinstance(directive, Shard):
+                    directive.check_names(names.keys)
+            placed = self._placer.placed(strategy, captured, shape.experts)
+            if self._cost is None:
+                trained = trained_shapes(placed.facts.whole, placed.code)
+                with without_modes():
+                    self._cost = cost_of(self._training.optimizer, trained, first.device)
+            settings = Settings(
+                clip=self._training.waits_for_norm,
+                optimizer=self._cost,
+                memory_limit=limit,
+                gpu=first.device.type == "cuda",
+                fused=not isinstance(first.compiler, Eager),
+                costs=Costs() if costs is None else costs,
+            )
+            found = _lowered(placed, self._training, settings, first.device)
+            evaluation = placed
+            if self._traces.depends_on_mode(first.microbatches):
+                again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
+                evaluation = self._placer.placed_for_evaluation(
+                    strategy.as_in(placed.dag), again, shape.experts
+                )
+            forwards = lower_forwards(evaluation.dag, evaluation.facts.models, settings, found.dag)
+        program = Program(
+            strategy=strategy,
+            training=self._training,
+            source=self._source,
+            names=names,
+            settings=settings,
+            facts=placed.facts,
+            evaluation_facts=evaluation.facts,
+            plans=found.plans,
+            evaluation_plans=forwards.plans,
+            memory=found.memory,
+            buckets=forwards.dag.buckets,  # training's, and what only evaluation uses
+            streams=found.dag.streams,
+            microbatches=shape.microbatches,
+            code=placed.code,
+            evaluation_code=evaluation.code,
+            example=first.example,
+            device=first.device,
+            compiler=first.compiler,
+            computation=first.computation,
+            again=partial(self._again, how),
+            frozen=self._frozen,
+        )
+        vars(program)["lowered"] = found  # a cached property: it need not be made again
+        _ = program.located  # files that do not fit are refused now
+        for waste in program.waste:
+            if waste.share > LARGE:
+                warn(f"{waste}. {_CURES[waste.copies is None]}")
+        return program
+
+    def _again(self, how: Mapping[str, Any], batch: Batch) -> Program:
+        """The program of the same model for batches of other shapes."""
+        self._source.refuse_refrozen(self._frozen)
+        inputs, targets = batch.parts
+        subject = replace(self._subject, inputs=inputs, targets=targets)
+        return Capture(subject, self._training, self._init).compile(**how)
+
+    def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
+        """The strategy says what is computed again: what the model says of it saves no memory."""
+        directives = any(isinstance(d, Remat) for d in strategy.directives)
+        if lines and not directives and self._subject.remat is None:
+            warn(
+                f"{type(self._subject.model).__name__} asks for activation checkpointing "
+                f"(torch.utils.checkpoint, at {lines[0]}), which changes no number here and saves "
+                "no memory: what is computed again is said by the strategy; add "
+                "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
+            )
+
+
+_CURES = {
+    False: "Shard its weights (parameters= of shard or mesh), or give the axis to the batch",
+    True: "Write it with operations that have a rule, or leave what feeds it whole",
+}
+"""Against what is computed more than once, and against what is gathered."""
+
+
+def _check_strategy(strategy: object) -> None:
+    if not isinstance(strategy, Strategy):
+        raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
+
+
+def _check_costs(costs: object) -> None:
+    if not isinstance(costs, CostModel | None):
+        raise PiperError(
+            f"costs={costs!r} must be piper.Costs(...) or another cost model, which has a method "
+            "duration(task, devices), or None"
+        )
+
+
+def _warn_of_evaluation_mode(model: nn.Module) -> None:
+    """A model straight from a library is often in evaluation mode: nothing else would say so."""
+    if isinstance(model, nn.Module) and not model.training:
+        warn(
+            f"{type(model).__name__} is in evaluation mode and is trained like that, without "
+            "dropout and with fixed batch-norm statistics: call model.train() before, or silence "
+            "this warning if it is meant"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a strategy divides the batch."""
+
+    microbatches: int
+    groups: tuple[int, ...]
+    """The sizes of groups that it places regions on."""
+    experts: tuple[int, ...] = ()
+    """Further sizes, of groups that have experts alone: their rows are those of other regions."""
+
+
+def _shape(strategy: Strategy, batch: int) -> _Shape:
+    parts = [d.parts for d in strategy.directives if isinstance(d, Split)]
+    places = [d for d in strategy.directives if isinstance(d, Place) and d.devices]
+    groups = [place for place in places if not _of_experts(place, strategy)] or places
+    count = parts[0] if parts and isinstance(parts[0], int) and parts[0] > 0 else 1
+    for place in groups:
+        each = count * place.parts
+        if batch % each and place.parts > 1:
+            fits = [n for n in range(1, batch + 1) if batch % (n * place.parts) == 0]
+            advice = f"give microbatches= (split: parts=) one of {fits}" if fits else (
+                f"give a batch that is a multiple of {each}"
+            )  # fmt: skip
+            raise DirectiveError(
+                f"{place}: a batch of {batch} in {counted(count, 'microbatch')} "
+                f"does not divide over {place.parts} devices; {advice}"
+            )
+    if batch % count:
+        count = 1  # split itself says what is wrong
+    sizes = tuple(dict.fromkeys(p.parts for p in groups)) or (1,)
+    axes = {d.batch for d in strategy.directives if isinstance(d, Shard) and d.batch is not None}
+    experts = [place.parts for place in places]
+    experts += [replace(p, batch=names).parts for p in places for names in axes if p.axes]
+    return _Shape(count, sizes, tuple(dict.fromkeys(n for n in experts if n not in sizes)))
+
+
+def _of_experts(place: Place, strategy: Strategy) -> bool:
+    """Whether it places nothing but regions of experts: those that a filter of ``shard`` names."""
+    return any(
+        isinstance(d, Shard)
+        and d.axis is None
+        and d.where
+        and all(
+            key in place.where and value in (place.where[key], "*") and place.where[key] != "-"
+            for key, value in d.where.items()
+        )
+        for d in strategy.directives
+    )
+
+
+def _lowered(
+    placed: Placed, training: Training, settings: Settings, device: torch.device
+) -> Lowered:
+    """The plans of a step of training."""
+    lowered = lower(placed.dag, placed.facts.models, settings)
+    if training.optimizer is not None:
+        trained = trained_shapes(placed.facts.whole, placed.code)
+        with without_modes():
+            check_factory(training.optimizer, settings.optimizer, lowered.dag, trained, device)
+    return lowered
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Compiling makes millions of small objects and no cycles worth collecting meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

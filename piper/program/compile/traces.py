@@ -1,0 +1,130 @@
+"""A model as one device sees it, traced once for each number of rows and each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper.capture.batch import Batch
+from piper.capture.blame import LOSS_PREFIX
+from piper.capture.model import Captured, capture, trace
+from piper.capture.loss.outputs import NamedOutputs, Outputs
+from piper.capture.loss.own_loss import Loss
+from piper.capture.chunk.split_passes import Passes
+from piper.base.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is traced."""
+
+    model: nn.Module
+    inputs: Sequence[Any] | Mapping[str, Any]
+    targets: Sequence[Any]
+    loss: Loss
+    tags: Mapping[str, str] | None
+    device: torch.device | str | None
+    compiler: str
+    remat: str | None
+    precision: str
+    outputs: Outputs | None = None
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters that are not frozen, by the names that they will have."""
+        modules = [("", self.model), (LOSS_PREFIX, self.loss)]
+        return {
+            prefix + name: tuple(parameter.shape)
+            for prefix, module in modules
+            if isinstance(module, nn.Module)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+class Traces:
+    """All traces of a model that were needed so far."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.passes = Passes()
+        """The programs of all joint graphs."""
+        self._training: dict[int, Captured] = {}
+        self._evaluation: dict[int, Captured] = {}
+        self._by_mode: dict[int, bool] = {}
+
+    def training(self, parts: int) -> Captured:
+        """The model as it sees one of ``parts`` equal parts of the batch."""
+        if parts not in self._training:
+            self._training[parts] = self._capture(parts, rows=False)
+        return self._training[parts]
+
+    def evaluation(self, parts: int) -> Captured:
+        """The same in evaluation mode."""
+        if parts not in self._evaluation:
+            with self._evaluating():
+                self._evaluation[parts] = self._capture(parts, rows=True)
+        return self._evaluation[parts]
+
+    def depends_on_mode(self, parts: int) -> bool:
+        """Whether evaluation computes otherwise than training: both are traced and compared, since
+        the mode can be read anywhere. What differs without any reason of the model's own is
+        refused."""
+        if parts not in self._by_mode:
+            self._by_mode[parts] = self._compared(parts)
+        return self._by_mode[parts] or self._subject.outputs is not None
+
+    def _compared(self, parts: int) -> bool:
+        with self._evaluating():
+            evaluation = self._text(parts)
+        training = self.training(parts).traced
+        if evaluation == training:
+            return False
+        if self._text(parts) != training:
+            raise CaptureError(
+                f"{type(self._subject.model).__name__} computes something else each time it is "
+                "traced, and the captured step would repeat the first for ever: a number from "
+                "outside torch is in it (Python's or numpy's random generator, the time, a "
+                "counter); draw it with torch.rand, keep it in a buffer, or pass it with the batch"
+            )
+        return True
+
+    def _capture(self, parts: int, *, rows: bool) -> Captured:
+        it = self._subject
+        how = self._how(parts, rows) | {"compiler": it.compiler, "remat": it.remat}
+        return capture(it.model, **how, passes=self.passes)
+
+    def _text(self, parts: int) -> str:
+        return trace(self._subject.model, **self._how(parts, rows=False))
+
+    def _how(self, parts: int, rows: bool) -> dict[str, Any]:
+        """What both ways of tracing are given; with ``rows`` outputs that have rows are kept."""
+        it = self._subject
+        names = ("inputs", "targets", "loss", "tags", "device", "precision")
+        found = {name: getattr(it, name) for name in names} | {"microbatches": parts}
+        size = Batch.of(it.inputs, it.targets).size // parts if rows else None
+        found["outputs"] = None if it.outputs is None else NamedOutputs(it.outputs, size)
+        return found
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        return _evaluating(self._subject.model, self._subject.loss)
+
+
+@contextmanager
+def _evaluating(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+    """The model in evaluation mode inside; as it was outside."""
+    roots = [model] + ([loss] if isinstance(loss, nn.Module) else [])
+    modules = [m for root in roots for m in root.modules()]
+    before = [m.training for m in modules]
+    try:
+        for root in roots:
+            root.eval()
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode

@@ -1,0 +1,108 @@
+"""A job: all that is trained, but not how it is divided. The command line reads it from a script.
+
+A script defines ``job``, a ``Job`` or a function that makes one:
+
+    def job() -> piper.Job:
+        x, y = ...
+        return piper.Job(model, inputs=(x,), targets=(y,), loss=loss, optimizer=adamw)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper.capture.model import Precision
+from piper.capture.loss.outputs import Outputs
+from piper.capture.loss.own_loss import Loss
+from piper.program.compile.compiler import Capture, capture
+from piper.cost.cluster import Cluster
+from piper.base.errors import PiperError
+from piper.cost.tasks import CostModel
+from piper.state.optimizer.probe import SchedulerFactory
+from piper.state.optimizer.factory import OptimizerFactory
+from piper.program.program import Program
+from piper.strategies.strategy import Strategy
+from piper.state.weights.weight_files import Init, WeightFiles
+
+Batches = Iterable[Sequence[Any] | Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ``piper.compile`` takes, and the data to train on."""
+
+    model: nn.Module
+    inputs: Sequence[Any] | Mapping[str, Any]
+    targets: Sequence[Any] = ()
+    loss: Loss | None = None
+    optimizer: OptimizerFactory | None = None
+    scheduler: SchedulerFactory | None = None
+    tags: Mapping[str, str] | None = None
+    init: Init | WeightFiles | None = None
+    batches: Batches | Callable[[], Batches] | None = None
+    """The batches, or what makes them, each ``(*inputs, *targets)`` or a dict of inputs; without
+    them, training goes on with the example."""
+    strategy: Strategy | None = None
+    """The strategy, if none is named when the job is run."""
+    compiler: str = "eager"
+    device: torch.device | str | None = None
+    precision: str = "fp32"
+    remat: str | None = None
+    clip_norm: float | None = None
+    on_nan: str | None = None
+    memory_limit: int | str | None = None
+    costs: CostModel | None = None
+    seed: int = 0
+    outputs: Outputs | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrices are multiplied in."""
+        if self.precision == Precision.BF16.value:
+            return torch.bfloat16
+        floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return next(floats, torch.float32)
+
+    def compile(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        memory_limit: int | str | None = None,
+        cluster: Cluster | None = None,
+    ) -> Program:
+        """The job under ``strategy``, or its own; what is given here goes before the job's own.
+        What the strategy leaves open is ordered by what things take on ``cluster``."""
+        chosen = strategy or self.strategy
+        if chosen is None:
+            raise PiperError("the job has no strategy: name one, or give it one (Job(strategy=))")
+        return self.capture().compile(
+            chosen,
+            memory_limit=memory_limit if memory_limit is not None else self.memory_limit,
+            costs=cluster.costs(self.dtype) if cluster is not None else self.costs,
+        )
+
+    def capture(self) -> Capture:
+        """The job's model, to be compiled for strategies."""
+        return capture(
+            self.model,
+            inputs=self.inputs,
+            targets=self.targets,
+            loss=self.loss,
+            outputs=self.outputs,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            tags=self.tags,
+            init=self.init,
+            compiler=self.compiler,
+            device=self.device,
+            precision=self.precision,
+            remat=self.remat,
+            clip_norm=self.clip_norm,
+            on_nan=self.on_nan,
+            seed=self.seed,
+        )

@@ -1,0 +1,264 @@
+"""Communication on CPUs over gloo.
+
+Messages carry the number of their node as tag. Sums are added in the order of the group, as on
+virtual devices: parts are sent around and added here, on one thread for each stream; gloo's own
+sums depend on its algorithm.
+
+All communicators of a process share one thread for their sockets. One of torch's own has a thread
+that wakes a hundred times a second whether or not anything arrives; on more workers than cores
+these wakes take time from those that compute.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper.ir.collectives import CollectiveKind
+from piper.ir.plan.plan import Plan
+from piper.runtime.comm.collective_ops import DEFINITIONS
+from piper.runtime.comm.protocol import Begin, Group, Handle, tensors_of
+from piper.runtime.comm.communicators import Communicator, channel, collective, communicators_of
+
+_IN_FLIGHT = 8
+"""Messages of one stream that may be under way: more would only hold memory."""
+_SMALL = 4096
+"""Elements up to which a sum is cheaper by sending everything to everybody."""
+
+
+class _Sent:
+    """A message under way."""
+
+    __slots__ = ("_over", "_work")
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._over = False
+
+    def done(self) -> bool:
+        return self._over or self._work.is_completed()
+
+    def wait(self) -> None:
+        if not self._over:
+            self._work.wait()
+            self._over = True
+            self._work = None
+
+    def join(self) -> None:
+        self.wait()  # gloo says no earlier that a message has failed
+
+    @property
+    def span(self) -> None:
+        return None
+
+
+class _Begun:
+    """Something that a stream's thread does."""
+
+    __slots__ = ("_call", "_future", "span")
+
+    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.span: tuple[float, float] | None = None
+        self._future: Future[None] = thread.submit(self._run)
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        self._call()
+        self.span = start, time.monotonic()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def join(self) -> None:
+        self.wait()  # raises what went wrong
+
+
+class Gloo:
+    """One process's end of all communication."""
+
+    any_order = True
+
+    def __init__(
+        self,
+        device: int,
+        plans: Iterable[Plan],
+        store: dist.Store,
+        timeout: timedelta,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """``store`` is the job's alone, and shared by all its processes; ``alone`` says that they
+        are all on this machine."""
+        self._device = device
+        sockets = _sockets(alone)
+        self._backends = {
+            one: _backend(one, device, store, timeout, sockets)
+            for one in communicators_of(plans, device)
+        }
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._sent: dict[str, deque[_Sent]] = {}
+        self._to_self: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        """End the streams' threads."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def send(self, node: int, stream: str, to: int) -> Begin:
+        if to == self._device:
+            return lambda data: self._to_self.update({node: data})
+        begin = self._backends[channel(stream, self._device, to)].send
+        sent = self._sent.setdefault(stream, deque())
+
+        def post(data: Tensor) -> Handle:
+            work = _Sent(begin([data], 1, node))
+            sent.append(work)
+            if len(sent) > _IN_FLIGHT:
+                sent.popleft().wait()
+            return work
+
+        return post
+
+    def receive(self, node: int, stream: str, source: int) -> Begin:
+        if source == self._device:
+            return lambda out: self._take(node, out)
+        begin = self._backends[channel(stream, source, self._device)].recv
+        return lambda out: _Sent(begin([out], 0, node))
+
+    def _take(self, node: int, out: Tensor) -> None:
+        out.copy_(self._to_self.pop(node))
+
+    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
+        if len(group) == 1:
+            return lambda *given: DEFINITIONS[kind].act([tensors_of(given)])
+        members = _Members(self._backends[collective(stream, group)], len(group))
+        act = partial(_SUMS[kind], members) if kind in _SUMS else partial(members.do, kind)
+        thread = self._thread(stream)
+        return lambda *given: _Begun(thread, lambda: act(*tensors_of(given)))
+
+    def _thread(self, stream: str) -> ThreadPoolExecutor:
+        if stream not in self._threads:
+            self._threads[stream] = ThreadPoolExecutor(1, thread_name_prefix=f"piper {stream}")
+        return self._threads[stream]
+
+
+class Peers:
+    """Messages between any two of some processes, besides those of plans."""
+
+    def __init__(
+        self,
+        members: Group,
+        device: int,
+        store: dist.Store,
+        timeout: timedelta,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """``store`` is theirs alone; ``alone`` says that they are all on this machine."""
+        self._members = members
+        one = Communicator("peers", members, message=False)
+        self._backend = _backend(one, device, store, timeout, _sockets(alone))
+
+    def send(self, data: Tensor, to: int, tag: int) -> Handle:
+        return _Sent(self._backend.send([data], self._members.index(to), tag))
+
+    def receive(self, out: Tensor, source: int, tag: int) -> Handle:
+        return _Sent(self._backend.recv([out], self._members.index(source), tag))
+
+    def barrier(self) -> None:
+        """Return when all have come here: nobody closes what another still reads from."""
+        self._backend.barrier().wait()
+
+
+def _sockets(alone: bool) -> Any:
+    """Where this process listens: as torch's own variable says, or, if all others are on this
+    machine, where nobody else can come from."""
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
+    if alone:
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _backend(
+    one: Communicator, device: int, store: dist.Store, timeout: timedelta, sockets: Any
+) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
+    options._devices = [sockets]
+    options._threads = 1  # a stream asks for one collective after the other
+    options._timeout = timeout
+    rank = one.members.index(device)
+    keys = dist.PrefixStore(one.name, store)
+    return dist.ProcessGroupGloo(keys, rank, len(one.members), options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """A group's communicator; its ranks are the members in their order."""
+
+    backend: Any
+    count: int
+
+    def do(self, kind: CollectiveKind, *tensors: Tensor) -> None:
+        """As gloo does it."""
+        definition = DEFINITIONS[kind]
+        definition.begin(self.backend, definition.options(), *tensors).wait()
+
+
+def _sum_everywhere(members: _Members, data: Tensor) -> None:
+    """``data`` summed over all members, in their order, for each of them."""
+    flat, count = data.view(-1), members.count
+    if count == 2:  # a sum of two has no order, and gloo's own copies less
+        members.do(CollectiveKind.ALL_REDUCE, flat)
+        return
+    if flat.numel() <= _SMALL:
+        every = flat.new_empty(count * flat.numel())
+        # gloo's gather goes around in a ring
+        members.do(CollectiveKind.ALL_TO_ALL, flat.repeat(count), every)
+        _sum_of_rows(every.view(count, -1), flat)
+        return
+    share = -(-flat.numel() // count)
+    padded = flat
+    if share * count != flat.numel():
+        padded = flat.new_zeros(share * count)
+        padded[: flat.numel()] = flat
+    part = flat.new_empty(share)
+    _sum_of_parts(members, padded, part)
+    members.do(CollectiveKind.ALL_GATHER, part, padded)
+    if padded is not flat:
+        flat.copy_(padded[: flat.numel()])
+
+
+def _sum_of_parts(members: _Members, data: Tensor, out: Tensor) -> None:
+    """This member's part of the sum of ``data``, added in the order of the members."""
+    parts = torch.empty_like(data)
+    members.do(CollectiveKind.ALL_TO_ALL, data, parts)
+    _sum_of_rows(parts.view(members.count, -1), out)
+
+
+def _sum_of_rows(rows: Tensor, out: Tensor) -> None:
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out += row
+
+
+_SUMS: Mapping[CollectiveKind, Callable[..., None]] = {
+    CollectiveKind.ALL_REDUCE: _sum_everywhere,
+    CollectiveKind.REDUCE_SCATTER: _sum_of_parts,
+}
+"""What is not left to gloo, whose sums depend on its algorithm."""

@@ -1,0 +1,196 @@
+"""A pass of a chunk as a function of no arguments: everything it needs is resolved here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.capture.chunk.chunks import RANK, Draws
+from piper.capture.code.chunk_program import BUNDLES, Kind, Ref
+from piper.ir.tensors import TensorSpec
+from piper.ir.ops import Compute
+from piper.ir.plan.plan import Instruction
+from piper.runtime.draw_seeds import fold, seeded, skip
+from piper.runtime.context import ExecutionContext, Made
+from piper.runtime.pending import BoundInstruction
+from piper.runtime.streams.streams import Free
+from piper.runtime.instructions.grad_arena import Together
+
+
+def compute(
+    context: ExecutionContext, x: Instruction, op: Compute, last: Sequence[int], free: Free
+) -> BoundInstruction:
+    """It is the last reader of the slots in ``last``, whose tensors go as soon as the program has
+    used them."""
+    group = len(x.group)
+    program = context.code.programs[group][op.chunk]
+    function = program.functions[op.which]
+    piece = context.code.pieces[op.chunk]
+    run = context.runners.get(program, op.which)
+    slots, kinds, read = context.slots, context.plan.slots, context.read(x, op)
+    extra = x.reads[len(read) :]
+    gathered = {kinds[slot].bucket: slot for slot in extra}
+    fixed: list[Any] = []
+    direct: list[tuple[int, int]] = []
+    nested: list[tuple[int, int, Any]] = []
+    for position, ref in enumerate(function.arguments):
+        fixed.append(None)
+        if ref.kind is Kind.PARAMETER:
+            name = piece.parameters[ref.index]
+            if name in context.state.views:
+                fixed[position] = context.state.views[name]
+            else:
+                nested.append((position, gathered[context.state.bucket_of[name]], name))
+        elif ref.kind is Kind.BUFFER and (name := piece.buffers[ref.index]).startswith(RANK):
+            rank = dict(x.ranks)[name.removeprefix(RANK)]
+            fixed[position] = torch.tensor(rank, device=context.where)
+        elif ref.kind is Kind.BUFFER:
+            fixed[position] = context.buffer(name)
+        elif ref.kind in BUNDLES:
+            nested.append((position, read[Ref(ref.kind, 0)], ref.index))
+        else:
+            direct.append((position, read[ref]))
+    written = context.written(x, op)
+    single = [(made.slot, made.places[0]) for made in written if not made.bundle]
+    bundles = [(m.slot, m.places) for m in written if m.bundle and m.slot not in x.adds]
+    adds = [(m.slot, m.places) for m in written if m.slot in x.adds]
+    first = [m for m in written if kinds[m.slot].names and m.slot not in x.adds]
+    specs = [program.specs[ref] for ref in function.results]
+    allocates = _allocates(context, x, first, specs)
+    alone = [(m.slot, m.places) for m in first if m.slot in x.allocates]
+    lying = [lies for m in first for lies in _lying(context, m)]
+    casts = _casts(context, [m for m in first if m.slot not in x.allocates], specs)
+    into = [(i, specs[i].dtype) for i in context.runners.compiler.into(function)]
+    ties = _ties(context, [slot for slot in extra if kinds[slot].names], written)
+    updates = [
+        (context.buffer(piece.updates[r.index]), i)
+        for i, r in enumerate(function.results)
+        if r.kind is Kind.UPDATE
+    ]
+
+    def execute() -> None:
+        arguments = fixed.copy()
+        for position, slot in direct:
+            arguments[position] = slots[slot]
+        for position, slot, key in nested:
+            arguments[position] = slots[slot][key]
+        for slot in last:
+            free(slot)
+        for slot, make in allocates:
+            slots[slot] = make()
+        home: dict[int, Tensor] = {}
+        for i, slot, view, name in lying:
+            home[i] = view(slots[slot], name)
+        for slot, places in alone:
+            home |= zip(places, slots[slot], strict=True)
+        if home:
+            arguments += [_fitting(home.get(i), dtype) for i, dtype in into]
+        results = run(arguments)
+        if ties:
+            results = list(results)
+            for slot, key, i in ties:
+                results[i] = slots[slot][key].add_(results[i])
+        if home:
+            results = _moved(results, home)
+        for slot, i in single:
+            slots[slot] = results[i]
+        for slot, places in bundles:
+            slots[slot] = [results[i] for i in places]
+        for slot, dtypes in casts:
+            slots[slot] = [x.to(dtype) for x, dtype in zip(slots[slot], dtypes, strict=True)]
+        for slot, places in adds:
+            torch._foreach_add_(slots[slot], [results[i] for i in places])
+        if updates:
+            context.state.changing = True
+        for buffer, i in updates:
+            buffer.copy_(results[i])
+
+    if not function.random:
+        return execute
+    state, where, generator = context.state, context.where, context.generator
+    part = op.microbatch * group + x.group.index(context.device)
+
+    draws = piece.draws or Draws(op.chunk)
+
+    def drawing() -> None:
+        seed = fold(state.training.seed, step=state.steps, chunk=draws.chunk, microbatch=part)
+        with seeded(generator, seed):
+            for draw in draws.before:
+                skip(draw, where)
+            execute()
+
+    return drawing
+
+
+def _allocates(
+    context: ExecutionContext, x: Instruction, first: Sequence[Made], specs: Sequence[TensorSpec]
+) -> list[tuple[int, Callable[[], Any]]]:
+    """The slots in which gradients are added up from here on, and what makes them."""
+    found: list[tuple[int, Callable[[], Any]]] = []
+    places = {made.slot: made.places for made in first}
+    for slot in x.allocates:
+        if slot not in places:
+            found.append((slot, context.buffer_maker(slot)))
+            continue
+        mine = [specs[i] for i in places[slot]]
+        together = Together(mine, context.plan.slots[slot].dtypes, context.where)
+        found.append((slot, together.empty))
+    return found
+
+
+def _lying(
+    context: ExecutionContext, made: Made
+) -> Iterator[tuple[int, int, Callable[[Tensor, str], Tensor], str]]:
+    """Of the gradients in a slot that are put into buckets' buffers: their places among the
+    program's results, the buffers, and what finds them there."""
+    kind = context.plan.slots[made.slot]
+    for slot in kind.lies_in:
+        buffer = context.plan.slots[slot]
+        assert buffer.bucket is not None
+        view = context.state.held[buffer.bucket].layout.view
+        for place, name in zip(made.places, kind.names, strict=True):
+            if name in buffer.names:
+                yield place, slot, view, name
+
+
+def _casts(
+    context: ExecutionContext, first: Sequence[Made], specs: Sequence[TensorSpec]
+) -> list[tuple[int, tuple[torch.dtype, ...]]]:
+    """The slots whose gradients the program makes in other dtypes than they are kept in."""
+    found = [(made, context.plan.slots[made.slot].dtypes) for made in first]
+    return [
+        (made.slot, dtypes)
+        for made, dtypes in found
+        if dtypes != tuple(specs[i].dtype for i in made.places)
+    ]
+
+
+def _fitting(home: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``home``, if a program can write into it."""
+    return home if home is not None and home.dtype is dtype and home.is_contiguous() else None
+
+
+def _moved(results: Sequence[Tensor], home: dict[int, Tensor]) -> list[Tensor]:
+    """``results``, of which those that have a home are there."""
+    away = [i for i, at in home.items() if results[i] is not at]
+    if away:
+        torch._foreach_copy_([home[i] for i in away], [results[i] for i in away])
+    return [home.get(i, result) for i, result in enumerate(results)]
+
+
+def _ties(
+    context: ExecutionContext, later: list[int], written: list[Made]
+) -> list[tuple[int, int, int]]:
+    """The gradients of tied parameters that later chunks made: slot, place there, and the place
+    among the results of what is added to it."""
+    names = [slot.names for slot in context.plan.slots]
+    mine = {name: i for m in written for name, i in zip(names[m.slot], m.places, strict=False)}
+    return [
+        (slot, key, mine[name])
+        for slot in later
+        for key, name in enumerate(names[slot])
+        if name in mine
+    ]

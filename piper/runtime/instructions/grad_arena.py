@@ -1,0 +1,46 @@
+"""Sums of gradients that lie in one piece of memory.
+
+They stay from a chunk's first backward to the update. Each where its first gradient happened to be,
+they would be strewn among tensors that come and go, and an allocator could not use again what lies
+between them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from piper.ir.tensors import TensorSpec
+from piper.lower.plans.accumulation import LINE
+
+
+class Together:
+    """Where tensors of certain forms lie side by side, those of one dtype in one buffer."""
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], where: torch.device
+    ) -> None:
+        """``dtypes`` stand for the tensors' own."""
+        self._where = where
+        self._sizes: defaultdict[torch.dtype, int] = defaultdict(int)
+        self._places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
+        for spec, dtype in zip(specs, dtypes, strict=True):
+            like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+            dense = torch.empty_like(like, dtype=dtype)
+            kind, line = dense.dtype, LINE // dense.element_size()
+            self._places.append((kind, spec.shape, dense.stride(), self._sizes[kind]))
+            self._sizes[kind] += -(-dense.numel() // line) * line
+
+    def empty(self) -> list[Tensor]:
+        """Tensors of these forms, side by side."""
+        flat = {
+            kind: torch.empty(size, dtype=kind, device=self._where)
+            for kind, size in self._sizes.items()
+        }
+        return [
+            flat[kind].as_strided(shape, stride, start)
+            for kind, shape, stride, start in self._places
+        ]

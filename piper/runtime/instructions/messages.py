@@ -1,0 +1,229 @@
+"""Messages between groups, and all-to-all dispatch and combine, as functions of no arguments."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from piper.base.errors import CapacityError
+from piper.ir.ops import Collective, Transfer
+from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
+from piper.ir.dag.values import ExtraRole
+from piper.ir.plan.plan import Instruction
+from piper.runtime.comm.protocol import Begin
+from piper.runtime.context import ExecutionContext
+from piper.runtime.instructions.expert_rows import beyond, combine, counts_within, dispatch, merged, own_counts, packed, padded, unmerged
+from piper.runtime.pending import BoundInstruction, Pending
+
+
+def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
+    if op.counts is not None:
+        return _send_counts(context, x, op, op.counts)
+    slots, name, dim = context.slots, x.name, op.dim
+    (slot,) = x.reads
+    messages = [
+        (context.comm.send(x.node, x.stream, part.peer), part)
+        for part in sent_by(op, context.device)
+    ]
+    if len(messages) == 1 and messages[0][1].whole:
+        ((begin, _),) = messages
+
+        def whole() -> Pending:
+            data = slots[slot].contiguous()
+            return Pending(name, (begin(data),), keeps=(data,))
+
+        return whole
+
+    def execute() -> Pending:
+        data = slots[slot] if dim else slots[slot].contiguous()
+        size = data.shape[dim]
+        parts = [data.narrow(dim, *part.within(size)).contiguous() for _, part in messages]
+        handles = [begin(part) for (begin, _), part in zip(messages, parts, strict=True)]
+        return Pending(name, handles, keeps=parts)
+
+    return execute
+
+
+def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
+    if op.counts is not None:
+        return _receive_counts(context, x, op)
+    where, name, dim = context.where, x.name, op.dim
+    store = context.store(x)
+    (slot,) = x.writes
+    spec = context.code.values[op.parts[1]][x.of]
+    messages = [
+        (context.comm.receive(x.node, x.stream, part.peer), part)
+        for part in received_by(op, context.device)
+    ]
+    size = spec.shape[dim] if spec.shape else 0
+    aside = scattered(op, sends=False)
+
+    def execute() -> Pending:
+        out = torch.empty(spec.shape, dtype=spec.dtype, device=where)
+        parts = [out if part.whole else out.narrow(dim, *part.within(size)) for _, part in messages]
+        into = [part.new_empty(part.shape) for part in parts] if aside else parts
+        handles = [begin(part) for (begin, _), part in zip(messages, into, strict=True)]
+
+        def finish() -> None:
+            if aside:
+                for part, come in zip(parts, into, strict=True):
+                    part.copy_(come)
+            store(context.arrange(slot, out))
+
+        return Pending(name, handles, finish)
+
+    return execute
+
+
+def _send_counts(
+    context: ExecutionContext, x: Instruction, op: Transfer, rows: int
+) -> BoundInstruction:
+    """To each who gets a range of the sorted rows, how many of it each expert has."""
+    slots, name = context.slots, x.name
+    (slot,) = x.reads
+    rest = _runs(op) > 1
+    messages = [
+        (context.comm.send(x.node, x.stream, part.peer), *part.within(rows))
+        for part in sent_by(op, context.device)
+    ]
+
+    def execute() -> Pending:
+        parts = [counts_within(slots[slot], start, size, rest) for _, start, size in messages]
+        handles = [begin(part) for (begin, *_), part in zip(messages, parts, strict=True)]
+        return Pending(name, handles, keeps=parts)
+
+    return execute
+
+
+def _receive_counts(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
+    """The counts of each sorted range of this device's rows, one after another."""
+    where, name, store = context.where, x.name, context.store(x)
+    (slot,) = x.writes
+    spec, runs = context.code.values[op.parts[1]][x.of], _runs(op)
+    shape = spec.shape if runs == 1 else (runs, spec.shape[0] + 1)
+    begins = [
+        context.comm.receive(x.node, x.stream, part.peer)
+        for part in received_by(op, context.device)
+    ]
+
+    def execute() -> Pending:
+        out = torch.zeros(shape, dtype=spec.dtype, device=where)
+        handles = [
+            begin(row) for begin, row in zip(begins, out.view(runs, -1).unbind(), strict=False)
+        ]
+        return Pending(name, handles, lambda: store(context.arrange(slot, out)))
+
+    return execute
+
+
+def _runs(op: Transfer) -> int:
+    source, target = op.parts
+    return most_overlaps(target, source)
+
+
+def all_to_all_by_counts(
+    context: ExecutionContext, x: Instruction, op: Collective, begin: Begin, ways: int
+) -> BoundInstruction:
+    """Rows sorted by expert go to the devices that have the experts, or come back, as many as are
+    counted when this runs."""
+    slots, device, name = context.slots, context.device, x.name
+    store = context.store(x)
+    (slot, counts, received), (target,) = x.reads, x.writes
+    rows, runs = op.rows, op.runs
+    assert rows is not None
+    goes = x.role is ExtraRole.DISPATCHED
+    merges = goes and runs > 1
+
+    def in_order(mine: Tensor) -> Callable[[Tensor], Tensor]:
+        """What puts rows that came back where they were before they were merged."""
+        return partial(unmerged, counts=mine) if runs > 1 and not goes else _as_it_is
+
+    def without_waiting() -> Pending:
+        mine = slots[counts]
+        there, here = own_counts(mine, runs).view(ways, -1).sum(1), slots[received].sum(0)
+        sent, got = (there, here) if goes else (here, there)
+        room = slots[slot].shape[0] if goes else rows
+        data = padded(merged(slots[slot], mine) if merges else slots[slot], sent, room)
+        out = torch.empty_like(data)
+        handle = begin(data, out)
+        back = in_order(mine)
+
+        def finish() -> None:
+            come = packed(out, got, rows)
+            if not goes:
+                come.masked_fill_(beyond(got, come), 0)  # rows that have no expert
+            store(context.arrange(target, back(come)))
+
+        return Pending(name, [handle], finish, keeps=(data,))
+
+    def by_device(mine: Tensor, come: Tensor) -> tuple[list[int], list[int]]:
+        """How many of one's own rows go to the experts of each device, and how many come."""
+        known = context.counted.get(received)
+        if known is None or known[0]() is not come:
+            own = own_counts(mine, runs)
+            numbers = torch.cat((own, come.flatten())).tolist()
+            each, rest = len(own) // ways, numbers[len(own) :]
+            there = [sum(numbers[each * i : each * (i + 1)]) for i in range(ways)]
+            known = weakref.ref(come), (there, [sum(rest[i::ways]) for i in range(ways)])
+            context.counted[received] = known
+        return known[1]
+
+    def execute() -> Pending:
+        mine, coming, come = slots[counts], context.coming.get(received), slots[received]
+        data = merged(slots[slot], mine) if merges else slots[slot].contiguous()
+        out = data.new_empty(rows, *data.shape[1:])
+
+        def tensors() -> tuple[Tensor, Tensor, list[int], list[int]]:
+            there, here = by_device(mine, come if coming is None else coming())
+            sent, got = (there, here) if goes else (here, there)
+            if sum(got) > rows:
+                raise CapacityError(
+                    f"{name}: device {device} is sent {sum(got)} rows for its experts ({got} from "
+                    f"each device) and has room for {rows}: give shard(..., capacity=) more, or "
+                    "leave it out for room for all"
+                )
+            if not goes:
+                out[sum(got) :].zero_()  # rows that have no expert
+            return data[: sum(sent)], out[: sum(got)], sent, got
+
+        handle = begin(*tensors()) if coming is None else begin(tensors)
+        back = in_order(mine)
+
+        def finish() -> None:
+            store(context.arrange(target, back(out)))
+
+        return Pending(name, [handle], finish, keeps=(data,))
+
+    return lambda: without_waiting() if op.padded and context.state.capturable else execute()
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def all_to_all(
+    context: ExecutionContext, x: Instruction, op: Collective, begin: Begin, ways: int
+) -> BoundInstruction:
+    slots, runs = context.slots, op.runs
+    store = context.store(x)
+    (slot,), (target,) = x.reads, x.writes
+    pack, unpack = dispatch(ways) if x.role is ExtraRole.DISPATCHED else combine(ways)
+
+    def execute() -> Pending:
+        given = slots[slot] if runs == 1 else own_counts(slots[slot], runs).unsqueeze(1)
+        data = pack(given)
+        out = torch.empty_like(data)
+        handle = begin(data, out)
+        context.coming[target] = lambda: unpack(out)
+
+        def finish() -> None:
+            del context.coming[target]
+            store(context.arrange(target, unpack(out)))
+
+        return Pending(x.name, [handle], finish, keeps=(data,))
+
+    return execute

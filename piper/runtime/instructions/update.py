@@ -1,0 +1,229 @@
+"""Gradients summed over devices, updates and gathers, as functions of no arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from piper.ir.ops import Update
+from piper.ir.plan.plan import Instruction
+from piper.runtime.comm.protocol import Begin
+from piper.runtime.context import ExecutionContext
+from piper.runtime.pending import BoundInstruction, Pending
+from piper.state.device.device_state import HeldBucket
+
+_ROW = 512
+"""Elements whose squares are added up in fp32; more would lose digits."""
+
+
+def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    held = context.state.held[x.of]
+    layout = held.layout
+    kind = layout.bucket.gradient
+    (target,) = x.writes
+    buffer = next((s for s in x.reads if context.plan.slots[s].bucket == x.of), None)
+    sources = _sources(context, held, x.reads)
+    adds = target in x.adds
+
+    def execute() -> Pending:
+        if buffer is not None:
+            flat = slots[buffer]
+        else:
+            flat = layout.buffer(kind, where)
+            for name, places in sources:
+                view = layout.view(flat, name)
+                if not places:
+                    view.zero_()  # this device computes none of the sum's parts
+                for first, (slot, i) in enumerate(places):
+                    view.add_(slots[slot][i]) if first else view.copy_(slots[slot][i])
+        if layout.sharded:
+            out = torch.empty(layout.share, dtype=kind, device=where)
+            handle = begin(flat, out)
+        else:
+            out = flat
+            handle = begin(flat)
+
+        def finish() -> None:
+            store(slots[target].add_(out) if adds else out)
+
+        return Pending(x.name, [handle], finish, keeps=(flat,))
+
+    return execute
+
+
+def sum_copies(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+    slots, where = context.slots, context.where
+    store = context.store(x)
+    layout = context.state.held[x.of].layout
+
+    def execute() -> Pending:
+        if x.reads:
+            data = slots[x.reads[0]]
+        else:  # this copy saw no microbatch
+            data = torch.zeros(layout.share, dtype=layout.bucket.gradient, device=where)
+        return Pending(x.name, [begin(data)], partial(store, data))
+
+    return execute
+
+
+def _sources(
+    context: ExecutionContext, held: HeldBucket, reads: tuple[int, ...]
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """For each parameter of a bucket, the slots with its gradients and their places there."""
+    bundles = [(slot, context.plan.slots[slot].names) for slot in reads]
+    return [
+        (name, [(slot, names.index(name)) for slot, names in bundles if name in names])
+        for name in held.layout.bucket.parameters
+    ]
+
+
+def gather(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+    where, store = context.where, context.store(x)
+    held = context.state.held[x.of]
+    layout = held.layout
+
+    def whole() -> Pending:
+        low, high = layout.mine
+        part = held.flat[low:high].clone()
+        return Pending(x.name, [begin(part, held.flat)], partial(store, ()))
+
+    def parts() -> Pending:
+        out = torch.empty(layout.padded, dtype=held.flat.dtype, device=where)
+        handle = begin(held.flat, out)
+
+        def finish() -> None:
+            store({n: layout.view(out, n) for n in layout.bucket.parameters})
+
+        return Pending(x.name, [handle], finish)
+
+    return parts if layout.scattered else whole
+
+
+def gradients_of(
+    context: ExecutionContext, bucket: int, reads: tuple[int, ...]
+) -> Callable[[], list[Tensor]]:
+    """Gives the summed gradient of each fragment of a bucket, from the slots that are read."""
+    held = context.state.held[bucket]
+    layout, slots = held.layout, context.slots
+    reduced = [slot for slot in reads if context.plan.slots[slot].bucket == bucket]
+    if reduced:
+        (slot,) = reduced
+        return lambda: [layout.updated(slots[slot], f) for f in layout.fragments]
+    sources = _sources(context, held, reads)
+
+    def summed() -> list[Tensor]:
+        found = []
+        for _, places in sources:
+            first, *others = [slots[slot][i] for slot, i in places]
+            for other in others:
+                first = first + other
+            found.append(first)
+        return found
+
+    return summed
+
+
+def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstruction:
+    """The optimizer on the buckets that the plan says: one, all of the device, or, if a later
+    instruction does that, nothing yet."""
+    slots, state = context.slots, context.state
+    own, collect_own = state.held[op.bucket], gradients_of(context, op.bucket, x.reads)
+    collect = [(state.held[b], gradients_of(context, b, x.reads)) for b in x.buckets]
+    counted, clip = context.code.count is not None, state.training.clip_norm
+    waits, may_skip = state.training.waits_for_norm, state.training.on_nan is not None
+    (target,) = x.writes
+
+    def scale(gradients: list[Tensor]) -> None:
+        if counted:
+            assert context.scalars.loss is not None
+            for gradient in gradients:
+                gradient.div_(context.scalars.loss[1].to(gradient.dtype))
+        if clip is not None:
+            coefficient = _clip(context, clip, counted)
+            for gradient in gradients:
+                gradient.mul_(coefficient.to(gradient.dtype))
+
+    def execute() -> None:
+        if may_skip and not _finite(context, counted):
+            slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
+            return
+        rows = [(held, gradients()) for held, gradients in collect]
+        if not waits:  # of sums: the count is divided off at the end
+            found = next((g for held, g in rows if held is own), None)
+            slots[target] = squares(counted_once(own, collect_own() if found is None else found))
+        else:
+            slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
+        for _, gradients in rows:
+            scale(gradients)
+        if rows:
+            state.update(rows)
+
+    return execute
+
+
+def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
+    """What all gradients are multiplied with so that their norm stays within ``limit``."""
+    return (limit / (_norm(context, counted) + 1e-6)).clamp(max=1.0)
+
+
+def _finite(context: ExecutionContext, counted: bool) -> bool:
+    """Whether the norm of all gradients is a number: the same on every device, which has the same
+    norm. The host waits for it."""
+    if context.scalars.finite is None:
+        context.scalars.finite = bool(torch.isfinite(_norm(context, counted)))
+    return context.scalars.finite
+
+
+def _norm(context: ExecutionContext, counted: bool) -> Tensor:
+    assert context.scalars.norm is not None
+    norm = context.scalars.norm.sqrt()
+    if counted:
+        assert context.scalars.loss is not None
+        norm = norm / context.scalars.loss[1]
+    return norm
+
+
+def counted_once(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
+    """Those that this device adds to the norm: replicas share equal ones out."""
+    return gradients[held.layout.copy :: held.layout.bucket.copies]
+
+
+def squares(gradients: Sequence[Tensor]) -> Tensor:
+    """The squared norm of all gradients together."""
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+    norms = [norms.to(torch.float64) for norms in _norms(real)]
+    return torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    """Norms of parts of which the gradients consist.
+
+    In fp64 where that is cheap. On a GPU it would first copy what is in other dtypes, while a norm
+    in fp32 adds up in a tree. On a CPU it takes ten times as long, while norms of short rows lose
+    nothing.
+    """
+    if gradients and gradients[0].is_cuda:
+        doubles = [g for g in gradients if g.dtype is torch.float64]
+        others = [g for g in gradients if g.dtype is not torch.float64]
+        return [
+            torch.stack(torch._foreach_norm(alike, 2, dtype=dtype))
+            for alike, dtype in ((doubles, torch.float64), (others, torch.float32))
+            if alike
+        ]
+    found, rest = [], []
+    for gradient in gradients:
+        if gradient.dtype is torch.float32 and gradient.numel() >= _ROW:
+            flat = gradient.reshape(-1)
+            whole = len(flat) // _ROW * _ROW
+            found.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
+            gradient = flat[whole:]
+        if gradient.numel():
+            rest.append(gradient)
+    if rest:
+        found.append(torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float64)))
+    return found

@@ -1,0 +1,354 @@
+"""Logical streams: CUDA streams and events on a GPU; on a CPU the order of calls is enough.
+
+When a plan is loaded, ``Streams.bind`` gives what runs its instructions: each on its stream, after
+what it waits for. On a GPU it also says when memory may be used again, since the allocator hands a
+freed block to whatever its own stream runs next:
+
+- what a communication reads is kept until the plan takes the communication to its end; then the
+  streams that made it wait for it, on the device;
+- parameters gathered for a while are freed behind their last reader: the gathering stream waits;
+- anything else that a stream reads of another's is recorded with the allocator.
+
+Nothing waits for a stream that only reports the scalars of the step, until somebody reads them:
+their communication runs beside the next step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.base.errors import PiperError
+from piper.ir.rules import StreamRule
+from piper.ir.dag.values import OF_STEP, ExtraRole
+from piper.ir.plan.plan import COMMUNICATING, Plan, Verb, plain_stream
+from piper.runtime.pending import BoundInstruction, Pending
+from piper.runtime.streams.progress import Progress
+from piper.runtime.streams.stream_jitter import Shaker
+from piper.runtime.streams.sm_shares import Shares
+
+REPORTED = OF_STEP
+Free = Callable[[int], None]
+"""Frees a slot."""
+
+
+class BoundStreams:
+    """Runs one plan's instructions in order. This is the CPU's: they are just called."""
+
+    keeps = False
+    """Whether a communication keeps what it reads; on a CPU, whoever communicates does, and no
+    longer than it must."""
+    reporting: frozenset[str] = frozenset()
+    """The streams that nothing waits for when a run ends."""
+
+    def __init__(self, plan: Plan, slots: list[Any]) -> None:
+        self._plan = plan
+        self._slots = slots
+
+    def begin(self) -> None:
+        """A run begins."""
+
+    def unfinished(self) -> int | None:
+        """The first communication that the device, behind the host, has not ended, if it is known
+        and there is one."""
+        return None
+
+    def ended(self) -> Callable[[], bool]:
+        """What tells whether the device, behind the host, has ended what was begun so far,
+        where that is known."""
+        return lambda: True
+
+    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
+        """``execute``, which is what the instruction at ``pc`` does, after what it waits for."""
+        return execute
+
+    def complete(self, pending: Pending, pc: int) -> None:
+        """Take in what the communication at ``pc`` brought; what it kept may go."""
+        pending.complete()
+        pending.release()
+
+    def free(self, slot: int) -> None:
+        """Free a slot."""
+        self._slots[slot] = None
+
+
+class Streams:
+    """The logical streams of one device. This is the CPU's: everything runs in order."""
+
+    def begin(self) -> None:
+        """All streams start after what the caller has done."""
+
+    def finish(self, reporting: Collection[str] = ()) -> torch.cuda.Event | None:
+        """The caller goes on after all streams but those that are ``reporting``; what tells when
+        these are done, if the caller has to wait for it."""
+        return None
+
+    def bind(self, plan: Plan, slots: list[Any]) -> BoundStreams:
+        """What runs ``plan`` over ``slots``."""
+        return BoundStreams(plan, slots)
+
+
+class CudaStreams(Streams):
+    """Logical streams as CUDA streams, waits as events."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        rules: Mapping[str, StreamRule],
+        shaker: Shaker | None = None,
+        *,
+        tracked: bool = False,
+    ) -> None:
+        self._device = device
+        self._rules = rules
+        self._shares = Shares(device, rules)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self.shaker = shaker
+        self.tracked = tracked
+        """Whether somebody asks how far the device has come."""
+        self.caller = torch.cuda.current_stream(device)
+
+    def begin(self) -> None:
+        self.caller = torch.cuda.current_stream(self._device)
+        for stream in self._streams.values():
+            stream.wait_stream(self.caller)
+
+    def finish(self, reporting: Collection[str] = ()) -> torch.cuda.Event | None:
+        if torch.cuda.is_current_stream_capturing():  # a graph ends where it began
+            reporting = ()
+        for name, stream in self._streams.items():
+            if name not in reporting:
+                self.caller.wait_stream(stream)
+        if not reporting:
+            return None
+        first, *others = [self.stream(name) for name in sorted(reporting)]
+        for stream in others:
+            first.wait_stream(stream)
+        return first.record_event()
+
+    def bind(self, plan: Plan, slots: list[Any]) -> BoundStreams:
+        return CudaBoundStreams(self, plan, slots)
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """The CUDA stream of a plan's stream."""
+        if name not in self._streams:
+            rule = self._rules.get(plain_stream(name), StreamRule())
+            if rule.sms is not None:
+                stream = self._shares.stream(plain_stream(name), rule.priority)
+            else:
+                stream = torch.cuda.Stream(self._device, priority=rule.priority)
+            self._streams[name] = stream
+        return self._streams[name]
+
+
+class CudaBoundStreams(BoundStreams):
+    """Runs one plan's instructions on CUDA streams."""
+
+    keeps = True
+
+    def __init__(self, streams: CudaStreams, plan: Plan, slots: list[Any]) -> None:
+        super().__init__(plan, slots)
+        self._streams = streams
+        self.reporting = _reporting(plan)
+        self._before = _before(plan)
+        self._owners = _owners(plan)
+        self._behind = _behind(plan)
+        pcs = {pc for waits in self._before for pc in waits}
+        self._marks = {
+            pc: torch.cuda.Event() for pc in sorted(pcs | self._owners.keys() | self._behind.keys())
+        }
+        """For instructions that another stream waits for, what says that they are done."""
+        self._foreign = {
+            slot: [streams.stream(name) for name in sorted(names)]
+            for slot, names in _foreign(plan).items()
+        }
+        self._progress = Progress(plan) if streams.tracked else None
+        self._noting: Progress | None = None
+        """The same while it is kept: not while a step is captured."""
+
+    def begin(self) -> None:
+        self._noting = None if torch.cuda.is_current_stream_capturing() else self._progress
+        if self._noting is not None:
+            self._noting.begin()
+
+    def unfinished(self) -> int | None:
+        return None if self._progress is None else self._progress.unfinished()
+
+    def ended(self) -> Callable[[], bool]:
+        return super().ended() if self._progress is None else self._progress.ended()
+
+    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
+        x = self._plan.instructions[pc]
+        streams, slots = self._streams, self._slots
+        on = streams.stream(x.stream)
+        before = [self._marks[other] for other in self._before[pc]]
+        mark = self._marks.get(pc)
+        behind = [streams.stream(name) for name in self._behind.get(pc, ())]
+        reads = x.reads if x.verb in COMMUNICATING else ()
+
+        def on_stream() -> Pending | None:
+            torch.cuda.set_stream(on)  # its context manager takes ten times as long
+            try:
+                for other in before:
+                    on.wait_event(other)
+                if streams.shaker is not None:
+                    streams.shaker.delay()
+                kept = [slots[slot] for slot in reads]
+                begun = execute()
+                if begun is not None:
+                    begun.keep(kept)
+                    if not begun.in_order:
+                        return begun
+                    begun.complete()
+                    if self._noting is not None and x.verb in COMMUNICATING:
+                        self._noting.note(pc, on)
+                if mark is not None:
+                    mark.record(on)
+                    for stream in behind:
+                        stream.wait_event(mark)
+                return begun
+            finally:
+                torch.cuda.set_stream(streams.caller)
+
+        return on_stream
+
+    def complete(self, pending: Pending, pc: int) -> None:
+        mark = self._marks.get(pc)
+        if not pending.in_order:  # else it has been, where it was begun
+            on = self._streams.stream(self._plan.instructions[pc].stream)
+            torch.cuda.set_stream(on)
+            try:
+                pending.complete()
+                if mark is not None:
+                    mark.record(on)
+            finally:
+                torch.cuda.set_stream(self._streams.caller)
+        for name in self._owners.get(pc, ()):
+            self._streams.stream(name).wait_event(self._marks[pc])
+        pending.release()
+
+    def free(self, slot: int) -> None:
+        for stream in self._foreign.get(slot, ()):
+            for tensor in _tensors(self._slots[slot]):
+                if tensor.is_cuda:  # attention keeps the state of its generator on the host
+                    tensor.record_stream(stream)
+        self._slots[slot] = None
+
+
+def _before(plan: Plan) -> list[tuple[int, ...]]:
+    """What each instruction waits for of other streams: in its own, order is enough."""
+    rows = plan.instructions
+    return [tuple(w for w in x.waits if rows[w].stream != x.stream) for x in rows]
+
+
+def _makers(plan: Plan) -> dict[int, set[tuple[Verb, str]]]:
+    """For each slot, what allocates or writes it and on which streams."""
+    found: defaultdict[int, set[tuple[Verb, str]]] = defaultdict(set)
+    for x in plan.instructions:
+        for slot in (*x.allocates, *x.writes):
+            found[slot].add((x.verb, x.stream))
+    return dict(found)
+
+
+def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
+    """For each communication that reads what other streams made: those streams. The one that waits
+    for it anyway, where the plan takes it to its end, is left out."""
+    makers, reporting = _makers(plan), _reporting(plan)
+    ends = {c: pc for pc, x in enumerate(plan.instructions) for c in x.ends}
+    waits = _before(plan)
+    found = {}
+    for pc, x in enumerate(plan.instructions):
+        if x.verb not in COMMUNICATING or x.stream in reporting:
+            continue
+        streams = {
+            name
+            for slot in x.reads
+            for verb, name in makers.get(slot, ())
+            if verb not in COMMUNICATING
+        } - {x.stream}
+        end = ends.get(pc)
+        if end is not None and pc in waits[end]:
+            streams.discard(plan.instructions[end].stream)
+        if streams:
+            found[pc] = tuple(sorted(streams))
+    return found
+
+
+def _behind(plan: Plan) -> dict[int, tuple[str, ...]]:
+    """For each instruction that is the last on its stream to read gathered parameters: the streams
+    that gathered them, if they are others."""
+    gathered = _gathered(plan)
+    last: dict[tuple[int, str], int] = {}
+    for pc, x in enumerate(plan.instructions):
+        last |= {(slot, x.stream): pc for slot in x.reads if slot in gathered}
+    found: defaultdict[int, set[str]] = defaultdict(set)
+    for (slot, stream), pc in last.items():
+        if gathered[slot] != stream:
+            found[pc].add(gathered[slot])
+    return {pc: tuple(sorted(names)) for pc, names in found.items()}
+
+
+def _gathered(plan: Plan) -> dict[int, str]:
+    """The slots with gathered parameters, and the streams that gathered them."""
+    return {
+        slot: x.stream
+        for x in plan.instructions
+        if x.role is ExtraRole.GATHERED
+        for slot in x.writes
+    }
+
+
+def _reporting(plan: Plan) -> frozenset[str]:
+    """The streams that only sum up the scalars of the step."""
+    others = {x.stream for x in plan.instructions if x.role not in REPORTED}
+    return frozenset(x.stream for x in plan.instructions) - others
+
+
+def _foreign(plan: Plan) -> dict[int, set[str]]:
+    """For each slot the streams with which its memory is recorded when it is freed."""
+    makers, gathered, reporting = _makers(plan), _gathered(plan), _reporting(plan)
+    found: defaultdict[int, set[str]] = defaultdict(set)
+    for x in plan.instructions:
+        for slot in (*x.reads, *x.allocates, *x.writes):
+            computed = all(verb not in COMMUNICATING for verb, _ in makers.get(slot, ()))
+            kept = x.verb in COMMUNICATING and x.stream not in reporting
+            if slot in makers and computed and kept:
+                continue
+            found[slot].add(x.stream)
+    for slot, made in makers.items():
+        verb, stream = next(iter(made))
+        if len(made) == 1 and verb not in COMMUNICATING:
+            found[slot].discard(stream)  # it took the memory, and so need not be told
+    return {slot: names for slot, names in found.items() if names and slot not in gathered}
+
+
+def _tensors(content: Any) -> list[Tensor]:
+    if isinstance(content, Tensor):
+        return [content]
+    items = content.values() if isinstance(content, dict) else content
+    return [x for x in items or () if isinstance(x, Tensor)]
+
+
+def streams_for(
+    device: torch.device,
+    rules: Mapping[str, StreamRule],
+    shaker: Shaker | None = None,
+    *,
+    tracked: bool = False,
+) -> Streams:
+    """The streams of ``device``."""
+    if device.type == "cuda":
+        return CudaStreams(device, rules, shaker, tracked=tracked)
+    limited = [name for name, rule in rules.items() if rule.sms is not None]
+    if limited:
+        raise PiperError(
+            f"stream {limited[0]!r} asks for a share of a GPU (sms={rules[limited[0]].sms}), but "
+            f"this device is {device}: leave sms out"
+        )
+    if shaker is not None:
+        raise PiperError(f"shake= delays CUDA streams, but this device is {device}: leave it out")
+    return Streams()

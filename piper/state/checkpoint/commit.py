@@ -1,0 +1,63 @@
+"""The folder of a checkpoint, and those beside it whose names end in a number."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from piper.state.checkpoint.verify_files import is_whole
+from piper.state.checkpoint.index import INDEX
+from piper.base.errors import PiperError, warn
+from piper.base.atomic import Kind
+
+CHECKPOINT = Kind(
+    "state",
+    re.compile(r"(?P<stem>device-\d{5,}|rest)(-(?P<number>\d+))?\.safetensors"),
+    (INDEX,),
+    b"piper checkpoint ",
+)
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+def numbered(target: Path) -> dict[int, Path]:
+    """The checkpoints beside ``target`` whose names differ from its own in the number at the end,
+    by this number."""
+    return {number: path for number, path in _beside(target) if (path / INDEX).exists()}
+
+
+def keep_last(target: Path, keep: int) -> None:
+    """Remove checkpoints of steps before that of ``target``, the newest one, so that ``keep`` are
+    left that can be loaded. Those of later steps stay: they are of a run that went further."""
+    _, newest = _parsed(target)
+    kept = 1
+    for number, path in reversed(_beside(target)):
+        if path == target or number > newest:
+            continue
+        if kept >= keep:
+            try:
+                CHECKPOINT.remove(path)
+            except (OSError, PiperError) as error:
+                warn(f"keep={keep}: {path} cannot be removed: {error}")
+        elif is_whole(path):
+            kept += 1
+
+
+def _beside(target: Path) -> list[tuple[int, Path]]:
+    """The folders with such names, in order."""
+    stem, _ = _parsed(target)
+    known = []
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        other = _NUMBERED.fullmatch(path.name)
+        if other is not None and other[1] == stem and path.is_dir():
+            known.append((int(other[2]), path))
+    return sorted(known)
+
+
+def _parsed(target: Path) -> tuple[str, int]:
+    match = _NUMBERED.fullmatch(target.name)
+    if match is None:
+        raise PiperError(
+            f"keep= keeps the last of several checkpoints, whose names end in a number; "
+            f"{target.name!r} does not"
+        )
+    return match[1], int(match[2])

@@ -1,0 +1,175 @@
+"""Which tensors lie in a folder of safetensors files, by their names, and where.
+
+A folder is read in the first of these forms that it has:
+
+    index.json                     a checkpoint of ``trainer.save``: slices of the model's tensors
+    model.safetensors.index.json   which tensor is in which file, as the transformers library has it
+    model.safetensors              all of them in one
+    *.safetensors                  any other names, as torch's distributed checkpoint has them: a
+                                   header may say that its tensors are slices of larger ones
+
+Only headers are read here. Nothing in them is trusted: what is not what it must be is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from piper.state.checkpoint.boxes import Box, tile
+from piper.state.checkpoint.verify_files import size_of
+from piper.state.checkpoint.tensor_files import DTYPES, Extent, refuse_overlaps, sizes
+from piper.state.checkpoint.index import INDEX, Entry, Index, Slice
+from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
+from piper.base.errors import PiperError
+from piper.base.reading import MalformedError, count, counts, file_bytes, open_file, parsed, row, string, table, within, wrong
+
+_SUFFIX = ".safetensors"
+_SHARDING = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+"""Under these names a header says where in the whole tensors its slices begin."""
+_LARGEST_HEADER = 100_000_000
+"""Bytes: what the safetensors library allows."""
+
+
+def stored_tensors(path: Path) -> tuple[Path, dict[str, Entry]]:
+    """The folder that the files are in, and every tensor in them. ``path`` is a folder, or one
+    file."""
+    if path.is_file():
+        return path.parent, _of_files(path.parent, [path.name])
+    if not path.is_dir():
+        raise PiperError(f"there is no folder of weights at {path}")
+    if (path / INDEX).exists():
+        return path, _of_checkpoint(path)
+    if (path / WEIGHTS_INDEX).exists():
+        return path, _of_index(path)
+    if (path / WEIGHTS).exists():
+        return path, _of_files(path, [WEIGHTS])
+    names = sorted(file.name for file in path.iterdir() if file.name.endswith(_SUFFIX))
+    if not names:
+        raise PiperError(
+            f"{path} has no safetensors files: weights in another format, such as "
+            "pytorch_model.bin, must be saved as safetensors first"
+        )
+    return path, _of_files(path, names)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PiperError(f"{path} cannot be read: {error}") from error
+    except MalformedError as error:
+        raise PiperError(f"{path} cannot be used: {error}") from None
+
+
+def _of_checkpoint(folder: Path) -> dict[str, Entry]:
+    with _reading(folder / INDEX):
+        index = Index.from_bytes(file_bytes(folder / INDEX))
+        for name, facts in index.files.items():
+            with within(name):
+                if (size := size_of(folder / name)) != facts.bytes:
+                    raise MalformedError(f"it has {size} bytes, not {facts.bytes}")
+        for key, name in index.keys.items():
+            if name not in index.tensors.model:
+                raise MalformedError(f"{key} is not among the tensors")
+    return {key: index.tensors.model[name] for key, name in index.keys.items()}
+
+
+def _of_index(folder: Path) -> dict[str, Entry]:
+    with _reading(folder / WEIGHTS_INDEX):
+        data = parsed(file_bytes(folder / WEIGHTS_INDEX))
+        if type(data) is not dict or type(data.get("weight_map")) is not dict:
+            raise MalformedError("it has no weight_map")
+        files: dict[str, str] = data["weight_map"]
+        for key, name in files.items():
+            with within(key):
+                if Path(string(name)).name != name or not name.endswith(_SUFFIX):
+                    raise wrong(name, "the name of a safetensors file of this folder")
+    there = _of_files(folder, sorted(set(files.values())))
+    for key, name in files.items():
+        if key not in there or all(one.file != name for one in there[key].slices):
+            raise PiperError(f"{folder / WEIGHTS_INDEX} says that {key} is in {name}: it is not")
+    return {key: there[key] for key in files}
+
+
+def _of_files(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for name in names:
+        with _reading(folder / name):
+            for key, entry in _of_file(folder, name):
+                known = found.get(key)
+                found[key] = entry if known is None else _joined(key, known, entry)
+    for key, entry in found.items():
+        if not tile((one.box for one in entry.slices), entry.shape):
+            files = ", ".join(dict.fromkeys(one.file for one in entry.slices))
+            raise PiperError(
+                f"the slices of {key} in {files} of {folder} are not a whole tensor: they overlap "
+                "or leave something out"
+            )
+    return found
+
+
+def _joined(key: str, one: Entry, other: Entry) -> Entry:
+    if one.dtype != other.dtype or len(one.shape) != len(other.shape):
+        raise MalformedError(f"{key} is of another kind in {one.slices[0].file}")
+    shape = tuple(map(max, one.shape, other.shape))
+    return Entry(one.dtype, shape, (*one.slices, *other.slices))
+
+
+def _of_file(folder: Path, name: str) -> Iterator[tuple[str, Entry]]:
+    """The tensors of one file, each with what is known of its whole shape from here."""
+    header, begin, end = _header(folder / name)
+    starts = _starts(header.pop("__metadata__", None))
+    extents = []
+    for key, item in header.items():
+        with within(key):
+            table(item, ("dtype", "shape", "data_offsets"))
+            if type(item["dtype"]) is not str or item["dtype"] not in DTYPES:
+                raise wrong(item["dtype"], "a dtype")
+            dtype, shape = DTYPES[item["dtype"]], sizes(item["shape"])
+            first, last = map(count, row(item["data_offsets"], 2))
+            if last - first != math.prod(shape) * dtype.itemsize or begin + last > end:
+                raise MalformedError("its place in the file is not one of its size")
+            extents.append(Extent(first, last - first, key))
+            start = starts.get(key, (0,) * len(shape))
+            if len(start) != len(shape):
+                raise MalformedError("it begins in a tensor of other dimensions")
+            one = Slice(Box(start, shape), name, key, begin + first, 0)
+            whole = tuple(a + n for a, n in zip(start, shape, strict=True))
+            yield key, Entry(dtype, whole, (one,))
+    refuse_overlaps(extents)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header of a file, where it ends, and where the file does."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, _LARGEST_HEADER):
+            raise MalformedError("it is no safetensors file, or cut off")
+        header = parsed(file.read(length))
+    if type(header) is not dict:
+        raise MalformedError("it is no safetensors file")
+    return header, 8 + length, size
+
+
+def _starts(metadata: Any) -> dict[str, tuple[int, ...]]:
+    """By name, where the slice of a tensor begins, if the file has slices."""
+    if type(metadata) is not dict or _SHARDING not in metadata:
+        return {}
+    with within(_SHARDING):
+        found = parsed(string(metadata[_SHARDING]))
+        if type(found) is not dict:
+            raise wrong(found, "an object")
+        return {key: _start(key, item) for key, item in found.items()}
+
+
+def _start(key: str, item: Any) -> tuple[int, ...]:
+    with within(key):
+        return counts(table(item, (_OFFSETS,))[_OFFSETS])

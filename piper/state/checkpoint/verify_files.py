@@ -1,0 +1,64 @@
+"""Whether the files of a checkpoint are what was written, and which tensors lie where they are
+not; and, for a glance at it, whether they are there at all."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from piper.state.checkpoint.tensor_files import FileFacts, checksum
+from piper.state.checkpoint.index import INDEX, Index, Slice, files_of
+from piper.base.reading import MalformedError, file_bytes, open_file
+
+
+def damage(folder: Path, index: Index, files: Sequence[str]) -> list[str]:
+    """What is wrong with ``files``, one text each."""
+    held: dict[str, list[tuple[str, Slice, int]]] = {}
+    for table, entries in index.tensors.tables():
+        for name, entry in entries.items():
+            for one in entry.slices:
+                size = one.box.numel * entry.dtype.itemsize
+                held.setdefault(one.file, []).append((f"{table} {name}{one.box.text}", one, size))
+    found = (_damage(folder, file, index.files[file], held.get(file, [])) for file in files)
+    return [f"{file}: {why}" for file, why in zip(files, found, strict=True) if why is not None]
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether it has an index that is as it was written, and files of the length that this says.
+    Their content is not read: it may be terabytes."""
+    try:
+        facts = files_of(file_bytes(folder / INDEX))
+        return all(size_of(folder / name) == one.bytes for name, one in facts.items())
+    except (OSError, MalformedError):
+        return False
+
+
+def size_of(path: Path) -> int:
+    """How long a file of a checkpoint is, which must lie where it was written."""
+    facts = path.lstat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise MalformedError("it is a link, or no file at all: copy the file itself to its place")
+    return facts.st_size
+
+
+def _damage(
+    folder: Path, file: str, facts: FileFacts, held: Iterable[tuple[str, Slice, int]]
+) -> str | None:
+    path = folder / file
+    try:
+        if (size := size_of(path)) != facts.bytes:
+            return f"it has {size} bytes, not {facts.bytes}"
+        with open_file(path) as content:
+            if checksum(content, 0, facts.header) != facts.crc32:
+                return "its header is not what was written"
+            for name, one, size in sorted(held, key=lambda row: row[1].offset):
+                if checksum(content, one.offset, size) != one.crc32:
+                    return f"{name} is not what was written (its checksum differs)"
+    except FileNotFoundError:
+        return "it is not there"
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    except MalformedError as error:
+        return str(error)
+    return None

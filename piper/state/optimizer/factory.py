@@ -1,0 +1,145 @@
+"""``optimizer=``: a function of parameters, or of named ones, and the optimizer that it makes.
+
+    lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)
+
+    def optimizer(named_parameters):  # known by this name of its first argument
+        hidden = [p for name, p in named_parameters if is_hidden(name)]
+        others = [p for name, p in named_parameters if not is_hidden(name)]
+        return [torch.optim.Muon(hidden), torch.optim.AdamW(others)]
+
+Whatever it returns, one optimizer comes out: of all parameters that it was given, and no others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper.base.errors import PiperError
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[
+    [list[Any]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]  # of parameters, or of pairs of a name and a parameter
+
+_NAMED = "named_parameters"
+
+
+def takes_names(factory: OptimizerFactory) -> bool:
+    """Whether a factory is to be given pairs of a name and a parameter."""
+    try:
+        return next(iter(inspect.signature(factory).parameters), None) == _NAMED
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+
+
+def make(factory: OptimizerFactory, parameters: NamedParameters) -> torch.optim.Optimizer:
+    """The optimizer that ``factory`` makes, or one that steps all those that it makes."""
+    names = takes_names(factory)
+    found: Any = factory(list(parameters) if names else [p for _, p in parameters])
+    members = list(found) if isinstance(found, list | tuple) else [found]
+    if not members:
+        raise PiperError("optimizer= returned an empty list: it must make at least one optimizer")
+    for member in members:
+        _refuse_other_kinds(member)
+    _refuse_others(members, {id(p): name if names else "" for name, p in parameters})
+    return members[0] if len(members) == 1 else Several(members)
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers of different parameters that step as one. Their groups and what they keep are its
+    own as well: the same objects."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(members[0].param_groups, {})
+        self.members = tuple(members)
+        self.param_groups = [group for member in members for group in member.param_groups]
+        for member in members:
+            self.state.update(member.state)
+            member.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as no step here has one
+        for member in self.members:
+            if any(group["params"] for group in member.param_groups):
+                member.step()
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that the user made."""
+    return optimizer.members if isinstance(optimizer, Several) else (optimizer,)
+
+
+def kind_of(*optimizers: torch.optim.Optimizer) -> str:
+    """The names of their classes: which a device has does not matter."""
+    return joined_kinds(type(x).__name__ for one in optimizers for x in members_of(one))
+
+
+def joined_kinds(kinds: Any) -> str:
+    """Names of classes, or of several joined by this function, as one."""
+    return " and ".join(sorted({name for kind in kinds for name in kind.split(" and ") if name}))
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says of its parameters, but not which they are."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """By the id of a parameter, its optimizer and its group, as text to be compared."""
+    return {
+        id(parameter): f"{type(member).__name__} {sorted(settings(group).items())!r}"
+        for member in members_of(optimizer)
+        for group in member.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _refuse_other_kinds(found: object) -> None:
+    if not isinstance(found, torch.optim.Optimizer):
+        raise PiperError(
+            "optimizer= must be a function from a list of parameters to a torch.optim optimizer, "
+            "or to a list of several, such as lambda params: torch.optim.AdamW(params, lr=3e-4); "
+            f"it returned a {type(found).__name__}"
+        )
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PiperError(
+            f"the optimizer {type(found).__name__} evaluates the loss again within a step, "
+            "which a compiled step cannot: use one whose step needs no closure"
+        )
+
+
+def _refuse_others(members: Sequence[torch.optim.Optimizer], given: Mapping[int, str]) -> None:
+    """Optimizers update the parameters that they are made for, all of them, no others, and each of
+    them once."""
+    taken = Counter(id(p) for x in members for group in x.param_groups for p in group["params"])
+    kind = kind_of(*members)
+    if others := taken.keys() - given.keys():
+        raise PiperError(
+            f"optimizer= was given {len(given)} parameters, but the {kind} that it returned is for "
+            f"{len(others)} others, which a compiled step never trains: make it from the "
+            "list that the function is given, as in lambda params: torch.optim.AdamW(params, "
+            "lr=3e-4), and not from model.parameters()"
+        )
+    if left := [name for key, name in given.items() if key not in taken]:
+        raise PiperError(
+            f"the {kind} that optimizer= returned leaves out {len(left)} of the "
+            f"{len(given)} parameters that it was given{_shown(left)}, which would then never be "
+            "trained: put all of them into its groups, and freeze what is not to be trained in the "
+            "model, by requires_grad_(False), before compiling"
+        )
+    if twice := [given[key] for key, times in taken.items() if times > 1]:
+        raise PiperError(
+            f"optimizer= puts {len(twice)} of its parameters{_shown(twice)} into several "
+            f"optimizers ({kind}), each of which would update them: put each into one"
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Some names, if the factory knows them."""
+    return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names[0] else ""

@@ -1,0 +1,61 @@
+"""How a step ends: what is done with the gradients; and the seed of random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from piper.capture.model import Precision
+from piper.base.errors import PiperError
+from piper.state.optimizer.probe import SchedulerFactory
+from piper.state.optimizer.factory import OptimizerFactory
+
+ON_NAN = ("skip", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a user says of training besides model, loss and strategy."""
+
+    optimizer: OptimizerFactory | None
+    scheduler: SchedulerFactory | None
+    clip_norm: float | None
+    precision: str
+    seed: int
+    on_nan: str | None = None
+    """What becomes of a step whose gradients are not finite: it updates as if they were, or
+    nothing and goes on ("skip"), or nothing and raises ("stop")."""
+    default_dtype: torch.dtype = torch.float32
+    """Torch's own when the model was captured; operations that name no dtype depend on it."""
+
+    def check(self) -> None:
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise PiperError(
+                f"optimizer= is a {type(self.optimizer).__name__}: it must be a function from a "
+                "list of parameters to an optimizer, such as "
+                "lambda params: torch.optim.AdamW(params, lr=3e-4)"
+            )
+        if self.scheduler is not None and not callable(self.scheduler):
+            raise PiperError(
+                f"scheduler= is a {type(self.scheduler).__name__}: it must be a function from an "
+                "optimizer to a learning-rate scheduler"
+            )
+        clip = self.clip_norm
+        number = isinstance(clip, int | float) and not isinstance(clip, bool)
+        if clip is not None and not (number and clip > 0):
+            raise PiperError(f"clip_norm={clip!r} must be a positive number, or None")
+        if self.on_nan not in (None, *ON_NAN):
+            raise PiperError(f"on_nan={self.on_nan!r} must be 'skip' or 'stop', or None")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise PiperError(f"seed={self.seed!r} must be a whole number")
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether nothing is updated before the norm of all gradients is known."""
+        return self.clip_norm is not None or self.on_nan is not None
+
+    @property
+    def master(self) -> torch.dtype | None:
+        """What weights are kept in, where the step computes with copies."""
+        return torch.float32 if self.precision == Precision.BF16.value else None

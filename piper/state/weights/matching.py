@@ -1,0 +1,136 @@
+"""Which tensor of which file is which tensor of a model. What the files lack, what they have in
+another shape or kind, and what the model has not is refused, by its name and its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from piper.capture.blame import LOSS_PREFIX
+from piper.state.checkpoint.boxes import Box, boxes_of_range
+from piper.state.checkpoint.tensor_files import BLOCK, Reader
+from piper.state.checkpoint.index import Entry
+from piper.state.checkpoint.discover import stored_tensors
+from piper.base.errors import PiperError
+from piper.state.weights.source import Source, StateNames
+from piper.state.weights.other_model import differences
+from piper.state.weights.weight_files import WeightFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the tensors of a model lie in the files of a folder, by their first names."""
+
+    folder: Path
+    entries: Mapping[str, Entry]
+
+
+def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
+    """Where every tensor of the model's state dict lies. Those of the loss need not be there."""
+    folder, there = stored_tensors(files.path)
+    tensors = {**dict(source.buffers()), **dict(source.parameters())}
+    found: dict[str, Entry] = {}
+    used = set(names.added)
+    missing = []
+    shapes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+    for name, keys in _tied(names).items():
+        written = [one for key in keys for one in _variants(key, source, names) if one in there]
+        used.update(written)
+        own = names.shapes[keys[0]]
+        shapes |= {one: (there[one].shape, own) for one in written if there[one].shape != own}
+        for one in written:
+            _check_dtype(one, there[one], tensors[name].dtype, folder)
+        for other in written[1:] if not shapes else ():
+            _refuse_different(folder, there, written[0], other, tensors[name].dtype)
+        if written:
+            found[name] = there[written[0]]
+        elif not name.startswith(LOSS_PREFIX):
+            missing.append(keys[0])
+    for name in tensors.keys() - set(names.keys.values()):  # buffers that are not persistent
+        used.update(_variants(name, source, names))
+    extra = [one for one in there if one not in used and not _matches(one, files.ignore)]
+    notes = {one: f" (in {_file(Path(), there[one])})" for one in extra}
+    if text := differences(names.shapes, missing, notes, shapes):
+        advice = "" if not extra else (
+            ". Patterns in piper.weights(folder, ignore=[...]) leave such tensors aside"
+        )  # fmt: skip
+        raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
+    return Located(folder, found)
+
+
+def _tied(names: StateNames) -> dict[str, list[str]]:
+    """The keys of each tensor, by its first name."""
+    found: dict[str, list[str]] = {}
+    for key, name in names.keys.items():
+        found.setdefault(name, []).append(key)
+    return found
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _variants(key: str, source: Source, names: StateNames) -> list[str]:
+    """What files may call a tensor: as the model does, without the name of what wraps a model of
+    the transformers library, and with or without the name that this library gives to the model
+    below a head. No variant is the name of another tensor."""
+    outer, model = pretrained_part(source.model)
+    found = [key]
+    if key.startswith(outer):
+        inner = key.removeprefix(outer)
+        base = getattr(model, "base_model_prefix", "") or ""
+        found.append(inner)
+        if base:
+            found += [inner.removeprefix(f"{base}."), f"{base}.{inner}"]
+    return [key, *(one for one in dict.fromkeys(found) if one not in names.keys and one != key)]
+
+
+def pretrained_part(model: nn.Module) -> tuple[str, nn.Module | None]:
+    """The part of a model that has a configuration of the transformers library, and what its names
+    begin with."""
+    if hasattr(getattr(model, "config", None), "save_pretrained"):
+        return "", model
+    inner = [
+        (f"{name}.", child)
+        for name, child in model.named_children()
+        if hasattr(getattr(child, "config", None), "save_pretrained")
+    ]
+    return inner[0] if len(inner) == 1 else ("", None)
+
+
+def _check_dtype(key: str, entry: Entry, dtype: torch.dtype, folder: Path) -> None:
+    rounded = entry.dtype.is_floating_point and dtype.is_floating_point
+    if entry.dtype != dtype and not rounded:
+        raise PiperError(
+            f"{key} is {entry.dtype} in {_file(folder, entry)}, but {dtype} in the model: only "
+            "floating-point types are converted into each other"
+        )
+
+
+def _file(folder: Path, entry: Entry) -> Path:
+    return folder / entry.slices[0].file if entry.slices else folder
+
+
+def _refuse_different(
+    folder: Path, there: Mapping[str, Entry], key: str, other: str, dtype: torch.dtype
+) -> None:
+    """Refuse tied names under which files have different values."""
+    one, two = there[key], there[other]
+    size = BLOCK // 8
+    numel = Box.whole(one.shape).numel
+    with Reader(folder) as reader:
+        for at in range(0, numel, size):
+            for box in boxes_of_range(one.shape, at, min(at + size, numel)):
+                found = [torch.empty(box.shape, dtype=dtype) for _ in range(2)]
+                one.read(reader, box, found[0])
+                two.read(reader, box, found[1])
+                if not torch.equal(*found):
+                    raise PiperError(
+                        f"{key} and {other} are tied in the model, but differ in "
+                        f"{_file(folder, one)} and {_file(folder, two)}"
+                    )

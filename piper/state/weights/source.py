@@ -1,0 +1,190 @@
+"""Where a model's first weights come from: its own tensors, ``init`` for those without data, or
+files."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.blame import LOSS_PREFIX
+from piper.base.errors import PiperError
+from piper.state.weights.other_model import differences
+from piper.state.weights.weight_files import Init, WeightFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model, its loss if that has parameters, and ``init`` for tensors on the meta device, or
+    ``piper.weights(folder)``."""
+
+    model: nn.Module
+    loss: nn.Module | None = None
+    init: Init | WeightFiles | None = None
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, by its first name."""
+        seen: set[int] = set()
+        for prefix, module in self.roots():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield prefix + name, parameter
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that do not require grad now."""
+        return frozenset(name for name, p in self.parameters() if not p.requires_grad)
+
+    def refuse_refrozen(self, frozen: frozenset[str]) -> None:
+        """Refuse a model whose frozen parameters are not these any more, with which it was
+        compiled."""
+        now = self.frozen
+        changed = [(name, "False") for name in sorted(now - frozen)]
+        changed += [(name, "True") for name in sorted(frozen - now)]
+        if changed:
+            name, flag = changed[0]
+            more = f" (and of {len(changed) - 1} more)" if len(changed) > 1 else ""
+            raise PiperError(
+                f"requires_grad of {name}{more} is {flag} now and was not when the model was "
+                "compiled, but what is trained is part of the program: compile again, or set it "
+                "back"
+            )
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer once, by its first name."""
+        for prefix, module in self.roots():
+            for name, buffer in module.named_buffers():
+                yield prefix + name, buffer
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """The modules that have state, and what their names begin with."""
+        roots = [("", self.model)]
+        return roots + ([(LOSS_PREFIX, self.loss)] if self.loss is not None else [])
+
+
+def materialised(
+    name: str, tensor: Tensor, device: torch.device, init: Init | None, seed: int
+) -> Tensor:
+    """``tensor`` on ``device``, filled by ``init`` if it has no data. Its generator is seeded by
+    the name, so that weights depend neither on the order of filling nor on the strategy."""
+    if not tensor.is_meta:
+        return tensor.detach().to(device)
+    if init is None:
+        raise PiperError(
+            f"{name} is on the meta device and has no values: give init=, a function "
+            "(name, tensor, generator) that fills it, or piper.weights(folder)"
+        )
+    data = torch.empty_like(tensor, device=device, requires_grad=False)
+    init(name, data, generator_for(name, device, seed))
+    return data
+
+
+def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
+    """The generator that fills the parameter of that name."""
+    return torch.Generator(device).manual_seed(seed_for(name, seed))
+
+
+def seed_for(name: str, seed: int) -> int:
+    """What random numbers for the tensor of that name begin with."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """The keys of the model's state dict, and which tensor each stands for."""
+
+    keys: Mapping[str, str]
+    """For each key, the tensor's first name: tied parameters have several keys."""
+    shapes: Mapping[str, tuple[int, ...]]
+    added: tuple[str, ...] = ()
+    """Keys of what modules add to their state dict: extra state, and what hooks compute."""
+
+    @staticmethod
+    def of(source: Source) -> StateNames:
+        firsts: dict[int, str] = {}
+        for name, tensor in (*source.parameters(), *source.buffers()):
+            firsts.setdefault(id(tensor), name)
+        keys: dict[str, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        added: list[str] = []
+        for prefix, module in source.roots():
+            for key, tensor in module.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor) and id(tensor) in firsts:
+                    keys[prefix + key] = firsts[id(tensor)]
+                    shapes[prefix + key] = tuple(tensor.shape)
+                else:
+                    added.append(prefix + key)
+        return StateNames(keys, shapes, tuple(added))
+
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """How many numbers each key's tensor has."""
+        return {key: math.prod(shape) for key, shape in self.shapes.items()}
+
+    def check(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        strict: bool = True,
+        what: str = "the state dict",
+    ) -> None:
+        """Refuse a state dict whose tensors have these shapes if it is another model's; unless
+        ``strict``, some may be missing."""
+        missing = [key for key in self.keys if key not in shapes] if strict else []
+        known = {*self.keys, *self.added}
+        extra = {key: "" for key in shapes if key not in known}
+        others = {
+            key: (shapes[key], shape)
+            for key, shape in self.shapes.items()
+            if shapes.get(key, shape) != shape
+        }
+        if text := differences(self.shapes, missing, extra, others):
+            raise PiperError(
+                f"{what} is not this model's. {text}. Compile the model that was saved"
+            )
+
+    def checked(self, state: Mapping[str, Tensor], *, strict: bool) -> dict[str, Tensor]:
+        """The tensors of a state dict by their first names; another model's are refused."""
+        for key in self.keys.keys() & state.keys():
+            if not isinstance(state[key], Tensor):
+                raise PiperError(f"{key} is a {type(state[key]).__name__}, not a tensor")
+        shapes = {key: tuple(getattr(x, "shape", ())) for key, x in state.items()}
+        self.check(shapes, strict=strict)
+        return {self.keys[key]: state[key] for key in self.keys if key in state}
+
+    def named(self, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """A state dict, from a function that gives a tensor by its first name."""
+        known: dict[str, Tensor] = {}
+        found = {}
+        for key, name in self.keys.items():
+            if name not in known:
+                known[name] = tensor_of(name)
+            found[key] = known[name]
+        return found
+
+    def with_added(self, source: Source, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """``state`` and what the modules of ``source`` add to such a state, in their own order:
+        asked of a copy that has the tensors of ``state``."""
+        if not self.added:
+            return dict(state)
+        first = {self.keys[key]: tensor for key, tensor in state.items()}
+        memo: dict[int, Any] = {}
+        for name, parameter in source.parameters():
+            if name in first:
+                memo[id(parameter)] = nn.Parameter(first[name], parameter.requires_grad)
+        for name, buffer in source.buffers():
+            if name in first:
+                memo.setdefault(id(buffer), first[name])
+        found: dict[str, Any] = {}
+        for prefix, module in source.roots():
+            for key, item in copy.deepcopy(module, memo).state_dict().items():
+                found[prefix + key] = state.get(prefix + key, item)
+        return found

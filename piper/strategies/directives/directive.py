@@ -1,0 +1,167 @@
+"""What every directive is: data that rewrites a DAG.
+
+A directive is a frozen dataclass whose fields are what the user wrote. ``rewrite`` is a pure
+function from DAG to DAG; ``apply`` notes the directive in the DAG's history and says in every error
+which directive it was. A strategy refuses what ``check`` does as soon as it is made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import PASS, Dag
+from piper.ir.dag.filters import Filter, select
+from piper.ir.mesh import listed
+from piper.ir.dag.verify_dag import verify
+
+
+@dataclass(frozen=True)
+class Directive(ABC):
+    """One step of a strategy."""
+
+    name: ClassVar[str]
+
+    @property
+    def policies(self) -> tuple[RematPolicy, ...]:
+        """What it may let regions recompute. A directive that changes this says so here: facts are
+        made for no other policies."""
+        return ()
+
+    def check(self) -> None:  # noqa: B027 (a directive may have nothing to refuse)
+        """Refuse arguments that are right for no DAG."""
+
+    @abstractmethod
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        """``dag`` rewritten; nodes and rules that change are marked as made by ``me``."""
+
+    def checked(self) -> None:
+        """``check``, which says in its error which directive it was."""
+        with self._named():
+            self.check()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except DirectiveError as error:
+            raise DirectiveError(f"{self}: {error}") from None
+
+    def apply(self, dag: Dag, *, check: bool = True) -> Dag:
+        """``dag`` rewritten, with this directive in its history, and checked if so asked."""
+        me = len(dag.history)
+        with self._named():
+            self.check()
+            after = self.rewrite(dag.noted(str(self)), me)
+            if check:
+                verify(after)
+        return after
+
+    def to_json(self) -> dict[str, Any]:
+        """The directive as plain data: ``op`` and the fields that are not at their default."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if not _at_default(self, f)}
+        return {"op": self.name, **{key: _plain(value) for key, value in given.items()}}
+
+    def __str__(self) -> str:
+        given = [f for f in fields(self) if not _at_default(self, f) and self._shown(f.name)]
+        return f"{self.name}({', '.join(self._written(f.name) for f in given)})"
+
+    positional: ClassVar[tuple[str, ...]] = ("where",)
+    """The fields that the directive's function takes by position."""
+
+    def _shown(self, field: str) -> bool:
+        """Whether it is an argument of the directive's function, and not part of another."""
+        return True
+
+    def _written(self, field: str) -> str:
+        value = _plain(getattr(self, field))
+        return repr(value) if field in self.positional else f"{field}={value!r}"
+
+
+def _at_default(directive: Directive, field: Any) -> bool:
+    return bool(getattr(directive, field.name) == field.default)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in types that JSON has."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(item) for item in listed(value)]
+    return value
+
+
+def plain_filter(where: object) -> dict[str, Any]:
+    """A filter as the user wrote it, in plain types."""
+    if not isinstance(where, Mapping):
+        raise DirectiveError(
+            f"a filter is a mapping from tag to value, such as {{'PP': 0}}, not {where!r}"
+        )
+    return {str(name): _plain(value) for name, value in where.items()}
+
+
+def device_group(devices: object) -> tuple[int, ...]:
+    """A group of devices, in order."""
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise DirectiveError(f"devices={devices!r} must be a list of device numbers")
+    return listed(devices)
+
+
+def check_group(group: tuple[int, ...]) -> None:
+    """Refuse what is no group of devices."""
+    if not group or any(not isinstance(d, int) or isinstance(d, bool) or d < 0 for d in group):
+        raise DirectiveError(f"devices={list(group)} must be device numbers, at least one")
+    if len(set(group)) < len(group):
+        raise DirectiveError(f"devices={list(group)} names a device twice")
+
+
+def whole_chunks(dag: Dag, where: Filter, what: str) -> list[int]:
+    """The nodes that match a filter on whole regions: not on single microbatches or passes."""
+    batch = dag.microbatches[0] if dag.microbatches else ""
+    for term in where.terms:
+        if term.name in (PASS, batch):
+            raise DirectiveError(
+                f"{what} is of a whole region, so the filter {where} cannot ask for {term.name!r}: "
+                "leave it out"
+            )
+    return select(dag, where)
+
+
+def check_stream(what: str, name: object) -> None:
+    """Refuse what is no name of a stream."""
+    if not isinstance(name, str) or not name:
+        raise DirectiveError(f"{what}={name!r} must be the name of a stream")
+
+
+def check_tag(what: str, name: object) -> None:
+    """Refuse what is no name of a tag."""
+    if not isinstance(name, str) or not name:
+        raise DirectiveError(f"{what}={name!r} must be the name of a tag")
+
+
+def check_axis(what: str, name: object) -> None:
+    """Refuse what is no name of an axis; None is no axis."""
+    if name is not None and not isinstance(name, str):
+        raise DirectiveError(f"{what}={name!r} must be the name of an axis of the mesh")
+
+
+def axis_names(what: str, given: object) -> tuple[str, ...] | None:
+    """Axes as the user wrote them: one name, or several."""
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    names = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(name, str) for name in names):
+        raise DirectiveError(f"{what}={given!r} must be names of axes of the mesh")
+    return names
+
+
+def positive(what: str, value: object) -> int:
+    """``value``, which must be a positive whole number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DirectiveError(f"{what}={value!r} must be a positive whole number")
+    return value

@@ -1,0 +1,237 @@
+"""``order``: runs groups of nodes one after another on their devices.
+
+    order([{"PP": 1, "MB": 0, "PASS": "F"}],                      F0 ─▶ ┌ F1 ┐ ─▶ B1
+          [{"PP": 1, "MB": 1, "PASS": "F"},                             └ B0 ┘
+           {"PP": 1, "MB": 0, "PASS": "B"}],                            overlap
+          [{"PP": 1, "MB": 1, "PASS": "B"}])
+
+Filters in one group overlap: nothing orders their nodes against each other. A filter on BI or BW
+splits the backwards it matches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from piper.base.arguments import named_arguments
+from piper.capture.code.chunk_program import Pass
+from piper.strategies.directives.directive import Directive, plain_filter
+from piper.strategies.directives.crossing import natural, refuse_crossing
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import PASS, Dag, Node
+from piper.ir.dag.filters import Filter, FilterLike, select
+from piper.ir.ops import Group
+from piper.ir.dag.dag_text import name_of
+
+Resource = Group | int
+_HALVES = (Pass.BI, Pass.BW)
+
+
+@dataclass(frozen=True)
+class Order(Directive):
+    name: ClassVar[str] = "order"
+
+    groups: tuple[tuple[FilterLike, ...], ...]
+
+    def check(self) -> None:
+        if not self.groups or not all(self.groups):
+            raise DirectiveError("an order is a list of groups, each with at least one filter")
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        filters = [[Filter.of(where) for where in group] for group in self.groups]
+        dag = _divide(dag, [f for group in filters for f in group], me)
+        finder = _Finder(dag, [f for group in filters for f in group])
+        after: defaultdict[int, set[int]] = defaultdict(set)
+        last: dict[Resource, list[int]] = {}
+        seen: dict[int, Filter] = {}
+        ordered: list[list[int]] = []
+        for group in filters:
+            ordered.append([])
+            ends: defaultdict[Resource, list[int]] = defaultdict(list)
+            for where in group:
+                for devices, row in finder.rows(where).items():
+                    for number in row:
+                        if number in seen:
+                            raise DirectiveError(
+                                f"{name_of(dag, number)} is ordered twice: by {seen[number]} and "
+                                f"again by {where}"
+                            )
+                        seen[number] = where
+                    ordered[-1] += row
+                    for before, number in itertools.pairwise(row):
+                        if not finder.feeds(before, number):
+                            after[number].add(before)
+                    for resource in finder.resources(devices):
+                        after[row[0]].update(last.get(resource, ()))
+                        ends[resource].append(row[-1])
+            last.update(ends)
+        refuse_crossing(dag, ordered)
+        changed = {}
+        for number in seen:
+            node = replace(dag.nodes[number], ordered_by=me)
+            if after[number]:
+                old = dict(zip(node.after, node.after_by, strict=True))
+                edges = sorted({**dict.fromkeys(after[number], me), **old}.items())
+                befores, by = zip(*edges, strict=True)
+                node = replace(node, after=befores, after_by=by, made_by=me)
+            changed[number] = node
+        return dag.with_nodes(changed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": self.name, "filters": [[dict(f) for f in group] for group in self.groups]}
+
+    def __str__(self) -> str:
+        return f"order({', '.join(str([dict(f) for f in group]) for group in self.groups)})"
+
+
+class _Finder:
+    """Finds the nodes of many filters on the same tags without looking at all nodes each time."""
+
+    def __init__(self, dag: Dag, filters: Sequence[Filter]) -> None:
+        self._dag = dag
+        self._indices: dict[tuple[str, ...], dict[tuple[object, ...], list[int]]] = {}
+        self._wanted = _wanted(dag, filters)
+        groups = set({id(node.devices): node.devices for node in dag.nodes}.values())
+        count = Counter(device for group in groups for device in group)
+        self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
+
+    def resources(self, devices: Group) -> tuple[Resource, ...]:
+        """What a row on ``devices`` shares with other rows: the group as a whole, or, if other
+        groups have some of its devices, each device."""
+        return (devices,) if devices in self._apart else devices
+
+    def rows(self, where: Filter) -> Mapping[Group, list[int]]:
+        """The matched nodes of each group of devices, in an order that follows the data."""
+        numbers = self._matching(where)
+        rows: defaultdict[Group, list[int]] = defaultdict(list)
+        for number in numbers:
+            node = self._dag.nodes[number]
+            if not node.devices:
+                raise DirectiveError(
+                    f"{name_of(self._dag, number)} is not placed yet: place it before ordering it"
+                )
+            rows[node.devices].append(number)
+        for row in rows.values():
+            row.sort(key=lambda number: natural(self._dag.nodes[number]))
+        return rows
+
+    def feeds(self, before: int, number: int) -> bool:
+        """Whether ``number`` reads what ``before`` makes, so that no order is needed."""
+        nodes = self._dag.nodes
+        return not set(nodes[before].writes).isdisjoint(nodes[number].reads)
+
+    def _matching(self, where: Filter) -> list[int]:
+        exact = [t for t in where.terms if t.values is not None and len(t.values) == 1]
+        if exact and len(exact) == len(where.terms):
+            names = tuple(term.name for term in exact)
+            key = tuple(next(iter(term.values or ())) for term in exact)
+            found = self._index(names).get(key, [])
+        else:
+            found = [i for i, node in enumerate(self._dag.nodes) if where.accepts(node.tags)]
+        return found if found or self._may_be_empty(where) else select(self._dag, where)
+
+    def _index(self, names: tuple[str, ...]) -> dict[tuple[object, ...], list[int]]:
+        if names not in self._indices:
+            index: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+            for number in self._wanted:
+                tags = self._dag.nodes[number].tags
+                index[tuple([tags.get(name) for name in names])].append(number)
+            self._indices[names] = index
+        return self._indices[names]
+
+    def _may_be_empty(self, where: Filter) -> bool:
+        """Whether a half of a backward is asked for that has nothing to compute: the regions are
+        there, but have no gradient of that kind."""
+        if not _wants_halves(where):
+            return False
+        return any(_without_pass(where).accepts(node.tags) for node in self._dag.nodes)
+
+
+def _wanted(dag: Dag, filters: Sequence[Filter]) -> Sequence[int]:
+    """The nodes that some of ``filters`` may match, judged by one tag that all ask for: an order
+    mostly speaks of one stage."""
+    asked = [{t.name: t.values for t in where.terms if t.values is not None} for where in filters]
+    common = [n for n in asked[0] if n != PASS and all(n in terms for terms in asked)]
+    if not common:
+        return range(len(dag.nodes))
+    values = {name: frozenset().union(*(terms[name] for terms in asked)) for name in common}
+    name = min(common, key=lambda name: len(values[name]))
+    wanted = values[name]
+    return [i for i, node in enumerate(dag.nodes) if node.tags.get(name) in wanted]
+
+
+def _wants_halves(where: Filter) -> bool:
+    passes = [term.values for term in where.terms if term.name == PASS]
+    return bool(passes) and bool((passes[0] or frozenset()).intersection(_HALVES))
+
+
+def _without_pass(where: Filter) -> Filter:
+    return Filter(tuple(term for term in where.terms if term.name != PASS))
+
+
+def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
+    """``dag`` with every backward that some filter wants in halves split into BI and BW."""
+    wanted: set[int] = set()
+    for where in filters:
+        if _wants_halves(where):
+            rest = _without_pass(where)
+            wanted |= {
+                number
+                for number, node in enumerate(dag.nodes)
+                if node.compute.which is Pass.B and rest.accepts(node.tags)
+            }
+    if not wanted:
+        return dag
+    _refuse_ordered(dag, wanted)
+    nodes: list[Node] = []
+    moved: dict[int, int] = {}
+    for number, node in enumerate(dag.nodes):
+        moved[number] = len(nodes)
+        nodes.extend(_halves(dag, node, me) if number in wanted else [node])
+    return replace(
+        dag,
+        nodes=tuple(
+            replace(node, after=tuple(moved[b] for b in node.after)) if node.after else node
+            for node in nodes
+        ),
+    )
+
+
+def _refuse_ordered(dag: Dag, wanted: set[int]) -> None:
+    for number in sorted(wanted):
+        if dag.nodes[number].ordered_by:
+            raise DirectiveError(
+                f"{name_of(dag, number)} is ordered already as a whole and cannot be split into "
+                "BI and BW now: order its halves in the first order that speaks of it"
+            )
+
+
+def _passes(dag: Dag, node: Node) -> list[Pass]:
+    chunk = dag.model.chunks[node.compute.chunk]
+    return [p for p in _HALVES if p in chunk.variants[dag.policy(chunk.index)].passes]
+
+
+def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
+    made = []
+    for which in _passes(dag, node):
+        op = replace(node.compute, which=which)
+        reads, writes = dag.table.wire(op.chunk, which, dag.policy(op.chunk), op.microbatch)
+        tags = {**node.tags, PASS: which}
+        made.append(replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=me))
+    return made
+
+
+@named_arguments(DirectiveError)
+def order(*groups: Sequence[FilterLike] | FilterLike) -> Order:
+    """Run the groups one after another on their devices; filters inside one group overlap."""
+    rows = []
+    for group in groups:
+        if isinstance(group, str) or not isinstance(group, Sequence | Mapping):
+            raise DirectiveError(f"a group of an order is a list of filters, not {group!r}")
+        filters = [group] if isinstance(group, Mapping) else list(group)
+        rows.append(tuple(plain_filter(where) for where in filters))
+    return Order(tuple(rows))

@@ -1,0 +1,159 @@
+"""``partition``: groups consecutive regions into stages.
+
+layer[0] layer[1] layer[2] layer[3]   partition("layer", into="PP", parts=2)
+└──── PP[0] ────┘ └──── PP[1] ────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.base.arguments import named_arguments
+from piper.strategies.directives.directive import Directive, check_tag, positive
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.facts import ChunkFacts
+from piper.base.units import counted
+
+
+@dataclass(frozen=True)
+class Partition(Directive):
+    name: ClassVar[str] = "partition"
+    positional: ClassVar[tuple[str, ...]] = ("tag",)
+
+    tag: str
+    into: str
+    parts: int
+    by: str | Sequence[int] | Mapping[int, float] = "flops"
+
+    def check(self) -> None:
+        positive("parts", self.parts)
+        check_tag("tag", self.tag)
+        check_tag("into", self.into)
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        if self.into in dag.tag_values:
+            raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
+        regions = sorted({c.tags[self.tag] for c in dag.model.chunks if self.tag in c.tags})
+        if not regions and self.parts == 1 and isinstance(self.by, str):
+            return self._tagged(dag, [0] * len(dag.model.chunks), me)
+        if not regions:
+            known = sorted({t for c in dag.model.chunks for t in c.tags})
+            if set(known) <= {"loss"}:
+                raise DirectiveError(
+                    f"the model has no region {self.tag!r}, nor any other, to make "
+                    f"{counted(self.parts, 'stage')} of: name its regions with piper.annotate in "
+                    "the model, or by the paths of its modules with tags="
+                )
+            raise DirectiveError(f"no region is tagged {self.tag!r}; there are: {', '.join(known)}")
+        if self.parts > len(regions):
+            raise DirectiveError(
+                f"{self.parts} parts of {counted(len(regions), 'region')} {self.tag!r}: at most "
+                f"{len(regions)}"
+            )
+        owners = self._owners(dag.model.chunks, regions)
+        stages = self._stages(dag, regions, owners)
+        return self._tagged(dag, [stages[owner] for owner in owners], me)
+
+    def _tagged(self, dag: Dag, stages: Sequence[int], me: int) -> Dag:
+        """``dag`` with the stage of each chunk."""
+        changed = {
+            number: replace(
+                node, tags={**node.tags, self.into: stages[node.compute.chunk]}, made_by=me
+            )
+            for number, node in enumerate(dag.nodes)
+        }
+        return dag.with_nodes(changed)
+
+    def _owners(self, chunks: Sequence[ChunkFacts], regions: Sequence[int]) -> list[int]:
+        """For each chunk, the region it belongs to: its own, else that of the chunk before it,
+        else the first."""
+        owners: list[int] = []
+        for chunk in chunks:
+            before = owners[-1] if owners else regions[0]
+            owners.append(chunk.tags.get(self.tag, before))
+        return owners
+
+    def _stages(self, dag: Dag, regions: Sequence[int], owners: Sequence[int]) -> Mapping[int, int]:
+        """The stage of each region."""
+        if isinstance(self.by, Sequence) and not isinstance(self.by, str):
+            counts = list(self.by)
+            whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+            if not whole or len(counts) != self.parts or sum(counts) != len(regions):
+                raise DirectiveError(
+                    f"by={counts} must be {self.parts} positive counts that add up to "
+                    f"{len(regions)}, the number of regions {self.tag!r}"
+                )
+        else:
+            weights = dict.fromkeys(regions, 0.0)
+            if isinstance(self.by, Mapping):
+                weights = self._measured(regions, self.by)
+            else:
+                for chunk, owner in zip(dag.model.chunks, owners, strict=True):
+                    weights[owner] += self._weight(dag, chunk)
+            if not any(weights.values()):  # nothing known of any: as many for each
+                weights = dict.fromkeys(regions, 1.0)
+            counts = balanced([weights[region] for region in regions], self.parts)
+        stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        return dict(zip(regions, stages, strict=True))
+
+    def _measured(self, regions: Sequence[int], by: Mapping[int, float]) -> dict[int, float]:
+        if set(by) != set(regions):
+            raise DirectiveError(
+                f"by gives costs of the regions {sorted(by, key=str)}, but {self.tag!r} has "
+                f"{list(regions)}: give one for each"
+            )
+        good = all(isinstance(cost, int | float) and cost >= 0 for cost in by.values())
+        if not good:
+            raise DirectiveError(f"by={dict(by)} must give a cost, not negative, for each region")
+        return {region: float(cost) for region, cost in by.items()}
+
+    def _weight(self, dag: Dag, chunk: ChunkFacts) -> float:
+        if self.by == "flops":
+            passes = chunk.variants[dag.policy(chunk.index)].passes
+            return float(sum(f.flops for which, f in passes.items() if which.value in ("F", "B")))
+        if self.by == "params":
+            return float(sum(dag.model.parameters[name].nbytes for name in chunk.parameters))
+        raise DirectiveError(
+            f"by={self.by!r} is unknown: 'flops', 'params', a list of counts, or a mapping from "
+            "region to measured cost"
+        )
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """How many consecutive items each part gets, so that the heaviest part is lightest."""
+    n = len(weights)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best = [[float("inf")] * (n + 1) for _ in range(parts + 1)]
+    cut = [[0] * (n + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for k in range(1, parts + 1):
+        for end in range(k, n - (parts - k) + 1):
+            for start in range(k - 1, end):
+                cost = max(best[k - 1][start], sums[end] - sums[start])
+                if cost < best[k][end]:
+                    best[k][end], cut[k][end] = cost, start
+    counts, end = [], n
+    for k in range(parts, 0, -1):
+        counts.append(end - cut[k][end])
+        end = cut[k][end]
+    return counts[::-1]
+
+
+@named_arguments(DirectiveError)
+def partition(
+    tag: str, *, into: str, parts: int, by: str | Sequence[int] | Mapping[int, float] = "flops"
+) -> Partition:
+    """Group the regions named ``tag`` into ``parts`` stages named ``into``.
+
+    ``by`` is what the stages balance: "flops", "params", a mapping from region to measured cost,
+    or the number of regions in each stage. Chunks outside these regions join the stage before.
+    One stage needs no regions: it is the whole model.
+    """
+    if isinstance(by, Sequence) and not isinstance(by, str):
+        by = list(by)
+    return Partition(tag, into, parts, dict(by) if isinstance(by, Mapping) else by)

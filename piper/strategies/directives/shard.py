@@ -1,0 +1,276 @@
+"""``shard``: expert parallelism, and (``tensor.py``) tensor parallelism.
+
+    pre ─▶ EP ─▶ post   @0,1      shard({"EP": "*"})      pre ─▶ a2a ─▶ EP ─▶ a2a ─▶ post   @0,1
+          E experts each                                        E/2 experts each
+
+The region's parameters are sharded along ``dim`` over its group; its inputs and outputs, which are
+expert-major, are dispatched and combined by all_to_all so that each device computes its own experts
+for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.base.arguments import named_arguments
+from piper.strategies.directives.directive import Directive, axis_names, check_axis, check_stream, plain_filter, positive, whole_chunks
+from piper.strategies.directives.tensor_parallel import check_patterns, refuse_tied_names, tensor_rules
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import ChunkFacts
+from piper.ir.dag.filters import Filter, FilterLike
+from piper.ir.mesh import Mesh
+from piper.ir.ops import Group
+from piper.ir.rules import ShardRule
+from piper.ir.dag.dag_text import name_of
+
+
+@dataclass(frozen=True)
+class Shard(Directive):
+    name: ClassVar[str] = "shard"
+
+    where: FilterLike
+    stream: str | None = None
+    dim: int = 0
+    ways: int | None = None
+    axis: str | None = None
+    parameters: Mapping[str, int | str] | None = None
+    sequence: bool = False
+    capacity: float | None = None
+    batch: tuple[str, ...] | None = None
+
+    def check(self) -> None:
+        if self.stream is not None:
+            check_stream("stream", self.stream)
+        check_axis("axis", self.axis)
+        check_patterns(self.parameters)
+        if self.axis is None and (self.parameters is not None or self.sequence):
+            raise DirectiveError(
+                "parameters= and sequence= are of tensor parallelism: name the axis of the "
+                "mesh along which the parameters are sharded, axis="
+            )
+        if not isinstance(self.dim, int) or self.dim < 0:
+            raise DirectiveError(f"dim={self.dim!r} must be the number of a dimension, from 0")
+        if self.capacity is not None and not (
+            isinstance(self.capacity, int | float) and self.capacity > 0
+        ):
+            raise DirectiveError(
+                f"capacity={self.capacity!r} must be a positive number, of how many times a "
+                "device's own rows there is room for, or None for all"
+            )
+        if self.ways is not None:
+            positive("ways", self.ways)
+            if self.axis is not None:
+                raise DirectiveError(f"ways={self.ways} and axis={self.axis!r}: give one of them")
+        if self.batch is not None and self.axis is not None:
+            raise DirectiveError(
+                f"batch={list(self.batch)} and axis={self.axis!r}: with axes that divide the rows "
+                "of experts, say how many ways, ways="
+            )
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        numbers = whole_chunks(dag, Filter.of(self.where), "sharding")
+        if self._is_tensor(dag, numbers):
+            assert self.axis is not None
+            stream = self.stream or self.axis
+            return tensor_rules(dag, me, numbers, self.axis, self.parameters, self.sequence, stream)
+        return self._experts(dag, me, numbers, self.stream or "exchange")
+
+    def check_names(self, keys: Mapping[str, str]) -> None:
+        """Refuse names of tied parameters that are not their first ones, which ``keys`` has."""
+        with self._named():
+            refuse_tied_names(self.parameters or (), keys)
+
+    def _is_tensor(self, dag: Dag, numbers: list[int]) -> bool:
+        """Whether it is along an axis whose devices have the same rows."""
+        if self.axis is None:
+            return False
+        for number in numbers:
+            node = dag.nodes[number]
+            if not node.devices:
+                raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
+            self._refuse_no_axis(node, name_of(dag, number), self.axis)
+            assert node.mesh is not None
+            if node.mesh.size(self.axis) > 1:
+                return self.parameters is not None or node.mesh.stride(self.axis) < node.replicas
+        return self.parameters is not None
+
+    def _experts(self, dag: Dag, me: int, numbers: list[int], stream: str) -> Dag:
+        shards = dict(dag.shards)
+        groups: dict[int, Group] = {}
+        dag = self._with_rows_divided(dag, me, numbers)
+        for number in numbers:
+            node = dag.nodes[number]
+            chunk = dag.model.chunks[node.compute.chunk]
+            if not node.devices:
+                raise DirectiveError(f"{name_of(dag, number)} is not placed yet: place it before")
+            if chunk.sorted_rows is not None:
+                self._refuse_sequence(dag, chunk.index, node, name_of(dag, number))
+            ways, stride = self._division(node, name_of(dag, number))
+            if node.parts % ways:
+                raise DirectiveError(
+                    f"ways={ways} does not divide the {node.parts} devices of "
+                    f"{name_of(dag, number)}"
+                )
+            rule = ShardRule(ways, self.dim, stream, me, stride, capacity=self.capacity)
+            earlier = shards.get(chunk.index, rule)
+            if earlier != rule and earlier.made_by == me:
+                raise DirectiveError(
+                    f"{name_of(dag, number)} runs on {list(node.devices)}, but other microbatches "
+                    f"of it on {list(groups[chunk.index])}: say how many ways, ways="
+                )
+            if earlier.made_by != me:
+                raise DirectiveError(
+                    f"{name_of(dag, number)} is sharded already, {earlier.ways} ways by "
+                    f"{dag.history[earlier.made_by]}"
+                )
+            if chunk.random and ways > 1:
+                raise DirectiveError(
+                    f"{name_of(dag, number)} draws random numbers (dropout): a share of its rows "
+                    "would draw others than the whole; do that outside the region"
+                )
+            if self.capacity is not None and chunk.sorted_rows is None:
+                raise DirectiveError(
+                    f"capacity={self.capacity}: {name_of(dag, number)} has a fixed number of rows "
+                    "for each expert; capacity= is of rows that are sorted by expert"
+                )
+            shards[chunk.index] = rule
+            groups[chunk.index] = node.devices
+            self._check(dag, chunk, ways, name_of(dag, number))
+        self._refuse_half_shared(dag, shards)
+        return replace(dag, shards=shards)
+
+    def _with_rows_divided(self, dag: Dag, me: int, numbers: list[int]) -> Dag:
+        """``dag`` where all axes in ``batch`` divide the rows of the matched nodes."""
+        if self.batch is None:
+            return dag
+        changed: dict[int, Node] = {}
+        rules = dict(dag.tensor)
+        meshes: dict[int, Mesh] = {}  # groups are shared objects
+        for number in numbers:
+            node = dag.nodes[number]
+            for axis in self.batch if node.devices else ():
+                self._refuse_no_axis(node, name_of(dag, number), axis)
+            if node.mesh is None:
+                continue
+            mesh = meshes.setdefault(id(node.devices), node.mesh.first(self.batch))
+            others = [size for axis, size in mesh.axes if axis not in self.batch]
+            changed[number] = replace(
+                node, devices=mesh.devices, mesh=mesh, replicas=math.prod(others), made_by=me
+            )
+            chunk = node.compute.chunk
+            rules[chunk] = tuple(r for r in dag.tensor.get(chunk, ()) if r.axis not in self.batch)
+        return replace(
+            dag.with_nodes(changed), tensor={chunk: row for chunk, row in rules.items() if row}
+        )
+
+    def _division(self, node: Node, name: str) -> tuple[int, int]:
+        """Over how many devices of a node the experts are sharded, and how far these are apart."""
+        if self.axis is None:
+            return (node.parts if self.ways is None else self.ways), node.replicas
+        self._refuse_no_axis(node, name, self.axis)
+        assert node.mesh is not None
+        return node.mesh.size(self.axis), node.mesh.stride(self.axis)
+
+    def _refuse_no_axis(self, node: Node, name: str, axis: str) -> None:
+        mesh = node.mesh
+        if mesh is None or axis not in dict(mesh.axes):
+            axes = ", ".join(name for name, _ in mesh.axes) if mesh else ""
+            has = f"has the axes {axes}" if axes else "has no named axes"
+            raise DirectiveError(
+                f"axis={axis!r}: {name} is placed on {mesh or list(node.devices)}, which "
+                f"{has}; give place(..., devices=Mesh(..., {axis}=...))"
+            )
+
+    def _refuse_sequence(self, dag: Dag, chunk: int, node: Node, name: str) -> None:
+        """Rows in the order of experts are not in that of the sequence."""
+        for rule in dag.tensor.get(chunk, ()):
+            if rule.ways > 1 and rule.split is not None and node.mesh is not None:
+                axes = [axis for axis, _ in node.mesh.axes]
+                raise DirectiveError(
+                    f"{name} takes rows that are sorted by expert, but "
+                    f"{dag.history[rule.made_by]} shards the sequence along {rule.axis!r}: let all "
+                    f"axes divide these rows, shard(..., batch={axes}), as mesh does"
+                )
+
+    def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
+        """A parameter is sharded for all regions that use it or for none."""
+        sharded = {name for chunk in shards for name in dag.model.chunks[chunk].parameters}
+        for chunk in dag.model.chunks:
+            shared = sharded.intersection(chunk.parameters)
+            if shared and chunk.index not in shards:
+                raise DirectiveError(
+                    f"the parameter {min(shared)!r} is used by a region that the filter does not "
+                    f"match too ({dict(chunk.tags)}): shard all of its regions in one directive"
+                )
+
+    def _check(self, dag: Dag, chunk: ChunkFacts, ways: int, name: str) -> None:
+        sizes = {}
+        for parameter in chunk.parameters:
+            shape = dag.model.parameters[parameter].shape
+            if len(shape) <= self.dim:
+                raise DirectiveError(
+                    f"{name} cannot be sharded: {parameter} has shape {list(shape)} and no "
+                    f"dimension {self.dim}"
+                )
+            sizes[parameter] = shape[self.dim]
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{parameter} has {n}" for parameter, n in sizes.items())
+            raise DirectiveError(
+                f"{name} mixes experts: dimension {self.dim} of its parameters differs ({found}); "
+                "put the experts alone into the region"
+            )
+        if not sizes:
+            raise DirectiveError(f"{name} has no parameters to shard")
+        experts = next(iter(sizes.values()))
+        if experts % ways:
+            fits = [n for n in range(1, experts + 1) if experts % n == 0]
+            raise DirectiveError(
+                f"{name}: {experts} experts do not divide over {ways} devices; "
+                f"numbers that work: {', '.join(map(str, fits))}"
+            )
+        for value in (*chunk.inputs, *chunk.outputs) if chunk.sorted_rows is None else ():
+            facts = dag.model.values[value]
+            if len(facts.shape) < 2 or facts.shape[0] != experts:
+                raise DirectiveError(
+                    f"{name} mixes experts: its input or output {facts.name} has shape "
+                    f"{list(facts.shape)} and is not expert-major ([{experts}, rows, ...]); do the "
+                    "dispatch and the combination outside the region"
+                )
+
+
+@named_arguments(DirectiveError)
+def shard(
+    where: FilterLike,
+    *,
+    stream: str | None = None,
+    dim: int = 0,
+    ways: int | None = None,
+    axis: str | None = None,
+    parameters: Mapping[str, int | str] | None = None,
+    sequence: bool = False,
+    capacity: float | None = None,
+    batch: str | Sequence[str] | None = None,
+) -> Shard:
+    """Shard the parameters of the matched regions over their devices.
+
+    Expert parallelism: along ``dim``, over the whole group. What the regions take and make is
+    dispatched and combined by all_to_all on ``stream``. ``ways`` fewer than the group's size makes
+    several such groups of neighbours, each with all experts; ``axis`` names the axis of a ``Mesh``
+    along which they lie. Rows that are sorted by expert are sent as many as there are for each
+    (no token is dropped); a device has room for ``capacity`` times its own rows, or for all.
+    ``batch`` names the axes of the ``Mesh`` that divide the rows of these regions, by default those
+    of ``place``: with the axes of tensor and context parallelism among them, each row goes through
+    its experts once, and not once on each device along these axes.
+
+    Tensor parallelism: along an ``axis`` that is not in ``place(batch=)``, whose devices have the
+    same rows. ``parameters`` maps patterns of parameters' names to the dimension that is sharded,
+    or of modules' names to "column" or "row"; without it, what the model itself declares
+    (its attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards
+    what would be replicated between the sharded products along dimension 1 (sequence parallelism).
+    """
+    rows = axis_names("batch", batch)
+    return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence, capacity, rows)

@@ -1,0 +1,72 @@
+"""``split``: the batch in microbatches.
+
+F ─▶ B          split(into="MB", parts=2)        F MB[0] ─▶ B MB[0]
+                                                 F MB[1] ─▶ B MB[1]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.base.arguments import named_arguments
+from piper.strategies.directives.directive import Directive, check_tag, plain_filter, positive
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.filters import Filter, FilterLike, select
+
+
+@dataclass(frozen=True)
+class Split(Directive):
+    name: ClassVar[str] = "split"
+
+    where: FilterLike
+    into: str
+    parts: int
+
+    def check(self) -> None:
+        positive("parts", self.parts)
+        check_tag("into", self.into)
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        if dag.microbatches is not None:
+            raise DirectiveError(f"the batch is split already, into {dag.microbatches[0]!r}")
+        if self.into in dag.tag_values:
+            raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
+        if any(node.after for node in dag.nodes):
+            raise DirectiveError("the nodes are ordered already: split before order")
+        if len(select(dag, Filter.of(self.where))) < len(dag.nodes):
+            raise DirectiveError(
+                "a part of the model cannot be split alone: all of it sees the same microbatches; "
+                "use where={}"
+            )
+        if dag.model.batch % self.parts:
+            sizes = [n for n in range(1, dag.model.batch + 1) if dag.model.batch % n == 0]
+            raise DirectiveError(
+                f"a batch of {dag.model.batch} does not divide into {self.parts} microbatches. "
+                f"Numbers that divide it: {', '.join(map(str, sizes))}. Set parts= of split, or "
+                "microbatches= of mesh, to one of them, or change the batch"
+            )
+        nodes = tuple(
+            self._copy(dag, node, microbatch, me)
+            for microbatch in range(self.parts)
+            for node in dag.nodes
+        )
+        return replace(dag, nodes=nodes, microbatches=(self.into, self.parts))
+
+    def _copy(self, dag: Dag, node: Node, microbatch: int, me: int) -> Node:
+        first = microbatch * dag.table.size
+        return replace(
+            node,
+            op=replace(node.compute, microbatch=microbatch),
+            tags={**node.tags, self.into: microbatch},
+            reads=tuple(first + value for value in node.reads),
+            writes=tuple(first + value for value in node.writes),
+            made_by=me,
+        )
+
+
+@named_arguments(DirectiveError)
+def split(where: FilterLike | None = None, *, into: str = "MB", parts: int) -> Split:
+    """Split the batch into ``parts`` microbatches, numbered by the tag ``into``."""
+    return Split(plain_filter(where or {}), into, parts)

@@ -1,0 +1,71 @@
+"""``stream``: assigns nodes to a logical stream and says what is asked of it.
+
+same stream: one after the other          different streams: may overlap
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from piper.base.arguments import named_arguments
+from piper.strategies.directives.directive import Directive, check_stream, plain_filter
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.filters import Filter, FilterLike, select
+from piper.ir.rules import Rest, Sms, StreamRule
+
+
+@dataclass(frozen=True)
+class Stream(Directive):
+    name: ClassVar[str] = "stream"
+    positional: ClassVar[tuple[str, ...]] = ("where", "stream")
+
+    where: FilterLike | None
+    stream: str
+    priority: int | None = None
+    sms: int | Literal["rest"] | None = None
+
+    def check(self) -> None:
+        check_stream("name", self.stream)
+        if self.sms is not None:
+            _share(self.sms)
+
+    def rewrite(self, dag: Dag, me: int) -> Dag:
+        sms = None if self.sms is None else _share(self.sms)
+        matched = [] if self.where is None else select(dag, Filter.of(self.where))
+        changed = {i: replace(dag.nodes[i], stream=self.stream, made_by=me) for i in matched}
+        old = dag.streams.get(self.stream, StreamRule())
+        rule = StreamRule(
+            old.priority if self.priority is None else self.priority,
+            old.sms if sms is None else sms,
+        )
+        return replace(dag.with_nodes(changed), streams={**dag.streams, self.stream: rule})
+
+
+def _share(sms: object) -> Sms:
+    """A share of a GPU as the user wrote it."""
+    if sms == Rest.REST.value:
+        return Rest.REST
+    if not isinstance(sms, int) or isinstance(sms, bool) or sms < 1:
+        raise DirectiveError(f"sms={sms!r} must be a positive whole number, or 'rest'")
+    return sms
+
+
+@named_arguments(DirectiveError)
+def stream(
+    where: FilterLike | None,
+    name: str,
+    *,
+    priority: int | None = None,
+    sms: int | Literal["rest"] | None = None,
+) -> Stream:
+    """Run the matched nodes on the logical stream ``name``.
+
+    ``sms`` is its share of each GPU's multiprocessors: a number, or "rest" for what the numbers of
+    all streams leave. Shares of different streams do not overlap, but all "rest" are one share.
+
+    With None for a filter no node is moved: it says what is asked of a stream that another
+    directive sends, reduces, dispatches or combines on.
+    """
+    return Stream(None if where is None else plain_filter(where), name, priority, sms)

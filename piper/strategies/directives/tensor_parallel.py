@@ -1,0 +1,261 @@
+"""``shard`` along an axis whose devices have the same rows: tensor parallelism.
+
+Which parameters are sharded and how is written with patterns; how activations are sharded, and all
+communication, follows from that when the regions are propagated.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from piper.capture.chunk.chunks import Style
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.rules import TensorRule
+from piper.ir.dag.dag_text import name_of, region_of
+from piper.base.reading import shown
+
+Wanted = int | str
+_STYLES = {
+    "column": Style.COLUMN,
+    "colwise": Style.COLUMN,
+    "colwise_rep": Style.COLUMN,
+    "colwise_gather_output": Style.COLUMN,
+    "packed_colwise": Style.COLUMN,
+    "row": Style.ROW,
+    "rowwise": Style.ROW,
+    "rowwise_rep": Style.ROW,
+    "rowwise_split_input": Style.ROW,
+    "embedding_rowwise": Style.ROW,
+    "packed_rowwise": Style.ROW,
+}
+"""Ours and those of ``transformers``: what else those say of activations is derived here."""
+MODEL = "model"
+"""In place of a style: as the model declares."""
+
+
+def tensor_rules(
+    dag: Dag,
+    me: int,
+    numbers: Iterable[int],
+    axis: str,
+    parameters: Mapping[str, Wanted] | None,
+    sequence: bool,
+    stream: str,
+) -> Dag:
+    """``dag`` whose nodes ``numbers`` are sharded along ``axis``."""
+    rules = dict(dag.tensor)
+    chosen = _Chosen(dag, parameters)
+    for number in numbers:
+        node, name = dag.nodes[number], name_of(dag, number)
+        chunk = node.compute.chunk
+        ways, stride = _division(node, axis, name)
+        wanted = chosen.of(chunk)
+        rule = TensorRule(axis, ways, stride, stream, me, wanted, 1 if sequence else None)
+        rules[chunk] = with_rule(dag, name, rules.get(chunk, ()), rule)
+        if chunk in dag.shards:
+            raise DirectiveError(
+                f"{name} is sharded already by {dag.history[dag.shards[chunk].made_by]}: leave "
+                "the experts' region out of the filter"
+            )
+    chosen.refuse_unused()
+    _refuse_half_sharded(dag, rules)
+    return replace(dag, tensor=rules)
+
+
+def _refuse_half_sharded(dag: Dag, rules: Mapping[int, tuple[TensorRule, ...]]) -> None:
+    """A parameter is sharded alike for all regions that use it."""
+    first: dict[str, tuple[int, TensorRule]] = {}
+    for chunk, row in rules.items():
+        for rule in row:
+            for name in rule.parameters if rule.ways > 1 else ():
+                first.setdefault(name, (chunk, rule))
+    for user in dag.model.chunks:
+        for name in first.keys() & set(user.parameters):
+            chunk, one = first[name]
+            others = [r for r in rules.get(user.index, ()) if name in r.parameters]
+            if any(
+                (r.ways, r.parameters[name]) == (one.ways, one.parameters[name]) for r in others
+            ):
+                continue
+            raise DirectiveError(
+                f"the parameter {name!r} is sharded {one.ways} ways along {one.axis} in "
+                f"{region_of(dag, chunk)} and otherwise in {region_of(dag, user.index)}, which "
+                "uses it too: shard it in both, over equal numbers of devices, or leave it out of "
+                "parameters="
+            )
+
+
+def with_rule(
+    dag: Dag, name: str, rules: tuple[TensorRule, ...], rule: TensorRule
+) -> tuple[TensorRule, ...]:
+    """``rules`` of the chunk of node ``name`` and one more, unless it is there."""
+    for earlier in rules:
+        again = replace(earlier, made_by=rule.made_by) == rule
+        if earlier == rule or (again and not rule.parameters):  # of other microbatches
+            return rules
+        if earlier.made_by == rule.made_by:
+            raise DirectiveError(
+                f"other microbatches of {name} run on a mesh where {rule.axis} has another size or "
+                "place"
+            )
+        if earlier.made_by != rule.made_by and (
+            earlier.axis == rule.axis or (earlier.parameters and rule.parameters)
+        ):
+            raise DirectiveError(
+                f"{name} is sharded already by {dag.history[earlier.made_by]}: its parameters are "
+                "sharded along one axis"
+            )
+    return (*rules, rule)
+
+
+def refuse_other_ways(dag: Dag) -> None:
+    """The regions must be cut into segments for the devices that they are placed on."""
+    for chunk, rules in dag.tensor.items():
+        ways = {segment.axis: segment.ways for segment in dag.model.chunks[chunk].segments}
+        for rule in rules:
+            if ways and ways.get(rule.axis, 1) != rule.ways:
+                raise DirectiveError(
+                    f"{region_of(dag, chunk)} was cut for {ways.get(rule.axis, 1)} devices along "
+                    f"{rule.axis} and is placed on {rule.ways}: say the stages of partition, "
+                    "by=[...]"
+                )
+
+
+def _division(node: Node, axis: str, name: str) -> tuple[int, int]:
+    mesh = node.mesh
+    assert mesh is not None
+    stride = mesh.stride(axis)
+    if mesh.size(axis) > 1 and stride >= node.replicas:
+        raise DirectiveError(
+            f"axis={axis!r} shards the batch in {name}: for tensor parallelism its devices must "
+            "have the same rows; leave it out of place(batch=)"
+        )
+    return mesh.size(axis), stride
+
+
+class _Chosen:
+    """The parameters that patterns name."""
+
+    def __init__(self, dag: Dag, patterns: Mapping[str, Wanted] | None) -> None:
+        self._dag = dag
+        self._given = patterns is not None
+        declared = dag.model.declared
+        if patterns is not None and not patterns:
+            raise DirectiveError(
+                "parameters={} shards nothing: name parameters, or leave parameters= out for the "
+                "plan that the model declares"
+            )
+        if not declared and (patterns is None or MODEL in patterns.values()):
+            raise DirectiveError(
+                "the model declares no plan for tensor parallelism (_tp_plan, as transformers "
+                "models have): say how parameters are sharded, "
+                "parameters={'*.up.weight': 0, '*.down.weight': 1}"
+            )
+        self._patterns = {"*": MODEL} if patterns is None else patterns
+        plan = [(own, _declared(own, how)) for own, how in declared.items()]
+        self._rules: list[tuple[str, str, int | Style | None]] = []
+        for pattern, wanted in self._patterns.items():
+            if wanted == MODEL:
+                self._rules += [(pattern, own, how) for own, how in plan if how is not None]
+            self._rules.append((pattern, "*", None if wanted == MODEL else _style(pattern, wanted)))
+        self._used: set[str] = set()
+
+    def of(self, chunk: int) -> dict[str, int | Style]:
+        """How the parameters of a chunk are sharded, those that are."""
+        styles = ((name, self._of(name)) for name in self._dag.model.chunks[chunk].parameters)
+        return {name: how for name, how in styles if how is not None}
+
+    def _of(self, name: str) -> int | Style | None:
+        """How a parameter is sharded; the first pattern that names it says so."""
+        for pattern, declared, how in self._rules:
+            if _matches(name, pattern) and _matches(name, declared):
+                self._used.add(pattern)
+                return how
+        return None
+
+    def refuse_unused(self) -> None:
+        unused = [p for p in self._patterns if p not in self._used] if self._given else []
+        if unused:
+            names = list(self._dag.model.parameters)
+            close = [*difflib.get_close_matches(unused[0], names, n=4), *names]
+            shown = list(dict.fromkeys(close))[:8]
+            raise DirectiveError(
+                f"parameters: the pattern {unused[0]!r} matches no parameter of the regions; there "
+                f"are {', '.join(shown)}{', ...' if len(names) > 8 else ''}"
+            )
+
+
+def check_patterns(parameters: object) -> None:
+    """Refuse what does not map patterns to how their parameters are sharded."""
+    if parameters is None:
+        return
+    if not isinstance(parameters, Mapping) or not all(isinstance(p, str) for p in parameters):
+        raise DirectiveError(
+            f"parameters={shown(parameters)} must map patterns of names to the number of a "
+            "dimension, 'column' or 'row', such as {'*.up.weight': 0}"
+        )
+
+
+def refuse_tied_names(patterns: Iterable[str], keys: Mapping[str, str]) -> None:
+    """Refuse patterns of names that a parameter has beside its first one, as a head that is tied to
+    the embedding. ``keys`` has the first name for each."""
+    firsts = set(keys.values())
+    for pattern in patterns:
+        tied = [key for key, first in keys.items() if key != first and _matches(key, pattern)]
+        if tied and not any(_matches(first, pattern) for first in firsts):
+            raise DirectiveError(
+                f"parameters: {pattern!r} names {tied[0]!r}, which is tied: it is the parameter "
+                f"{keys[tied[0]]!r}. Use that name"
+            )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a parameter, or the module that it is of."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+
+
+def _declared(pattern: str, how: str) -> int | Style | None:
+    try:
+        return _style(pattern, how)
+    except DirectiveError:
+        raise DirectiveError(
+            f"the model's own plan for tensor parallelism (tensor_plan or _tp_plan) shards "
+            f"{pattern!r} by {how!r}, which is unknown here: say how parameters are sharded, "
+            "parameters={'*.up.weight': 'column', '*.down.weight': 'row'}"
+        ) from None
+
+
+def _style(pattern: str, how: object) -> int | Style | None:
+    if isinstance(how, int) and not isinstance(how, bool) and how >= 0:
+        return how
+    if isinstance(how, str) and how in _STYLES:
+        return _STYLES[how]
+    if isinstance(how, str) and how in _OTHERS:
+        return None
+    raise DirectiveError(
+        f"parameters: {pattern!r} is to be sharded {how!r}: give the number of a dimension, "
+        "'column', 'row', 'replicate' or, for the plan that the model declares, 'model'"
+    )
+
+
+_OTHERS = (
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicate",
+    "all_reduce",
+    "sequence_parallel",
+    "replicated",
+    "replicated_with_grad_allreduce",
+    "gather",
+    "local",
+    "isolated",
+    "moe_tp_experts",
+    "grouped_gemm",
+    "ep_router",
+    "ep_dispatch_experts",
+)
+"""What ``transformers`` says of modules whose parameters are replicated here."""

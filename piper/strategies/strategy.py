@@ -1,0 +1,210 @@
+"""A strategy: a list of directives, applied in order, that can be added, printed, saved and read.
+
+Reads two forms of JSON: its own (``to_json``), and that of the published system, whose objects say
+``filter``, ``device``, ``bucket_size``, ``shard_grads``, ``shard_params``, ``dim_name`` and
+``num_microbatches``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from piper.capture.chunk.remat_choice import RematPolicy
+from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
+from piper.strategies.join_last import join_last
+from piper.strategies.directives.partition import Partition
+from piper.base.errors import DirectiveError
+from piper.ir.dag.dag import Dag
+from piper.ir.mesh import Mesh
+from piper.ir.dag.verify_dag import verify
+from piper.base.reading import MalformedError, check_limits, file_bytes, parsed, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Directives in the order in which they are applied."""
+
+    directives: tuple[Directive, ...]
+
+    def __init__(self, directives: Iterable[Directive]) -> None:
+        if isinstance(directives, Strategy):
+            directives = directives.directives
+        if not isinstance(directives, Iterable):
+            raise DirectiveError(
+                f"a strategy is a list of directives, not a {type(directives).__name__}"
+            )
+        given = tuple(directives)
+        for directive in given:
+            if not isinstance(directive, Directive):
+                raise DirectiveError(
+                    f"a strategy is a list of directives; {directive!r} is a "
+                    f"{type(directive).__name__}"
+                )
+            directive.checked()
+        object.__setattr__(self, "directives", given)
+
+    def apply(self, dag: Dag) -> Dag:
+        """``dag`` after all directives, checked. What follows the last placed region joins it."""
+        after = dag
+        for directive in self.directives:
+            after = directive.apply(after, check=False)
+        after = join_last(after)
+        try:
+            verify(after)
+        except DirectiveError:
+            for _ in self.steps(dag):  # again, to name the directive that went wrong
+                pass
+            raise
+        return after
+
+    def policies(self, default: RematPolicy) -> tuple[RematPolicy, ...]:
+        """All that regions may recompute by: the ``default``, and what directives say. Costs of
+        computing nothing again are always wanted, to compare with."""
+        said = {policy for directive in self.directives for policy in directive.policies}
+        return tuple(p for p in RematPolicy if p in {RematPolicy.NONE, default, *said})
+
+    def as_in(self, placed: Dag) -> Strategy:
+        """The same strategy with every partition as it came out in ``placed``, whatever it is by:
+        for a model in evaluation mode, whose parameters are where training has them."""
+
+        def counted(partition: Partition) -> Partition:
+            tag, into = partition.tag, partition.into
+            stages = {n.tags[tag]: n.tags[into] for n in placed.nodes if tag in n.tags}
+            if not stages:  # the whole model is one stage
+                return partition
+            counts = Counter(stages.values())
+            return replace(partition, by=[counts[stage] for stage in range(partition.parts)])
+
+        return Strategy(counted(d) if isinstance(d, Partition) else d for d in self.directives)
+
+    def steps(self, dag: Dag) -> Iterator[Dag]:
+        """``dag`` after each directive."""
+        for directive in self.directives:
+            dag = directive.apply(dag)
+            yield dag
+
+    def __add__(self, other: Strategy) -> Strategy:
+        if not isinstance(other, Strategy):
+            return NotImplemented
+        return Strategy((*self.directives, *other.directives))
+
+    def __str__(self) -> str:
+        lines = "".join(f"    {directive},\n" for directive in self.directives)
+        return f"Strategy([\n{lines}])"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The strategy as plain data."""
+        return [directive.to_json() for directive in self.directives]
+
+    @staticmethod
+    def from_json(data: str | Sequence[Mapping[str, Any]]) -> Strategy:
+        """The strategy that ``to_json``, or a file of the published system, wrote."""
+        items = data
+        try:
+            if isinstance(data, str):
+                items = parsed(data)
+            else:
+                check_limits(data)
+        except MalformedError as error:
+            raise DirectiveError(f"the strategy cannot be read: {error}") from None
+        if not isinstance(items, Sequence) or isinstance(items, str):
+            raise DirectiveError("a strategy in JSON is a list of objects, each with an 'op'")
+        return Strategy(_read(item, place) for place, item in enumerate(items))
+
+    @staticmethod
+    def load(path: str | Path) -> Strategy:
+        """The strategy in a JSON file."""
+        try:
+            text = file_bytes(path).decode()
+        except (OSError, ValueError, MalformedError) as error:
+            raise DirectiveError(f"the strategy {path} cannot be read: {error}") from error
+        return Strategy.from_json(text)
+
+
+def _read(item: Any, at: int) -> Directive:
+    op = item.get("op") if isinstance(item, Mapping) else None
+    if not isinstance(op, str) or op not in _READERS:
+        known = ", ".join(_READERS)
+        raise DirectiveError(f"directive {at}: {shown(item)} has no 'op' that is known: {known}")
+    fields = {key: value for key, value in item.items() if key != "op"}
+    if "filter" in fields:
+        fields["where"] = fields.pop("filter")
+    if "where" in fields and isinstance(fields["where"], Mapping):
+        fields["where"] = _where(fields["where"])
+    try:
+        if "device" in fields:
+            fields["devices"] = _devices(fields)
+        return _READERS[op](fields)
+    except (TypeError, KeyError, ValueError, AttributeError, DirectiveError) as error:
+        raise DirectiveError(f"directive {at}, {op}: {error} in {shown(dict(item), 200)}") from None
+
+
+def _where(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A filter as JSON has it: null stands for a tag that must be absent."""
+    return {name: "-" if value is None else value for name, value in given.items()}
+
+
+def _devices(fields: dict[str, Any]) -> Any:
+    """The devices of a directive that says ``device``, one or several."""
+    given = fields.pop("device")
+    if "devices" in fields:
+        raise KeyError("both 'device' and 'devices' are given: leave one out")
+    return given if isinstance(given, Sequence) else [given]
+
+
+def _place(fields: dict[str, Any]) -> Directive:
+    axes = fields.pop("axes", None)
+    if axes is not None:
+        fields["devices"] = Mesh(fields["devices"], **axes)
+    return place(fields.pop("where"), **fields)
+
+
+def _replicate(fields: dict[str, Any]) -> Directive:
+    grads, params = fields.pop("shard_grads", False), fields.pop("shard_params", False)
+    if grads or params:
+        fields["zero"] = 3 if params else 2
+    if (bucket := fields.pop("bucket_size", None)) is not None:
+        fields["bucket_mb"] = bucket
+    return replicate(fields.pop("where"), **fields)
+
+
+def _shard(fields: dict[str, Any]) -> Directive:
+    fields.pop("devices", None)  # the published form repeats where the region is placed
+    return shard(fields.pop("where"), **fields)
+
+
+def _split(fields: dict[str, Any]) -> Directive:
+    into = fields.pop("dim_name", fields.pop("into", "MB"))
+    parts = fields.pop("num_microbatches", fields.pop("parts", None))
+    return split(fields.pop("where", {}), into=into, parts=parts, **fields)
+
+
+def _order(fields: dict[str, Any]) -> Directive:
+    groups = fields.pop("filters")
+    if fields:
+        raise KeyError(f"unknown fields {sorted(fields)}")
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise TypeError("filters must be a list of groups, each a list of filters,")
+    return order(*([_where(f) for f in group] for group in groups))
+
+
+def _partition(fields: dict[str, Any]) -> Directive:
+    if isinstance(fields.get("by"), Mapping):
+        fields["by"] = {int(region): cost for region, cost in fields["by"].items()}
+    return partition(fields.pop("tag"), **fields)
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Directive]] = {
+    "partition": _partition,
+    "split": _split,
+    "place": _place,
+    "replicate": _replicate,
+    "shard": _shard,
+    "order": _order,
+    "stream": lambda fields: stream(fields.pop("where", None), fields.pop("stream"), **fields),
+    "remat": lambda fields: remat(fields.pop("where"), **fields),
+}

@@ -1,0 +1,85 @@
+"""One step, or two side by side, as a page to explore: ``Run``s go in, one HTML file comes out.
+
+Everything is inside the file. The events stand in it as columns of numbers, with every string once,
+so that a hundred thousand of them stay a few megabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from piper.base.errors import PiperError
+from piper.base.numbering import Numbered
+from piper.view.pages.inline import page
+from piper.view.runs import Event, Run, ShownDevice
+
+_SCRIPTS = (
+    "common.js",
+    "timeline_data.js",
+    "timeline_layout.js",
+    "timeline_draw.js",
+    "timeline_panel.js",
+    "timeline.js",
+)
+_DIGITS = 12
+"""After the point, of times in seconds: finer than any clock, and short to write."""
+
+
+def timeline_page(*runs: Run) -> str:
+    """A page with the timeline of one run, or of two to compare."""
+    if not 1 <= len(runs) <= 2:
+        raise PiperError(f"a timeline shows one run, or two to compare, not {len(runs)}")
+    strings = Numbered()
+    data = {"runs": [_run(run, strings) for run in runs], "strings": strings.items}
+    title = " and ".join(run.title for run in runs)
+    return page(title, "timeline.html", ("common.css", "timeline.css"), _SCRIPTS, data)
+
+
+def _run(run: Run, strings: Numbered) -> dict[str, Any]:
+    events = sorted(run.events, key=lambda e: (e.row, e.start))  # the page searches by halving
+    text = strings.number
+    return {
+        "title": run.title,
+        "seconds": run.seconds,
+        "facts": [[name, figure] for name, figure in run.facts.items()],
+        "devices": [_device(device) for device in run.devices],
+        "rows": [[row.device, row.stream] for row in run.rows],
+        "firsts": _firsts(events, len(run.rows)),
+        "start": _times(e.start for e in events),
+        "end": _times(e.end for e in events),
+        "name": [text(e.name) for e in events],
+        "node": [e.node for e in events],
+        "pc": [e.pc for e in events],
+        "kind": [text(e.kind) for e in events],
+        "microbatch": [-1 if e.microbatch is None else e.microbatch for e in events],
+        "stage": [text(e.stage) for e in events],
+        "directive": [text(e.directive) for e in events],
+        "tags": [text(e.tags) for e in events],
+        "nbytes": [e.nbytes for e in events],
+        "flops": [e.flops for e in events],
+        "critical": [int(e.critical) for e in events],
+    }
+
+
+def _device(device: ShownDevice) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "limit": device.limit,
+        "times": _times(moment for moment, _ in device.memory),
+        "bytes": [nbytes for _, nbytes in device.memory],
+    }
+
+
+def _firsts(events: list[Event], rows: int) -> list[int]:
+    """Where the events of each row begin, and where the last row's end."""
+    counts = [0] * (rows + 1)
+    for event in events:
+        counts[event.row + 1] += 1
+    for row in range(rows):
+        counts[row + 1] += counts[row]
+    return counts
+
+
+def _times(moments: Iterable[float]) -> list[float]:
+    return [round(moment, _DIGITS) for moment in moments]
