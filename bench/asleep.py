@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from work import evenly
 
 import piper
-from piper.strategies import mesh_strategy as mesh, schedule_named, timed
+from piper.strategies import mesh_strategy as mesh
+from piper.strategies import schedule_named, timed
 
 SCHEDULES = {
     "gpipe": "GPipe",

@@ -40,7 +40,8 @@ import piper
 from piper.ir.ops import Collective
 from piper.launch.watch.step_profile import Profile
 from piper.models import MoEConfig
-from piper.strategies import Schedule, mesh_strategy as mesh
+from piper.strategies import Schedule
+from piper.strategies import mesh_strategy as mesh
 from piper.strategies.schedules import dualpipev, one_f_one_b
 
 TRIES = 3

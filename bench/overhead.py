@@ -26,8 +26,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from turns import Found
 
 import piper
+from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Runner, Runners
-from piper.capture.code.chunk_program import ChunkProgram, Pass
+from piper.ir.passes import Pass
 from piper.ir.plan.plan import Verb
 from piper.runtime.executor import LoadedInstruction
 from piper.runtime.pending import Pending
@@ -140,8 +141,8 @@ class Ours:
     def __init__(self, model: Model, microbatches: int, x: Tensor, y: Tensor) -> None:
         from piper.launch.device.device import LoadedDevice
         from piper.launch.device.weight_readers import fetcher
-        from piper.runtime.feeding import cut
         from piper.runtime.comm.loopback import Hub, Loopback
+        from piper.runtime.feeding import cut
 
         program = piper.compile(model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn)
         self.add = torch._foreach_add_

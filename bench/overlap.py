@@ -34,15 +34,16 @@ from torch import Tensor, nn
 from turns import Found
 
 import piper
-from piper.strategies.directives.order import Order
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.filters import Filter
+from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Compute
 from piper.launch.watch.step_profile import Profile
-from piper.ir.dag.sizes import Sizes
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import Schedule, mesh_strategy as mesh
+from piper.strategies import Schedule
+from piper.strategies import mesh_strategy as mesh
+from piper.strategies.directives.order import Order
 from piper.strategies.schedules import dualpipe, dualpipev, one_f_one_b
 from piper.view.exposed import Exposure, Span, all_to_all
 

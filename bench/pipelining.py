@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from work import Stage, evenly
 
-from piper.models import DenseConfig, DenseTransformer, lm_loss
 from piper.base.tracking import Tracker
+from piper.models import DenseConfig, DenseTransformer, lm_loss
 
 CPU = torch.device("cpu")
 

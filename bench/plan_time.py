@@ -16,13 +16,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from piper.capture.chunk.remat_choice import RematPolicy
+from piper.capture.facts import facts_of
 from piper.capture.model import capture
-from piper.strategies.directives import Directive, order, partition, place, replicate, shard, split
-from piper.ir.dag.facts import Model, facts_of
 from piper.ir.dag.build import build
+from piper.ir.dag.facts import Model
+from piper.ir.passes import RematPolicy
 from piper.lower.lower import lower
 from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.strategies.directives import Directive, order, partition, place, replicate, shard, split
 from piper.strategies.strategy import Strategy
 
 

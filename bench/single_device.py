@@ -23,8 +23,8 @@ from rich.table import Table
 from torch import Tensor
 
 from piper.capture.model import capture
-from piper.models import DenseConfig, DenseTransformer, lm_loss
 from piper.cli.demo.one_device import SingleDevice
+from piper.models import DenseConfig, DenseTransformer, lm_loss
 
 Gradients = Callable[[], tuple[Tensor, list[Tensor]]]
 

@@ -27,7 +27,8 @@ from workers import ENVIRONMENT, Way, starter
 
 import piper
 from piper.launch.workers.worker_process import KEEPING
-from piper.strategies import Schedule, mesh_strategy as mesh
+from piper.strategies import Schedule
+from piper.strategies import mesh_strategy as mesh
 from piper.strategies.schedules import one_f_one_b
 
 WORKERS = 2

@@ -15,7 +15,8 @@ from torch import nn
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.strategies import Schedule, mesh_strategy as mesh, straight, timed
+from piper.strategies import Schedule, straight, timed
+from piper.strategies import mesh_strategy as mesh
 from piper.strategies.schedules import one_f_one_b, zb_h1
 
 

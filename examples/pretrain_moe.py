@@ -21,9 +21,9 @@ from torch import nn
 
 import piper
 from piper.callbacks.loggers import Callback, TensorBoard
-from piper.models.text_data import ByteBatches, stdlib_bytes
 from piper.launch.trainer.step_result import StepResult
 from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.models.text_data import ByteBatches, stdlib_bytes
 from piper.strategies import mesh_strategy as mesh
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import piper
-from piper.models.text_data import ByteBatches, stdlib_bytes
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies.schedules import dualpipev
+from piper.models.text_data import ByteBatches, stdlib_bytes
 from piper.strategies import mesh_strategy as mesh
+from piper.strategies.schedules import dualpipev
 
 BATCH, SEQ, STEPS, PROFILED = 16, 16, 3, 5
 

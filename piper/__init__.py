@@ -1,27 +1,35 @@
 """Piper: distributed training of PyTorch models from named regions and a few directives."""
 
+from piper.base.errors import CapacityError, CaptureError, DirectiveError, PiperError, PiperWarning
 from piper.callbacks import loggers as callbacks
-from piper import strategies
 from piper.capture.regions import annotate
-from piper.program.compile.compiler import Capture, capture, compile
 from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
 from piper.cost.recorded import Recorded
-from piper.cost.simulate.simulation import Simulation
-from piper.strategies.directives import order, partition, place, remat, replicate, shard, split, stream
-from piper.base.errors import CapacityError, CaptureError, DirectiveError, PiperError, PiperWarning
-from piper.state.weights.source import Source
-from piper.ir.mesh import Mesh
-from piper.program.job import Job
-from piper.launch.trainer.trainer import Trainer
-from piper.launch.launch import launch
 from piper.cost.rough_costs import Costs
-from piper.lower.plans.memory_model import Memory
-from piper.ir.plan.plan import Holder
+from piper.cost.simulate.simulation import Simulation
 from piper.cost.tasks import CostModel, Task
+from piper.ir.mesh import Mesh
+from piper.ir.plan.plan import Holder
+from piper.launch.launch import launch
+from piper.launch.trainer.trainer import Trainer
+from piper.lower.plans.memory_model import Memory
 from piper.lower.plans.traffic import Traffic
+from piper.program.compile.compiler import Capture, capture, compile
+from piper.program.job import Job
 from piper.program.program import Program
-from piper.strategies.strategy import Strategy
+from piper.state.weights.source import Source
 from piper.state.weights.weight_files import weights
+from piper.strategies.directives import (
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
+from piper.strategies.strategy import Strategy
 
 __all__ = [
     "CapacityError",

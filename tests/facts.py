@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from piper.capture.chunk.expert_regions import SortedRows
-from piper.capture.code.chunk_program import Kind, Pass, Ref
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts, PassFacts, ValueFacts, Variant
+from piper.ir.passes import Kind, Pass, Ref, RematPolicy
+from piper.ir.shards import SortedRows
 
 BATCH, SEQ, DIM, VOCAB = 8, 4, 8, 16
 TOKENS = BATCH * SEQ

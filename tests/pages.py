@@ -27,8 +27,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from piper.cli.app import app
 from piper.base.errors import PiperError
+from piper.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(?P<kind>\w*)(?P<more>.*)\n(?P<body>(?:.*\n)*?)^```$", re.M)

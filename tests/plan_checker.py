@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from piper.capture.code.chunk_program import Kind, Pass, Ref
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model
-from piper.ir.ops import Add, Collective, Compute, Copy, Group, Transfer, Update
-from piper.ir.rules import Bucket
 from piper.ir.dag.values import ExtraRole, Role, Value
-from piper.lower.plans.memory_model import Memory
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Transfer, Update
+from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.plan.plan import Holder, Instruction, Plan, Slot, Verb
+from piper.ir.rules import Bucket
+from piper.lower.plans.memory_model import Memory
 
 Clock = dict[str, int]
 """For each stream, the last pc that is surely done, and with it all before on that stream."""

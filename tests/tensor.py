@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import piper
+from piper.strategies import mesh_strategy as mesh
 from piper.strategies.directives import Directive, place, shard
 from piper.strategies.directives.place import Place
-from piper.strategies import mesh_strategy as mesh
 
 DENSE: dict[str, int | str] = {
     "*.w_qkv": "column",

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from piper import annotate
-from piper.capture.model import Captured, capture
 from piper.capture.chunk.chunks import Chunk
-from piper.capture.code.chunk_program import ChunkProgram, Kind, Pass, Ref
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.model import Captured, capture
+from piper.ir.passes import SAVED, Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
-from piper.capture.code.chunk_program import SAVED
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from tests.reference import Net, piper_step
 

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from piper import annotate
-from piper.capture.model import capture
 from piper.base.errors import CaptureError, PiperError
+from piper.capture.model import capture
 from piper.cli.demo.one_device import SingleDevice
 
 HERE = Path(__file__)

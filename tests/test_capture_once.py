@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError
-from piper.strategies.directives import Directive, place, replicate, shard
 from piper.launch.agreement import fingerprints
+from piper.strategies.directives import Directive, place, replicate, shard
 from tests.training import adamw, data_parallel, one_f_one_b, pipeline
 
 WIDTH, ROWS = 6, 8

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 import piper
 from piper import Mesh, PiperError, annotate, place, replicate, shard, split
+from piper.base.errors import PiperWarning
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.boxes import Box, boxes_of_range, tile
 from piper.state.checkpoint.index import Index
 from piper.state.checkpoint.plain_values import from_json, to_json
-from piper.strategies.directives import Directive
-from piper.base.errors import PiperWarning
 from piper.state.device import checkpoint_parts as parts
+from piper.strategies.directives import Directive
 from tests.scripts.mutations import sealed
 from tests.training import (
     Batch,

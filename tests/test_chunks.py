@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper import annotate
-from piper.capture.model import Captured, capture
 from piper.capture.chunk.chunks import Chunk
-from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.capture.model import Captured, capture
 from piper.cli.demo.one_device import SingleDevice
+from piper.models import MoEConfig, MoETransformer, lm_loss
 
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
 

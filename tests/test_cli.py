@@ -15,12 +15,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import piper
+from piper.base.units import nbytes_of
 from piper.cli.app import app
 from piper.cli.options import cluster_of
 from piper.cli.scripts import job_in, meshed
 from piper.launch.launch import Where
 from piper.strategies import mesh_strategy as mesh
-from piper.base.units import nbytes_of
 from tests.test_strategy_errors import MISTAKES, Mistake
 
 SCRIPT = """

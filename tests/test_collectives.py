@@ -15,9 +15,9 @@ from piper.ir.collectives import ALGORITHMS, CollectiveKind
 from piper.ir.ops import Collective
 from piper.ir.plan.plan import Instruction, Plan, Verb
 from piper.runtime.comm.collective_ops import DEFINITIONS
-from piper.runtime.comm.protocol import Comm
 from piper.runtime.comm.gloo import Gloo
 from piper.runtime.comm.loopback import Hub, Loopback
+from piper.runtime.comm.protocol import Comm
 
 
 def tensors(kind: CollectiveKind, members: int, elements: int) -> list[list[Tensor]]:

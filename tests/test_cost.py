@@ -16,18 +16,17 @@ from torch import nn
 
 import piper
 from bench.emulated import FLOPS, Sleepers, loss
-from piper.capture.code.chunk_program import Pass
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.cost import cluster_toml as toml
 from piper.cost.link_time import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.simulate.replay import Communication, Track, replay
-from piper.ir.collectives import CollectiveKind
-from piper.ir.ops import Collective, Compute, Transfer
-from piper.ir.rules import Rest
-from piper.ir.plan.plan import Verb
-from piper.ir.dag.sizes import Sizes
 from piper.cost.tasks import TaskKind, Tasks
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.sizes import Sizes
+from piper.ir.ops import Collective, Compute, Transfer
+from piper.ir.passes import Pass, RematPolicy
+from piper.ir.plan.plan import Verb
+from piper.ir.rules import Rest
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh_strategy as mesh
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import (
 import piper
 from piper import PiperError
 from piper.state.checkpoint.dcp import CheckpointReader
-from piper.state.weights.source import Source, StateNames
-from piper.state.weights.matching import located
 from piper.state.weights.first_tensors import InFiles
+from piper.state.weights.matching import located
+from piper.state.weights.source import Source, StateNames
 from tests.test_checkpoints import STRATEGIES, Net, batches, given, net
 from tests.training import adamw, compiled
 

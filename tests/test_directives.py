@@ -19,17 +19,28 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from piper.capture.regions import annotate
-from piper.capture.model import capture
-from piper.capture.graphs import workspace
-from piper.capture.chunk.remat_choice import RematPolicy
-from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
 from piper.base.errors import DirectiveError
-from piper.ir.dag.facts import ChunkFacts, Model, Variant, facts_of
-from piper.ir.dag.dag import Dag, Node
+from piper.capture.facts import facts_of
+from piper.capture.graphs import workspace
+from piper.capture.model import capture
+from piper.capture.regions import annotate
 from piper.ir.dag.build import build
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.facts import ChunkFacts, Model, Variant
+from piper.ir.passes import RematPolicy
 from piper.ir.rules import Rest, ShardRule, StateRule, StreamRule
 from piper.lower.lower import lower
+from piper.strategies.directives import (
+    Directive,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
 from piper.strategies.strategy import Strategy
 from tests.facts import BATCH, DIM, SEQ, VOCAB, chain, changing, masked, moe, reading, skip, tied
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import piper
 from piper.ir.dag.build import build
 from piper.ir.ops import Collective
-from piper.lower.lower import Settings, lower
 from piper.ir.plan.plan import Plan, Verb
 from piper.ir.plan.plan_text import parse, text
+from piper.lower.lower import Settings, lower
 from piper.runtime.instructions.expert_rows import packed, padded
 from piper.strategies import mesh_strategy as mesh
 from tests.facts import at, dropless

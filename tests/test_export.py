@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import piper
 from piper import PiperError, annotate
 from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.tensor_files import Reader
 from piper.state.checkpoint.discover import stored_tensors
+from piper.state.checkpoint.tensor_files import Reader
 from tests.hugging_face import FAMILIES, VOCAB
 from tests.training import data_parallel, pipeline
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import piper
-from piper.launch.watch.faults import described, peers_of
-from piper.launch.watch.liveness import Monitor
-from piper.launch.watch.heartbeat import SILENT, Neighbours
-from piper.launch.workers.rank import refuse_too_few_gpus
 from piper.ir.plan.plan import COMMUNICATING, Verb
+from piper.launch.watch.faults import described, peers_of
+from piper.launch.watch.heartbeat import SILENT, Neighbours
+from piper.launch.watch.liveness import Monitor
+from piper.launch.workers.rank import refuse_too_few_gpus
 from tests.scripts.cases import ON_FOUR
 
 NAME = "stages of experts, counted, clipped, scheduled"

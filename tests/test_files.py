@@ -23,13 +23,13 @@ from torch import Tensor, fx, nn
 
 import piper
 from piper import PiperError
+from piper.base.reading import parsed
 from piper.capture.operators.registry import check_arguments, operator_named
 from piper.cli.app import main as cli
-from piper.cost.cluster import Cluster
 from piper.cost import cluster_toml as toml
+from piper.cost.cluster import Cluster
 from piper.cost.presets import LINKS
 from piper.ir.plan.plan import Plan
-from piper.base.reading import parsed
 from tests.scripts.mutations import OTHER, tally
 from tests.training import pipeline
 

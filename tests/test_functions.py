@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper import CaptureError, PiperWarning, annotate
-from piper.capture.model import capture
 from piper.capture.loss.own_loss import own_loss
+from piper.capture.model import capture
 from tests.reference import Net, assert_equal_to_eager
 from tests.training import assert_same, compiled, data_parallel, pipeline, plain, train
 

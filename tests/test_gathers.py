@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from piper.ir.dag.build import build
 from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.build import build
 from piper.ir.ops import Collective
 from piper.lower.lower import lower
 from piper.strategies import mesh_strategy as mesh

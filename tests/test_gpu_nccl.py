@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 import piper
-from piper.runtime.streams import streams
 from piper.runtime.pending import Pending
+from piper.runtime.streams import streams
 from tests.scripts import nccl_faulty, nccl_replay
 from tests.scripts.nccl_cases import CASES, LARGER, ON_TWO, Case, batch, differences, numbers
 from tests.test_weights import Wide, in_one_file

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import piper
-from piper.capture.model import capture
-from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
-from piper.cli.demo.one_device import SingleDevice
-from piper.strategies import mesh_strategy as mesh
 from piper.base.tracking import Tracker
+from piper.capture.model import capture
+from piper.cli.demo.one_device import SingleDevice
+from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
+from piper.strategies import mesh_strategy as mesh
 
 pytestmark = [
     pytest.mark.gpu,

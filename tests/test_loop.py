@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import piper
 from piper import PiperError, PiperWarning
-from piper.launch.trainer.step_result import StepResult
 from piper.launch.trainer.fit_summary import Ended
+from piper.launch.trainer.step_result import StepResult
 from tests.scripts import resumed
 from tests.scripts.resumed import ROWS, WIDTH, batch
 

@@ -15,18 +15,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.capture.code.chunk_program import Pass
-from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
 from piper.base.errors import DirectiveError, PiperError
-from piper.ir.dag.facts import Model, ParameterFacts
 from piper.ir.dag.build import build
-from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.facts import Model, ParameterFacts
 from piper.ir.dag.values import ExtraRole
-from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.plans.memory_model import OptimizerCost
+from piper.ir.ops import Collective, Compute, Group, Transfer, Update
+from piper.ir.passes import Pass
 from piper.ir.plan.plan import Holder, Instruction, Plan, Slot, Verb
 from piper.ir.plan.verify_plans import verify_plans
+from piper.lower.lower import Lowered, Settings, lower
+from piper.lower.plans.memory_model import OptimizerCost
+from piper.strategies.directives import (
+    Directive,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
 from piper.strategies.strategy import Strategy
 from tests.facts import at, chain, changing, masked, mixed, moe, reading, skip, tied, tying
 from tests.plan_checker import PlanError, check, implied_waits

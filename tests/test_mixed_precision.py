@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.intercept.mixed_precision import MixedPrecision
-from piper.strategies.directives import place
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
+from piper.strategies.directives import place
 from tests.hugging_face import FAMILIES, tokens
 from tests.training import sgd
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.regions import recording, tags_of
 from piper.base.errors import PiperError
+from piper.capture.regions import recording, tags_of
 from piper.models import (
     DenseConfig,
     DenseTransformer,

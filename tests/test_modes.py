@@ -19,10 +19,10 @@ from torch.backends import cudnn
 from torch.utils.checkpoint import checkpoint
 
 import piper
-from piper.callbacks.loggers import Callback
-from piper.strategies.directives import Directive, partition, place, split
-from piper.launch.torch_flags import Flags
 from piper.base.modes import default_dtype
+from piper.callbacks.loggers import Callback
+from piper.launch.torch_flags import Flags
+from piper.strategies.directives import Directive, partition, place, split
 
 WIDTH = 4
 X, Y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)

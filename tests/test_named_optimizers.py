@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import piper
 from piper import DirectiveError, PiperError, annotate
-from piper.strategies.directives import Directive, place, replicate, shard
 from piper.lower.state.packing import in_a_row, packed
 from piper.state.optimizer.factory import takes_names
+from piper.strategies.directives import Directive, place, replicate, shard
 from tests.training import (
     Batch,
     Optimizer,

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from piper import CaptureError, PiperError, annotate
-from piper.capture.model import Captured, capture
 from piper.capture.code.codegen import Eager
 from piper.capture.graphs import is_random
-from piper.capture.code.chunk_program import Pass
+from piper.capture.model import Captured, capture
+from piper.cli.demo.one_device import SingleDevice
+from piper.ir.passes import Pass
 from piper.ir.tensors import TensorSpec
 from piper.models import (
     DenseConfig,
@@ -35,7 +36,6 @@ from piper.models import (
     lm_loss_sum,
 )
 from piper.runtime.draw_seeds import fold
-from piper.cli.demo.one_device import SingleDevice
 from tests.reference import Net, assert_equal, assert_equal_to_eager, eager, piper_step
 from tests.training import sgd
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import DirectiveError, PiperError
-from piper.strategies.directives import Directive, replicate
 from piper.ir.plan.plan import Verb
+from piper.strategies.directives import Directive, replicate
 from tests.training import (
     Batch,
     Optimizer,

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper import annotate
-from piper.capture.model import Captured, capture
-from piper.capture.code.chunk_program import Function, Kind, Pass, Ref
-from piper.capture.code.codegen import Eager, Runner
 from piper.capture.chunk.donation import private_results
+from piper.capture.code.chunk_program import Function
+from piper.capture.code.codegen import Eager, Runner
+from piper.capture.model import Captured, capture
+from piper.ir.passes import Kind, Pass, Ref
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 
 POLICIES = ("none", "min-cut", "all")

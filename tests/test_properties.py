@@ -19,16 +19,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piper.capture.code.chunk_program import Pass
-from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
 from piper.base.errors import DirectiveError
-from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts
-from piper.ir.dag.dag import Dag
 from piper.ir.dag.build import build
-from piper.ir.dag.facts import Stored
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts, Stored
+from piper.ir.passes import Pass
+from piper.ir.plan.plan import Plan
 from piper.lower.lower import Settings, lower
 from piper.lower.plans.memory_model import OptimizerCost
-from piper.ir.plan.plan import Plan
+from piper.strategies.directives import (
+    Directive,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
 from piper.strategies.strategy import Strategy
 from tests.facts import (
     at,

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.strategies.directives import Directive, remat
 from piper.models.moe import MoE, MoEConfig
 from piper.strategies import mesh_strategy as mesh
+from piper.strategies.directives import Directive, remat
 from piper.strategies.mesh_strategy import FOLDED, LOOPED, STRAIGHT
 from tests.training import Batch, Run, assert_same, compiled, plain, shared_captures, train
 

@@ -17,11 +17,11 @@ from torch.nn.functional import mse_loss
 
 import piper
 from piper import annotate
-from piper.capture.code.chunk_program import Pass
-from piper.strategies.directives import Directive, order, place, remat, replicate, shard, split
 from piper.ir.dag.dag import Dag
 from piper.ir.ops import Add, Compute
+from piper.ir.passes import Pass
 from piper.ir.plan.plan import Plan, Verb
+from piper.strategies.directives import Directive, order, place, remat, replicate, shard, split
 from tests.plan_checker import PlanError, check
 from tests.training import (
     Batch,

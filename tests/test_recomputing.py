@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.model import capture
-from piper.capture.code.chunk_program import Kind
+from piper.ir.passes import Kind
 from piper.models.layers import lm_loss
 from piper.strategies import mesh_strategy as mesh
 from tests.training import Batch, Run, assert_same, compiled, plain, shared_captures, train

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import piper
+from piper.base.errors import CaptureError
 from piper.capture.model import Captured, capture
 from piper.capture.regions import Region
-from piper.base.errors import CaptureError
 from piper.strategies import mesh_strategy as mesh
 from tests.training import plain, sgd
 

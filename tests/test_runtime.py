@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 import piper
 from piper import DirectiveError, PiperError, annotate
-from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split
-from piper.strategies.directives.place import Place
 from piper.ir.dag.facts import Model
 from piper.models import (
     DenseConfig,
@@ -35,9 +33,20 @@ from piper.models import (
     lm_loss,
     lm_loss_sum,
 )
-from piper.runtime.executor import Executor, LoadedPlan
 from piper.runtime.comm.loopback import Loopback
+from piper.runtime.executor import Executor, LoadedPlan
 from piper.runtime.instructions.update import squares
+from piper.strategies.directives import (
+    Directive,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+)
+from piper.strategies.directives.place import Place
 from tests.hugging_face import DECODER, FAMILIES, GPT2
 from tests.reference import Net, slices
 from tests.test_properties import DIRECTIVE, Case, cases

@@ -24,17 +24,38 @@ from torch.distributed.pipelining.schedules import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import piper
-from piper.capture.code.chunk_program import Pass
 from piper.base.errors import DirectiveError
-from piper.ir.dag.build import build
-from piper.ir.collectives import CollectiveKind
-from piper.ir.dag.dag import Dag
-from piper.ir.ops import Collective, Compute
-from piper.lower.lower import Settings, lower
-from piper.ir.dag.sizes import Sizes
 from piper.cost.tasks import Tasks
-from piper.strategies import Action, MeshLayout, Row, Schedule, from_csv, mesh_strategy as mesh, schedule_named, straight, timed, to_csv
-from piper.strategies.schedules import breadth_first, dualpipe, dualpipev, gpipe, interleaved, one_f_one_b, v_half, zb_h1, zb_v
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.build import build
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.sizes import Sizes
+from piper.ir.ops import Collective, Compute
+from piper.ir.passes import Pass
+from piper.lower.lower import Settings, lower
+from piper.strategies import (
+    Action,
+    MeshLayout,
+    Row,
+    Schedule,
+    from_csv,
+    schedule_named,
+    straight,
+    timed,
+    to_csv,
+)
+from piper.strategies import mesh_strategy as mesh
+from piper.strategies.schedules import (
+    breadth_first,
+    dualpipe,
+    dualpipev,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    v_half,
+    zb_h1,
+    zb_v,
+)
 from piper.view.exposed import Exposure, Span, all_to_all
 from tests.facts import chain
 from tests.test_runtime import Experts, Tower, mean_loss

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.strategies.directives.place import Place
 from piper.ir.dag.build import build
 from piper.ir.overlaps import most_overlaps
-from piper.lower.lower import Settings, lower
 from piper.ir.plan.plan_text import parse, text
+from piper.lower.lower import Settings, lower
 from piper.runtime.instructions.expert_rows import counts_within, merged, own_counts, unmerged
 from piper.state.device.device_state import DeviceState
 from piper.strategies import mesh_strategy as mesh
+from piper.strategies.directives.place import Place
 from tests.facts import at, dropless
 from tests.plan_checker import check as check_plans
 from tests.test_dropless import (

@@ -13,10 +13,20 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from piper.strategies import directives
-from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
-from piper.strategies.directives.partition import balanced
 from piper.ir.dag.build import build
+from piper.strategies import directives
+from piper.strategies.directives import (
+    Directive,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
+from piper.strategies.directives.partition import balanced
 from piper.strategies.strategy import Strategy
 from tests.facts import chain, moe
 

@@ -16,14 +16,25 @@ import pytest
 
 import piper
 from piper import Mesh
-from piper.strategies.directives import Directive, Place, order, partition, place, remat, replicate, shard, split, stream
 from piper.base.errors import DirectiveError, PiperError
-from piper.ir.dag.facts import Model
 from piper.ir.dag.build import build
+from piper.ir.dag.facts import Model
 from piper.lower.lower import Settings, lower
 from piper.lower.plans.memory_model import OptimizerCost
-from piper.strategies.schedules import dualpipe
 from piper.strategies import mesh_strategy as mesh
+from piper.strategies.directives import (
+    Directive,
+    Place,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
+from piper.strategies.schedules import dualpipe
 from piper.strategies.strategy import Strategy
 from tests.facts import at, chain, changing, masked, moe, reading, tied, tying
 

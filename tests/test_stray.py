@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper import annotate
-from piper.capture.model import capture
 from piper.base.errors import CaptureError, PiperError
+from piper.capture.model import capture
 from piper.cli.demo.one_device import SingleDevice
 from tests.reference import assert_equal_to_eager
 

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate, place
-from piper.capture.trace.computation import Computation, OtherOperation
-from piper.capture.model import capture
-from piper.state.checkpoint import tensor_files as files
-from piper.state.checkpoint.boxes import Box
 from piper.base.errors import PiperWarning
+from piper.base.tracking import Tracker
+from piper.capture.model import capture
+from piper.capture.trace.computation import Computation, OtherOperation
 from piper.launch.state.saving import index_of
 from piper.launch.state.switch import NextState
-from piper.state.device.slices import all_held
+from piper.state.checkpoint import tensor_files as files
+from piper.state.checkpoint.boxes import Box
 from piper.state.device.resharding import IN_FLIGHT, Exchange, parcels
-from piper.base.tracking import Tracker
+from piper.state.device.slices import all_held
 from tests.scripts import switched
 from tests.scripts.switched import ON_FOUR, WIDTH, Net, batch, losses
 from tests.test_checkpoints import contents

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 import piper
 from piper import CaptureError, DirectiveError
-from piper.strategies.directives import Directive, place, remat, replicate, shard, split
 from piper.ir.collectives import CollectiveKind
-from piper.ir.ops import Collective
 from piper.ir.dag.values import ExtraRole
+from piper.ir.ops import Collective
 from piper.models import DenseConfig, DenseTransformer
 from piper.models.layers import lm_loss
 from piper.strategies import mesh_strategy as mesh
+from piper.strategies.directives import Directive, place, remat, replicate, shard, split
 from tests.hugging_face import FAMILIES
 from tests.tensor import DENSE, tensor_mesh
 from tests.training import (

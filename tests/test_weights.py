@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate, place, replicate
-from piper.state.checkpoint import tensor_files as files
-from piper.state.weights.source import Source, StateNames
+from piper.base.tracking import Tracker
 from piper.launch.device.device import assignment_of
 from piper.launch.device.weight_readers import fetcher
-from piper.state.weights.matching import located
+from piper.state.checkpoint import tensor_files as files
 from piper.state.device.device_state import DeviceState
-from piper.base.tracking import Tracker
+from piper.state.weights.matching import located
+from piper.state.weights.source import Source, StateNames
 from tests.test_checkpoints import STRATEGIES, Net, batches, given, net
 from tests.training import adamw, compiled, shared_captures
 

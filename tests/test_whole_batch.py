@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, PiperError, PiperWarning
 from piper.capture.model import capture
-from piper.strategies.directives import place, split
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.strategies import mesh_strategy as mesh
+from piper.strategies.directives import place, split
 from tests.reference import Net
 
 CLASSES, ROWS, SEQ = 8, 8, 5

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.strategies.directives import Directive, place, replicate, shard, split
 from piper.models import DenseConfig, DenseTransformer, lm_loss
 from piper.strategies import mesh_strategy as mesh
+from piper.strategies.directives import Directive, place, replicate, shard, split
 from tests.test_runtime import Experts, mean_loss
 from tests.training import (
     ULPS,

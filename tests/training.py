@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.capture.model import capture
 from piper.capture.intercept.mixed_precision import MixedPrecision
-from piper.strategies.directives import Directive, order, partition, place, split
+from piper.capture.model import capture
 from piper.cli.demo.one_device import SingleDevice
+from piper.strategies.directives import Directive, order, partition, place, split
 from tests.reference import slices
 
 STEPS = 5

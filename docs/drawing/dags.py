@@ -11,11 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from piper.capture.code.chunk_program import Pass
-from piper.ir.ops import Compute
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag import Node
-from piper.ir.ops import Add, Collective, Transfer, Update
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.ops import Add, Collective, Compute, Transfer, Update
+from piper.ir.passes import Pass
 
 from .svg import Picture
 

@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import piper
+from piper.capture.facts import facts_of
 from piper.capture.model import capture
-from piper.strategies.directives import Directive
-from piper.ir.ops import Compute
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.facts import Model, facts_of
 from piper.ir.dag.build import build
-from piper.ir.ops import Collective, Transfer
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.facts import Model
+from piper.ir.ops import Collective, Compute, Transfer
 from piper.lower.lower import lower
+from piper.strategies.directives import Directive
 
 from .dags import (
     BOX_H,

@@ -7,13 +7,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import piper
+from piper.capture.facts import facts_of
 from piper.capture.model import capture
-from piper.capture.code.chunk_program import Pass
-from piper.ir.dag.dag import Dag
 from piper.ir.dag.build import build
-from piper.ir.dag.facts import facts_of
-from piper.strategies.schedules import one_f_one_b
+from piper.ir.dag.dag import Dag
+from piper.ir.passes import Pass
 from piper.strategies import timed
+from piper.strategies.schedules import one_f_one_b
 
 from .directives import Net
 from .svg import Picture

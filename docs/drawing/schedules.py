@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper.capture.code.chunk_program import Pass
+from piper.ir.passes import Pass
 from piper.strategies import Action, Schedule, timed
 from piper.view.grid import Cell
 

@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from piper.base.atomic import Kind, stage
 from piper.base.codec import Format
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, file_bytes, parsed, table, wrong
-from piper.base.atomic import Kind, stage
 
 CHECKSUMS = "checksums.json"
 _FILE_BYTES = 2**36

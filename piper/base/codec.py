@@ -22,8 +22,21 @@ from typing import Any
 import torch
 
 from piper.base.errors import PiperError
-from piper.base.numbering import Numbered
-from piper.base.reading import MalformedError, dtype, each, pairs, place_text, row, rows, shown, string, table, whole, within, wrong
+from piper.base.reading import (
+    MalformedError,
+    dtype,
+    each,
+    pairs,
+    place_text,
+    row,
+    rows,
+    shown,
+    string,
+    table,
+    whole,
+    within,
+    wrong,
+)
 
 _WRITTEN = "written"
 
@@ -307,3 +320,19 @@ _PLAIN: Mapping[Any, Callable[[Any], Any]] = {
     bool: _bool,
     str: string,
 }
+
+
+class Numbered:
+    """``items`` are the distinct things so far, in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, item: Any) -> int:
+        """The number of ``item``, which may be new."""
+        found = self._numbers.get(item)
+        if found is None:
+            found = self._numbers[item] = len(self.items)
+            self.items.append(item)
+        return found

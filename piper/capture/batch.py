@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from piper.ir.tensors import TensorSpec
 from piper.base.errors import CaptureError, PiperError
+from piper.ir.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,30 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from piper.capture.chunk.autodiff import differentiate
+from piper.base.errors import CaptureError
+from piper.base.modes import autocast_kinds
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import LOSS_PREFIX
+from piper.capture.chunk.autodiff import differentiate
 from piper.capture.chunk.chunks import Chunk, Cut, refuse_empty
-from piper.capture.code.codegen import Compiler, Runner, compile_program, compiler_named
-from piper.capture.trace.computation import Computation
 from piper.capture.chunk.cut import cut
-from piper.capture.trace.export import export, trace_text
+from piper.capture.chunk.donation import consume_inputs
 from piper.capture.chunk.joint import Joint
-from piper.capture.shard.local_chunks import Sharding
+from piper.capture.chunk.split_passes import Passes
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.code.codegen import Compiler, Runner, compile_program, compiler_named
+from piper.capture.code.totals import Totals
 from piper.capture.loss.loss_checks import refuse_uncallable
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own
-from piper.capture.chunk.donation import consume_inputs
-from piper.capture.chunk.split_passes import Passes
-from piper.capture.code.chunk_program import ChunkProgram, Kind, Pass, Ref
-from piper.capture.trace.quiet import quiet_tracing
 from piper.capture.loss.row_mixing import RowMixing
-from piper.capture.chunk.remat_choice import RematPolicy
+from piper.capture.shard.local_chunks import Sharding
 from piper.capture.shard.segments import segmented
+from piper.capture.trace.computation import Computation
+from piper.capture.trace.export import export, trace_text
+from piper.capture.trace.quiet import quiet_tracing
+from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec
-from piper.capture.code.totals import Totals
-from piper.base.errors import CaptureError
-from piper.base.modes import autocast_kinds
 
 
 class Precision(Enum):

@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from piper.cli.options import AsJson, ClusterOption, Costs, Timeline, cluster_of
-from piper.cli.output import Output
-from piper.cli.scripts import program_of
-from piper.cli.print_tables import comparison_table
-from piper.cost.recorded import Recorded
-from piper.cost.simulate.simulation import Simulation
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, file_bytes, parsed
-from piper.strategies.strategy import Strategy
 from piper.base.units import bytes_text, seconds_text
+from piper.cli.options import AsJson, ClusterOption, Costs, Timeline, cluster_of
+from piper.cli.output import Output
+from piper.cli.print_tables import comparison_table
+from piper.cli.scripts import program_of
+from piper.cost.recorded import Recorded
+from piper.cost.simulate.simulation import Simulation
+from piper.strategies.strategy import Strategy
 from piper.view.pages.timeline_page import timeline_page
 
 _FIGURES = {

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
+from piper.base.units import counted
 from piper.cli.options import (
     AsJson,
     ClusterOption,
@@ -20,11 +21,9 @@ from piper.cli.options import (
     cluster_of,
 )
 from piper.cli.output import Output
-from piper.cli.scripts import job_in, strategy_of
 from piper.cli.print_tables import facts_table
-from piper.launch.launch import launch
-from piper.launch.launch import Where
-from piper.base.units import counted
+from piper.cli.scripts import job_in, strategy_of
+from piper.launch.launch import Where, launch
 
 
 def profile(

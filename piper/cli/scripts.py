@@ -11,10 +11,10 @@ from typing import Any
 
 import cloudpickle
 
-from piper.cost.cluster import Cluster
 from piper.base.errors import PiperError
-from piper.program.job import Job
+from piper.cost.cluster import Cluster
 from piper.lower.plans.memory_limit import check_limit
+from piper.program.job import Job
 from piper.program.program import Program
 from piper.strategies import mesh_strategy as mesh
 from piper.strategies.strategy import Strategy

@@ -14,8 +14,8 @@ from piper.cli.options import (
     cluster_of,
 )
 from piper.cli.output import Output
-from piper.cli.scripts import program_of, strategy_of
 from piper.cli.print_tables import facts_table
+from piper.cli.scripts import program_of, strategy_of
 from piper.cost.recorded import Recorded
 
 

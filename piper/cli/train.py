@@ -9,17 +9,16 @@ from typing import Annotated
 
 import typer
 
+from piper.base.errors import PiperError
+from piper.base.units import counted, nbytes_of
 from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
 from piper.cli.output import Output
 from piper.cli.scripts import job_in, strategy_of
-from piper.base.errors import PiperError
-from piper.program.job import Batches, Job
-from piper.launch.trainer.trainer import Trainer
-from piper.launch.launch import launch
-from piper.launch.launch import Where
+from piper.launch.launch import Where, launch
 from piper.launch.trainer.data_position import Batch
 from piper.launch.trainer.step_result import StepResult
-from piper.base.units import counted, nbytes_of
+from piper.launch.trainer.trainer import Trainer
+from piper.program.job import Batches, Job
 
 
 def train(

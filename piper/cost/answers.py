@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from piper.ir.ops import Group
-from piper.cost.tasks import CostModel, Task
-from piper.base.numbering import Numbered
+from piper.base.codec import Numbered
 from piper.base.reading import MalformedError
+from piper.cost.tasks import CostModel, Task
+from piper.ir.ops import Group
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from piper.cost.link_time import Way, communication_seconds
 from piper.base.errors import PiperError
-from piper.ir.mesh import MOST_DEVICES
-from piper.ir.ops import Group
+from piper.base.units import counted
+from piper.cost.link_time import Way, communication_seconds
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import Task, TaskKind
-from piper.base.units import counted
+from piper.ir.mesh import MOST_DEVICES
+from piper.ir.ops import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,10 @@ from typing import Any
 
 import torch
 
-from piper.cost import presets
-from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, file_bytes, parsed_toml, shown
+from piper.cost import presets
+from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
 
 _MOST = 10**6
 _TABLES = {"name", "machines", "devices", "links", "between", "sharing"}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from piper.ir.collectives import ALGORITHMS, Algorithm, CollectiveKind
 from piper.cost.tasks import TaskKind
+from piper.ir.collectives import ALGORITHMS, Algorithm, CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from piper.capture.code.chunk_program import Pass
 from piper.base.codec import Format, decode, encode
 from piper.base.errors import PiperError
-from piper.ir.ops import Group
-from piper.cost.tasks import Task, Work
 from piper.base.reading import MalformedError, file_bytes, parsed
+from piper.cost.tasks import Task, Work
+from piper.ir.ops import Group
+from piper.ir.passes import Pass
 
 _FORMAT = Format("costs", 2)
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from piper.base.errors import PiperError
-from piper.ir.ops import Group
 from piper.cost.recorded import Recorded
 from piper.cost.tasks import Over, Task, TaskKind
+from piper.ir.ops import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,15 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from piper.capture.code.chunk_program import Pass
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.base.errors import PiperError
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.facts import Model
-from piper.ir.ops import Add, Collective, Compute, Copy, Group, Select, Transfer, Update
 from piper.ir.dag.dag_text import region_of
-from piper.ir.plan.instances import instance_size, instances, members
+from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Select, Transfer, Update
+from piper.ir.passes import Pass, RematPolicy
+from piper.ir.plan.instances import instance_size, instances, members
 
 
 class TaskKind(Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper.capture.code.chunk_program import Pass
 from piper.ir.collectives import CollectiveKind
+from piper.ir.passes import Pass
 
 Group = tuple[int, ...]
 

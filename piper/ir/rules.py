@@ -9,9 +9,9 @@ from enum import Enum
 
 import torch
 
-from piper.capture.chunk.chunks import ContextAttention, Style
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Group
+from piper.ir.shards import ContextAttention, Style
 
 
 @dataclass(frozen=True, slots=True)

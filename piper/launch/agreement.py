@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.capture.code.serialize import program_to_json
-from piper.state.checkpoint.boxes import Box
 from piper.base.errors import PiperError
+from piper.capture.code.serialize import program_to_json
 from piper.launch.optimizer_facts import Facts, difference, facts_of, places_of, plain
 from piper.program.program import Program
-from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles
+from piper.state.checkpoint.boxes import Box
 from piper.state.device.optimizer_groups import Group
+from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles
 
 Fingerprints = dict[str, str]
 _CORNER = 16

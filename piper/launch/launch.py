@@ -9,12 +9,12 @@ from enum import Enum
 from typing import Any
 
 from piper.base.errors import PiperError
+from piper.base.modes import without_modes
 from piper.launch.device.weight_readers import fetcher
-from piper.launch.workers.custom_ops import refuse_in_worker
+from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.trainer.batch_shapes import Shapes
 from piper.launch.trainer.trainer import Trainer
-from piper.launch.device.worker_group import WorkerGroup
-from piper.base.modes import without_modes
+from piper.launch.workers.custom_ops import refuse_in_worker
 from piper.program.program import Program
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.state.optimizer.probe import make_scheduler, sample_optimizer_of_all
-from piper.state.optimizer.factory import kind_of, members_of, settings
 from piper.program.program import Program
+from piper.state.optimizer.factory import kind_of, members_of, settings
+from piper.state.optimizer.probe import make_scheduler, sample_optimizer_of_all
 
 Facts = dict[str, Any]
 """By a name for people, a plain value."""

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.facts import Model
-from piper.ir.ops import COPY, Copy, Update
-from piper.ir.dag.dag_text import name_of
 from piper.cost.rough_costs import Costs
+from piper.cost.tasks import Durations, Over, Tasks
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.facts import Model
+from piper.ir.dag.sizes import Sizes
+from piper.ir.ops import COPY, Copy, Update
+from piper.ir.plan.issue_order import IssueOrder
+from piper.ir.plan.plan import BESIDE, Instruction, Plan, Verb
+from piper.ir.plan.verify_plans import verify_plans
 from piper.lower.lower import Lowered, Settings
 from piper.lower.plans.memory_model import OptimizerCost, memory_of
-from piper.ir.plan.plan import BESIDE, Instruction, Plan, Verb
-from piper.lower.plans.list_schedule import IssueOrder
-from piper.ir.dag.sizes import Sizes
-from piper.cost.tasks import Durations, Over, Tasks
-from piper.ir.plan.verify_plans import verify_plans
 
 
 def saving(lowered: Lowered, models: Mapping[int, Model], settings: Settings) -> Lowered:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from piper.capture.code.chunk_program import Pass
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
+from piper.ir.passes import Pass
 from piper.lower.lower import Lowered, Settings, lower
 
 

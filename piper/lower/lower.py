@@ -7,30 +7,31 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from piper.base.codec import written_as
+from piper.cost.answers import Answers
+from piper.cost.rough_costs import Costs
+from piper.cost.tasks import CostModel, Durations, Over, Tasks
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
-from piper.ir.ops import Group
+from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.verify_dag import verify
+from piper.ir.ops import Group
+from piper.ir.plan.issue_order import IssueOrder
+from piper.ir.plan.plan import Plan
+from piper.ir.plan.rank_classes import RankClasses, rank_classes
+from piper.ir.plan.verify_plans import verify_plans
 from piper.lower.communication.activations import add_activations
 from piper.lower.communication.gradient_sums import add_up
-from piper.cost.answers import Answers
-from piper.lower.state.buffers import keep_buffers
-from piper.cost.rough_costs import Costs
-from piper.lower.state.zero3 import AHEAD, add_gathers
-from piper.lower.plans.memory_limit import check_limit
-from piper.lower.plans.memory_model import Memory, OptimizerCost, memory_of
-from piper.ir.plan.plan import Plan
-from piper.lower.plans.planning import plans_of
-from piper.ir.plan.rank_classes import RankClasses, rank_classes
 from piper.lower.communication.redistributions import add_redistributions
 from piper.lower.communication.scalar_reductions import add_scalar_reductions
-from piper.lower.plans.list_schedule import IssueOrder, schedule
-from piper.ir.dag.sizes import Sizes
-from piper.lower.state.buckets import add_state
-from piper.lower.state.whole_step import step_at_once
-from piper.cost.tasks import CostModel, Durations, Over, Tasks
 from piper.lower.communication.ties import tie_gradients
-from piper.ir.plan.verify_plans import verify_plans
+from piper.lower.plans.list_schedule import schedule
+from piper.lower.plans.memory_limit import check_limit
+from piper.lower.plans.memory_model import Memory, OptimizerCost, memory_of
+from piper.lower.plans.planning import plans_of
+from piper.lower.state.buckets import add_state
+from piper.lower.state.buffers import keep_buffers
+from piper.lower.state.whole_step import step_at_once
+from piper.lower.state.zero3 import AHEAD, add_gathers
 
 _AHEAD_WITHIN_LIMIT = (8, 4, AHEAD, 1)
 """How far ahead gathers may be tried to begin where memory is limited."""

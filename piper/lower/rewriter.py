@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag, Node, Tags
-from piper.ir.ops import Group, Op
 from piper.ir.dag.values import Extra, ExtraRole
+from piper.ir.ops import Group, Op
 
 
 class Rewriter:

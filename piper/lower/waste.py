@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from piper.capture.code.chunk_program import Pass
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model
 from piper.ir.ops import Compute
+from piper.ir.passes import Pass
 
 LARGE = Fraction(1, 20)
 """The share of a step from which on waste is worth a warning."""

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from piper.capture.regions import annotate
 from piper.base.errors import PiperError
+from piper.capture.regions import annotate
 from piper.models.layers import Attention, Rotary, SwiGLU
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from piper.base.errors import PiperError
 from piper.capture.operators.grouped_mm import grouped_mm
 from piper.capture.regions import annotate
-from piper.base.errors import PiperError
 from piper.models.dense import Block, Decoder, DenseConfig
 from piper.models.layers import ModelOutput, at_least_fp32
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from piper.capture.code.executables import Code, Piece
+from piper.base.reading import MalformedError, shown, within
+from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Eager
+from piper.capture.code.executables import Code, Piece
+from piper.capture.facts import ends_of
 from piper.capture.model import Precision
-from piper.capture.code.chunk_program import SAVED, ChunkProgram, Kind, Pass, Ref
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant
+from piper.ir.passes import SAVED, Kind, Pass, Ref
+from piper.ir.rules import ShardRule
 from piper.ir.tensors import TensorSpec
 from piper.program.code_checks import check_code, in_range, known
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant, ends_of
-from piper.ir.rules import ShardRule
 from piper.program.program import Program
-from piper.base.reading import MalformedError, shown, within
 
 _READ = (*SAVED, Kind.BI_SAVED, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
 _WRITTEN = (*SAVED, Kind.BI_SAVED, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)

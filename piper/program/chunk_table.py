@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
-from piper.capture.model import Captured
 from piper.capture.chunk.chunks import Chunk
-from piper.capture.code.chunk_program import ChunkProgram, Kind, Pass, Ref
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.model import Captured
+from piper.ir.passes import Kind, Pass, Ref
 
 if TYPE_CHECKING:  # every worker imports this file, and draws nothing
     from rich.table import Table

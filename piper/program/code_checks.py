@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from piper.capture.code.executables import Code, Piece
-from piper.capture.code.chunk_program import SAVED, ChunkProgram, Kind, Pass, Ref
 from piper.base.reading import MalformedError, shown, within
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.code.executables import Code, Piece
+from piper.ir.passes import SAVED, Kind, Pass, Ref
 
 
 def check_code(code: Code) -> None:

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from piper.capture.model import Precision
+from piper.base.errors import PiperError
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
-from piper.program.compile.compiler import Capture, capture
+from piper.capture.model import Precision
 from piper.cost.cluster import Cluster
-from piper.base.errors import PiperError
 from piper.cost.tasks import CostModel
-from piper.state.optimizer.probe import SchedulerFactory
-from piper.state.optimizer.factory import OptimizerFactory
+from piper.program.compile.compiler import Capture, capture
 from piper.program.program import Program
-from piper.strategies.strategy import Strategy
+from piper.state.optimizer.factory import OptimizerFactory
+from piper.state.optimizer.probe import SchedulerFactory
 from piper.state.weights.weight_files import Init, WeightFiles
+from piper.strategies.strategy import Strategy
 
 Batches = Iterable[Sequence[Any] | Mapping[str, Any]]
 

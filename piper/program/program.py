@@ -14,42 +14,42 @@ from pathlib import Path
 
 import torch
 
+from piper.base.errors import PiperError
+from piper.base.modes import without_modes
+from piper.base.paths import path_of
+from piper.base.units import counted
 from piper.capture.batch import Batch
-from piper.capture.chunk.chunks import RANK
-from piper.capture.code.executables import Code
 from piper.capture.code.codegen import Compiler
+from piper.capture.code.executables import Code
 from piper.capture.trace.computation import Computation
-from piper.capture.code.chunk_program import Pass
-from piper.ir.tensors import TensorSpec
 from piper.cost.cluster import Cluster
 from piper.cost.simulate.simulation import Simulation, simulate
-from piper.strategies.directives.partition import Partition
-from piper.base.errors import PiperError
-from piper.state.weights.source import Source, StateNames
+from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Facts, Model
 from piper.ir.dag.layout_text import layouts_text
+from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Compute
+from piper.ir.passes import Pass
+from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket, StreamRule
+from piper.ir.shards import RANK
+from piper.ir.tensors import TensorSpec
+from piper.lower.background_copies import saving
 from piper.lower.lower import Lowered, Settings, lower
 from piper.lower.plans.memory_model import Memory
-from piper.ir.plan.plan import Plan
-from piper.lower.background_copies import saving
-from piper.ir.dag.sizes import Sizes
-from piper.cost.tasks import CostModel
 from piper.lower.plans.traffic import Traffic, traffic_of
 from piper.lower.waste import Waste, waste_of, waste_text
-from piper.state.weights.matching import Located, located
-from piper.base.modes import without_modes
-from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.state.optimizer.factory import OptimizerFactory
-from piper.base.paths import path_of
-from piper.strategies.strategy import Strategy
+from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.state.optimizer.training import Training
-from piper.base.units import counted
-from piper.view.timetable import Timetable
+from piper.state.weights.matching import Located, located
+from piper.state.weights.source import Source, StateNames
 from piper.state.weights.weight_files import WeightFiles
+from piper.strategies.directives.partition import Partition
+from piper.strategies.strategy import Strategy
+from piper.view.timetable import Timetable
 
 
 def trained_shapes(model: Model, code: Code) -> dict[str, tuple[int, ...]]:

@@ -24,31 +24,49 @@ import torch
 from torch import Tensor
 
 from piper.base import checked_folder as folders
-from piper.capture.batch import Batch
-from piper.capture.code.executables import Code, Piece
-from piper.capture.code.codegen import compiler_named
-from piper.capture.trace.computation import Computation
-from piper.capture.code.chunk_program import ChunkProgram
-from piper.capture.code.serialize import device_named, program_from_json, program_to_json, spec_from_json, spec_to_json
-from piper.ir.tensors import TensorSpec
-from piper.capture.code.totals import Totals
-from piper.capture.trees import tree_from_json, tree_to_json
-from piper.program.checks import check, check_placed
 from piper.base.codec import Format, decode, encode
 from piper.base.errors import PiperError
-from piper.state.weights.source import Source, StateNames
-from piper.ir.dag.build import build
-from piper.ir.dag.facts import Facts, Model
+from piper.base.reading import (
+    MalformedError,
+    count,
+    pairs,
+    parsed,
+    row,
+    rows,
+    string,
+    table,
+    whole,
+    within,
+    wrong,
+)
+from piper.capture.batch import Batch
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.code.codegen import compiler_named
+from piper.capture.code.executables import Code, Piece
+from piper.capture.code.serialize import (
+    device_named,
+    program_from_json,
+    program_to_json,
+    spec_from_json,
+    spec_to_json,
+)
+from piper.capture.code.totals import Totals
+from piper.capture.trace.computation import Computation
+from piper.capture.trees import tree_from_json, tree_to_json
 from piper.cost.answers import Asked
 from piper.cost.rough_costs import Costs
+from piper.ir.dag.build import build
+from piper.ir.dag.facts import Facts, Model
+from piper.ir.tensors import TensorSpec
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
-from piper.state.optimizer.probe import SchedulerFactory
-from piper.state.optimizer.factory import OptimizerFactory
+from piper.program.checks import check, check_placed
 from piper.program.program import Program
-from piper.base.reading import MalformedError, count, pairs, parsed, row, rows, string, table, whole, within, wrong
-from piper.strategies.strategy import Strategy
+from piper.state.optimizer.factory import OptimizerFactory
+from piper.state.optimizer.probe import SchedulerFactory
 from piper.state.optimizer.training import Training
+from piper.state.weights.source import Source, StateNames
+from piper.strategies.strategy import Strategy
 
 _FORMAT = Format("program", 10)
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from piper.capture.batch import strided_like
-from piper.capture.code.executables import Code
 from piper.capture.code.codegen import Runners
-from piper.capture.code.chunk_program import BUNDLES, Kind, Ref
-from piper.ir.dag.facts import bundled
+from piper.capture.code.executables import Code
 from piper.ir.ops import Compute
+from piper.ir.passes import BUNDLES, Kind, Ref, bundled
 from piper.ir.plan.plan import Instruction, Plan, Seed
 from piper.runtime.comm.protocol import Comm
 from piper.state.device.device_state import DeviceState

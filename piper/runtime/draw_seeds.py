@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from piper.capture.chunk.chunks import Draw
 from piper.capture.intercept.generators import drawing_from, dropout
+from piper.ir.shards import Draw
 
 
 def fold(seed: int, *, step: int, chunk: int, microbatch: int, replica: int = 0) -> int:

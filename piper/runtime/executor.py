@@ -12,25 +12,25 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from piper.capture.code.executables import Code
-from piper.capture.code.codegen import Runners
 from piper.base.errors import CapacityError, PiperError
-from piper.ir.ops import Add, Collective, Compute, Copy, Select, Transfer, Update
+from piper.capture.code.codegen import Runners
+from piper.capture.code.executables import Code
 from piper.ir.dag.values import ExtraRole
+from piper.ir.ops import Add, Collective, Compute, Copy, Select, Transfer, Update
 from piper.ir.plan.plan import COMMUNICATING, Instruction, Plan, Verb
-from piper.runtime.instructions.add import add
 from piper.runtime.comm.protocol import Comm
-from piper.runtime.instructions.compute import compute
 from piper.runtime.context import ExecutionContext, Scalars
+from piper.runtime.instructions.add import add
+from piper.runtime.instructions.compute import compute
 from piper.runtime.instructions.copy_state import copy
 from piper.runtime.instructions.messages import all_to_all, all_to_all_by_counts, receive, send
-from piper.runtime.pending import BoundInstruction, Pending
-from piper.runtime.streams.recording import Recorder
 from piper.runtime.instructions.redistribution import redistribute, select
 from piper.runtime.instructions.scalars import load, loss, mean, norm
-from piper.state.device.device_state import DeviceState
-from piper.runtime.streams.streams import REPORTED, BoundStreams, Streams
 from piper.runtime.instructions.update import gather, reduce, sum_copies, update
+from piper.runtime.pending import BoundInstruction, Pending
+from piper.runtime.streams.recording import Recorder
+from piper.runtime.streams.streams import REPORTED, BoundStreams, Streams
+from piper.state.device.device_state import DeviceState
 
 _SMALL = 2**16
 """Bytes of a message that may be asked for early: a larger one would hold memory of which the plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from piper.runtime.comm.protocol import Handle
+from piper.base.handles import Handle
 
 
 class Pending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from piper.capture.code.chunk_program import Pass
+from piper.ir.passes import Pass
 from piper.view.grid import LETTERS
 
 

@@ -18,14 +18,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from piper.capture.code.chunk_program import Pass
+from piper.base.errors import DirectiveError
+from piper.base.units import counted
+from piper.ir.mesh import Mesh
+from piper.ir.passes import Pass
+from piper.strategies.action import Action
 from piper.strategies.directives import Directive, order, place
 from piper.strategies.directives.directive import positive
-from piper.base.errors import DirectiveError
-from piper.ir.mesh import Mesh
-from piper.strategies.action import Action
 from piper.strategies.timing import timed
-from piper.base.units import counted
 
 _MOST_CELLS = 2**18
 

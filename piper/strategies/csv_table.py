@@ -16,9 +16,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from piper.capture.code.chunk_program import Pass
 from piper.base.errors import DirectiveError
 from piper.base.reading import MalformedError, file_bytes
+from piper.ir.passes import Pass
 from piper.strategies.action import Action
 from piper.strategies.builder import Row, Schedule
 from piper.strategies.timing import timed

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from piper.base.arguments import named_arguments
+from piper.base.errors import DirectiveError
+from piper.base.units import counted
+from piper.ir.mesh import MOST_DEVICES, Mesh
+from piper.strategies.builder import Schedule
 from piper.strategies.directives import Directive, partition, replicate, shard, split
 from piper.strategies.directives.directive import check_tag, positive
-from piper.base.errors import DirectiveError
-from piper.ir.mesh import MOST_DEVICES, Mesh
 from piper.strategies.schedules.breadth_first import breadth_first
-from piper.strategies.builder import Schedule
 from piper.strategies.schedules.dualpipe import dualpipe
 from piper.strategies.schedules.dualpipev import dualpipev
 from piper.strategies.schedules.gpipe import gpipe
@@ -21,7 +22,6 @@ from piper.strategies.schedules.v_half import v_half
 from piper.strategies.schedules.zb_h1 import zb_h1
 from piper.strategies.schedules.zb_v import zb_v
 from piper.strategies.strategy import Strategy
-from piper.base.units import counted
 
 STRAIGHT: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,

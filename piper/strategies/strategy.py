@@ -13,15 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from piper.capture.chunk.remat_choice import RematPolicy
-from piper.strategies.directives import Directive, order, partition, place, remat, replicate, shard, split, stream
-from piper.strategies.join_last import join_last
-from piper.strategies.directives.partition import Partition
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag
-from piper.ir.mesh import Mesh
-from piper.ir.dag.verify_dag import verify
 from piper.base.reading import MalformedError, check_limits, file_bytes, parsed, shown
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.verify_dag import verify
+from piper.ir.mesh import Mesh
+from piper.ir.passes import RematPolicy
+from piper.strategies.directives import (
+    Directive,
+    order,
+    partition,
+    place,
+    remat,
+    replicate,
+    shard,
+    split,
+    stream,
+)
+from piper.strategies.directives.partition import Partition
+from piper.strategies.join_last import join_last
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from piper.capture.code.chunk_program import Pass
 from piper.base.errors import DirectiveError
+from piper.ir.passes import Pass
 from piper.strategies.action import Action
 from piper.view.grid import Cell, Grid, GridLine
 

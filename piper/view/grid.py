@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from piper.capture.code.chunk_program import Pass
+from piper.ir.passes import Pass
 
 if TYPE_CHECKING:  # every worker imports this file, and draws nothing
     from rich.text import Text

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from piper.view.pages.timeline_page import timeline_page
-from piper.view.runs import Run
 from piper.view.perfetto import write_trace
+from piper.view.runs import Run
 
 
 class Shown(ABC):

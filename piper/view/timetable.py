@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from piper.capture.code.chunk_program import Pass
 from piper.ir.dag.dag import Dag
-from piper.ir.ops import Compute
 from piper.ir.dag.dag_text import group_text
+from piper.ir.ops import Compute
+from piper.ir.passes import Pass
+from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.rank_classes import RankClasses
-from piper.lower.plans.list_schedule import IssueOrder
 from piper.view.exposed import Exposure, Span, all_to_all
 from piper.view.grid import LETTERS, Cell, Grid, GridLine
 

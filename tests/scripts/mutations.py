@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError
+from piper.cost import cluster_toml as toml
+from piper.cost.cluster import Cluster
+from piper.ir.plan.plan import Plan
+from piper.launch.state.saving import read_index
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.tensor_files import Reader
-from piper.cost.cluster import Cluster
-from piper.cost import cluster_toml as toml
-from piper.state.weights.source import Source, StateNames
-from piper.launch.state.saving import read_index
-from piper.ir.plan.plan import Plan
 from piper.state.weights.matching import located
+from piper.state.weights.source import Source, StateNames
 from piper.strategies import from_csv, to_csv
 from piper.strategies.schedules import one_f_one_b
 from tests.training import pipeline

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from piper.base.errors import CaptureError
 from piper.capture.blame import explain
 from piper.capture.chunk.chunks import Body, Chunk, Cut
+from piper.capture.chunk.joint import Joint
 from piper.capture.code.codegen import Compiler
 from piper.capture.intercept.autograd_functions import functions_of, state_of, warn_of_changes
-from piper.capture.chunk.joint import Joint
-from piper.capture.code.chunk_program import Kind, Ref
-from piper.base.errors import CaptureError
+from piper.ir.passes import Kind, Ref
 
 Strides = tuple[int, ...]
 

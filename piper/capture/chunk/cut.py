@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from piper.capture.chunk.assign import assign, constants_of, update_after_last_read
 from piper.capture.chunk.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.chunk.expert_regions import narrow_expert_regions
-from piper.capture.trace.export import Exported
-from piper.capture.chunk.assign import assign, constants_of, update_after_last_read
 from piper.capture.chunk.recomputing import recomputed_of
 from piper.capture.regions import Region
+from piper.capture.trace.export import Exported
 from piper.ir.tensors import TensorSpec
 
 

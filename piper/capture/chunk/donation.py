@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from piper.capture.chunk.chunks import Cut
+from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.graphs import base_of, returned
-from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass, Ref
+from piper.ir.passes import Kind, Pass, Ref
 
 
 def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkProgram, ...]:

@@ -18,29 +18,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from piper.capture.chunk.chunks import Body
-from piper.capture.trace.export import Exported
 from piper.capture.graphs import ancestors, returned
-from piper.capture.operators.grouped_mm import EXPERT_COUNTS, EXPERT_OFFSETS, EXPERT_ROWS, GROUPED_MM
+from piper.capture.operators.grouped_mm import (
+    EXPERT_COUNTS,
+    EXPERT_OFFSETS,
+    EXPERT_ROWS,
+    GROUPED_MM,
+)
 from piper.capture.regions import Region, tags_of, with_tags
+from piper.capture.trace.export import Exported
+from piper.ir.shards import SortedRows
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class SortedRows:
-    """Of a chunk that computes on rows sorted by expert: which input says how many rows each
-    expert has. The others, and all outputs, are rows."""
-
-    counts: int
-    experts: int
-    rows: int
 
 
 def narrow_expert_regions(exported: Exported) -> frozenset[Region]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from piper.capture.graphs import returned
-from piper.capture.code.chunk_program import Ref
+from piper.ir.passes import Ref
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Collection
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from piper.capture.trace.export import Exported
 from piper.capture.graphs import ancestors, is_random, node_flops, returned
+from piper.capture.trace.export import Exported
 from piper.ir.tensors import TensorSpec
 
 _FLOPS = 8

@@ -8,28 +8,14 @@ where its base is; what is random is saved, never drawn again.
 from __future__ import annotations
 
 import operator
-from enum import Enum
 
 import torch
 from torch import fx
 
-from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
 from piper.capture.chunk.joint import Joint
-from piper.capture.code.chunk_program import Kind, Ref
 from piper.capture.chunk.recomputing import is_cheap
-
-
-class RematPolicy(Enum):
-    """How much of the forward the backward computes again."""
-
-    NONE = "none"
-    """Nothing: keep every tensor that the backward reads."""
-    MIN_CUT = "min-cut"
-    """What is cheap: the fewest bytes kept, with no matrix product computed twice."""
-    ALL = "all"
-    """Everything: keep the chunk's inputs alone."""
-
-    __hash__ = object.__hash__  # Enum's own is slow
+from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
+from piper.ir.passes import Kind, Ref, RematPolicy
 
 
 def choose(joint: Joint, policy: RematPolicy) -> tuple[Joint, tuple[fx.Node, ...]]:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from piper.capture.chunk.joint import Joint
+from piper.capture.chunk.remat_choice import choose
+from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.graphs import (
     ancestors,
     base_of,
@@ -23,9 +26,7 @@ from piper.capture.graphs import (
     moved,
     workspace,
 )
-from piper.capture.chunk.joint import Joint
-from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass, Ref
-from piper.capture.chunk.remat_choice import RematPolicy, choose
+from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec, overlaps
 
 Ends = list[tuple[Ref, fx.Node]]

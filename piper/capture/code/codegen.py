@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from piper.capture.intercept.generators import default_exchanged, draw_privately, take_seeds
-from piper.capture.code.gpu_index import gpu_for, move_values, name_gpu
-from piper.capture.operators.grouped_mm import EAGER
-from piper.capture.code.strides import keep_strides, strides_of
-from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass
-from piper.capture.chunk.remat_choice import RematPolicy
-from piper.capture.code.peephole import leave_out, products_of, write_into
 from piper.base.errors import CaptureError
+from piper.capture.code.chunk_program import ChunkProgram, Function
+from piper.capture.code.gpu_index import gpu_for, move_values, name_gpu
+from piper.capture.code.peephole import leave_out, products_of, write_into
+from piper.capture.code.strides import keep_strides, strides_of
+from piper.capture.intercept.generators import default_exchanged, draw_privately, take_seeds
+from piper.capture.operators.grouped_mm import EAGER
+from piper.ir.passes import Kind, Pass, RematPolicy
 
 Runner = Callable[[list[Any]], Sequence[Tensor]]
 Decompositions = Mapping[OpOverload, Callable[..., Any]]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from piper.capture.chunk.chunks import Draws
-from piper.capture.model import Captured
-from piper.capture.code.chunk_program import ChunkProgram, Kind, Ref
-from piper.ir.tensors import TensorSpec
+from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.totals import Totals
+from piper.capture.model import Captured
+from piper.ir.passes import Kind, Ref
+from piper.ir.shards import Draws
+from piper.ir.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

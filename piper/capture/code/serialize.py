@@ -18,13 +18,26 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.capture.graphs import is_random
-from piper.capture.operators.registry import check_arguments, operator_named
-from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass, Ref
-from piper.ir.tensors import TensorSpec
 from piper.base.codec import decode
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, count, counts, dtype, row, rows, shown, string, table, within, wrong
+from piper.base.reading import (
+    MalformedError,
+    count,
+    counts,
+    dtype,
+    row,
+    rows,
+    shown,
+    string,
+    table,
+    within,
+    wrong,
+)
+from piper.capture.code.chunk_program import ChunkProgram, Function
+from piper.capture.graphs import is_random
+from piper.capture.operators.registry import check_arguments, operator_named
+from piper.ir.passes import Kind, Pass, Ref
+from piper.ir.tensors import TensorSpec
 
 Json = Any
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from piper.capture.code.chunk_program import ChunkProgram, Pass
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.ir.passes import Pass
 
 
 @dataclass(frozen=True, slots=True)

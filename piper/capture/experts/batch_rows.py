@@ -19,10 +19,10 @@ from torch import Tensor, fx
 
 from piper.capture.chunk.chunks import Body, Chunk, Cut
 from piper.capture.chunk.expert_regions import sorted_rows
-from piper.capture.graphs import returned
 from piper.capture.experts.dim_layouts import Axis, DimLayout, Mixed
 from piper.capture.experts.separation import UnknownOperation, layouts_of
 from piper.capture.experts.separation_rules import Layouts, plain_layouts
+from piper.capture.graphs import returned
 from piper.ir.tensors import TensorSpec
 
 

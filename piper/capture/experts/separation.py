@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from piper.base.errors import CaptureError
 from piper.capture.blame import user_frames
 from piper.capture.experts.dim_layouts import Axis, DimLayout, Mixed
 from piper.capture.experts.separation_rules import Call, Layouts, plain_layouts, rule_of
 from piper.capture.trace.quiet import hushed_loggers
-from piper.base.errors import CaptureError
 
 aten = torch.ops.aten
 _CURES = {

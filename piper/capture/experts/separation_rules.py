@@ -11,8 +11,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from piper.capture.experts.dim_layouts import (
+    Axis,
+    DimLayout,
+    Factor,
+    Mixed,
+    broadcast,
+    matched,
+    once,
+)
 from piper.capture.operators.grouped_mm import EXPERT_OFFSETS, EXPERT_ROWS, GROUPED_MM
-from piper.capture.experts.dim_layouts import Axis, DimLayout, Factor, Mixed, broadcast, matched, once
 
 aten = torch.ops.aten
 Layouts = DimLayout | tuple[DimLayout | None, ...]

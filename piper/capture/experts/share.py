@@ -17,24 +17,24 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from piper.base.errors import CaptureError
+from piper.base.units import counted
 from piper.capture.chunk.autodiff import Demand, trace
 from piper.capture.chunk.chunks import Body, Chunk
-from piper.capture.code.codegen import Compiler
 from piper.capture.chunk.expert_regions import sorted_rows
-from piper.capture.graphs import returned
 from piper.capture.chunk.joint import Joint
+from piper.capture.chunk.split_passes import Passes
+from piper.capture.code.codegen import Compiler
 from piper.capture.experts.dim_layouts import Axis, DimLayout
 from piper.capture.experts.separation import prove_separate
 from piper.capture.experts.separation_rules import Layouts
-from piper.capture.model import Captured
-from piper.capture.chunk.split_passes import Passes
-from piper.capture.code.chunk_program import Kind, Ref
-from piper.capture.trace.quiet import quiet_tracing
-from piper.capture.shard.resizing import resized
 from piper.capture.experts.sorted_share import dispatched_shape, sorted_layouts, sorted_share
+from piper.capture.graphs import returned
+from piper.capture.model import Captured
+from piper.capture.shard.resizing import resized
+from piper.capture.trace.quiet import quiet_tracing
+from piper.ir.passes import Kind, Ref
 from piper.ir.tensors import TensorSpec
-from piper.base.errors import CaptureError
-from piper.base.units import counted
 
 Shape = tuple[int, ...]
 

@@ -17,15 +17,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from piper.base.errors import CaptureError
 from piper.capture.chunk.chunks import Body, Chunk
-from piper.capture.chunk.expert_regions import SortedRows
-from piper.capture.graphs import returned
-from piper.capture.operators.grouped_mm import REGROUP
 from piper.capture.experts.dim_layouts import Axis, DimLayout
 from piper.capture.experts.separation import prove_separate
-from piper.capture.trace.quiet import quiet_tracing
+from piper.capture.graphs import returned
+from piper.capture.operators.grouped_mm import REGROUP
 from piper.capture.shard.resizing import resized
-from piper.base.errors import CaptureError
+from piper.capture.trace.quiet import quiet_tracing
+from piper.ir.shards import SortedRows
 
 aten = torch.ops.aten
 

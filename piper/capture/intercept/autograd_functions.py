@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from piper.base.errors import CaptureError, warn
 from piper.capture.blame import calling_line
 from piper.capture.intercept.outside_effects import attributes_of_class, numbers_of
-from piper.base.errors import CaptureError, warn
 
 _NAMESPACE = "piper_functions"
 _REGISTERED = "GeneratedBackwardFor_"

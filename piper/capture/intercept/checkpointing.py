@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
-from piper.capture.blame import calling_line
 from piper.base.errors import CaptureError
+from piper.capture.blame import calling_line
 
 
 @contextmanager

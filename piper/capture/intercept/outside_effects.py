@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from piper.capture.blame import user_name
 from piper.base.errors import CaptureError
+from piper.capture.blame import user_name
 
 
 def generators_now() -> dict[str, object]:

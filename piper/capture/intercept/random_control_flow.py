@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from piper.capture.blame import calling_line
 from piper.base.errors import CaptureError
+from piper.capture.blame import calling_line
 
 _UNIFORM = (torch.rand, torch.rand_like)
 """What draws from [0, 1)."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from piper.capture.blame import user_name
-from piper.capture.graphs import ancestors
 from piper.base.errors import CaptureError
 from piper.base.units import counted
+from piper.capture.blame import user_name
+from piper.capture.graphs import ancestors
 
 
 def refuse_uncallable(loss: object, targets: Sequence[Any]) -> None:

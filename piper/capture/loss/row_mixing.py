@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.blame import lines_of
-from piper.capture.graphs import ancestors
 from piper.capture.experts.dim_layouts import Axis, Dim, DimLayout, Factor, Mixed
 from piper.capture.experts.separation import UnknownOperation, layouts_of
 from piper.capture.experts.separation_rules import Layouts, plain_layouts, rule_of
+from piper.capture.graphs import ancestors
 
 aten = torch.ops.aten
 

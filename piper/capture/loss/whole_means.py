@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from piper.capture.graphs import ancestors, extract, flops, is_random, moved, returned, workspace
+from piper.capture.code.chunk_program import ChunkProgram, Function
+from piper.capture.code.totals import Totals
 from piper.capture.experts.dim_layouts import Axis, DimLayout, Mixed
 from piper.capture.experts.separation import UnknownOperation, layouts_of
 from piper.capture.experts.separation_rules import Layouts, plain_layouts
-from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass, Ref
+from piper.capture.graphs import ancestors, extract, flops, is_random, moved, returned, workspace
+from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
-from piper.capture.code.totals import Totals
 
 aten = torch.ops.aten
 

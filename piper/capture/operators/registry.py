@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from piper.capture.operators import head_tail_attention as head_tail  # noqa: F401 - registers Piper's own for workers too
 from piper.base.reading import MalformedError, shown
+from piper.capture.operators import head_tail_attention as head_tail  # noqa: F401 - registers Piper's own for workers too
 
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.\w+", re.ASCII)
 _FOR_MODELS = frozenset({"aten", "prims", "rngprims", "inductor_prims", "quantized_decomposed"})

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from piper.capture.chunk.chunks import RANK, Body, Chunk, ContextAttention, Draws, ParameterShard, Segment
+from piper.base.errors import CaptureError
+from piper.capture.chunk.chunks import Body, Chunk
 from piper.capture.chunk.cut import body_of
 from piper.capture.shard.propagate import Local
-from piper.base.errors import CaptureError
+from piper.ir.shards import RANK, ContextAttention, Draws, ParameterShard, Segment
 
 
 @dataclass(frozen=True, slots=True)

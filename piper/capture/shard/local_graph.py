@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.chunk.chunks import AxisPlacement, Move, Redistribution
-from piper.capture.shard.rewrites.fused_weights import Packed
 from piper.capture.shard.placements import REPLICATED, Placement
-from piper.capture.trace.quiet import hushed_loggers
+from piper.capture.shard.rewrites.fused_weights import Packed
 from piper.capture.shard.shard_axis import ShardAxis
+from piper.capture.trace.quiet import hushed_loggers
+from piper.ir.shards import AxisPlacement, Move, Redistribution
 
 aten = torch.ops.aten
 Given = Placement | Packed

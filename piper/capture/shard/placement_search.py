@@ -15,11 +15,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.shard.rewrites.flattening import VIEWS, flattened, unflattened
 from piper.capture.intercept.autograd_functions import FunctionCall
-from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
 from piper.capture.shard.local_graph import plain
 from piper.capture.shard.placements import REPLICATED, Placement, Placements
+from piper.capture.shard.rewrites.flattening import VIEWS, flattened, unflattened
+from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
 

@@ -22,22 +22,23 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.blame import operation_text
-from piper.capture.chunk.chunks import Body, Draw, Gathered, Redistribution
-from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
-from piper.capture.shard.rewrites.context_parallel import causal_shards, wanted_keys
-from piper.capture.graphs import is_random
-from piper.capture.shard.rewrites.key_heads import own_head, wanted_weight
-from piper.capture.shard.local_graph import Given, LocalGraph, differentiable
-from piper.capture.shard.placements import REPLICATED, Placement
-from piper.capture.shard.placement_search import MEAN, SUM, Placing, alike
-from piper.capture.chunk.recomputing import recomputed_in
-from piper.capture.shard.resizing import resized
-from piper.capture.shard.shard_axis import ShardAxis
-from piper.capture.shard.rewrites.graph_rewrites import rewritten
-from piper.capture.shard.sharding_rules import Rules
-from piper.capture.shard.rewrites.vocab_parallel import on_shards, wanted_target
 from piper.base.errors import CaptureError
+from piper.capture.blame import operation_text
+from piper.capture.chunk.chunks import Body
+from piper.capture.chunk.recomputing import recomputed_in
+from piper.capture.graphs import is_random
+from piper.capture.shard.local_graph import Given, LocalGraph, differentiable
+from piper.capture.shard.placement_search import MEAN, SUM, Placing, alike
+from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.resizing import resized
+from piper.capture.shard.rewrites.context_parallel import causal_shards, wanted_keys
+from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
+from piper.capture.shard.rewrites.graph_rewrites import rewritten
+from piper.capture.shard.rewrites.key_heads import own_head, wanted_weight
+from piper.capture.shard.rewrites.vocab_parallel import on_shards, wanted_target
+from piper.capture.shard.shard_axis import ShardAxis
+from piper.capture.shard.sharding_rules import Rules
+from piper.ir.shards import Draw, Gathered, Redistribution
 
 aten = torch.ops.aten
 

@@ -17,17 +17,18 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.chunk.chunks import AxisPlacement, Body, Chunk, ChunkValue, Cut, Draws, Move
+from piper.base.errors import CaptureError
+from piper.capture.chunk.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.chunk.cut import body_key
-from piper.capture.shard.rewrites.fused_weights import Packed
 from piper.capture.shard.local_chunks import LocalChunks, Sharding
 from piper.capture.shard.local_graph import Given, placements_of, stand_in
 from piper.capture.shard.placements import REPLICATED, Placement
 from piper.capture.shard.propagate import Local, propagate
+from piper.capture.shard.rewrites.fused_weights import Packed
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
+from piper.ir.shards import AxisPlacement, Draws, Move
 from piper.ir.tensors import TensorSpec
-from piper.base.errors import CaptureError
 
 
 def segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper.capture.chunk.chunks import ContextAttention
+from piper.ir.shards import ContextAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from piper.capture.chunk.chunks import Chunk, ParameterShard, Style
-from piper.capture.shard.rewrites.fused_weights import TURNS, sections_of, turned
-from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
 from piper.base.errors import CaptureError
+from piper.capture.chunk.chunks import Chunk
+from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
+from piper.capture.shard.rewrites.fused_weights import TURNS, sections_of, turned
+from piper.ir.shards import ParameterShard, Style
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, tuple[int, int, int]] = {

@@ -20,8 +20,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from piper.capture.trace.fingerprint import content_of
 from piper.capture.graphs import ancestors
+from piper.capture.trace.fingerprint import content_of
 
 _NUMBER = re.compile(r"(?<![\w%.#])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
 _CONTENT = re.compile(r"#\w+")

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from piper.base.errors import CaptureError
 from piper.capture.blame import user_frames
 from piper.capture.graphs import ancestors, is_random
 from piper.ir.tensors import TensorSpec
-from piper.base.errors import CaptureError
 
 _SMALL = 2**20
 """Elements of an operation that takes no time."""

@@ -21,25 +21,24 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from piper.capture.trace import opaque
-from piper.capture.intercept.hf_attention import restore_eager_attention
+from piper.base.errors import CaptureError, warn
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import RecordLines, explain, user_frames, user_name
-from piper.capture.intercept.checkpointing import plain_checkpoints
-from piper.capture.trace.computation import Computation, computation_of
-from piper.capture.intercept.bincount import FixedCounts
-from piper.capture.intercept.random_control_flow import DecideDraws
-from piper.capture.trace.dtypes import refuse_dtypes
-from piper.capture.trace.fingerprint import fingerprint
-from piper.capture.intercept.autograd_functions import Functions, function_ops, kept_whole
+from piper.capture.code.totals import Totals
 from piper.capture.graphs import returned
+from piper.capture.intercept.autograd_functions import Functions, function_ops, kept_whole
+from piper.capture.intercept.bincount import FixedCounts
+from piper.capture.intercept.checkpointing import plain_checkpoints
 from piper.capture.intercept.grouped_tracing import OurProducts, use_ours
-from piper.capture.loss.loss_checks import check_loss, refuse_metric
+from piper.capture.intercept.hf_attention import restore_eager_attention
 from piper.capture.intercept.mixed_precision import MixedPrecision
-from piper.capture.loss.outputs import Outputs
 from piper.capture.intercept.outside_effects import assigned, attributes_of, generators_now
+from piper.capture.intercept.random_control_flow import DecideDraws
+from piper.capture.loss.loss_checks import check_loss, refuse_metric
+from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
-from piper.capture.trace.quiet import quiet_tracing
+from piper.capture.loss.row_mixing import RowMixing, row_mixing
+from piper.capture.loss.whole_means import Ends, take_whole_means
 from piper.capture.regions import (
     LOSS,
     Region,
@@ -49,13 +48,14 @@ from piper.capture.regions import (
     tag_modules,
     tags_of,
 )
-from piper.capture.loss.row_mixing import RowMixing, row_mixing
-from piper.capture.trace.skeleton import fake_like, shared_buffers, skeleton_of
+from piper.capture.trace import opaque
+from piper.capture.trace.computation import Computation, computation_of
+from piper.capture.trace.dtypes import refuse_dtypes
+from piper.capture.trace.fingerprint import fingerprint
+from piper.capture.trace.quiet import quiet_tracing
 from piper.capture.trace.refusals import RefuseStray, refuse_unsupported
+from piper.capture.trace.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.ir.tensors import overlaps
-from piper.capture.code.totals import Totals
-from piper.capture.loss.whole_means import Ends, take_whole_means
-from piper.base.errors import CaptureError, warn
 
 
 @dataclass(frozen=True, slots=True)

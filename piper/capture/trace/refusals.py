@@ -14,10 +14,10 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from piper.base.errors import CaptureError
 from piper.capture.blame import calling_line, flex_attention, user_frames, user_name
 from piper.capture.graphs import base_of
 from piper.capture.trace.opaque import BLOCKS
-from piper.base.errors import CaptureError
 
 
 class RefuseStray(TorchFunctionMode):

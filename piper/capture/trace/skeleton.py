@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
-from piper.capture.trace.shared_memory import refuse_shared_memory
 from piper.base.errors import CaptureError
+from piper.capture.trace.shared_memory import refuse_shared_memory
 
 
 def fake_like(

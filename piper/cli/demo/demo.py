@@ -19,19 +19,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from piper.capture.model import capture
 from piper.capture.code.codegen import CompilerName
-from piper.cli.output import Output
-from piper.program.compile.compiler import compile
-from piper.models.text_data import ByteBatches, stdlib_bytes
-from piper.strategies.directives import partition, place, replicate, shard, split
-from piper.launch.trainer.trainer import Trainer
-from piper.launch.launch import launch
-from piper.launch.launch import Where
-from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.capture.model import capture
 from piper.cli.demo.one_device import SingleDevice
-from piper.strategies.strategy import Strategy
+from piper.cli.output import Output
+from piper.launch.launch import Where, launch
+from piper.launch.trainer.trainer import Trainer
+from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.models.text_data import ByteBatches, stdlib_bytes
 from piper.program.chunk_table import chunk_table
+from piper.program.compile.compiler import compile
+from piper.strategies.directives import partition, place, replicate, shard, split
+from piper.strategies.strategy import Strategy
 
 BATCH, SEQ = 16, 64
 

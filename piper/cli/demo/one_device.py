@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from piper.base.errors import PiperError
 from piper.capture.batch import strided_like
 from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunk.chunks import Chunk
+from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.codegen import Runner
 from piper.capture.model import Captured
-from piper.capture.code.chunk_program import ChunkProgram, Function, Kind, Pass, Ref
+from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
-from piper.base.errors import PiperError
-from piper.state.weights.source import materialised
-from piper.state.optimizer.factory import OptimizerFactory, make
 from piper.runtime.draw_seeds import fold, seeded
+from piper.state.optimizer.factory import OptimizerFactory, make
+from piper.state.weights.source import materialised
 from piper.state.weights.weight_files import Init
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from piper.cost.cluster import Sharing
 from piper.base.errors import PiperError
+from piper.cost.cluster import Sharing
 
 
 @dataclass(slots=True)

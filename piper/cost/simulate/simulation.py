@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from piper.capture.code.chunk_program import Pass
-from piper.capture.chunk.remat_choice import RematPolicy
+from piper.base.errors import PiperError
+from piper.base.units import bytes_text, seconds_text
 from piper.cost.cluster import Cluster, Device
+from piper.cost.recorded import Recorded
+from piper.cost.rough_costs import Costs
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
-from piper.base.errors import PiperError
-from piper.ir.dag.dag import Node
-from piper.ir.ops import Compute
-from piper.ir.rules import Rest, StreamRule
-from piper.ir.dag.dag_text import group_text
-from piper.cost.rough_costs import Costs
-from piper.ir.plan.plan import COMMUNICATING, Verb
-from piper.cost.recorded import Recorded
-from piper.ir.dag.sizes import Sizes
 from piper.cost.tasks import CostModel, Durations, Over, Tasks, computed_in
-from piper.base.units import bytes_text, seconds_text
+from piper.ir.dag.dag import Node
+from piper.ir.dag.dag_text import group_text
+from piper.ir.dag.sizes import Sizes
+from piper.ir.ops import Compute
+from piper.ir.passes import Pass, RematPolicy
+from piper.ir.plan.plan import COMMUNICATING, Verb
+from piper.ir.rules import Rest, StreamRule
 from piper.view.busy import Busy, busy_of
 from piper.view.runs import Run
 from piper.view.shown import Shown

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from piper.capture.code.chunk_program import Pass
 from piper.ir.dag.dag import PASS, Dag, Node
 from piper.ir.dag.facts import ChunkFacts, Model
-from piper.ir.ops import Compute
 from piper.ir.dag.values import ValueTable
+from piper.ir.ops import Compute
+from piper.ir.passes import Pass
 
 
 def build(model: Model) -> Dag:

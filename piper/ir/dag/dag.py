@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from piper.capture.code.chunk_program import Pass
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.ir.dag.facts import Model
+from piper.ir.dag.values import Extra, ValueTable
 from piper.ir.mesh import Mesh
 from piper.ir.ops import COMPUTE, Compute, Group, Op, Transfer
+from piper.ir.passes import Pass, RematPolicy
 from piper.ir.rules import (
     P2P,
     Bucket,
@@ -26,7 +26,6 @@ from piper.ir.rules import (
     TensorRule,
     shard_numel,
 )
-from piper.ir.dag.values import Extra, ValueTable
 
 Tag = int | Pass
 Tags = Mapping[str, Tag]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from piper.ir.dag.dag import PASS, Dag, Node
+from piper.ir.dag.values import OF_STEP, ExtraRole, Role, Value
 from piper.ir.ops import (
     COMPUTE,
     Add,
@@ -15,7 +16,6 @@ from piper.ir.ops import (
     Transfer,
     Update,
 )
-from piper.ir.dag.values import OF_STEP, ExtraRole, Role, Value
 
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.UPDATED, ExtraRole.GATHERED)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from piper.capture.code.chunk_program import Pass
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, Tag, Tags
+from piper.ir.passes import Pass
 
 FilterLike = Mapping[str, Any]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from piper.capture.code.chunk_program import Kind, Ref
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model, PassFacts, Stored
-from piper.ir.ops import Collective, Compute
 from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
+from piper.ir.ops import Collective, Compute
+from piper.ir.passes import Kind, Ref, RematPolicy
 
 _SCALAR = 8
 

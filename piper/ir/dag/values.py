@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from piper.capture.code.chunk_program import Kind, Pass, Ref
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.ir.dag.facts import ChunkFacts, Model
+from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 
 
 class Role(Enum):

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag
-from piper.ir.ops import Compute, Group, same_group
 from piper.ir.dag.dag_text import group_text, name_of
 from piper.ir.dag.values import GIVEN
+from piper.ir.ops import Compute, Group, same_group
 
 
 def verify(dag: Dag) -> None:

@@ -16,9 +16,9 @@ import torch
 
 from piper.base.codec import COLUMNS, Format, decode, encode
 from piper.base.errors import PiperError
-from piper.ir.ops import Group, Op
-from piper.ir.dag.values import ExtraRole
 from piper.base.reading import MalformedError, check_limits, parsed
+from piper.ir.dag.values import ExtraRole
+from piper.ir.ops import Group, Op
 
 
 class Verb(Enum):

@@ -21,13 +21,13 @@ from itertools import groupby
 
 import torch
 
-from piper.capture.code.chunk_program import Pass
 from piper.base.errors import PiperError
-from piper.ir.collectives import CollectiveKind
-from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
-from piper.ir.dag.values import ExtraRole
-from piper.ir.plan.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
 from piper.base.reading import DTYPES, cut, shown
+from piper.ir.collectives import CollectiveKind
+from piper.ir.dag.values import ExtraRole
+from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
+from piper.ir.passes import Pass
+from piper.ir.plan.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
 
 _SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update "}
 _SAID |= {Verb.ADD: "add ", Verb.COPY: "copy "}

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from piper.base.errors import PiperError
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.dag.values import ExtraRole, Role, parameters_of
+from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.plan.plan import COMMUNICATING, Plan, Verb
 from piper.ir.plan.rank_classes import RankClasses
 

@@ -12,29 +12,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from piper.capture.code.codegen import Runners
-from piper.state.checkpoint.verify_files import damage
-from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.hf_export import Target
 from piper.base.errors import PiperError
+from piper.base.tracking import Alive, Tracker
+from piper.capture.code.codegen import Runners
 from piper.launch.device.worker_group import ProfileKind, Refusal, Report
 from piper.program.program import Program
-from piper.state.device.assignment import Assignment
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import Scalars
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
-from piper.state.device.restore import refusal
-from piper.state.weights.first_tensors import Fetch
-from piper.state.device.slices import Held, given_by
-from piper.state.device.checkpoint_parts import Part, export_part, in_memory, read_part, write, write_part
 from piper.runtime.pending import Pending
-from piper.state.device.whole_tensors import Portions, export, restore
 from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import Shaker
-from piper.state.device.snapshot import Snapshot, snapshot_of
-from piper.state.device.device_state import DeviceState, buffers_of
 from piper.runtime.streams.streams import streams_for
-from piper.base.tracking import Alive, Tracker
+from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.index import Index
+from piper.state.checkpoint.verify_files import damage
+from piper.state.device.assignment import Assignment
+from piper.state.device.checkpoint_parts import (
+    Part,
+    export_part,
+    in_memory,
+    read_part,
+    write,
+    write_part,
+)
+from piper.state.device.device_state import DeviceState, buffers_of
+from piper.state.device.restore import refusal
+from piper.state.device.slices import Held, given_by
+from piper.state.device.snapshot import Snapshot, snapshot_of
+from piper.state.device.whole_tensors import Portions, export, restore
+from piper.state.weights.first_tensors import Fetch
 
 
 class LoadedDevice:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.state.weights.first_buffers import computed_buffer
-from piper.state.weights.source import Source, materialised
-from piper.state.weights.matching import Located
 from piper.program.program import Program
+from piper.state.weights.first_buffers import computed_buffer
 from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles, InMemory
+from piper.state.weights.matching import Located
+from piper.state.weights.source import Source, materialised
 from piper.state.weights.weight_files import Init, WeightFiles
 
 

@@ -11,14 +11,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.hf_export import Target
+from piper.base.tracking import Alive
 from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel
+from piper.runtime.streams.recording import Measured
+from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.whole_tensors import Portions
-from piper.runtime.streams.recording import Measured
-from piper.base.tracking import Alive
 
 T = TypeVar("T")
 

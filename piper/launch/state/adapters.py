@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from piper.base.atomic import Kind
 from piper.base.errors import PiperError
 from piper.program.program import Program
-from piper.base.atomic import Kind
 
 ADAPTER = Kind(
     "adapter",

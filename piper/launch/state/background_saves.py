@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from piper.base.errors import PiperError, warn
-from piper.launch.state.saving import finish, prepare
 from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.launch.state.saving import finish, prepare
 from piper.program.program import Program
 from piper.state.device.checkpoint_parts import Part
 

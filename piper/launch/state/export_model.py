@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.capture.blame import LOSS_PREFIX
-from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, Target, lay_out
+from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError
-from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
-from piper.launch.state.saving import tensor_of
+from piper.base.paths import path_of
+from piper.capture.blame import LOSS_PREFIX
 from piper.launch.device.weight_readers import fetcher
 from piper.launch.device.worker_group import Refusal, WorkerGroup
-from piper.state.weights.matching import pretrained_part
-from piper.base.paths import path_of
+from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
+from piper.launch.state.saving import tensor_of
 from piper.program.program import Program
-from piper.base.atomic import Staged, stage
+from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, Target, lay_out
+from piper.state.weights.matching import pretrained_part
 
 
 def export(

@@ -16,23 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.tensor_files import Given, Reader
-from piper.state.checkpoint.commit import CHECKPOINT, keep_last, numbered
-from piper.state.checkpoint.index import INDEX, GroupEntry, Index, Tensors
-from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
-from piper.state.checkpoint.plain_values import to_json
-from piper.base.errors import PiperError, warn
-from piper.launch.device.weight_readers import fetcher
-from piper.launch.state.state_checks import check_index
-from piper.launch.device.worker_group import Refusal, WorkerGroup
-from piper.state.optimizer.factory import joined_kinds
-from piper.program.program import Program
-from piper.base.reading import MalformedError, file_bytes
-from piper.state.device.slices import MODEL, Holding, whole
-from piper.state.device.checkpoint_parts import Part, write
-from piper.state.device.whole_tensors import Portions, assemble
 from piper.base.atomic import Staged, stage
+from piper.base.errors import PiperError, warn
+from piper.base.reading import MalformedError, file_bytes
+from piper.launch.device.weight_readers import fetcher
+from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.launch.state.state_checks import check_index
+from piper.program.program import Program
+from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.commit import CHECKPOINT, keep_last, numbered
+from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
+from piper.state.checkpoint.index import INDEX, GroupEntry, Index, Tensors
+from piper.state.checkpoint.plain_values import to_json
+from piper.state.checkpoint.tensor_files import Given, Reader
+from piper.state.device.checkpoint_parts import Part, write
+from piper.state.device.slices import MODEL, Holding, whole
+from piper.state.device.whole_tensors import Portions, assemble
+from piper.state.optimizer.factory import joined_kinds
 
 _AT_ONCE = 4 * 1024 * 1024
 """Elements that are brought together, or handed out, at a time."""

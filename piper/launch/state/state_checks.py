@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.plain_values import from_json
 from piper.base.errors import PiperError, warn
-from piper.state.optimizer.probe import kept_kinds, make_scheduler, sample_optimizer
-from piper.state.optimizer.factory import kind_of
-from piper.program.program import Program
 from piper.base.reading import MalformedError, shown, within, wrong
 from piper.base.units import counted
+from piper.program.program import Program
+from piper.state.checkpoint.index import Index
+from piper.state.checkpoint.plain_values import from_json
+from piper.state.optimizer.factory import kind_of
+from piper.state.optimizer.probe import kept_kinds, make_scheduler, sample_optimizer
 
 
 def check_index(index: Index, program: Program, what: str) -> None:

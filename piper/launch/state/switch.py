@@ -17,22 +17,22 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from piper.capture.trace.computation import LOSS_PLACE
-from piper.state.checkpoint.index import Index
 from piper.base.errors import PiperError, warn
-from piper.launch.state.saving import index_of
+from piper.capture.trace.computation import LOSS_PLACE
 from piper.launch.device.device import LoadedDevice, assignment_of
-from piper.launch.optimizer_facts import difference, facts_of
-from piper.launch.state.state_checks import check_state
 from piper.launch.device.step_graph import refuse_uncapturable
 from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.launch.optimizer_facts import difference, facts_of
+from piper.launch.state.saving import index_of
+from piper.launch.state.state_checks import check_state
 from piper.program.program import Program
-from piper.state.device.restore import Wanted, refusal, settle, wanted
 from piper.runtime.comm.gloo import Peers
-from piper.state.device.slices import Held, all_held
+from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
-from piper.state.device.resharding import Exchange, Request, parcels, requests, still_missing
 from piper.state.device.device_state import DeviceState
+from piper.state.device.resharding import Exchange, Request, parcels, requests, still_missing
+from piper.state.device.restore import Wanted, refusal, settle, wanted
+from piper.state.device.slices import Held, all_held
 
 
 class Change(Enum):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from piper.capture.code.executables import Code
 from piper.base.errors import PiperError
+from piper.capture.code.executables import Code
 from piper.program.program import Program
 
 Pad = Sequence[Any] | Mapping[str, float | int]

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from piper.state.checkpoint import commit as folders
 from piper.base.errors import PiperError, warn
-from piper.launch.trainer.data_position import Position
-from piper.launch.device.worker_group import WorkerGroup
 from piper.base.paths import path_of
+from piper.launch.device.worker_group import WorkerGroup
+from piper.launch.trainer.data_position import Position
+from piper.state.checkpoint import commit as folders
 
 _NAME = "step-{:08}"
 

@@ -15,19 +15,19 @@ from enum import Enum, IntEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.callbacks.loggers import Callback, told
 from piper.base.errors import PiperError, warn
+from piper.base.units import counted
+from piper.callbacks.loggers import Callback, told
+from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.trainer.batch_tensors import Pad, arguments_of
+from piper.launch.trainer.data_position import Position
 from piper.launch.trainer.fit import Checkpoints, Stop
-from piper.launch.watch.interrupts import held_back
+from piper.launch.trainer.fit_summary import Ended, FitSummary
 from piper.launch.trainer.losses import Losses
 from piper.launch.trainer.notices import Notice
-from piper.launch.trainer.data_position import Position
 from piper.launch.trainer.progress_bar import shown_progress
 from piper.launch.trainer.step_result import StepResult
-from piper.launch.trainer.fit_summary import Ended, FitSummary
-from piper.launch.device.worker_group import WorkerGroup
-from piper.base.units import counted
+from piper.launch.watch.interrupts import held_back
 
 if TYPE_CHECKING:
     from piper.launch.trainer.trainer import Trainer

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from piper.capture.code.executables import Piece
 from piper.base.errors import PiperError
+from piper.capture.code.executables import Piece
 from piper.launch.device.worker_group import Report
 from piper.program.program import Program
 from piper.runtime.feeding import block_of

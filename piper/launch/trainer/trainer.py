@@ -15,28 +15,37 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piper.callbacks.loggers import Callback, checked_callbacks
-from piper.state.checkpoint.plain_values import from_json
 from piper.base.errors import PiperError
-from piper.launch.state.background_saves import BackgroundSave, PendingSave
-from piper.launch.trainer.batch_tensors import Pad, first_tensor, padded, tensors_of, tensors_of_rows, unpacked, with_totals, with_totals_of_all
-from piper.launch.state.saving import in_turn, load, save, tensor_of, whole_state
-from piper.launch.state.export_model import export
-from piper.launch.trainer.fit import Checkpoints, Run
-from piper.launch.watch.interrupts import held_back
-from piper.launch.trainer.loop import Loop, Rounds
-from piper.launch.trainer.notices import Notice, Notices
-from piper.launch.trainer.data_position import Batches, Position
-from piper.launch.watch.step_profile import Profile
-from piper.launch.trainer.batch_shapes import Shapes
-from piper.launch.trainer.step_result import StepResult
-from piper.launch.trainer.fit_summary import FitSummary
-from piper.launch.state.switch import Change, changes_named, switch
-from piper.launch.device.worker_group import ProfileKind, Report, WorkerGroup
 from piper.base.modes import without_modes
 from piper.base.paths import path_of
-from piper.program.program import Program
 from piper.base.tracking import Alive
+from piper.callbacks.loggers import Callback, checked_callbacks
+from piper.launch.device.worker_group import ProfileKind, Report, WorkerGroup
+from piper.launch.state.background_saves import BackgroundSave, PendingSave
+from piper.launch.state.export_model import export
+from piper.launch.state.saving import in_turn, load, save, tensor_of, whole_state
+from piper.launch.state.switch import Change, changes_named, switch
+from piper.launch.trainer.batch_shapes import Shapes
+from piper.launch.trainer.batch_tensors import (
+    Pad,
+    first_tensor,
+    padded,
+    tensors_of,
+    tensors_of_rows,
+    unpacked,
+    with_totals,
+    with_totals_of_all,
+)
+from piper.launch.trainer.data_position import Batches, Position
+from piper.launch.trainer.fit import Checkpoints, Run
+from piper.launch.trainer.fit_summary import FitSummary
+from piper.launch.trainer.loop import Loop, Rounds
+from piper.launch.trainer.notices import Notice, Notices
+from piper.launch.trainer.step_result import StepResult
+from piper.launch.watch.interrupts import held_back
+from piper.launch.watch.step_profile import Profile
+from piper.program.program import Program
+from piper.state.checkpoint.plain_values import from_json
 
 
 class Trainer:

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from piper.ir.dag.dag_text import name_of
-from piper.launch.watch.aligning import Step, aligned
-from piper.ir.plan.plan import Verb
+from piper.base.units import bytes_text, seconds_text
 from piper.cost.recorded import Recorded
-from piper.ir.dag.sizes import Sizes
 from piper.cost.tasks import Task, Tasks, Work
+from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.sizes import Sizes
+from piper.ir.plan.plan import Verb
+from piper.launch.watch.aligning import Step, aligned
 from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel
-from piper.base.units import bytes_text, seconds_text
 from piper.view.busy import Busy, busy_of
 from piper.view.exposed import Exposure, Span, all_to_all
+from piper.view.perfetto import Inner, write_trace
 from piper.view.runs import Run
 from piper.view.shown import Shown
 from piper.view.spans import Spans, run_of
-from piper.view.perfetto import Inner, write_trace
 
 
 @dataclass(frozen=True)

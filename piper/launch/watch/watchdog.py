@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from piper.launch.device.device import LoadedDevice
-from piper.launch.watch.liveness import Monitor, Query
 from piper.launch.watch.heartbeat import Neighbours
+from piper.launch.watch.liveness import Monitor, Query
 from piper.program.program import Program
 from piper.runtime.streams.signals import Signal
 

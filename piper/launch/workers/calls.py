@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from piper.state.checkpoint.index import Index
 from piper.launch.torch_flags import Flags
+from piper.state.checkpoint.index import Index
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,22 +24,22 @@ from typing import Any
 
 from torch import Tensor
 
-from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.hf_export import Target
 from piper.base.errors import CapacityError, PiperError
-from piper.launch.workers.calls import Call, Failure, SwitchTask, WorkerTask, dumped, receive
+from piper.ir.plan.plan import Plan
+from piper.launch.device.worker_group import ProfileKind, Refusal, Report, T
 from piper.launch.torch_flags import Flags
+from piper.launch.workers.calls import Call, Failure, SwitchTask, WorkerTask, dumped, receive
 from piper.launch.workers.custom_ops import defining_modules
 from piper.launch.workers.rank import refuse_too_few_gpus
 from piper.launch.workers.worker_folder import write_program, write_weights
-from piper.launch.device.worker_group import ProfileKind, Refusal, Report, T
 from piper.launch.workers.worker_process import WorkerProcess, spawned
-from piper.ir.plan.plan import Plan
 from piper.program.program import Program
 from piper.runtime.feeding import cut
+from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
-from piper.state.device.whole_tensors import Portions
 from piper.state.device.resharding import Request
+from piper.state.device.whole_tensors import Portions
 
 _GRACE = 2.0
 """Seconds that workers get to end by themselves."""

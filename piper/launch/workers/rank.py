@@ -13,28 +13,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.capture.code.codegen import Runners
-from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.hf_export import Target
 from piper.base.errors import PiperError
-from piper.launch.state.background_saves import Writing
+from piper.capture.code.codegen import Runners
+from piper.ir.plan.plan import COMMUNICATING
 from piper.launch.device.device import LoadedDevice
-from piper.launch.watch.faults import described
 from piper.launch.device.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.device.torch_profiler import profiled
 from piper.launch.device.worker_group import ProfileKind, Refusal, Report
-from piper.ir.plan.plan import COMMUNICATING
+from piper.launch.state.background_saves import Writing
+from piper.launch.watch.faults import described
 from piper.program.program import Program
-from piper.runtime.executor import CommunicationError
-from piper.state.weights.first_tensors import Fetch
 from piper.runtime.comm.gloo import Gloo
 from piper.runtime.comm.nccl import Nccl
-from piper.state.device.checkpoint_parts import Part
+from piper.runtime.executor import CommunicationError
 from piper.runtime.pending import Pending
-from piper.state.device.whole_tensors import Portions
 from piper.runtime.streams.stream_jitter import Shaker
-from piper.state.device.device_state import DeviceState
 from piper.runtime.uploads import Uploads
+from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.index import Index
+from piper.state.device.checkpoint_parts import Part
+from piper.state.device.device_state import DeviceState
+from piper.state.device.whole_tensors import Portions
+from piper.state.weights.first_tensors import Fetch
 
 
 class Rank:

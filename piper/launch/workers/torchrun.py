@@ -20,25 +20,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.hf_export import Target
 from piper.base.errors import PiperError
-from piper.launch.agreement import Batches, Optimizers, Weights, everyone, fingerprints, lost_peers, refuse_other_programs, refuse_other_tensors
+from piper.base.units import counted
+from piper.launch.agreement import (
+    Batches,
+    Optimizers,
+    Weights,
+    everyone,
+    fingerprints,
+    lost_peers,
+    refuse_other_programs,
+    refuse_other_tensors,
+)
+from piper.launch.device.worker_group import ProfileKind, Refusal, Report, T
+from piper.launch.state.switch import Crossing, NextState
 from piper.launch.watch.clock import seconds_ahead
 from piper.launch.watch.watchdog import Guard
 from piper.launch.workers.rank import Rank, choose_gpu
-from piper.launch.state.switch import Crossing, NextState
-from piper.launch.device.worker_group import ProfileKind, Refusal, Report, T
 from piper.program.program import Program
 from piper.runtime.feeding import cut, rows_read
-from piper.state.weights.first_tensors import Fetch, FirstTensor
-from piper.state.device.optimizer_groups import export_groups
-from piper.state.device.slices import Held
+from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
-from piper.state.device.whole_tensors import Portions
-from piper.state.device.resharding import Request
 from piper.state.device.device_state import DeviceState
-from piper.base.units import counted
+from piper.state.device.optimizer_groups import export_groups
+from piper.state.device.resharding import Request
+from piper.state.device.slices import Held
+from piper.state.device.whole_tensors import Portions
+from piper.state.weights.first_tensors import Fetch, FirstTensor
 
 
 class TorchrunWorkerGroup:

@@ -15,30 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.capture.code.executables import Code
-from piper.capture.code.codegen import Runners
-from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.hf_export import Target
 from piper.base.errors import PiperError
-from piper.launch.state.background_saves import Writing
+from piper.capture.code.codegen import Runners
+from piper.capture.code.executables import Code
+from piper.ir.plan.plan import Plan
 from piper.launch.device.device import LoadedDevice
 from piper.launch.device.step_graph import StepGraph, refuse_uncapturable
-from piper.launch.state.switch import NextState
 from piper.launch.device.torch_profiler import profiled
 from piper.launch.device.worker_group import ProfileKind, Refusal, Report, T
-from piper.ir.plan.plan import Plan
+from piper.launch.state.background_saves import Writing
+from piper.launch.state.switch import NextState
 from piper.program.program import Program
-from piper.runtime.feeding import cut
-from piper.state.weights.first_tensors import Fetch
-from piper.state.device.slices import Held
 from piper.runtime.comm.loopback import Hub, Loopback
-from piper.state.device.checkpoint_parts import Part
+from piper.runtime.feeding import cut
 from piper.runtime.pending import Pending
-from piper.state.device.whole_tensors import Portions
-from piper.state.device.resharding import copied
 from piper.runtime.streams.stream_jitter import Shaker
-from piper.state.device.device_state import DeviceState
 from piper.runtime.uploads import Uploads
+from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.index import Index
+from piper.state.device.checkpoint_parts import Part
+from piper.state.device.device_state import DeviceState
+from piper.state.device.resharding import copied
+from piper.state.device.slices import Held
+from piper.state.device.whole_tensors import Portions
+from piper.state.weights.first_tensors import Fetch
 
 
 class VirtualWorkerGroup:

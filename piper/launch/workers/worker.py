@@ -22,12 +22,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from piper.launch.workers.calls import Call, Failure, WorkerTask, receive, send
+from piper.launch.device.worker_group import Report
 from piper.launch.watch.faults import described
 from piper.launch.watch.liveness import Monitor
+from piper.launch.workers.calls import Call, Failure, WorkerTask, receive, send
 from piper.launch.workers.rank import Rank
 from piper.launch.workers.worker_device import WorkerDevice
-from piper.launch.device.worker_group import Report
 from piper.runtime.executor import CommunicationError, InstructionError
 
 

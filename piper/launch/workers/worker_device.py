@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.launch.workers.calls import SwitchTask, WorkerTask
 from piper.launch.device.weight_readers import FirstWeights
+from piper.launch.device.worker_group import Refusal
+from piper.launch.state.switch import Crossing, NextState
+from piper.launch.workers.calls import SwitchTask, WorkerTask
 from piper.launch.workers.custom_ops import define
 from piper.launch.workers.rank import Rank, choose_gpu
-from piper.launch.state.switch import Crossing, NextState
-from piper.launch.device.worker_group import Refusal
 from piper.program.program import Program
-from piper.state.weights.first_tensors import Fetch
-from piper.state.device.slices import Held
-from piper.state.device.checkpoint_parts import Part
-from piper.state.device.resharding import Request
-from piper.state.device.device_state import DeviceState
 from piper.program.storage import load
+from piper.state.device.checkpoint_parts import Part
+from piper.state.device.device_state import DeviceState
+from piper.state.device.resharding import Request
+from piper.state.device.slices import Held
+from piper.state.weights.first_tensors import Fetch
 
 
 class WorkerDevice:

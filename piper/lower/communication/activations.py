@@ -18,15 +18,15 @@ from torch.distributed.tensor import Shard
 from piper.base.errors import DirectiveError
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.dag_text import name_of
 from piper.ir.dag.facts import Model
+from piper.ir.dag.values import ExtraRole, Role
 from piper.ir.layouts import everywhere
 from piper.ir.ops import Collective, Compute, Transfer, same_group
 from piper.ir.rules import ShardRule
-from piper.ir.dag.dag_text import name_of
-from piper.ir.dag.values import ExtraRole, Role
 from piper.lower.communication.redistribute import redistribute
-from piper.lower.rewriter import Rewriter
 from piper.lower.communication.sorted_rows import SortedValues
+from piper.lower.rewriter import Rewriter
 
 _MOVED = (Role.ACTIVATION, Role.GRADIENT)
 

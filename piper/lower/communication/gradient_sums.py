@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag
-from piper.ir.ops import Add
 from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.ops import Add
 from piper.lower.rewriter import Rewriter
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.capture.chunk.chunks import Move, Segment
-from piper.capture.code.chunk_program import Pass
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.values import Extra, ExtraRole
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Collective, Compute, Group, Op, Select
-from piper.ir.dag.values import Extra, ExtraRole
+from piper.ir.passes import Pass, RematPolicy
+from piper.ir.shards import Move, Segment
 
 _KINDS = {
     Move.ALL_REDUCE: CollectiveKind.ALL_REDUCE,

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag
-from piper.ir.ops import Collective, Group, Update
 from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.ops import Collective, Group, Update
 from piper.lower.rewriter import Rewriter
 
 STREAM = "scalars"

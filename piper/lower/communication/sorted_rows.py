@@ -16,11 +16,11 @@ from collections.abc import Mapping
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.dag_text import name_of
 from piper.ir.dag.facts import Model
+from piper.ir.dag.values import Role, Value
 from piper.ir.ops import Collective, Compute
 from piper.ir.overlaps import most_overlaps
-from piper.ir.dag.dag_text import name_of
-from piper.ir.dag.values import Role, Value
 
 
 def brought_in_turn(dag: Dag, node: Node) -> int | None:

@@ -15,8 +15,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.ops import Compute
 from piper.ir.dag.values import Role
+from piper.ir.ops import Compute
 
 
 def tie_gradients(dag: Dag) -> Dag:

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role, parameters_of
 from piper.ir.plan.plan import Holder, Slot, Verb
-from piper.ir.dag.sizes import Sizes
 
 LINE = 64
 """Bytes: where gradients are added up each for itself, each begins at a multiple."""

@@ -16,25 +16,16 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.ops import Collective, Transfer, Update
 from piper.ir.dag.values import ExtraRole
+from piper.ir.ops import Collective, Transfer, Update
+from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.rank_classes import RankClasses
 from piper.lower.communication.sorted_rows import brought_in_turn
 
 Resource = tuple[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class IssueOrder:
-    """Nodes in the order in which they are issued, and when each starts and ends."""
-
-    order: tuple[int, ...]
-    start: tuple[float, ...]
-    end: tuple[float, ...]
 
 
 def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag
-from piper.ir.ops import Compute
-from piper.ir.dag.dag_text import devices_text, region_of
-from piper.lower.plans.memory_model import Memory
-from piper.ir.plan.plan import Holder, Plan
 from piper.base.units import bytes_text
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.dag_text import devices_text, region_of
+from piper.ir.ops import Compute
+from piper.ir.plan.plan import Holder, Plan
+from piper.lower.plans.memory_model import Memory
 
 
 def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:

@@ -7,16 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from piper.base.units import bytes_text
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.dag_text import devices_text
 from piper.ir.dag.facts import PassFacts
+from piper.ir.dag.sizes import Sizes
+from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Compute, Transfer, Update
 from piper.ir.overlaps import most_overlaps, scattered
-from piper.ir.dag.dag_text import devices_text
-from piper.ir.dag.values import ExtraRole
 from piper.ir.plan.plan import BESIDE, Holder, Instruction, Plan, Slot, Verb
-from piper.ir.dag.sizes import Sizes
-from piper.base.units import bytes_text
 
 _REPORTED = (ExtraRole.LOAD, ExtraRole.OUTPUT)
 """What is kept for the caller until the step ends."""

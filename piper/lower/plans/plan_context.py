@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from piper.capture.code.chunk_program import Kind, Ref
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role
-from piper.lower.plans.accumulation import GRADIENTS
+from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
+from piper.ir.passes import Kind, Ref
 from piper.ir.plan.plan import Holder, Slot, Verb
 from piper.ir.plan.rank_classes import RankClasses
-from piper.ir.dag.sizes import Sizes
+from piper.lower.plans.accumulation import GRADIENTS
 
 _HOLDERS = {
     Role.BATCH: Holder.BATCH,

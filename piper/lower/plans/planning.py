@@ -7,19 +7,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from piper.capture.chunk.chunks import RANK
 from piper.base.errors import DirectiveError
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
-from piper.ir.dag.values import ExtraRole, Role
-from piper.lower.plans.accumulation import GRADIENTS, Accumulation
-from piper.ir.plan.plan import COMMUNICATING, Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
-from piper.ir.plan.rank_classes import RankClasses
-from piper.lower.plans.list_schedule import IssueOrder
-from piper.lower.plans.plan_context import Shared, Touched
 from piper.ir.dag.sizes import Sizes
+from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
+from piper.ir.plan.issue_order import IssueOrder
+from piper.ir.plan.plan import (
+    COMMUNICATING,
+    Given,
+    Holder,
+    Instruction,
+    Plan,
+    Returned,
+    Seed,
+    Slot,
+    Verb,
+)
+from piper.ir.plan.rank_classes import RankClasses
+from piper.ir.shards import RANK
 from piper.lower.communication.sorted_rows import brought_in_turn
+from piper.lower.plans.accumulation import GRADIENTS, Accumulation
+from piper.lower.plans.plan_context import Shared, Touched
 
 _UNDER_WAY = 2
 """How many messages of a stream, or reductions that scatter, may be under way at a time: each holds

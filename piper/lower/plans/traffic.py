@@ -11,10 +11,10 @@ from fractions import Fraction
 
 from piper.ir.collectives import ALGORITHMS
 from piper.ir.dag.dag import Dag
-from piper.ir.ops import Collective, Transfer
 from piper.ir.dag.dag_text import devices_text
-from piper.ir.plan.plan import Plan, Verb
 from piper.ir.dag.sizes import Sizes
+from piper.ir.ops import Collective, Transfer
+from piper.ir.plan.plan import Plan, Verb
 
 
 @dataclass(frozen=True, slots=True)

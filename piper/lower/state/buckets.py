@@ -20,16 +20,16 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from piper.capture.code.chunk_program import Pass
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag, Tags
+from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import COMPUTE, Collective, Compute, Group, Op, Update
+from piper.ir.passes import Pass
 from piper.ir.rules import Bucket
-from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
 from piper.lower.communication.redistribute import redistribute
-from piper.lower.state.replica_groups import BucketKey, refuse_elsewhere, replica_groups_of
 from piper.lower.rewriter import Rewriter
+from piper.lower.state.replica_groups import BucketKey, refuse_elsewhere, replica_groups_of
 
 
 def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str] = ()) -> Dag:

@@ -6,11 +6,11 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
-from piper.capture.code.chunk_program import Pass
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.ops import Compute
 from piper.ir.dag.dag_text import name_of
+from piper.ir.ops import Compute
+from piper.ir.passes import Pass
 
 
 def keep_buffers(dag: Dag, training: Dag | None = None) -> Dag:

@@ -18,10 +18,10 @@ import torch
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.dag_text import group_text, name_of, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.ops import Compute, Group
 from piper.ir.rules import Bucket, ShardRule, StateRule, shard_numel
-from piper.ir.dag.dag_text import group_text, name_of, region_of
 from piper.lower.state.packing import in_a_row, packed
 
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)

@@ -13,14 +13,14 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
-from piper.capture.code.chunk_program import Pass
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.values import ExtraRole
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import Collective, Compute, Group
-from piper.ir.dag.values import ExtraRole
+from piper.ir.passes import Pass
+from piper.ir.plan.issue_order import IssueOrder
 from piper.lower.communication.redistribute import redistribute
 from piper.lower.rewriter import Rewriter
-from piper.lower.plans.list_schedule import IssueOrder
 
 AHEAD = 2
 

@@ -18,36 +18,36 @@ import torch
 from torch import nn
 
 from piper.base.arguments import named_arguments
+from piper.base.errors import DirectiveError, PiperError, warn
+from piper.base.modes import default_dtype, without_modes
+from piper.base.units import counted, nbytes_of
 from piper.capture.batch import Batch
 from piper.capture.code.codegen import CompilerName, Eager
-from piper.capture.model import Captured, check_model
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
+from piper.capture.model import Captured, check_model
+from piper.cost.rough_costs import Costs
+from piper.cost.tasks import CostModel
+from piper.ir.dag.build import build
+from piper.ir.dag.dag import Dag
+from piper.lower.forwards import lower_forwards
+from piper.lower.lower import Lowered, Settings, lower
+from piper.lower.plans.memory_model import OptimizerCost
+from piper.lower.waste import LARGE
+from piper.program.compile.mixing_warnings import warn_of_mixing
+from piper.program.compile.placer import Placed, Placer
+from piper.program.compile.traces import Subject, Traces
+from piper.program.program import Program, trained_shapes
+from piper.state.optimizer.factory import OptimizerFactory
+from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
+from piper.state.optimizer.training import Training
+from piper.state.weights.source import Source, StateNames
+from piper.state.weights.weight_files import Init, WeightFiles
 from piper.strategies.directives.place import Place
 from piper.strategies.directives.remat import Remat
 from piper.strategies.directives.shard import Shard
 from piper.strategies.directives.split import Split
-from piper.base.errors import DirectiveError, PiperError, warn
-from piper.state.weights.source import Source, StateNames
-from piper.ir.dag.build import build
-from piper.ir.dag.dag import Dag
-from piper.cost.rough_costs import Costs
-from piper.lower.forwards import lower_forwards
-from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.plans.memory_model import OptimizerCost
-from piper.cost.tasks import CostModel
-from piper.lower.waste import LARGE
-from piper.program.compile.mixing_warnings import warn_of_mixing
-from piper.base.modes import default_dtype, without_modes
-from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
-from piper.state.optimizer.factory import OptimizerFactory
-from piper.program.compile.placer import Placed, Placer
-from piper.program.program import Program, trained_shapes
 from piper.strategies.strategy import Strategy
-from piper.program.compile.traces import Subject, Traces
-from piper.state.optimizer.training import Training
-from piper.base.units import counted, nbytes_of
-from piper.state.weights.weight_files import Init, WeightFiles
 
 
 @named_arguments(PiperError)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from piper.capture.model import Captured
-from piper.capture.loss.row_mixing import Meeting, RowMixing
 from piper.base.errors import CaptureError, warn
+from piper.capture.loss.row_mixing import Meeting, RowMixing
+from piper.capture.model import Captured
 
 _SAID = {
     Meeting.STATISTICS: (

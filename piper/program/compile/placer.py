@@ -6,23 +6,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from piper.capture.code.executables import Code
-from piper.capture.chunk.expert_regions import sorted_rows
-from piper.capture.experts.share import trace_share, with_rows
-from piper.capture.chunk.joint import Joint
-from piper.capture.shard.local_chunks import Sharding
-from piper.capture.model import Captured
-from piper.capture.chunk.donation import consume_inputs
-from piper.capture.chunk.split_passes import Passes
-from piper.capture.experts.batch_rows import Rows, rows_of
-from piper.strategies.directives.tensor_parallel import refuse_other_ways
 from piper.base.errors import DirectiveError
+from piper.capture.chunk.donation import consume_inputs
+from piper.capture.chunk.expert_regions import sorted_rows
+from piper.capture.chunk.joint import Joint
+from piper.capture.chunk.split_passes import Passes
+from piper.capture.code.executables import Code
+from piper.capture.experts.batch_rows import Rows, rows_of
+from piper.capture.experts.share import trace_share, with_rows
+from piper.capture.facts import Known, facts_of
+from piper.capture.model import Captured
+from piper.capture.shard.local_chunks import Sharding
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.facts import Facts, Known, Model, facts_of
+from piper.ir.dag.facts import Facts, Model
 from piper.program.compile.shardings import shardings_of
+from piper.program.compile.wiring import (
+    refuse_different,
+    refuse_other_rows,
+    refuse_other_share,
+    with_sorted_shares,
+)
+from piper.strategies.directives.tensor_parallel import refuse_other_ways
 from piper.strategies.strategy import Strategy
-from piper.program.compile.wiring import refuse_different, refuse_other_rows, refuse_other_share, with_sorted_shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from piper.capture.chunk.chunks import ContextAttention, ParameterShard
-from piper.capture.shard.local_chunks import Sharding
 from piper.capture.model import Captured
+from piper.capture.shard.local_chunks import Sharding
 from piper.capture.shard.weight_shards import weight_shards
 from piper.ir.dag.dag import Dag
 from piper.ir.rules import TensorRule
+from piper.ir.shards import ContextAttention, ParameterShard
 
 
 def shardings_of(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]]:

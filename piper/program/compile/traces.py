@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from piper.base.errors import CaptureError
 from piper.capture.batch import Batch
 from piper.capture.blame import LOSS_PREFIX
-from piper.capture.model import Captured, capture, trace
+from piper.capture.chunk.split_passes import Passes
 from piper.capture.loss.outputs import NamedOutputs, Outputs
 from piper.capture.loss.own_loss import Loss
-from piper.capture.chunk.split_passes import Passes
-from piper.base.errors import CaptureError
+from piper.capture.model import Captured, capture, trace
 
 
 @dataclass(frozen=True, slots=True)

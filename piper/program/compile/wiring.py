@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from piper.capture.code.executables import outputs_of
-from piper.capture.model import Captured
-from piper.capture.experts.batch_rows import Rows
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.base.errors import CaptureError, PiperError
+from piper.capture.code.executables import outputs_of
+from piper.capture.experts.batch_rows import Rows
+from piper.capture.model import Captured
 from piper.ir.dag.facts import ChunkFacts, Model, Variant
+from piper.ir.passes import RematPolicy
 
 
 def refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:

@@ -15,30 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from piper.base.handles import Handle
 from piper.ir.collectives import CollectiveKind
 
 Group = tuple[int, ...]
-
-
-class Handle(Protocol):
-    """A communication that the host sees through."""
-
-    def done(self) -> bool:
-        """Whether the host may go on."""
-        ...
-
-    def wait(self) -> None:
-        """Block the host until it may go on."""
-        ...
-
-    def join(self) -> None:
-        """Once ``done``: let the current stream, if there is one, come after it."""
-        ...
-
-    @property
-    def span(self) -> tuple[float, float] | None:
-        """When it was taken up and when it was over, on ``time.monotonic``, if that is known."""
-        ...
 
 
 Begin = Callable[..., Handle | None]

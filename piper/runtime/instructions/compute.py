@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.capture.chunk.chunks import RANK, Draws
-from piper.capture.code.chunk_program import BUNDLES, Kind, Ref
-from piper.ir.tensors import TensorSpec
 from piper.ir.ops import Compute
+from piper.ir.passes import BUNDLES, Kind, Ref
 from piper.ir.plan.plan import Instruction
-from piper.runtime.draw_seeds import fold, seeded, skip
+from piper.ir.shards import RANK, Draws
+from piper.ir.tensors import TensorSpec
 from piper.runtime.context import ExecutionContext, Made
+from piper.runtime.draw_seeds import fold, seeded, skip
+from piper.runtime.instructions.grad_arena import Together
 from piper.runtime.pending import BoundInstruction
 from piper.runtime.streams.streams import Free
-from piper.runtime.instructions.grad_arena import Together
 
 
 def compute(

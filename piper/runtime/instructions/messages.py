@@ -10,13 +10,23 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import CapacityError
+from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
-from piper.ir.dag.values import ExtraRole
 from piper.ir.plan.plan import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
-from piper.runtime.instructions.expert_rows import beyond, combine, counts_within, dispatch, merged, own_counts, packed, padded, unmerged
+from piper.runtime.instructions.expert_rows import (
+    beyond,
+    combine,
+    counts_within,
+    dispatch,
+    merged,
+    own_counts,
+    packed,
+    padded,
+    unmerged,
+)
 from piper.runtime.pending import BoundInstruction, Pending
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from piper.ir.plan.plan import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext, Scalars
-from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.instructions.update import counted_once, gradients_of, squares
+from piper.runtime.pending import BoundInstruction, Pending
 
 
 def loss(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:

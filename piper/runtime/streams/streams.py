@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.ir.rules import StreamRule
 from piper.ir.dag.values import OF_STEP, ExtraRole
 from piper.ir.plan.plan import COMMUNICATING, Plan, Verb, plain_stream
+from piper.ir.rules import StreamRule
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.streams.progress import Progress
-from piper.runtime.streams.stream_jitter import Shaker
 from piper.runtime.streams.sm_shares import Shares
+from piper.runtime.streams.stream_jitter import Shaker
 
 REPORTED = OF_STEP
 Free = Callable[[int], None]

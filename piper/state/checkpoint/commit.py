@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from piper.state.checkpoint.verify_files import is_whole
-from piper.state.checkpoint.index import INDEX
-from piper.base.errors import PiperError, warn
 from piper.base.atomic import Kind
+from piper.base.errors import PiperError, warn
+from piper.state.checkpoint.index import INDEX
+from piper.state.checkpoint.verify_files import is_whole
 
 CHECKPOINT = Kind(
     "state",

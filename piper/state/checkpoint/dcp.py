@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.tensor_files import Reader
-from piper.state.checkpoint.index import Entry
 from piper.state.checkpoint.discover import stored_tensors
+from piper.state.checkpoint.index import Entry
+from piper.state.checkpoint.tensor_files import Reader
 
 
 class CheckpointReader(StorageReader):

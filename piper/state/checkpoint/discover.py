@@ -20,13 +20,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from piper.state.checkpoint.boxes import Box, tile
-from piper.state.checkpoint.verify_files import size_of
-from piper.state.checkpoint.tensor_files import DTYPES, Extent, refuse_overlaps, sizes
-from piper.state.checkpoint.index import INDEX, Entry, Index, Slice
-from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, count, counts, file_bytes, open_file, parsed, row, string, table, within, wrong
+from piper.base.reading import (
+    MalformedError,
+    count,
+    counts,
+    file_bytes,
+    open_file,
+    parsed,
+    row,
+    string,
+    table,
+    within,
+    wrong,
+)
+from piper.state.checkpoint.boxes import Box, tile
+from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
+from piper.state.checkpoint.index import INDEX, Entry, Index, Slice
+from piper.state.checkpoint.tensor_files import DTYPES, Extent, refuse_overlaps, sizes
+from piper.state.checkpoint.verify_files import size_of
 
 _SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"

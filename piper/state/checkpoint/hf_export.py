@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from piper.base.atomic import Kind
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.tensor_files import header_of, memory_of, pieces_in_order
-from piper.base.atomic import Kind
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PRETRAINED = Kind(

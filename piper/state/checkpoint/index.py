@@ -24,11 +24,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.state.checkpoint.boxes import Box, tile
-from piper.state.checkpoint.tensor_files import DTYPES, NAMES, Extent, FileFacts, Reader, Stored, refuse_overlaps, sizes
-from piper.state.checkpoint.plain_values import from_json, stored_names
 from piper.base.codec import Format
-from piper.base.reading import MalformedError, count, counts, parsed, rows, string, table, whole, within, wrong
+from piper.base.reading import (
+    MalformedError,
+    count,
+    counts,
+    parsed,
+    rows,
+    string,
+    table,
+    whole,
+    within,
+    wrong,
+)
+from piper.state.checkpoint.boxes import Box, tile
+from piper.state.checkpoint.plain_values import from_json, stored_names
+from piper.state.checkpoint.tensor_files import (
+    DTYPES,
+    NAMES,
+    Extent,
+    FileFacts,
+    Reader,
+    Stored,
+    refuse_overlaps,
+    sizes,
+)
 
 INDEX = "index.json"
 _FORMAT = Format("checkpoint", 2)

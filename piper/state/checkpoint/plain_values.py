@@ -17,7 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from piper.base.reading import DTYPES, MalformedError, check_limits, count, row, rows, shown, string, within, wrong
+from piper.base.reading import (
+    DTYPES,
+    MalformedError,
+    check_limits,
+    count,
+    row,
+    rows,
+    shown,
+    string,
+    within,
+    wrong,
+)
 
 _DEPTH = 16
 _INLINE = 16

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from piper.state.checkpoint.boxes import Box
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, counts, open_file, wrong
+from piper.state.checkpoint.boxes import Box
 
 BLOCK = 4 * 2**20
 """Bytes that are copied, written or read at a time."""

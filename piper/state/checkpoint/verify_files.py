@@ -7,9 +7,9 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from piper.state.checkpoint.tensor_files import FileFacts, checksum
-from piper.state.checkpoint.index import INDEX, Index, Slice, files_of
 from piper.base.reading import MalformedError, file_bytes, open_file
+from piper.state.checkpoint.index import INDEX, Index, Slice, files_of
+from piper.state.checkpoint.tensor_files import FileFacts, checksum
 
 
 def damage(folder: Path, index: Index, files: Sequence[str]) -> list[str]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper.capture.code.executables import Code
-from piper.ir.tensors import TensorSpec
-from piper.ir.rules import Bucket
 from piper.ir.plan.plan import Plan
+from piper.ir.rules import Bucket
+from piper.ir.tensors import TensorSpec
 from piper.state.optimizer.training import Training
 
 

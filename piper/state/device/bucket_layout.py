@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from piper.ir.tensors import TensorSpec
 from piper.ir.rules import Bucket
+from piper.ir.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

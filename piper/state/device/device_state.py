@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from piper.capture.chunk.chunks import RANK
-from piper.capture.code.chunk_program import Kind, Ref
-from piper.ir.tensors import TensorSpec
-from piper.state.checkpoint.boxes import Box
 from piper.base.errors import PiperError
 from piper.ir.ops import Compute
+from piper.ir.passes import Kind, Ref
 from piper.ir.rules import Bucket
-from piper.state.optimizer.probe import make_scheduler
-from piper.state.optimizer.factory import kind_of, make
+from piper.ir.shards import RANK
+from piper.ir.tensors import TensorSpec
+from piper.state.checkpoint.boxes import Box
 from piper.state.device.assignment import Assignment
-from piper.state.weights.first_tensors import Fetch
 from piper.state.device.bucket_layout import BucketLayout
 from piper.state.device.pieces import pieces_of, whole_shard
+from piper.state.optimizer.factory import kind_of, make
+from piper.state.optimizer.probe import make_scheduler
+from piper.state.weights.first_tensors import Fetch
 
 if TYPE_CHECKING:
     from piper.state.device.snapshot import Snapshot

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.state.optimizer.factory import members_of, settings
 from piper.state.device.device_state import DeviceState
+from piper.state.optimizer.factory import members_of, settings
 
 _KIND = "piper.optimizer"
 """The setting of a group that says which of several optimizers it belongs to."""

@@ -20,10 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from piper.base.handles import Handle
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import Index
-from piper.runtime.comm.protocol import Handle
 from piper.state.device.restore import Wanted
 from piper.state.device.slices import Held
 

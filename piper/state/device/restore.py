@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from piper.base.errors import PiperError
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import Index, Value
 from piper.state.checkpoint.plain_values import from_json, stored_names
-from piper.base.errors import PiperError
-from piper.state.device.optimizer_groups import Group, match_groups, restore_groups
-from piper.state.device.slices import MODEL, STORED
 from piper.state.device.bucket_layout import BucketLayout, Fragment
-from piper.state.device.pieces import pieces_of, whole_shard
 from piper.state.device.device_state import DeviceState, HeldBucket
+from piper.state.device.optimizer_groups import Group, match_groups, restore_groups
+from piper.state.device.pieces import pieces_of, whole_shard
+from piper.state.device.slices import MODEL, STORED
 
 
 @dataclass(frozen=True, slots=True)

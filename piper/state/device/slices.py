@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
+from piper.base.reading import within
 from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.tensor_files import Given
 from piper.state.checkpoint.index import Entry, GroupEntry, Slice, Tensors, Value
 from piper.state.checkpoint.plain_values import to_json
-from piper.state.optimizer.factory import kind_of
-from piper.base.reading import within
-from piper.state.device.optimizer_groups import export_groups
+from piper.state.checkpoint.tensor_files import Given
 from piper.state.device.bucket_layout import BucketLayout, Fragment
-from piper.state.device.pieces import Piece, pieces_of, written_by
 from piper.state.device.device_state import DeviceState, HeldBucket
+from piper.state.device.optimizer_groups import export_groups
+from piper.state.device.pieces import Piece, pieces_of, written_by
+from piper.state.optimizer.factory import kind_of
 
 MODEL, STORED = "model", "stored"
 

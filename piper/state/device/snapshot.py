@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from piper.runtime.comm.protocol import Handle
+from piper.base.handles import Handle
 from piper.state.device.slices import Holding
 
 _PIECE = 2**20

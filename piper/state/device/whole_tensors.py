@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from piper.ir.tensors import TensorSpec
 from piper.ir.rules import Bucket
+from piper.ir.tensors import TensorSpec
 from piper.state.device.bucket_layout import BucketLayout
-from piper.state.device.pieces import whole_shard
 from piper.state.device.device_state import DeviceState, HeldBucket
+from piper.state.device.pieces import whole_shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from piper.base.errors import DirectiveError, PiperError
-from piper.ir.dag.dag import Dag
-from piper.ir.rules import Bucket
-from piper.ir.dag.dag_text import group_text
-from piper.lower.plans.memory_model import OptimizerCost
-from piper.state.optimizer.factory import NamedParameters, OptimizerFactory, kind_of, make, settings_by_parameter, takes_names
-from piper.state.optimizer.trials import UNNAMED, Samples, looks_across, looks_at_others, only, sample, small, step_with, steps_by_bucket, works_on_shards, works_on_slices
 from piper.base.tracking import Tracker
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.dag_text import group_text
+from piper.ir.rules import Bucket
+from piper.lower.plans.memory_model import OptimizerCost
+from piper.state.optimizer.factory import (
+    NamedParameters,
+    OptimizerFactory,
+    kind_of,
+    make,
+    settings_by_parameter,
+    takes_names,
+)
+from piper.state.optimizer.trials import (
+    UNNAMED,
+    Samples,
+    looks_across,
+    looks_at_others,
+    only,
+    sample,
+    small,
+    step_with,
+    steps_by_bucket,
+    works_on_shards,
+    works_on_slices,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the trained parameters, by name and in the model's order."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from piper.capture.model import Precision
 from piper.base.errors import PiperError
-from piper.state.optimizer.probe import SchedulerFactory
+from piper.capture.model import Precision
 from piper.state.optimizer.factory import OptimizerFactory
+from piper.state.optimizer.probe import SchedulerFactory
 
 ON_NAN = ("skip", "stop")
 

@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.state.optimizer.factory import NamedParameters, members_of, settings, settings_by_parameter
+from piper.state.optimizer.factory import (
+    NamedParameters,
+    members_of,
+    settings,
+    settings_by_parameter,
+)
 
 Make = Callable[[NamedParameters], torch.optim.Optimizer]
 Samples = Sequence[tuple[str, tuple[int, ...]]]

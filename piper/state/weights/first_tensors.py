@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.tensor_files import Reader
-from piper.state.checkpoint.index import Entry
 from piper.base.errors import PiperError
+from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.index import Entry
+from piper.state.checkpoint.tensor_files import Reader
 
 
 class FirstTensor(Protocol):

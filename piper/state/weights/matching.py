@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from piper.base.errors import PiperError
 from piper.capture.blame import LOSS_PREFIX
 from piper.state.checkpoint.boxes import Box, boxes_of_range
-from piper.state.checkpoint.tensor_files import BLOCK, Reader
-from piper.state.checkpoint.index import Entry
 from piper.state.checkpoint.discover import stored_tensors
-from piper.base.errors import PiperError
-from piper.state.weights.source import Source, StateNames
+from piper.state.checkpoint.index import Entry
+from piper.state.checkpoint.tensor_files import BLOCK, Reader
 from piper.state.weights.other_model import differences
+from piper.state.weights.source import Source, StateNames
 from piper.state.weights.weight_files import WeightFiles
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.capture.blame import LOSS_PREFIX
 from piper.base.errors import PiperError
+from piper.capture.blame import LOSS_PREFIX
 from piper.state.weights.other_model import differences
 from piper.state.weights.weight_files import Init, WeightFiles
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from piper.capture.code.chunk_program import Pass
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.dag_text import group_text, name_of
+from piper.ir.passes import Pass
 
 
 def refuse_crossing(dag: Dag, groups: Sequence[Sequence[int]]) -> None:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from piper.capture.chunk.remat_choice import RematPolicy
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag
 from piper.ir.dag.filters import Filter, select
-from piper.ir.mesh import listed
 from piper.ir.dag.verify_dag import verify
+from piper.ir.mesh import listed
+from piper.ir.passes import RematPolicy
 
 
 @dataclass(frozen=True)

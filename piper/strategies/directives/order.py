@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.capture.code.chunk_program import Pass
-from piper.strategies.directives.directive import Directive, plain_filter
-from piper.strategies.directives.crossing import natural, refuse_crossing
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, Node
+from piper.ir.dag.dag_text import name_of
 from piper.ir.dag.filters import Filter, FilterLike, select
 from piper.ir.ops import Group
-from piper.ir.dag.dag_text import name_of
+from piper.ir.passes import Pass
+from piper.strategies.directives.crossing import natural, refuse_crossing
+from piper.strategies.directives.directive import Directive, plain_filter
 
 Resource = Group | int
 _HALVES = (Pass.BI, Pass.BW)

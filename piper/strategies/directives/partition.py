@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.strategies.directives.directive import Directive, check_tag, positive
 from piper.base.errors import DirectiveError
+from piper.base.units import counted
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import ChunkFacts
-from piper.base.units import counted
+from piper.strategies.directives.directive import Directive, check_tag, positive
 
 
 @dataclass(frozen=True)

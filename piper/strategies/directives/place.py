@@ -14,15 +14,23 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.capture.chunk.chunks import ContextAttention
-from piper.strategies.directives.directive import Directive, axis_names, check_axis, check_group, check_stream, device_group, plain_filter
-from piper.strategies.directives.tensor_parallel import with_rule
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.dag_text import name_of
 from piper.ir.dag.filters import Filter, FilterLike, select
 from piper.ir.mesh import Mesh
 from piper.ir.rules import SendRule, TensorRule
-from piper.ir.dag.dag_text import name_of
+from piper.ir.shards import ContextAttention
+from piper.strategies.directives.directive import (
+    Directive,
+    axis_names,
+    check_axis,
+    check_group,
+    check_stream,
+    device_group,
+    plain_filter,
+)
+from piper.strategies.directives.tensor_parallel import with_rule
 
 
 @dataclass(frozen=True)

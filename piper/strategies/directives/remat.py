@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.capture.chunk.remat_choice import RematPolicy
-from piper.strategies.directives.directive import Directive, plain_filter, whole_chunks
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.filters import Filter, FilterLike
+from piper.ir.passes import RematPolicy
+from piper.strategies.directives.directive import Directive, plain_filter, whole_chunks
 
 
 @dataclass(frozen=True)

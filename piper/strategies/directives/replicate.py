@@ -17,12 +17,20 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.strategies.directives.directive import Directive, check_group, check_stream, device_group, plain_filter, positive, whole_chunks
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.dag_text import region_of
 from piper.ir.dag.filters import Filter, FilterLike
 from piper.ir.rules import StateRule
-from piper.ir.dag.dag_text import region_of
+from piper.strategies.directives.directive import (
+    Directive,
+    check_group,
+    check_stream,
+    device_group,
+    plain_filter,
+    positive,
+    whole_chunks,
+)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,28 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.strategies.directives.directive import Directive, axis_names, check_axis, check_stream, plain_filter, positive, whole_chunks
-from piper.strategies.directives.tensor_parallel import check_patterns, refuse_tied_names, tensor_rules
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.dag_text import name_of
 from piper.ir.dag.facts import ChunkFacts
 from piper.ir.dag.filters import Filter, FilterLike
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Group
 from piper.ir.rules import ShardRule
-from piper.ir.dag.dag_text import name_of
+from piper.strategies.directives.directive import (
+    Directive,
+    axis_names,
+    check_axis,
+    check_stream,
+    plain_filter,
+    positive,
+    whole_chunks,
+)
+from piper.strategies.directives.tensor_parallel import (
+    check_patterns,
+    refuse_tied_names,
+    tensor_rules,
+)
 
 
 @dataclass(frozen=True)

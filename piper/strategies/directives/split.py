@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.strategies.directives.directive import Directive, check_tag, plain_filter, positive
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.filters import Filter, FilterLike, select
+from piper.strategies.directives.directive import Directive, check_tag, plain_filter, positive
 
 
 @dataclass(frozen=True)

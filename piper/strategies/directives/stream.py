@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from piper.base.arguments import named_arguments
-from piper.strategies.directives.directive import Directive, check_stream, plain_filter
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.filters import Filter, FilterLike, select
 from piper.ir.rules import Rest, Sms, StreamRule
+from piper.strategies.directives.directive import Directive, check_stream, plain_filter
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from piper.capture.chunk.chunks import Style
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.rules import TensorRule
-from piper.ir.dag.dag_text import name_of, region_of
 from piper.base.reading import shown
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.dag_text import name_of, region_of
+from piper.ir.rules import TensorRule
+from piper.ir.shards import Style
 
 Wanted = int | str
 _STYLES = {

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from piper.capture.code.chunk_program import Pass
+from piper.base.codec import Numbered
 from piper.base.errors import PiperError
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.dag_text import group_text, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.layout_text import layout_lines
-from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
-from piper.ir.rules import Rest, Sms
-from piper.ir.dag.dag_text import group_text, name_of
-from piper.ir.dag.values import OF_STEP, ExtraRole, Role, Value
 from piper.ir.dag.sizes import Sizes
-from piper.base.numbering import Numbered
+from piper.ir.dag.values import OF_STEP, ExtraRole, Role, Value
+from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
+from piper.ir.passes import Pass
+from piper.ir.rules import Rest, Sms
 from piper.view.pages.inline import page
 
 _SCRIPTS = (

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from piper.capture.shard.rewrites.attention_dropout import ATTENTION, arguments
+from piper.base.errors import CaptureError
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
 from piper.capture.shard.placements import REPLICATED, Placement
-from piper.capture.shard.shard_axis import ShardAxis
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION, arguments
 from piper.capture.shard.rewrites.vocab_parallel import Emitter, Rewrite
-from piper.base.errors import CaptureError
+from piper.capture.shard.shard_axis import ShardAxis
 
 _SEQUENCE = Shard(2)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
-from piper.capture.shard.rewrites.attention_dropout import ATTENTION, drops, in_products
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION, drops, in_products
 from piper.capture.shard.rewrites.key_heads import KeyHeads, Wider, repeated_heads, wider_heads
 from piper.capture.shard.shard_axis import ShardAxis
 

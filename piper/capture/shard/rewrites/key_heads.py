@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
-from piper.capture.shard.rewrites.flattening import VIEWS
 from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.rewrites.flattening import VIEWS
 from piper.capture.shard.rewrites.vocab_parallel import Emitter, Rewrite
 
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
-from piper.capture.shard.rewrites.fused_weights import Packed
 from piper.capture.shard.local_graph import Given
 from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.rewrites.fused_weights import Packed
 from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten

@@ -1,0 +1,1 @@
+"""Errors, units, records and their files: used by every room, about none."""

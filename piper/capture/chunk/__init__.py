@@ -1,0 +1,1 @@
+"""From one graph to chunks, each cut into its passes."""

@@ -1,0 +1,1 @@
+"""Expert parallelism: the graph of a device that holds some of the experts."""

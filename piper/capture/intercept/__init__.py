@@ -1,0 +1,1 @@
+"""Functions of torch that are replaced while a model is traced."""

@@ -1,0 +1,1 @@
+"""The loss and the other results of a step, and means over the whole batch."""

@@ -1,0 +1,1 @@
+"""Tensor and context parallelism: the graph of one device of an axis."""

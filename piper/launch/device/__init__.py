@@ -1,0 +1,1 @@
+"""One device as a worker drives it, and the interface of worker groups."""

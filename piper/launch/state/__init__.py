@@ -1,0 +1,1 @@
+"""Checkpoints, exports and switches of a running job."""

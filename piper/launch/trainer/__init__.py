@@ -1,0 +1,1 @@
+"""The trainer: steps, loops over batches, results."""

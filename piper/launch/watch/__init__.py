@@ -1,0 +1,1 @@
+"""Whether devices go on, and what they took."""

@@ -1,0 +1,1 @@
+"""Worker groups: virtual devices, processes, torchrun."""

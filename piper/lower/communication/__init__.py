@@ -1,0 +1,1 @@
+"""Transfers and collectives of activations, gradients and scalars."""

@@ -1,0 +1,1 @@
+"""From an ordered DAG to plans: issue order, slots, memory, traffic."""

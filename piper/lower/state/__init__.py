@@ -1,0 +1,1 @@
+"""Buckets of parameters: reduced, updated and gathered."""

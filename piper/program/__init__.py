@@ -1,0 +1,1 @@
+"""A compiled program, its file and its checks."""

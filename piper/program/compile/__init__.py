@@ -1,0 +1,1 @@
+"""From a model and a strategy to a program."""

@@ -1,0 +1,1 @@
+"""Ways to communicate: gloo, NCCL, and devices in one process."""

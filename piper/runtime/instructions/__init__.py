@@ -1,0 +1,1 @@
+"""Instructions of a plan as functions of no arguments."""

@@ -1,0 +1,1 @@
+"""Logical streams on a GPU: events, shares of its SMs, timings."""

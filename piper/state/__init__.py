@@ -1,0 +1,1 @@
+"""What lasts between steps: parameters, optimizer state, checkpoints."""

@@ -1,0 +1,1 @@
+"""The state of one device: flat buffers, their slices, and how they travel."""

@@ -1,0 +1,1 @@
+"""Optimizers: how they are made, what they need, and when they step."""

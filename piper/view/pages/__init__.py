@@ -1,0 +1,1 @@
+"""Pages to explore: one HTML file each, which needs no server."""
