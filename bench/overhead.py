@@ -29,7 +29,7 @@ import piper
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Runner, Runners
 from piper.ir.passes import Pass
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 from piper.runtime.executor import LoadedInstruction
 from piper.runtime.pending import Pending
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import piper
-from piper.callbacks.loggers import Callback, TensorBoard
+from piper.callbacks.loggers import TensorBoard
+from piper.launch.trainer.callback import Callback
 from piper.launch.trainer.step_result import StepResult
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.models.text_data import ByteBatches, stdlib_bytes

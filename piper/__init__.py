@@ -1,18 +1,19 @@
 """Piper: distributed training of PyTorch models from named regions and a few directives."""
 
+from piper import callbacks, strategies
 from piper.base.errors import CapacityError, CaptureError, DirectiveError, PiperError, PiperWarning
-from piper.callbacks import loggers as callbacks
 from piper.capture.regions import annotate
-from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
+from piper.cost.cluster import Cluster
+from piper.cost.hardware import Device, Link, Machine, Sharing
 from piper.cost.recorded import Recorded
 from piper.cost.rough_costs import Costs
 from piper.cost.simulate.simulation import Simulation
 from piper.cost.tasks import CostModel, Task
 from piper.ir.mesh import Mesh
-from piper.ir.plan.plan import Holder
+from piper.ir.plan.instructions import Holder
+from piper.ir.plan.memory import Memory
 from piper.launch.launch import launch
 from piper.launch.trainer.trainer import Trainer
-from piper.lower.plans.memory_model import Memory
 from piper.lower.plans.traffic import Traffic
 from piper.program.compile.compiler import Capture, capture, compile
 from piper.program.job import Job

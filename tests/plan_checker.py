@@ -22,9 +22,10 @@ from piper.ir.dag.facts import Model
 from piper.ir.dag.values import ExtraRole, Role, Value
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Transfer, Update
 from piper.ir.passes import Kind, Pass, Ref
-from piper.ir.plan.plan import Holder, Instruction, Plan, Slot, Verb
+from piper.ir.plan.instructions import Holder, Instruction, Slot, Verb
+from piper.ir.plan.memory import Memory
+from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket
-from piper.lower.plans.memory_model import Memory
 
 Clock = dict[str, int]
 """For each stream, the last pc that is surely done, and with it all before on that stream."""

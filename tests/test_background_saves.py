@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate
-from piper.ir.plan.plan import Plan, Verb
+from piper.ir.plan.instructions import Verb
+from piper.ir.plan.plan import Plan
 from piper.state.device import snapshot
 from piper.state.device.device_state import DeviceState
 from tests.plan_checker import PlanError, check

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import piper
-from piper.callbacks.loggers import TensorBoard, WeightsAndBiases, scalars
+from piper.callbacks import TensorBoard, WeightsAndBiases, scalars
 from piper.launch.trainer.step_result import StepResult
 from piper.strategies import mesh_strategy as mesh
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from piper.ir.collectives import ALGORITHMS, CollectiveKind
 from piper.ir.ops import Collective
-from piper.ir.plan.plan import Instruction, Plan, Verb
+from piper.ir.plan.instructions import Instruction, Verb
+from piper.ir.plan.plan import Plan
 from piper.runtime.comm.collective_ops import DEFINITIONS
 from piper.runtime.comm.gloo import Gloo
 from piper.runtime.comm.loopback import Hub, Loopback

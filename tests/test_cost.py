@@ -25,7 +25,7 @@ from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Compute, Transfer
 from piper.ir.passes import Pass, RematPolicy
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 from piper.ir.rules import Rest
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh_strategy as mesh

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import piper
 from piper.ir.dag.build import build
 from piper.ir.ops import Collective
-from piper.ir.plan.plan import Plan, Verb
+from piper.ir.plan.instructions import Verb
+from piper.ir.plan.plan import Plan
 from piper.ir.plan.plan_text import parse, text
 from piper.lower.lower import Settings, lower
 from piper.runtime.instructions.expert_rows import packed, padded

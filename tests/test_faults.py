@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import piper
-from piper.ir.plan.plan import COMMUNICATING, Verb
+from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.launch.watch.faults import described, peers_of
 from piper.launch.watch.heartbeat import SILENT, Neighbours
 from piper.launch.watch.liveness import Monitor

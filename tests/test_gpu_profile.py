@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import piper
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh_strategy as mesh
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import piper
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 from piper.models import MoEConfig, MoETransformer, lm_loss
 
 ROOT = Path(__file__).parent.parent

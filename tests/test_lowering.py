@@ -17,15 +17,17 @@ import torch
 
 from piper.base.errors import DirectiveError, PiperError
 from piper.ir.dag.build import build
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import name_of
 from piper.ir.dag.facts import Model, ParameterFacts
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.passes import Pass
-from piper.ir.plan.plan import Holder, Instruction, Plan, Slot, Verb
+from piper.ir.plan.instructions import Holder, Instruction, Slot, Verb
+from piper.ir.plan.lowered import Lowered
+from piper.ir.plan.plan import Plan
 from piper.ir.plan.verify_plans import verify_plans
-from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.plans.memory_model import OptimizerCost
+from piper.ir.rules import OptimizerCost
+from piper.lower.lower import Settings, lower
 from piper.strategies.directives import (
     Directive,
     order,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import DirectiveError, PiperError
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 from piper.strategies.directives import Directive, replicate
 from tests.training import (
     Batch,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, annotate
 from piper.ir.dag.build import build
+from piper.ir.plan.lowered import Lowered
 from piper.ir.plan.plan import Plan
 from piper.lower.forwards import lower_forwards
-from piper.lower.lower import Lowered
 from piper.strategies import mesh_strategy as mesh
 from piper.strategies.directives import Directive
 from tests.hugging_face import FAMILIES

@@ -25,8 +25,8 @@ from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts, Stored
 from piper.ir.passes import Pass
 from piper.ir.plan.plan import Plan
+from piper.ir.rules import OptimizerCost
 from piper.lower.lower import Settings, lower
-from piper.lower.plans.memory_model import OptimizerCost
 from piper.strategies.directives import (
     Directive,
     order,

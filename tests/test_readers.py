@@ -20,7 +20,8 @@ from piper import annotate
 from piper.ir.dag.dag import Dag
 from piper.ir.ops import Add, Compute
 from piper.ir.passes import Pass
-from piper.ir.plan.plan import Plan, Verb
+from piper.ir.plan.instructions import Verb
+from piper.ir.plan.plan import Plan
 from piper.strategies.directives import Directive, order, place, remat, replicate, shard, split
 from tests.plan_checker import PlanError, check
 from tests.training import (

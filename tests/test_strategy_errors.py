@@ -19,8 +19,8 @@ from piper import Mesh
 from piper.base.errors import DirectiveError, PiperError
 from piper.ir.dag.build import build
 from piper.ir.dag.facts import Model
+from piper.ir.rules import OptimizerCost
 from piper.lower.lower import Settings, lower
-from piper.lower.plans.memory_model import OptimizerCost
 from piper.strategies import mesh_strategy as mesh
 from piper.strategies.directives import (
     Directive,

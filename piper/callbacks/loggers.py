@@ -6,29 +6,12 @@ Reading a loss waits for the device that computes it: ``every`` says how often t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
 from piper.base.errors import PiperError
-
-if TYPE_CHECKING:
-    from piper.launch.trainer.step_result import StepResult
-
-
-@runtime_checkable
-class Callback(Protocol):
-    """An object that is told of a run."""
-
-    def on_step(self, step: int, result: StepResult) -> None:
-        """Step number ``step``, counted from 1 over the whole run, has this result."""
-        ...
-
-    def on_end(self) -> None:
-        """The run is over, by its last step, by an error, or because nobody asks for more."""
-        ...
+from piper.launch.trainer.step_result import StepResult
 
 
 def scalars(result: StepResult) -> dict[str, float]:
@@ -90,31 +73,6 @@ class WeightsAndBiases:
         if self._run is not None:
             self._run.finish()
             self._run = None
-
-
-def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks, if they are such."""
-    found = list(callbacks)
-    for number, one in enumerate(found):
-        if not isinstance(one, Callback) or isinstance(one, type):
-            raise PiperError(
-                f"callbacks[{number}] is {one!r}: give an object with on_step(step, result) and "
-                "on_end(), such as piper.callbacks.TensorBoard(folder)"
-            )
-    return found
-
-
-@contextmanager
-def told(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """At its end, all callbacks are told that the run is over, whatever one of them raises."""
-    if not callbacks:
-        yield
-        return
-    try:
-        with told(callbacks[1:]):
-            yield
-    finally:
-        callbacks[0].on_end()
 
 
 def _checked(every: int) -> int:

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from piper.base.units import unit_for
-from piper.ir.dag.dag_text import group_text
-from piper.ir.plan.plan import Holder
-from piper.lower.plans.memory_model import Memory
+from piper.ir.dag.dag import group_text
+from piper.ir.plan.instructions import Holder
+from piper.ir.plan.memory import Memory
 
 _SHORT = {
     Holder.PARAMETERS: "params",

@@ -37,14 +37,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, file_bytes, parsed_toml, shown
 from piper.cost import presets
-from piper.cost.cluster import Cluster, Device, Link, Machine, Sharing
+from piper.cost.hardware import Device, Link, Machine, Sharing
 
 _MOST = 10**6
 _TABLES = {"name", "machines", "devices", "links", "between", "sharing"}
@@ -52,8 +52,17 @@ _MACHINE = {"count", "devices", "device", "inside", "outside"}
 _DEVICE = {field.name for field in fields(Device)} - {"name"} | {"like"}
 
 
-def read(path: str | Path) -> Cluster:
-    """The cluster that a file describes."""
+class Described(NamedTuple):
+    """The fields of a ``Cluster``."""
+
+    machines: tuple[Machine, ...]
+    between: Mapping[tuple[int, int], Link]
+    sharing: Sharing
+    name: str
+
+
+def read(path: str | Path) -> Described:
+    """What a file describes."""
     try:
         text = file_bytes(path).decode()
     except (OSError, ValueError, MalformedError) as error:
@@ -64,8 +73,8 @@ def read(path: str | Path) -> Cluster:
         raise PiperError(f"{path}: {error}") from None
 
 
-def parse(text: str, default_name: str = "cluster") -> Cluster:
-    """The cluster that ``text`` describes."""
+def parse(text: str, default_name: str = "cluster") -> Described:
+    """What ``text`` describes."""
     data = parsed_toml(text)
     _known(data, _TABLES, "the file")
     links = {**presets.LINKS}
@@ -93,11 +102,11 @@ def parse(text: str, default_name: str = "cluster") -> Cluster:
             for f in fields(Sharing)
         }
     )
-    return Cluster(machines, between, sharing, str(data.get("name", default_name)))
+    return Described(machines, between, sharing, str(data.get("name", default_name)))
 
 
-def write(cluster: Cluster) -> str:
-    """``cluster`` as a file that ``parse`` reads."""
+def write(cluster: Described) -> str:
+    """A cluster as a file that ``parse`` reads."""
     devices = {d.name: d for m in cluster.machines for d in m.devices}
     lines = [f"name = {_quoted(cluster.name)}", ""]
     for machine, count in _runs(cluster.machines):

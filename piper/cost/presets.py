@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from piper.base.errors import PiperError
-from piper.cost.cluster import Device, Link, Sharing
+from piper.cost.hardware import Device, Link, Sharing
 
 _GPU = ((1e7, 0.02), (1e9, 0.2), (1e10, 0.45), (1e11, 0.65), (1e12, 0.72))
 """Small passes leave a GPU idle."""

@@ -16,8 +16,7 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import region_of
+from piper.ir.dag.dag import Dag, Node, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Select, Transfer, Update

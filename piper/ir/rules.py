@@ -191,3 +191,23 @@ class StreamRule:
     priority: int = 0
     sms: Sms | None = None
     """Its share of a GPU; without one it runs on all SMs, also those of others' shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """What an optimizer takes, in bytes for each byte that it updates."""
+
+    state: float = 2.0
+    """Kept between steps: 2 for Adam."""
+    update: float = 0.0
+    """Needed while it updates a parameter."""
+    together: bool = False
+    """Whether it needs that for all parameters at once, and not one after another."""
+    scalars: int = 0
+    """Bytes kept for each parameter, whatever its size."""
+    whole: bool = False
+    """Whether its step is about all parameters of a device, and not about one bucket after
+    another: then the last update waits for all gradients, and takes the step."""
+    tensors: tuple[str, ...] = ()
+    """Parameters that it must have whole, and not in slices: where they are divided, each device
+    gets some of them."""

@@ -16,16 +16,18 @@ from typing import NamedTuple
 
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import Durations, Over, Tasks
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import COPY, Copy, Update
+from piper.ir.plan.instructions import BESIDE, Instruction, Verb
 from piper.ir.plan.issue_order import IssueOrder
-from piper.ir.plan.plan import BESIDE, Instruction, Plan, Verb
+from piper.ir.plan.lowered import Lowered
+from piper.ir.plan.plan import Plan
 from piper.ir.plan.verify_plans import verify_plans
-from piper.lower.lower import Lowered, Settings
-from piper.lower.plans.memory_model import OptimizerCost, memory_of
+from piper.ir.rules import OptimizerCost
+from piper.lower.lower import Settings
+from piper.lower.plans.memory_model import memory_of
 
 
 def saving(lowered: Lowered, models: Mapping[int, Model], settings: Settings) -> Lowered:

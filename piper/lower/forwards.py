@@ -8,7 +8,8 @@ from dataclasses import replace
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
 from piper.ir.passes import Pass
-from piper.lower.lower import Lowered, Settings, lower
+from piper.ir.plan.lowered import Lowered
+from piper.lower.lower import Settings, lower
 
 
 def lower_forwards(

@@ -16,9 +16,10 @@ from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.verify_dag import verify
 from piper.ir.ops import Group
 from piper.ir.plan.issue_order import IssueOrder
-from piper.ir.plan.plan import Plan
+from piper.ir.plan.lowered import Lowered
 from piper.ir.plan.rank_classes import RankClasses, rank_classes
 from piper.ir.plan.verify_plans import verify_plans
+from piper.ir.rules import OptimizerCost
 from piper.lower.communication.activations import add_activations
 from piper.lower.communication.gradient_sums import add_up
 from piper.lower.communication.redistributions import add_redistributions
@@ -26,7 +27,7 @@ from piper.lower.communication.scalar_reductions import add_scalar_reductions
 from piper.lower.communication.ties import tie_gradients
 from piper.lower.plans.list_schedule import schedule
 from piper.lower.plans.memory_limit import check_limit
-from piper.lower.plans.memory_model import Memory, OptimizerCost, memory_of
+from piper.lower.plans.memory_model import memory_of
 from piper.lower.plans.planning import plans_of
 from piper.lower.state.buckets import add_state
 from piper.lower.state.buffers import keep_buffers
@@ -35,17 +36,6 @@ from piper.lower.state.zero3 import AHEAD, add_gathers
 
 _AHEAD_WITHIN_LIMIT = (8, 4, AHEAD, 1)
 """How far ahead gathers may be tried to begin where memory is limited."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """Everything that lowering found out."""
-
-    dag: Dag
-    classes: RankClasses
-    schedule: IssueOrder
-    plans: tuple[Plan, ...]
-    memory: tuple[Memory, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,14 @@ from piper.ir.dag.layout_text import layouts_text
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass
+from piper.ir.plan.lowered import Lowered
+from piper.ir.plan.memory import Memory
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket, StreamRule
 from piper.ir.shards import RANK
 from piper.ir.tensors import TensorSpec
 from piper.lower.background_copies import saving
-from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.plans.memory_model import Memory
+from piper.lower.lower import Settings, lower
 from piper.lower.plans.traffic import Traffic, traffic_of
 from piper.lower.waste import Waste, waste_of, waste_text
 from piper.state.optimizer.factory import OptimizerFactory

@@ -16,7 +16,8 @@ from piper.capture.code.codegen import Runners
 from piper.capture.code.executables import Code
 from piper.ir.ops import Compute
 from piper.ir.passes import BUNDLES, Kind, Ref, bundled
-from piper.ir.plan.plan import Instruction, Plan, Seed
+from piper.ir.plan.instructions import Instruction, Seed
+from piper.ir.plan.plan import Plan
 from piper.runtime.comm.protocol import Comm
 from piper.state.device.device_state import DeviceState
 

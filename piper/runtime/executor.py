@@ -17,7 +17,8 @@ from piper.capture.code.codegen import Runners
 from piper.capture.code.executables import Code
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Add, Collective, Compute, Copy, Select, Transfer, Update
-from piper.ir.plan.plan import COMMUNICATING, Instruction, Plan, Verb
+from piper.ir.plan.instructions import COMMUNICATING, Instruction, Verb
+from piper.ir.plan.plan import Plan
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import ExecutionContext, Scalars
 from piper.runtime.instructions.add import add

@@ -8,23 +8,44 @@ is there when it ends.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from piper.base.errors import DirectiveError
 from piper.ir.passes import Pass
 from piper.strategies.action import Action
 from piper.view.grid import Cell, Grid, GridLine
 
-if TYPE_CHECKING:
-    from piper.strategies.builder import Schedule
+
+class RankRow(Protocol):
+    """What one pipeline rank does: groups of actions that overlap."""
+
+    @property
+    def groups(self) -> Sequence[tuple[Action, ...]]: ...
+
+
+class Timed(Protocol):
+    """What is read of a schedule."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def rows(self) -> Sequence[RankRow]: ...
+    def check(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Timing:
     """When everything runs."""
 
-    schedule: Schedule
+    schedule: Timed
     cells: tuple[tuple[Cell, ...], ...]
     """For each rank, its groups in their order."""
 
@@ -66,7 +87,7 @@ class Timing:
 
 
 def timed(
-    schedule: Schedule,
+    schedule: Timed,
     *,
     forward: float = 1.0,
     backward_input: float = 1.0,

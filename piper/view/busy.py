@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from piper.ir.plan.plan import COMMUNICATING, Plan, Verb
+from piper.ir.plan.instructions import COMMUNICATING, Verb
+from piper.ir.plan.plan import Plan
 from piper.view.critical import TimedSpans
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from piper.ir.plan.plan import COMMUNICATING, Plan
+from piper.ir.plan.instructions import COMMUNICATING
+from piper.ir.plan.plan import Plan
 
 Step = tuple[int, int]
 """A device, and the index of an instruction among its spans."""

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from piper.ir.dag.dag import PASS, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import PASS, Node, name_of
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Compute, Transfer
 from piper.ir.passes import Pass
-from piper.ir.plan.plan import Instruction, Verb
+from piper.ir.plan.instructions import Instruction, Verb
 from piper.strategies.directives.partition import Partition
 from piper.view.critical import critical
 from piper.view.runs import Event, Run, ShownDevice, StreamRow

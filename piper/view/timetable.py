@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag_text import group_text
+from piper.ir.dag.dag import Dag, group_text
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass
 from piper.ir.plan.issue_order import IssueOrder

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from piper.base.errors import PiperError
-from piper.cost.cluster import Sharing
+from piper.cost.hardware import Sharing
 
 
 @dataclass(slots=True)

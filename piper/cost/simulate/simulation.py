@@ -15,18 +15,18 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.base.units import bytes_text, seconds_text
-from piper.cost.cluster import Cluster, Device
+from piper.cost.cluster import Cluster
+from piper.cost.hardware import Device
 from piper.cost.recorded import Recorded
 from piper.cost.rough_costs import Costs
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
 from piper.cost.tasks import CostModel, Durations, Over, Tasks, computed_in
-from piper.ir.dag.dag import Node
-from piper.ir.dag.dag_text import group_text
+from piper.ir.dag.dag import Node, group_text
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass, RematPolicy
-from piper.ir.plan.plan import COMMUNICATING, Verb
+from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.rules import Rest, StreamRule
 from piper.view.busy import Busy, busy_of
 from piper.view.runs import Run

@@ -16,7 +16,8 @@ from piper.cost.cluster import Cluster
 from piper.cost.link_time import Way
 from piper.ir.ops import Collective, Group, Transfer
 from piper.ir.plan.instances import Participants, instances, members
-from piper.ir.plan.plan import Instruction, Plan, Verb
+from piper.ir.plan.instructions import Instruction, Verb
+from piper.ir.plan.plan import Plan
 
 
 class Participant(NamedTuple):

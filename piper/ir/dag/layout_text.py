@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import group_text, region_of
+from piper.ir.dag.dag import Dag, Node, group_text, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import Role
 from piper.ir.layouts import BucketLayouts, Layout, Placement

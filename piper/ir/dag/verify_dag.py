@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import PASS, Dag
-from piper.ir.dag.dag_text import group_text, name_of
+from piper.ir.dag.dag import PASS, Dag, group_text, name_of
 from piper.ir.dag.values import GIVEN
 from piper.ir.ops import Compute, Group, same_group
 

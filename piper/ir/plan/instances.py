@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from piper.ir.ops import Collective, Transfer
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 
 Participants = tuple[tuple[int, Verb], ...]
 """The devices of one instance, each with what it does there."""

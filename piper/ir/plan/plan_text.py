@@ -1,4 +1,4 @@
-"""A plan as text and back: ``parse(text(plan)) == plan``.
+"""A plan as text and back: ``parse(text(parts)) == parts``.
 
 What the slots hold, what is there when the step begins and what is the caller's when it has ended,
 then one instruction a line:
@@ -27,7 +27,16 @@ from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
 from piper.ir.passes import Pass
-from piper.ir.plan.plan import Given, Holder, Instruction, Plan, Returned, Seed, Slot, Verb
+from piper.ir.plan.instructions import (
+    Given,
+    Holder,
+    Instruction,
+    PlanParts,
+    Returned,
+    Seed,
+    Slot,
+    Verb,
+)
 
 _SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update "}
 _SAID |= {Verb.ADD: "add ", Verb.COPY: "copy "}
@@ -38,7 +47,7 @@ _MOST = 10**6
 _DIGITS = 18
 
 
-def text(plan: Plan) -> str:
+def text(plan: PlanParts) -> str:
     """The plan, to be read by people and by ``parse``."""
     lines = [_HEAD + _numbers(plan.devices)]
     same: dict[Slot, list[int]] = {}
@@ -162,7 +171,7 @@ _OPS = {
 }
 
 
-def parse(written: str) -> Plan:
+def parse(written: str) -> PlanParts:
     """What ``text`` wrote."""
     head, *lines = written.strip().splitlines() or [""]
     with _reading(head):
@@ -192,7 +201,7 @@ def parse(written: str) -> Plan:
     if missing := slots.keys() ^ range(len(slots)):
         raise PiperError(f"the plan says nothing of slot {min(missing)}: each needs a line 'slots'")
     row = tuple(slots[number] for number in range(len(slots)))
-    return Plan(devices, tuple(instructions), tuple(given), tuple(seeds), row, tuple(returned))
+    return PlanParts(devices, tuple(instructions), tuple(given), tuple(seeds), row, tuple(returned))
 
 
 @contextmanager

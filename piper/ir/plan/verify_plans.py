@@ -15,7 +15,8 @@ from piper.base.errors import PiperError
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import ExtraRole, Role, parameters_of
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
-from piper.ir.plan.plan import COMMUNICATING, Plan, Verb
+from piper.ir.plan.instructions import COMMUNICATING, Verb
+from piper.ir.plan.plan import Plan
 from piper.ir.plan.rank_classes import RankClasses
 
 

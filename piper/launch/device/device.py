@@ -24,10 +24,10 @@ from piper.runtime.pending import Pending
 from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import Shaker
 from piper.runtime.streams.streams import streams_for
+from piper.state.assignment import Assignment
 from piper.state.checkpoint.hf_export import Target
 from piper.state.checkpoint.index import Index
 from piper.state.checkpoint.verify_files import damage
-from piper.state.device.assignment import Assignment
 from piper.state.device.checkpoint_parts import (
     Part,
     export_part,
@@ -37,8 +37,9 @@ from piper.state.device.checkpoint_parts import (
     write_part,
 )
 from piper.state.device.device_state import DeviceState, buffers_of
+from piper.state.device.holding import Held
 from piper.state.device.restore import refusal
-from piper.state.device.slices import Held, given_by
+from piper.state.device.slices import given_by
 from piper.state.device.snapshot import Snapshot, snapshot_of
 from piper.state.device.whole_tensors import Portions, export, restore
 from piper.state.weights.first_tensors import Fetch

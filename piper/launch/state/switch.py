@@ -30,9 +30,10 @@ from piper.runtime.comm.gloo import Peers
 from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.device_state import DeviceState
+from piper.state.device.holding import Held
 from piper.state.device.resharding import Exchange, Request, parcels, requests, still_missing
 from piper.state.device.restore import Wanted, refusal, settle, wanted
-from piper.state.device.slices import Held, all_held
+from piper.state.device.slices import all_held
 
 
 class Change(Enum):

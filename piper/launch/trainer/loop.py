@@ -13,24 +13,33 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from enum import Enum, IntEnum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from piper.base.errors import PiperError, warn
 from piper.base.units import counted
-from piper.callbacks.loggers import Callback, told
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.trainer.batch_tensors import Pad, arguments_of
+from piper.launch.trainer.callback import Callback, told
 from piper.launch.trainer.data_position import Position
 from piper.launch.trainer.fit import Checkpoints, Stop
 from piper.launch.trainer.fit_summary import Ended, FitSummary
 from piper.launch.trainer.losses import Losses
-from piper.launch.trainer.notices import Notice
-from piper.launch.trainer.progress_bar import shown_progress
+from piper.launch.trainer.notices import Notice, Notices
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.watch.interrupts import held_back
+from piper.launch.watch.progress_bar import shown_progress
 
-if TYPE_CHECKING:
-    from piper.launch.trainer.trainer import Trainer
+
+class Steps(Protocol):
+    """What a loop needs of a trainer."""
+
+    notices: Notices
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def failed(self) -> bool: ...
+    def step(self, *arguments: Any, rows: bool, pad: Pad | None) -> StepResult: ...
 
 
 class _Word(IntEnum):
@@ -58,7 +67,7 @@ class Rounds:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Steps,
         group: WorkerGroup,
         position: Position,
         steps: int | None,

@@ -19,7 +19,6 @@ from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.paths import path_of
 from piper.base.tracking import Alive
-from piper.callbacks.loggers import Callback, checked_callbacks
 from piper.launch.device.worker_group import ProfileKind, Report, WorkerGroup
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export
@@ -36,6 +35,7 @@ from piper.launch.trainer.batch_tensors import (
     with_totals,
     with_totals_of_all,
 )
+from piper.launch.trainer.callback import Callback, checked_callbacks
 from piper.launch.trainer.data_position import Batches, Position
 from piper.launch.trainer.fit import Checkpoints, Run
 from piper.launch.trainer.fit_summary import FitSummary

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from piper.ir.ops import Collective, Transfer
 from piper.ir.plan.instances import instances
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 from piper.program.program import Program
 from piper.runtime.streams.recording import Measured
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import received_by, sent_by
-from piper.ir.plan.plan import Instruction, Plan, Verb
+from piper.ir.plan.instructions import Instruction, Verb
+from piper.ir.plan.plan import Plan
 
 
 def peers_of(x: Instruction, device: int) -> tuple[int, ...]:

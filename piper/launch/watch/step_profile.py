@@ -10,9 +10,9 @@ from pathlib import Path
 from piper.base.units import bytes_text, seconds_text
 from piper.cost.recorded import Recorded
 from piper.cost.tasks import Task, Tasks, Work
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import name_of
 from piper.ir.dag.sizes import Sizes
-from piper.ir.plan.plan import Verb
+from piper.ir.plan.instructions import Verb
 from piper.launch.watch.aligning import Step, aligned
 from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel

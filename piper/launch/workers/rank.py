@@ -15,7 +15,7 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.capture.code.codegen import Runners
-from piper.ir.plan.plan import COMMUNICATING
+from piper.ir.plan.instructions import COMMUNICATING
 from piper.launch.device.device import LoadedDevice
 from piper.launch.device.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.device.torch_profiler import profiled

@@ -35,8 +35,8 @@ from piper.state.checkpoint.hf_export import Target
 from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.device_state import DeviceState
+from piper.state.device.holding import Held
 from piper.state.device.resharding import copied
-from piper.state.device.slices import Held
 from piper.state.device.whole_tensors import Portions
 from piper.state.weights.first_tensors import Fetch
 

@@ -25,8 +25,8 @@ from piper.program.program import Program
 from piper.program.storage import load
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.device_state import DeviceState
+from piper.state.device.holding import Held
 from piper.state.device.resharding import Request
-from piper.state.device.slices import Held
 from piper.state.weights.first_tensors import Fetch
 
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import Shard
 
 from piper.base.errors import DirectiveError
 from piper.ir.collectives import CollectiveKind
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import ExtraRole, Role
 from piper.ir.layouts import everywhere

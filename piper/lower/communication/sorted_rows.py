@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import Role, Value
 from piper.ir.ops import Collective, Compute

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role, parameters_of
-from piper.ir.plan.plan import Holder, Slot, Verb
+from piper.ir.plan.instructions import Holder, Slot, Verb
 
 LINE = 64
 """Bytes: where gradients are added up each for itself, each begins at a multiple."""

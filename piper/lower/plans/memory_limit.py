@@ -6,11 +6,11 @@ from collections import Counter
 
 from piper.base.errors import DirectiveError
 from piper.base.units import bytes_text
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag_text import devices_text, region_of
+from piper.ir.dag.dag import Dag, devices_text, region_of
 from piper.ir.ops import Compute
-from piper.ir.plan.plan import Holder, Plan
-from piper.lower.plans.memory_model import Memory
+from piper.ir.plan.instructions import Holder
+from piper.ir.plan.memory import Memory
+from piper.ir.plan.plan import Plan
 
 
 def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:

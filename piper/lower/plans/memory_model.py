@@ -5,62 +5,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from piper.base.units import bytes_text
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag_text import devices_text
 from piper.ir.dag.facts import PassFacts
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Compute, Transfer, Update
 from piper.ir.overlaps import most_overlaps, scattered
-from piper.ir.plan.plan import BESIDE, Holder, Instruction, Plan, Slot, Verb
+from piper.ir.plan.instructions import BESIDE, Holder, Instruction, Slot, Verb
+from piper.ir.plan.memory import Memory
+from piper.ir.plan.plan import Plan
+from piper.ir.rules import OptimizerCost
 
 _REPORTED = (ExtraRole.LOAD, ExtraRole.OUTPUT)
 """What is kept for the caller until the step ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The memory of one class of devices, in bytes."""
-
-    devices: tuple[int, ...]
-    parameters: int
-    optimizer: int
-    peak: int
-    """The most that is held at one time, state included."""
-    peak_at: int
-    """The instruction during which it is held."""
-    at_peak: Mapping[Holder, int]
-    """The peak, by what holds it."""
-    over_time: tuple[tuple[int, int], ...]
-    """Bytes held beside each instruction, and when what it frees is gone; state included."""
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{h.value} {bytes_text(n)}" for h, n in self.at_peak.items() if n)
-        return f"{devices_text(self.devices)}: peak {bytes_text(self.peak)} ({parts})"
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerCost:
-    """What an optimizer takes, in bytes for each byte that it updates."""
-
-    state: float = 2.0
-    """Kept between steps: 2 for Adam."""
-    update: float = 0.0
-    """Needed while it updates a parameter."""
-    together: bool = False
-    """Whether it needs that for all parameters at once, and not one after another."""
-    scalars: int = 0
-    """Bytes kept for each parameter, whatever its size."""
-    whole: bool = False
-    """Whether its step is about all parameters of a device, and not about one bucket after
-    another: then the last update waits for all gradients, and takes the step."""
-    tensors: tuple[str, ...] = ()
-    """Parameters that it must have whole, and not in slices: where they are divided, each device
-    gets some of them."""
 
 
 def memory_of(

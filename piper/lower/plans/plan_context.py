@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role
 from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.passes import Kind, Ref
-from piper.ir.plan.plan import Holder, Slot, Verb
+from piper.ir.plan.instructions import Holder, Slot, Verb
 from piper.ir.plan.rank_classes import RankClasses
 from piper.lower.plans.accumulation import GRADIENTS
 

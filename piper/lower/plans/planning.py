@@ -13,18 +13,18 @@ from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role
 from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
-from piper.ir.plan.issue_order import IssueOrder
-from piper.ir.plan.plan import (
+from piper.ir.plan.instructions import (
     COMMUNICATING,
     Given,
     Holder,
     Instruction,
-    Plan,
     Returned,
     Seed,
     Slot,
     Verb,
 )
+from piper.ir.plan.issue_order import IssueOrder
+from piper.ir.plan.plan import Plan
 from piper.ir.plan.rank_classes import RankClasses
 from piper.ir.shards import RANK
 from piper.lower.communication.sorted_rows import brought_in_turn

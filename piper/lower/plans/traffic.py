@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from piper.ir.collectives import ALGORITHMS
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag_text import devices_text
+from piper.ir.dag.dag import Dag, devices_text
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Transfer
-from piper.ir.plan.plan import Plan, Verb
+from piper.ir.plan.instructions import Verb
+from piper.ir.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import group_text, name_of, region_of
+from piper.ir.dag.dag import Dag, Node, group_text, name_of, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.ops import Compute, Group
 from piper.ir.rules import Bucket, ShardRule, StateRule, shard_numel

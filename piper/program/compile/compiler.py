@@ -30,9 +30,10 @@ from piper.cost.rough_costs import Costs
 from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
+from piper.ir.plan.lowered import Lowered
+from piper.ir.rules import OptimizerCost
 from piper.lower.forwards import lower_forwards
-from piper.lower.lower import Lowered, Settings, lower
-from piper.lower.plans.memory_model import OptimizerCost
+from piper.lower.lower import Settings, lower
 from piper.lower.waste import LARGE
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer

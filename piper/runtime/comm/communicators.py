@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from piper.ir.collectives import CollectiveKind
 from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import received_by, sent_by
-from piper.ir.plan.plan import Plan, Verb, plain_stream
+from piper.ir.plan.instructions import Verb, plain_stream
+from piper.ir.plan.plan import Plan
 from piper.runtime.comm.protocol import Group
 
 

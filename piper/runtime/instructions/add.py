@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from piper.ir.plan.plan import Instruction
+from piper.ir.plan.instructions import Instruction
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction
 

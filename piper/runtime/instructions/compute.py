@@ -10,7 +10,7 @@ from torch import Tensor
 
 from piper.ir.ops import Compute
 from piper.ir.passes import BUNDLES, Kind, Ref
-from piper.ir.plan.plan import Instruction
+from piper.ir.plan.instructions import Instruction
 from piper.ir.shards import RANK, Draws
 from piper.ir.tensors import TensorSpec
 from piper.runtime.context import ExecutionContext, Made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from piper.ir.ops import Copy
-from piper.ir.plan.plan import Instruction
+from piper.ir.plan.instructions import Instruction
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending
 

@@ -13,7 +13,7 @@ from piper.base.errors import CapacityError
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
-from piper.ir.plan.plan import Instruction
+from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
 from piper.runtime.instructions.expert_rows import (

@@ -6,7 +6,7 @@ import torch
 
 from piper.ir.collectives import CollectiveKind
 from piper.ir.ops import Collective, Select
-from piper.ir.plan.plan import Instruction
+from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending

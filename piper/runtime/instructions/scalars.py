@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from piper.ir.plan.plan import Instruction
+from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext, Scalars
 from piper.runtime.instructions.update import counted_once, gradients_of, squares

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from piper.ir.ops import Update
-from piper.ir.plan.plan import Instruction
+from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
 from piper.runtime.pending import BoundInstruction, Pending

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from piper.ir.plan.plan import COMMUNICATING, Plan
+from piper.ir.plan.instructions import COMMUNICATING
+from piper.ir.plan.plan import Plan
 from piper.runtime.streams.signals import Signal
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.ir.dag.values import OF_STEP, ExtraRole
-from piper.ir.plan.plan import COMMUNICATING, Plan, Verb, plain_stream
+from piper.ir.plan.instructions import COMMUNICATING, Verb, plain_stream
+from piper.ir.plan.plan import Plan
 from piper.ir.rules import StreamRule
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.streams.progress import Progress

@@ -19,9 +19,10 @@ from piper.state.checkpoint.hf_export import SliceWriter, Target
 from piper.state.checkpoint.index import GroupEntry, Index, Tensors
 from piper.state.checkpoint.tensor_files import FileFacts, Given, Reader, write_file
 from piper.state.device.device_state import DeviceState
+from piper.state.device.holding import Holding
 from piper.state.device.pieces import pieces_of, written_by
 from piper.state.device.restore import settle, wanted
-from piper.state.device.slices import Holding, given_by
+from piper.state.device.slices import given_by
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,14 @@ from piper.ir.passes import Kind, Ref
 from piper.ir.rules import Bucket
 from piper.ir.shards import RANK
 from piper.ir.tensors import TensorSpec
+from piper.state.assignment import Assignment
 from piper.state.checkpoint.boxes import Box
-from piper.state.device.assignment import Assignment
 from piper.state.device.bucket_layout import BucketLayout
 from piper.state.device.pieces import pieces_of, whole_shard
+from piper.state.device.snapshot import Snapshot
 from piper.state.optimizer.factory import kind_of, make
 from piper.state.optimizer.probe import make_scheduler
 from piper.state.weights.first_tensors import Fetch
-
-if TYPE_CHECKING:
-    from piper.state.device.snapshot import Snapshot
 
 
 @dataclass(slots=True)

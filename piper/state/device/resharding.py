@@ -24,8 +24,8 @@ from piper.base.handles import Handle
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import Index
+from piper.state.device.holding import Held
 from piper.state.device.restore import Wanted
-from piper.state.device.slices import Held
 
 IN_FLIGHT = 4
 """Parcels, of ``files.BLOCK`` bytes at most, that a process holds at a time."""

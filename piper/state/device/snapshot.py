@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from piper.base.handles import Handle
-from piper.state.device.slices import Holding
+from piper.state.device.holding import Holding
 
 _PIECE = 2**20
 """Bytes that are copied before it is looked again whether the device still waits."""

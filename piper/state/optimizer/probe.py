@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from piper.base.errors import DirectiveError, PiperError
 from piper.base.tracking import Tracker
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag_text import group_text
-from piper.ir.rules import Bucket
-from piper.lower.plans.memory_model import OptimizerCost
+from piper.ir.dag.dag import Dag, group_text
+from piper.ir.rules import Bucket, OptimizerCost
 from piper.state.optimizer.factory import (
     NamedParameters,
     OptimizerFactory,

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import group_text, name_of
+from piper.ir.dag.dag import Dag, Node, group_text, name_of
 from piper.ir.passes import Pass
 
 

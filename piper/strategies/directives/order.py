@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import PASS, Dag, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import PASS, Dag, Node, name_of
 from piper.ir.dag.filters import Filter, FilterLike, select
 from piper.ir.ops import Group
 from piper.ir.passes import Pass

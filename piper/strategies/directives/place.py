@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import Dag, name_of
 from piper.ir.dag.filters import Filter, FilterLike, select
 from piper.ir.mesh import Mesh
 from piper.ir.rules import SendRule, TensorRule

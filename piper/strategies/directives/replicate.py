@@ -18,8 +18,7 @@ from typing import ClassVar
 
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.dag_text import region_of
+from piper.ir.dag.dag import Dag, region_of
 from piper.ir.dag.filters import Filter, FilterLike
 from piper.ir.rules import StateRule
 from piper.strategies.directives.directive import (

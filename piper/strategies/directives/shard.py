@@ -17,8 +17,7 @@ from typing import ClassVar
 
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import name_of
+from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import ChunkFacts
 from piper.ir.dag.filters import Filter, FilterLike
 from piper.ir.mesh import Mesh

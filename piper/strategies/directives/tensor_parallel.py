@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 
 from piper.base.errors import DirectiveError
 from piper.base.reading import shown
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import name_of, region_of
+from piper.ir.dag.dag import Dag, Node, name_of, region_of
 from piper.ir.rules import TensorRule
 from piper.ir.shards import Style
 

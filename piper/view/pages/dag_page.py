@@ -13,8 +13,7 @@ from typing import Any
 
 from piper.base.codec import Numbered
 from piper.base.errors import PiperError
-from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.dag_text import group_text, name_of
+from piper.ir.dag.dag import Dag, Node, group_text, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.layout_text import layout_lines
 from piper.ir.dag.sizes import Sizes

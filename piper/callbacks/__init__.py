@@ -1,0 +1,6 @@
+"""Callbacks of ``Trainer.fit``: TensorBoard, Weights & Biases, and what your own must have."""
+
+from piper.callbacks.loggers import TensorBoard, WeightsAndBiases, scalars
+from piper.launch.trainer.callback import Callback
+
+__all__ = ["Callback", "TensorBoard", "WeightsAndBiases", "scalars"]
