@@ -22,14 +22,14 @@ from piper.ir.passes import SAVED, Kind, Pass, Ref
 from piper.ir.rules import ShardRule
 from piper.ir.tensors import TensorSpec
 from piper.program.code_checks import check_code, in_range, known
-from piper.program.program import Program
+from piper.program.compiled import Compiled
 
 _READ = (*SAVED, Kind.BI_SAVED, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
 _WRITTEN = (*SAVED, Kind.BI_SAVED, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 _GRADIENTS = (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 
 
-def check(program: Program) -> None:
+def check(program: Compiled) -> None:
     """Refuse parts that do not fit; there are no plans yet."""
     program.training.check()
     if program.training.precision not in [p.value for p in Precision]:
@@ -56,7 +56,7 @@ def check(program: Program) -> None:
         _names(program)
 
 
-def check_placed(program: Program, training: Dag, evaluation: Dag) -> None:
+def check_placed(program: Compiled, training: Dag, evaluation: Dag) -> None:
     """Refuse a strategy for which the code was not made: the DAGs are what it makes of the facts
     in both modes."""
     for name, dag, facts, code in (
@@ -74,7 +74,7 @@ def check_placed(program: Program, training: Dag, evaluation: Dag) -> None:
 # the facts of the model
 
 
-def _facts(facts: Facts, code: Code, program: Program) -> None:
+def _facts(facts: Facts, code: Code, program: Compiled) -> None:
     if facts.models.keys() != code.programs.keys():
         raise MalformedError("models: they are for groups of other sizes than the code is")
     first = next(iter(facts.models))
@@ -92,7 +92,7 @@ def _policies(model: Model) -> tuple[object, ...]:
     return (model.remat, [chunk.tags for chunk in model.chunks])
 
 
-def _model(model: Model, code: Code, n: int, program: Program) -> None:
+def _model(model: Model, code: Code, n: int, program: Compiled) -> None:
     """The facts are those of the code at the shapes of groups of ``n`` devices."""
     if (model.loss, model.count) != (code.loss, code.count):
         raise MalformedError("its loss is not the loss of the code")
@@ -123,7 +123,7 @@ def _model(model: Model, code: Code, n: int, program: Program) -> None:
     _gradients(model)
 
 
-def _parameters(code: Code, n: int, program: Program) -> dict[str, ParameterFacts]:
+def _parameters(code: Code, n: int, program: Compiled) -> dict[str, ParameterFacts]:
     trained = {
         piece.parameters[ref.index]
         for piece, made in zip(code.pieces, code.programs[n], strict=True)
@@ -280,7 +280,7 @@ def _recomputed(variant: Variant, made: ChunkProgram) -> None:
 # the rest
 
 
-def _names(program: Program) -> None:
+def _names(program: Compiled) -> None:
     names = program.names
     if names.keys.keys() != names.shapes.keys():
         raise MalformedError("keys and shapes are of different tensors")
@@ -294,7 +294,7 @@ def _names(program: Program) -> None:
 
 
 def _example(
-    program: Program, code: Code, microbatches: int, run: Collection[tuple[int, int]]
+    program: Compiled, code: Code, microbatches: int, run: Collection[tuple[int, int]]
 ) -> None:
     tensors = program.example.tensors
     batch = range(len(tensors))

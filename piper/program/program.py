@@ -7,119 +7,40 @@ JSON files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
-from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.paths import path_of
 from piper.base.units import counted
 from piper.capture.batch import Batch
-from piper.capture.code.codegen import Compiler
-from piper.capture.code.executables import Code
-from piper.capture.trace.computation import Computation
 from piper.cost.cluster import Cluster
 from piper.cost.simulate.simulation import Simulation, simulate
 from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
-from piper.ir.dag.dag import Dag
-from piper.ir.dag.facts import Facts, Model
 from piper.ir.dag.layout_text import layouts_text
 from piper.ir.dag.sizes import Sizes
-from piper.ir.ops import Compute
-from piper.ir.passes import Pass
-from piper.ir.plan.lowered import Lowered
-from piper.ir.plan.memory import Memory
-from piper.ir.plan.plan import Plan
-from piper.ir.rules import Bucket, StreamRule
-from piper.ir.shards import RANK
-from piper.ir.tensors import TensorSpec
 from piper.lower.background_copies import saving
-from piper.lower.lower import Settings, lower
 from piper.lower.plans.traffic import Traffic, traffic_of
 from piper.lower.waste import Waste, waste_of, waste_text
+from piper.program import storage
+from piper.program.compiled import Compiled
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
-from piper.state.optimizer.training import Training
-from piper.state.weights.matching import Located, located
-from piper.state.weights.source import Source, StateNames
-from piper.state.weights.weight_files import WeightFiles
-from piper.strategies.directives.partition import Partition
-from piper.strategies.strategy import Strategy
+from piper.state.weights.source import Source
+from piper.view.pages.dag_page import dag_page
 from piper.view.timetable import Timetable
 
 
-def trained_shapes(model: Model, code: Code) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters that have gradients, whole."""
-    trained = (name for name, facts in model.parameters.items() if facts.trained)
-    return {name: code.parameters[name].shape for name in trained}
-
-
 @dataclass(frozen=True)
-class Program:
+class Program(Compiled):
     """A model compiled under a strategy."""
 
-    strategy: Strategy
-    training: Training
-    source: Source | None
-    """Where the weights come from; a program that was loaded has none until it is given."""
-    settings: Settings
-    facts: Facts = field(repr=False)
-    evaluation_facts: Facts = field(repr=False)
-    """The same in evaluation mode."""
-    plans: tuple[Plan, ...] = field(repr=False)
-    """One plan for each class of devices; ``plan.devices`` says whose it is."""
-    evaluation_plans: tuple[Plan, ...] = field(repr=False)
-    """The forwards alone, in evaluation mode."""
-    memory: tuple[Memory, ...] = field(repr=False)
-    """The memory of each class of devices, in the order of ``plans``."""
-    buckets: tuple[Bucket, ...] = field(repr=False)
-    """Parameters that are reduced, updated and gathered together."""
-    streams: Mapping[str, StreamRule]
-    microbatches: int
-    """The number of parts that the batch is split into."""
-    code: Code = field(repr=False)
-    evaluation_code: Code = field(repr=False)
-    example: Batch = field(repr=False)
-    names: StateNames = field(repr=False)
-    device: torch.device
-    compiler: Compiler
-    computation: Computation | None = field(default=None, repr=False)
-    """What the model and the loss compute, as it was traced; None if the program was saved by a
-    Piper that did not keep it."""
     again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
     """Compiles the same for batches of other shapes; a program that was loaded has no model to do
     so."""
-    frozen: frozenset[str] | None = field(default=None, repr=False, compare=False)
-    """The parameters of the model that did not require grad; unknown if the program was loaded."""
-
-    @cached_property
-    def lowered(self) -> Lowered:
-        """Everything that lowering found out."""
-        placed = self.strategy.apply(build(self.facts.whole))
-        return lower(placed, self.models, self.settings)
-
-    @cached_property
-    def located(self) -> Located | None:
-        """Where the first weights lie, if they come from files."""
-        source = self.source
-        if source is None or not isinstance(source.init, WeightFiles):
-            return None
-        return located(source, self.names, source.init)
-
-    @property
-    def models(self) -> Mapping[int, Model]:
-        """What is known of the model at the shapes of each size of group."""
-        return self.facts.models
-
-    @property
-    def dag(self) -> Dag:
-        """The whole step over all devices, as lowered."""
-        return self.lowered.dag
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -139,7 +60,7 @@ class Program:
         and ends. ``costs`` are used where they know better: measurements of passes and
         communications, of this strategy or another (``trainer.profile(...).recorded``), or another
         cost model."""
-        return simulate(self, cluster, costs)
+        return simulate(self.step, cluster, costs)
 
     @cached_property
     def saving(self) -> Program:
@@ -155,93 +76,16 @@ class Program:
         """When each node starts and ends in the simulated execution that ordered the plans;
         printed, a grid of the computations."""
         lowered = self.lowered
-        stages = [d.into for d in self.strategy.directives if isinstance(d, Partition)]
-        return Timetable.of(lowered.dag, lowered.classes, lowered.schedule, stages)
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Every device that the program runs on."""
-        return tuple(sorted(d for plan in self.plans for d in plan.devices))
-
-    @property
-    def loss_dtype(self) -> torch.dtype:
-        """What the loss is reported in: its own precision, at least fp32."""
-        own = next(iter(self.code.values.values()))[self.code.loss].dtype
-        return torch.promote_types(own, torch.float32)
-
-    @cached_property
-    def loss_groups(self) -> tuple[int, ...]:
-        """For each microbatch, over how many devices its loss is divided."""
-        forwards = {
-            x.op: len(x.group)
-            for plan in self.plans
-            for x in plan.instructions
-            if isinstance(x.op, Compute) and x.op.which is Pass.F
-        }
-        computed = {op.chunk for op in forwards}
-        makers = {v: i for i, piece in enumerate(self.code.pieces) for v in piece.outputs}
-        chunk = makers[self.code.loss]
-        while chunk not in computed:  # a redistribution of what another has computed
-            chunk = makers[self.code.pieces[chunk].inputs[0]]
-        return tuple(group for op, group in forwards.items() if op.chunk == chunk)
-
-    @property
-    def loss_parts(self) -> int:
-        """Over how many losses, of microbatches and of devices, the loss is a mean; one of a
-        smaller group than the largest stands for several."""
-        return len(self.loss_groups) * max(self.loss_groups)
-
-    @cached_property
-    def parameters(self) -> Mapping[str, TensorSpec]:
-        """The whole parameters that training or evaluation uses, as the programs take them."""
-        return {**self.evaluation_code.parameters, **self.code.parameters}
-
-    @cached_property
-    def trained(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the parameters that training changes."""
-        return trained_shapes(self.facts.whole, self.code)
-
-    @cached_property
-    def held_names(self) -> frozenset[str]:
-        """The parameters and buffers that some device holds."""
-        codes = (self.code, self.evaluation_code)
-        pieces = [piece for code in codes for piece in code.pieces]
-        return frozenset(
-            n for p in pieces for n in (*p.parameters, *p.buffers) if not n.startswith(RANK)
-        )
-
-    def refuse_refrozen(self) -> None:
-        """Refuse to train another part of the model than what was compiled."""
-        if self.source is None:
-            return
-        now = self.source.frozen
-        # of a program that was loaded it is known what it trains
-        self.source.refuse_refrozen(
-            now - self.trained.keys() if self.frozen is None else self.frozen
-        )
-
-    def plan_of(self, device: int) -> Plan:
-        """What one device does."""
-        for plan in self.plans:
-            if device in plan.devices:
-                return plan
-        raise PiperError(f"the program has no device {device}; it runs on {list(self.devices)}")
-
-    def evaluation_plan_of(self, device: int) -> Plan:
-        """What one device does in an evaluation."""
-        return next(plan for plan in self.evaluation_plans if device in plan.devices)
+        return Timetable.of(lowered.dag, lowered.classes, lowered.schedule, self.stages)
 
     def show_dag(self, path: str | Path) -> None:
         """Write a page, one file that needs no server, with the DAG after each directive and as it
         was lowered."""
-        from piper.view.pages.dag_page import dag_page
-
         first = build(self.facts.whole)
         after = zip(self.strategy.directives, self.strategy.steps(first), strict=True)
         steps = [("build", first), *((str(d), dag) for d, dag in after), ("lowered", self.dag)]
-        stages = tuple(d.into for d in self.strategy.directives if isinstance(d, Partition))
         page = dag_page(
-            counted(len(self.devices), "device"), steps, stages=stages, models=self.models
+            counted(len(self.devices), "device"), steps, stages=self.stages, models=self.models
         )
         path_of(path).write_text(page, encoding="utf-8")
 
@@ -268,9 +112,7 @@ class Program:
 
     def save(self, path: str | Path) -> None:
         """Write the program into the folder ``path``; weights and callables are not part of it."""
-        from piper.program.storage import save
-
-        save(self, path_of(path))
+        storage.save(self, path_of(path))
 
     @staticmethod
     def load(
@@ -282,16 +124,16 @@ class Program:
     ) -> Program:
         """The program in the folder ``path``; weights and callables are given again. What it was
         compiled with need not be the same optimizer: plans are those for the one given here."""
-        from piper.program.storage import load, with_plans
-
-        program = load(path_of(path), source, optimizer, scheduler)
+        read = storage.load(path_of(path), source, optimizer, scheduler)
+        program = Program(**{f.name: getattr(read, f.name) for f in fields(read)})
+        vars(program)["lowered"] = read.lowered
         if optimizer is None:
             return program
         with without_modes(program.training.default_dtype):
             try_scheduler(optimizer, scheduler, program.trained)
             cost = cost_of(optimizer, program.trained, program.device)
             if cost != program.settings.optimizer:
-                program = with_plans(
+                program = storage.with_plans(
                     replace(program, settings=replace(program.settings, optimizer=cost))
                 )
             check_factory(optimizer, cost, program.dag, program.trained, program.device)

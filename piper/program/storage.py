@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,17 +61,18 @@ from piper.ir.tensors import TensorSpec
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.program.checks import check, check_placed
-from piper.program.program import Program
+from piper.program.compiled import Compiled
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.probe import SchedulerFactory
 from piper.state.optimizer.training import Training
 from piper.state.weights.source import Source, StateNames
 from piper.strategies.strategy import Strategy
 
+C = TypeVar("C", bound=Compiled)
 _FORMAT = Format("program", 10)
 
 
-def save(program: Program, folder: Path) -> None:
+def save(program: Compiled, folder: Path) -> None:
     """Write ``program`` into ``folder``."""
     if program.plans != program.lowered.plans:
         raise PiperError(
@@ -115,7 +116,7 @@ def save(program: Program, folder: Path) -> None:
     folders.write(folder, _FORMAT, files)
 
 
-def _with_plain_costs(program: Program) -> Settings:
+def _with_plain_costs(program: Compiled) -> Settings:
     """The settings of ``program``, with what the model of costs says in place of the model."""
     if isinstance(program.settings.costs, Costs):
         return program.settings
@@ -129,7 +130,7 @@ def load(
     source: Source | None,
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
-) -> Program:
+) -> Compiled:
     """The program in ``folder``; the optimizer must be one that its plans were made for."""
     files = folders.read(folder, _FORMAT, ("program.json", "graphs.json", "constants.pt"))
     with _reading(folder, "constants.pt"):
@@ -182,7 +183,7 @@ def _program(
     source: Source | None,
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
-) -> Program:
+) -> Compiled:
     """Everything of a program but its plans."""
 
     def part(name: str, kind: Any) -> Any:
@@ -197,7 +198,7 @@ def _program(
         _part(data, "default_dtype", _default_dtype),
     )  # fmt: skip
     facts = _part(data, "facts", _facts_from_json)
-    return Program(
+    return Compiled(
         strategy=_part(data, "strategy", lambda item: Strategy.from_json(rows(item))),
         training=training,
         source=source,
@@ -229,7 +230,7 @@ def _default_dtype(data: Any) -> torch.dtype:
     return dtype
 
 
-def with_plans(read: Program) -> Program:
+def with_plans(read: C) -> C:
     """The program that was read, with the plans that follow from its parts."""
     placed = read.strategy.apply(build(read.facts.whole))
     again = placed

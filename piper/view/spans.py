@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from piper.ir.dag.dag import PASS, Node, name_of
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Compute, Transfer
 from piper.ir.passes import Pass
 from piper.ir.plan.instructions import Instruction, Verb
-from piper.strategies.directives.partition import Partition
+from piper.ir.plan.lowered import LoweredStep
 from piper.view.critical import critical
 from piper.view.runs import Event, Run, ShownDevice, StreamRow
-
-if TYPE_CHECKING:
-    from piper.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class Spans:
 
 
 def run_of(
-    program: Program,
+    step: LoweredStep,
     devices: Sequence[tuple[str, int]],
     spans: Sequence[Spans],
     *,
@@ -57,17 +53,17 @@ def run_of(
     limits: Sequence[int | None],
 ) -> Run:
     """A step on ``devices``, each with a name and the index of its plan."""
-    describe = _Describe(program)
-    plans = [program.plans[plan] for _, plan in devices]
+    describe = _Describe(step)
+    plans = [step.plans[plan] for _, plan in devices]
     on_path = critical(plans, spans)
     shown: list[ShownDevice] = []
     rows: list[StreamRow] = []
     events: list[Event] = []
     for number, ((name, plan), one) in enumerate(zip(devices, spans, strict=True)):
-        held = one.memory(program.memory[plan].over_time)
+        held = one.memory(step.memory[plan].over_time)
         shown.append(ShownDevice(name, held, limits[number]))
         first = len(rows)
-        instructions = program.plans[plan].instructions
+        instructions = step.plans[plan].instructions
         streams: dict[str, int] = {}
         for pc in one.pcs:
             streams.setdefault(instructions[pc].stream, len(streams))
@@ -91,14 +87,12 @@ def run_of(
 
 
 class _Describe:
-    """What is known of the nodes of a program."""
+    """What is known of the nodes of a step."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._dag = program.dag
-        self._sizes = Sizes(self._dag, program.models)
-        directives = program.strategy.directives
-        self._stages = [d.into for d in directives if isinstance(d, Partition)]
+    def __init__(self, step: LoweredStep) -> None:
+        self._dag = step.dag
+        self._sizes = Sizes(step.dag, step.models)
+        self._stages = step.stages
         self._split = self._dag.microbatches[0] if self._dag.microbatches else None
 
     def event(

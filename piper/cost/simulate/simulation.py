@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-import torch
 
 from piper.base.errors import PiperError
 from piper.base.units import bytes_text, seconds_text
@@ -27,21 +24,19 @@ from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass, RematPolicy
 from piper.ir.plan.instructions import COMMUNICATING, Verb
+from piper.ir.plan.lowered import LoweredStep
 from piper.ir.rules import Rest, StreamRule
 from piper.view.busy import Busy, busy_of
 from piper.view.runs import Run
 from piper.view.shown import Shown
 from piper.view.spans import Spans, run_of
 
-if TYPE_CHECKING:
-    from piper.program.program import Program
-
 
 @dataclass(frozen=True)
 class Simulation(Shown):
     """A simulated step."""
 
-    program: Program = field(repr=False)
+    step: LoweredStep = field(repr=False)
     cluster: Cluster = field(repr=False)
     classes: tuple[TimingClass, ...] = field(repr=False)
     spans: tuple[Spans, ...] = field(repr=False)
@@ -57,20 +52,19 @@ class Simulation(Shown):
     @property
     def tokens_per_second(self) -> float:
         """Elements of the first input: tokens, for a language model."""
-        first = next(x for x in self.program.example.leaves if isinstance(x, torch.Tensor))
-        return first.numel() / self.seconds
+        return self.step.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
         """The share of what the devices could compute at best that the model needs."""
-        dtype = computed_in(self.program.dag.model)
-        peaks = (self.cluster.device(d).peak(dtype) for d in self.program.devices)
+        dtype = computed_in(self.step.dag.model)
+        peaks = (self.cluster.device(d).peak(dtype) for d in self.step.devices)
         return self.flops / (self.seconds * sum(peaks))
 
     @cached_property
     def busy(self) -> tuple[Busy, ...]:
         """How each class spends the step."""
-        plans = self.program.plans
+        plans = self.step.plans
         rows = zip(self.classes, self.spans, strict=True)
         return tuple(busy_of(plans[one.plan], spans, self.seconds) for one, spans in rows)
 
@@ -87,19 +81,19 @@ class Simulation(Shown):
     @property
     def peak(self) -> int:
         """The most bytes that a device holds."""
-        return max(memory.peak for memory in self.program.memory)
+        return max(memory.peak for memory in self.step.memory)
 
     @property
     def fits(self) -> bool:
         """Whether every device has the memory it needs."""
-        rows = zip(self.program.plans, self.program.memory, strict=True)
+        rows = zip(self.step.plans, self.step.memory, strict=True)
         return all(m.peak <= self.cluster.device(d).memory for p, m in rows for d in p.devices)
 
     def memory(self, device: int) -> tuple[tuple[float, int], ...]:
         """Bytes that a device holds, from a moment on."""
         for one, spans in zip(self.classes, self.spans, strict=True):
             if device in one.devices:
-                return spans.memory(self.program.memory[one.plan].over_time)
+                return spans.memory(self.step.memory[one.plan].over_time)
         raise PiperError(f"the program has no device {device}")
 
     @property
@@ -112,7 +106,7 @@ class Simulation(Shown):
             "bubble": f"{self.bubble:.1%}",
             "exposed communication": seconds_text(self.exposed),
             "peak memory": bytes_text(self.peak) + ("" if self.fits else " (too much)"),
-            "devices": str(len(self.program.devices)),
+            "devices": str(len(self.step.devices)),
         }
 
     def to_json(self) -> dict[str, object]:
@@ -126,12 +120,12 @@ class Simulation(Shown):
             "exposed_communication_seconds": self.exposed,
             "peak_bytes": self.peak,
             "fits": self.fits,
-            "devices": len(self.program.devices),
+            "devices": len(self.step.devices),
             "classes": [
                 {
                     "devices": list(one.devices),
                     **busy.to_json(),
-                    "peak_bytes": self.program.memory[one.plan].peak,
+                    "peak_bytes": self.step.memory[one.plan].peak,
                     "memory_bytes": self.cluster.device(one.devices[0]).memory,
                 }
                 for one, busy in zip(self.classes, self.busy, strict=True)
@@ -141,7 +135,7 @@ class Simulation(Shown):
     def run(self, title: str | None = None) -> Run:
         """The step as pictures need it."""
         return run_of(
-            self.program,
+            self.step,
             [(f"device {group_text(one.devices)}", one.plan) for one in self.classes],
             self.spans,
             title=title or f"simulated on {self.cluster.name}",
@@ -163,8 +157,8 @@ class Simulation(Shown):
         return weighed / sum(len(one.devices) for one in self.classes)
 
 
-def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
-    """Run the plans of ``program`` on ``cluster``; what ``costs`` know is taken from there."""
+def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
+    """Run the plans of ``step`` on ``cluster``; what ``costs`` know is taken from there."""
     if not isinstance(cluster, Cluster):
         raise PiperError(f"cluster={cluster!r} must be a piper.Cluster")
     if not isinstance(costs, CostModel | None):
@@ -172,48 +166,48 @@ def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None)
             f"costs={costs!r} must be piper.Recorded or another cost model, which has a method "
             "duration(task, devices), or None"
         )
-    cluster.refuse_smaller(program.devices)
-    dag, settings = program.dag, program.settings
-    sizes = Sizes(dag, program.models)
-    tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
+    cluster.refuse_smaller(step.devices)
+    dag = step.dag
+    sizes = Sizes(dag, step.models)
+    tasks = Tasks(dag, sizes, fused=step.fused, optimizer=step.optimizer.state)
     durations = Durations(tasks, cluster if costs is None else Over(costs, cluster))
     # a model of the user's own may tell devices apart that are alike in the cluster
     classes = timing_classes(
-        program.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
+        step.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
     )
-    tracks, comms = _tracks(program, classes, cluster, durations)
+    tracks, comms = _tracks(step, classes, cluster, durations)
     replay(tracks, comms, cluster.sharing)
     spans = tuple(
         Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
         for track in tracks
     )
-    flops = sum(_useful(program, node) for node in dag.nodes if isinstance(node.op, Compute))
-    return Simulation(program, cluster, classes.classes, spans, flops)
+    flops = sum(_useful(step, node) for node in dag.nodes if isinstance(node.op, Compute))
+    return Simulation(step, cluster, classes.classes, spans, flops)
 
 
-def _useful(program: Program, node: Node) -> int:
+def _useful(step: LoweredStep, node: Node) -> int:
     """Operations of a computation on all its devices, without what is computed again."""
     op, parts = node.compute, node.parts
-    model = program.models.get(parts, program.dag.model)
+    model = step.models.get(parts, step.dag.model)
     passes = model.chunks[op.chunk].variants[RematPolicy.NONE].passes
     found = passes.get(op.which) or passes.get(Pass.B)
     return found.flops * parts if found else 0
 
 
 def _tracks(
-    program: Program, classes: TimingClasses, cluster: Cluster, durations: Durations
+    step: LoweredStep, classes: TimingClasses, cluster: Cluster, durations: Durations
 ) -> tuple[list[Track], list[Communication]]:
     """The tracks of all classes, and their communications."""
     comms: list[Communication] = []
     numbers: dict[tuple[int, frozenset[object]], int] = {}
     tracks = []
     for number, one in enumerate(classes.classes):
-        plan = program.plans[one.plan]
+        plan = step.plans[one.plan]
         device = cluster.device(one.devices[0])
         streams: dict[str, int] = {}
         track = Track([], [], [], [], device.synchronous, device.issue)
         for x in plan.instructions:
-            node = program.dag.nodes[x.node]
+            node = step.dag.nodes[x.node]
             track.streams.append(streams.setdefault(x.stream, len(streams)))
             track.waits.append(x.waits)
             if x.verb is Verb.COPY:  # goes on beside what the host does, and needs nobody else
@@ -229,7 +223,7 @@ def _tracks(
             key = x.node, frozenset[object](participants)
             if key not in numbers:
                 numbers[key] = len(comms)
-                slows = _share(program.streams, node.stream, device)
+                slows = _share(step.streams, node.stream, device)
                 links = 2 if instance.way.outside else 1
                 seconds = durations.on(node, instance.devices)
                 comms.append(Communication(seconds, len(participants), links, slows))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.facts import Model
 from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.memory import Memory
 from piper.ir.plan.plan import Plan
 from piper.ir.plan.rank_classes import RankClasses
+from piper.ir.rules import OptimizerCost, StreamRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +23,27 @@ class Lowered:
     schedule: IssueOrder
     plans: tuple[Plan, ...]
     memory: tuple[Memory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredStep:
+    """A lowered step with all that simulation and pictures read of a program."""
+
+    dag: Dag
+    models: Mapping[int, Model]
+    """What is known of the model at the shapes of each size of group."""
+    plans: tuple[Plan, ...]
+    memory: tuple[Memory, ...]
+    streams: Mapping[str, StreamRule]
+    stages: tuple[str, ...]
+    """The tags that partitions made."""
+    tokens: int
+    """Elements of the first input of the batch."""
+    fused: bool
+    """Whether a compiler fuses operations."""
+    optimizer: OptimizerCost
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Every device that takes part."""
+        return tuple(sorted(d for plan in self.plans for d in plan.devices))

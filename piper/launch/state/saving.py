@@ -30,8 +30,7 @@ from piper.state.checkpoint.index import INDEX, GroupEntry, Index, Tensors
 from piper.state.checkpoint.plain_values import to_json
 from piper.state.checkpoint.tensor_files import Given, Reader
 from piper.state.device.checkpoint_parts import Part, write
-from piper.state.device.holding import Holding, whole
-from piper.state.device.slices import MODEL
+from piper.state.device.holding import MODEL, Holding, whole
 from piper.state.device.whole_tensors import Portions, assemble
 from piper.state.optimizer.factory import joined_kinds
 

@@ -38,7 +38,8 @@ from piper.lower.waste import LARGE
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.traces import Subject, Traces
-from piper.program.program import Program, trained_shapes
+from piper.program.compiled import trained_shapes
+from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
 from piper.state.optimizer.training import Training

@@ -11,7 +11,6 @@ from torch import Tensor
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import Entry, GroupEntry, Slice, Tensors, Value
 from piper.state.checkpoint.tensor_files import Given
-from piper.state.device.slices import MODEL, STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +61,6 @@ class Holding:
         model, stored = tables.pop(MODEL, {}), tables.pop(STORED, {})
         optimizer = {name.partition(".")[2]: entries for name, entries in tables.items()}
         return Tensors(model, optimizer, stored, self.values)
+
+
+MODEL, STORED = "model", "stored"

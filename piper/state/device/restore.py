@@ -17,9 +17,9 @@ from piper.state.checkpoint.index import Index, Value
 from piper.state.checkpoint.plain_values import from_json, stored_names
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.device_state import DeviceState, HeldBucket
+from piper.state.device.holding import MODEL, STORED
 from piper.state.device.optimizer_groups import Group, match_groups, restore_groups
 from piper.state.device.pieces import pieces_of, whole_shard
-from piper.state.device.slices import MODEL, STORED
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,10 @@ from piper.state.checkpoint.index import GroupEntry, Value
 from piper.state.checkpoint.plain_values import to_json
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.device_state import DeviceState, HeldBucket
-from piper.state.device.holding import Held, Holding, whole
+from piper.state.device.holding import MODEL, STORED, Held, Holding, whole
 from piper.state.device.optimizer_groups import export_groups
 from piper.state.device.pieces import Piece, pieces_of, written_by
 from piper.state.optimizer.factory import kind_of
-
-MODEL, STORED = "model", "stored"
 
 
 def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
