@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from work import evenly
 
 import piper
-from piper.strategies import mesh_strategy as mesh
-from piper.strategies import schedule_named, timed
+from piper.strategies import mesh, schedule_named, timed
 
 SCHEDULES = {
     "gpipe": "GPipe",

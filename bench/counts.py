@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.ir.ops import Compute
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 ROWS, SEQ, DIM, HEADS, KV, LAYERS, TOP_K = 8, 64, 64, 8, 4, 2, 2
 G = KV / HEADS

@@ -37,7 +37,7 @@ from workers import ENVIRONMENT, Way, starter
 
 import piper
 from piper.launch.workers.worker_process import KEEPING
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 WORKERS = 2
 BUCKETS, SLOW = (25, 4), (4, 1)

@@ -29,7 +29,7 @@ from workers import ENVIRONMENT, Way, starter
 import piper
 from piper.launch.workers.worker_process import KEEPING
 from piper.models import MoEConfig
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 WORKERS = 2
 

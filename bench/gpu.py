@@ -31,7 +31,7 @@ from turns import turns
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 adamw = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 COMPARED, TOLERANCE = 10, 5e-4

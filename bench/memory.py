@@ -40,7 +40,7 @@ from work import evenly
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 LEVELS = range(4)
 RESHARD = {2: False, 3: True}

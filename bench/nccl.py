@@ -52,7 +52,7 @@ from workers import Way
 
 import piper
 from piper.models import DenseConfig
-from piper.strategies.schedules import one_f_one_b
+from piper.strategies import one_f_one_b
 
 LEVELS = {"ddp": 0, "zero-2": 2, "zero-3": 3}
 TENSOR = {"tp": False, "tp-sequence": True}

@@ -40,9 +40,7 @@ import piper
 from piper.ir.ops import Collective
 from piper.launch.watch.step_profile import Profile
 from piper.models import MoEConfig
-from piper.strategies import Schedule
-from piper.strategies import mesh_strategy as mesh
-from piper.strategies.schedules import dualpipev, one_f_one_b
+from piper.strategies import Schedule, dualpipev, mesh, one_f_one_b
 
 TRIES = 3
 """How often the width of the experts is corrected, at most."""

@@ -41,10 +41,8 @@ from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Compute
 from piper.launch.watch.step_profile import Profile
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import Schedule
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import Schedule, dualpipe, dualpipev, mesh, one_f_one_b
 from piper.strategies.directives.order import Order
-from piper.strategies.schedules import dualpipe, dualpipev, one_f_one_b
 from piper.view.exposed import Exposure, Span, all_to_all
 
 VOCAB, SEQ, DIM = 256, 128, 128

@@ -31,7 +31,7 @@ from rich.table import Table
 
 import piper
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 EMULATED: Mapping[str, piper.Strategy] = {
     "gpipe, 2 x 1": mesh(pp=2, schedule="gpipe", microbatches=4),

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import piper
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 
 def program(

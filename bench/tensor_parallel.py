@@ -27,9 +27,7 @@ from workers import ENVIRONMENT, Way, starter
 
 import piper
 from piper.launch.workers.worker_process import KEEPING
-from piper.strategies import Schedule
-from piper.strategies import mesh_strategy as mesh
-from piper.strategies.schedules import one_f_one_b
+from piper.strategies import Schedule, mesh, one_f_one_b
 
 WORKERS = 2
 

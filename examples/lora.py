@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import piper
 from piper.models.text_data import ByteBatches, stdlib_bytes
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 TAGS = {
     "model.embed_tokens": "embed",

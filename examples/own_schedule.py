@@ -15,9 +15,7 @@ from torch import nn
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.strategies import Schedule, straight, timed
-from piper.strategies import mesh_strategy as mesh
-from piper.strategies.schedules import one_f_one_b, zb_h1
+from piper.strategies import Schedule, mesh, one_f_one_b, straight, timed, zb_h1
 
 
 def beats(ranks: int, microbatches: int, beat: int = 2) -> Schedule:

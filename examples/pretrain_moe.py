@@ -25,7 +25,7 @@ from piper.launch.trainer.callback import Callback
 from piper.launch.trainer.step_result import StepResult
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.models.text_data import ByteBatches, stdlib_bytes
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 
 class Lines:

@@ -18,8 +18,7 @@ from torch import nn
 import piper
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.models.text_data import ByteBatches, stdlib_bytes
-from piper.strategies import mesh_strategy as mesh
-from piper.strategies.schedules import dualpipev
+from piper.strategies import dualpipev, mesh
 
 BATCH, SEQ, STEPS, PROFILED = 16, 16, 3, 5
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import piper
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives import Directive, place, shard
 from piper.strategies.directives.place import Place
 

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 import piper
 from piper.callbacks import TensorBoard, WeightsAndBiases, scalars
 from piper.launch.trainer.step_result import StepResult
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 X = torch.ones(4, 4)
 

@@ -20,7 +20,7 @@ from piper.cli.app import app
 from piper.cli.options import cluster_of
 from piper.cli.scripts import job_in, meshed
 from piper.launch.launch import Where
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.test_strategy_errors import MISTAKES, Mistake
 
 SCRIPT = """

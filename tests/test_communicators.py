@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.runtime.comm.communicators import Communicator, communicators_of
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 
 class Net(nn.Module):

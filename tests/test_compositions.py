@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.test_runtime import Experts, mean_loss
 from tests.training import ULPS, Batch, Run, assert_same, compiled, plain, shared_captures, train
 

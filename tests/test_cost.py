@@ -28,7 +28,7 @@ from piper.ir.passes import Pass, RematPolicy
 from piper.ir.plan.instructions import Verb
 from piper.ir.rules import Rest
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 FREE = piper.Link(1e30, 0.0)
 ALONE = piper.Sharing(links=0.0)

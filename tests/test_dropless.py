@@ -23,7 +23,7 @@ from piper.ir.plan.plan import Plan
 from piper.ir.plan.plan_text import parse, text
 from piper.lower.lower import Settings, lower
 from piper.runtime.instructions.expert_rows import packed, padded
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.facts import at, dropless
 from tests.plan_checker import check as check_plans
 from tests.training import Batch, Run, assert_same, plain, sgd, steps, train

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import piper
 from piper.ir.ops import Compute
 from piper.models import MoEConfig, MoETransformer
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.test_dropless import captured as hugging_face
 from tests.test_dropless import check as check_hugging_face
 from tests.training import Batch, Run, assert_same, plain, sgd, train

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 STEPS, BATCH, PARTS = 3, 8, 4
 STRATEGIES = {

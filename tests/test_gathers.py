@@ -8,7 +8,7 @@ from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.build import build
 from piper.ir.ops import Collective
 from piper.lower.lower import lower
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.facts import at, chain
 from tests.plan_checker import check
 

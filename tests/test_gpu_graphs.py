@@ -13,7 +13,7 @@ from torch import Tensor
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import torch
 import piper
 from piper.ir.plan.instructions import Verb
 from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 pytestmark = [
     pytest.mark.gpu,

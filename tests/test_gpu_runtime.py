@@ -17,7 +17,7 @@ from piper.base.tracking import Tracker
 from piper.capture.model import capture
 from piper.cli.demo.one_device import SingleDevice
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 
 pytestmark = [
     pytest.mark.gpu,

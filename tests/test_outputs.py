@@ -19,7 +19,7 @@ from piper.ir.dag.build import build
 from piper.ir.plan.lowered import Lowered
 from piper.ir.plan.plan import Plan
 from piper.lower.forwards import lower_forwards
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives import Directive
 from tests.hugging_face import FAMILIES
 from tests.plan_checker import PlanError, check

@@ -20,7 +20,7 @@ from piper.base.errors import PiperError
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
 from piper.lower.lower import lower
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.view.pages.dag_page import dag_page
 from piper.view.pages.inline import embedded
 from piper.view.pages.timeline_page import timeline_page

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.models.moe import MoE, MoEConfig
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives import Directive, remat
 from piper.strategies.mesh_strategy import FOLDED, LOOPED, STRAIGHT
 from tests.training import Batch, Run, assert_same, compiled, plain, shared_captures, train

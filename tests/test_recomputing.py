@@ -16,7 +16,7 @@ import piper
 from piper.capture.model import capture
 from piper.ir.passes import Kind
 from piper.models.layers import lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.training import Batch, Run, assert_same, compiled, plain, shared_captures, train
 
 VOCAB, DIM, HEADS, LAYERS, ROWS, SEQ = 12, 8, 2, 3, 4, 32

@@ -17,7 +17,7 @@ import piper
 from piper.base.errors import CaptureError
 from piper.capture.model import Captured, capture
 from piper.capture.regions import Region
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.training import plain, sgd
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.test_dropless import Experts, square_loss
 from tests.training import Run, assert_same, sgd
 

@@ -21,7 +21,7 @@ from piper.ir.plan.plan_text import parse, text
 from piper.lower.lower import Settings, lower
 from piper.runtime.instructions.expert_rows import counts_within, merged, own_counts, unmerged
 from piper.state.device.device_state import DeviceState
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives.place import Place
 from tests.facts import at, dropless
 from tests.plan_checker import check as check_plans

@@ -21,7 +21,7 @@ from piper.ir.dag.build import build
 from piper.ir.dag.facts import Model
 from piper.ir.rules import OptimizerCost
 from piper.lower.lower import Settings, lower
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import dualpipe, mesh
 from piper.strategies.directives import (
     Directive,
     Place,
@@ -34,7 +34,6 @@ from piper.strategies.directives import (
     split,
     stream,
 )
-from piper.strategies.schedules import dualpipe
 from piper.strategies.strategy import Strategy
 from tests.facts import at, chain, changing, masked, moe, reading, tied, tying
 

@@ -26,7 +26,7 @@ from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective
 from piper.models import DenseConfig, DenseTransformer
 from piper.models.layers import lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives import Directive, place, remat, replicate, shard, split
 from tests.hugging_face import FAMILIES
 from tests.tensor import DENSE, tensor_mesh

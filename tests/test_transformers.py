@@ -19,7 +19,7 @@ import piper
 from piper import CaptureError
 from piper.capture.loss.own_loss import own_loss
 from piper.capture.model import capture
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives import place
 from tests.hugging_face import BATCH, DECODER, FAMILIES, GPT2, SEQ, SIZES, VOCAB
 from tests.reference import assert_equal_to_eager

@@ -17,7 +17,7 @@ import piper
 from piper import CaptureError, PiperError, PiperWarning
 from piper.capture.model import capture
 from piper.program.compile.mixing_warnings import warn_of_mixing
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives import place, split
 from tests.reference import Net
 

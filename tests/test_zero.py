@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.directives import Directive, place, replicate, shard, split
 from tests.test_runtime import Experts, mean_loss
 from tests.training import (

@@ -12,8 +12,7 @@ from piper.capture.model import capture
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
 from piper.ir.passes import Pass
-from piper.strategies import timed
-from piper.strategies.schedules import one_f_one_b
+from piper.strategies import one_f_one_b, timed
 
 from .directives import Net
 from .svg import Picture

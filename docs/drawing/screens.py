@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 import piper
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.view.pages.timeline_page import timeline_page
 
 FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-run"

@@ -16,7 +16,7 @@ from piper.cost.cluster import Cluster
 from piper.lower.plans.memory_limit import check_limit
 from piper.program.job import Job
 from piper.program.program import Program
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from piper.strategies.strategy import Strategy
 
 

@@ -15,6 +15,9 @@ from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.trainer.batch_shapes import Shapes
 from piper.launch.trainer.trainer import Trainer
 from piper.launch.workers.custom_ops import refuse_in_worker
+from piper.launch.workers.processes import ProcessWorkerGroup
+from piper.launch.workers.torchrun import TorchrunWorkerGroup
+from piper.launch.workers.virtual import VirtualWorkerGroup
 from piper.program.program import Program
 
 
@@ -52,18 +55,12 @@ def launch(
 def _worker_group(program: Program, on: str, options: dict[str, Any]) -> WorkerGroup:
     match on:
         case Where.VIRTUAL.value:
-            from piper.launch.workers.virtual import VirtualWorkerGroup
-
             _refuse_unknown(on, options, VirtualWorkerGroup.__init__)
             return VirtualWorkerGroup(program, fetcher(program), **options)
         case Where.PROCESSES.value:
-            from piper.launch.workers.processes import ProcessWorkerGroup
-
             _refuse_unknown(on, options, ProcessWorkerGroup.__init__)
             return ProcessWorkerGroup(program, **options)
         case Where.TORCHRUN.value:
-            from piper.launch.workers.torchrun import TorchrunWorkerGroup
-
             _refuse_unknown(on, options, TorchrunWorkerGroup.__init__)
             return TorchrunWorkerGroup(program, fetcher(program), **options)
         case _:

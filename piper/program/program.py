@@ -115,6 +115,13 @@ class Program(Compiled):
         storage.save(self, path_of(path))
 
     @staticmethod
+    def of(compiled: Compiled) -> Program:
+        """The program that ``compiled`` is."""
+        program = Program(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})
+        vars(program)["lowered"] = compiled.lowered
+        return program
+
+    @staticmethod
     def load(
         path: str | Path,
         *,
@@ -125,8 +132,7 @@ class Program(Compiled):
         """The program in the folder ``path``; weights and callables are given again. What it was
         compiled with need not be the same optimizer: plans are those for the one given here."""
         read = storage.load(path_of(path), source, optimizer, scheduler)
-        program = Program(**{f.name: getattr(read, f.name) for f in fields(read)})
-        vars(program)["lowered"] = read.lowered
+        program = Program.of(read)
         if optimizer is None:
             return program
         with without_modes(program.training.default_dtype):

@@ -32,8 +32,7 @@ from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.tensor_files import Reader
 from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
-from piper.strategies import from_csv, to_csv
-from piper.strategies.schedules import one_f_one_b
+from piper.strategies import from_csv, one_f_one_b, to_csv
 from tests.training import pipeline
 
 SECONDS = 60.0

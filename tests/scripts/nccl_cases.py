@@ -13,7 +13,7 @@ from torch import Tensor
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
-from piper.strategies import mesh_strategy as mesh
+from piper.strategies import mesh
 from tests.training import compile_shared
 
 LARGE = DenseConfig(vocab=8192, dim=512, layers=8, heads=8, mlp_dim=1536, max_seq=256)

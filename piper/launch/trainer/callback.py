@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from piper.base.errors import PiperError
-
-if TYPE_CHECKING:
-    from piper.launch.trainer.step_result import StepResult
+from piper.launch.trainer.step_result import StepResult
 
 
 @runtime_checkable

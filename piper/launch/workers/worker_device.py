@@ -62,7 +62,7 @@ class WorkerDevice:
 
         callables = (self._folder / f"{name}.callables").read_bytes()
         optimizer, scheduler, init = cloudpickle.loads(callables)
-        program = load(self._folder / name, None, optimizer, scheduler)
+        program = Program.of(load(self._folder / name, None, optimizer, scheduler))
         # that of every program which it can switch to
         torch.set_default_dtype(program.training.default_dtype)
         return program, init

@@ -35,6 +35,7 @@ from piper.ir.rules import OptimizerCost
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.lower.waste import LARGE
+from piper.program.chunk_table import letters_of
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.traces import Subject, Traces
@@ -171,8 +172,6 @@ class Capture:
 
     def __str__(self) -> str:
         """Its regions, one part of a region a line; those of equal programs have equal letters."""
-        from piper.program.chunk_table import letters_of
-
         whole = self._whole()
         letters = letters_of(whole)
         rows = zip(whole.chunks, whole.programs, strict=True)
