@@ -9,7 +9,7 @@ from piper.cost.rough_costs import Costs
 from piper.cost.simulate.simulation import Simulation
 from piper.cost.tasks import CostModel, Task
 from piper.ir.mesh import Mesh
-from piper.ir.plan.instructions import Holder
+from piper.ir.plan.instructions import MemoryKind
 from piper.ir.plan.memory import Memory
 from piper.launch.launch import launch
 from piper.launch.trainer.trainer import Trainer
@@ -40,11 +40,11 @@ __all__ = [
     "Costs",
     "Device",
     "DirectiveError",
-    "Holder",
     "Job",
     "Link",
     "Machine",
     "Memory",
+    "MemoryKind",
     "Mesh",
     "PiperError",
     "PiperWarning",

@@ -22,7 +22,7 @@ from piper.ir.dag.facts import Model
 from piper.ir.dag.values import ExtraRole, Role, Value
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Transfer, Update
 from piper.ir.passes import Kind, Pass, Ref
-from piper.ir.plan.instructions import Holder, Instruction, Slot, Verb
+from piper.ir.plan.instructions import Instruction, MemoryKind, Slot, Verb
 from piper.ir.plan.memory import Memory
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket
@@ -582,7 +582,7 @@ class _Checker:
                 self._transfer(together)
 
     def _starts(self, c: int, slot: int, nbytes: int) -> None:
-        wanted = Slot(Holder.BATCH, nbytes, nbytes)
+        wanted = Slot(MemoryKind.BATCH, nbytes, nbytes)
         self._agree(c, f"s{slot}", wanted, self.plans[c].slots[slot])
 
     def _must(self, good: bool, at: At, what: str) -> None:
@@ -755,7 +755,7 @@ class _Checker:
         )
         nbytes = self._whole(kind.bucket, c) * bucket.gradient.itemsize
         dtypes = (bucket.gradient,) * len(names)
-        wanted = Slot(Holder.GRADIENTS, nbytes, nbytes, kind.bucket, names, dtypes)
+        wanted = Slot(MemoryKind.GRADIENTS, nbytes, nbytes, kind.bucket, names, dtypes)
         self._must(kind == wanted, at, f"allocates {kind}, needs {wanted}")
 
     def _write(self, at: At, slot: int, new: Any) -> None:
@@ -793,18 +793,18 @@ class _Checker:
                 elif not found.lies_in:
                     self._must(slot not in self.grown[c], at, f"does not allocate s{slot}")
                 dtypes = tuple(model.parameters[p].gradient for p in names)
-                return Slot(Holder.GRADIENTS, nbytes, own, None, names, dtypes, found.lies_in)
+                return Slot(MemoryKind.GRADIENTS, nbytes, own, None, names, dtypes, found.lies_in)
             case _Gradients(bucket=bucket):
                 if slot in x.reads:  # in place: it was judged when it was made
                     self._must(found.nbytes == nbytes, at, f"has {found} for {content}")
                     return found
-                return Slot(Holder.GRADIENTS, nbytes, nbytes, bucket)
+                return Slot(MemoryKind.GRADIENTS, nbytes, nbytes, bucket)
             case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
-                return Slot(Holder.COMMUNICATION, nbytes, nbytes, bucket)
-        holder = Holder.COMMUNICATION
+                return Slot(MemoryKind.COMMUNICATION, nbytes, nbytes, bucket)
+        holder = MemoryKind.COMMUNICATION
         if x.verb in (Verb.COMPUTE, Verb.ADD) and content.form != "uncombined":
             kept = self._role(content.value) in OF_BACKWARD
-            holder = Holder.SAVED if kept else Holder.ACTIVATIONS
+            holder = MemoryKind.SAVED if kept else MemoryKind.ACTIVATIONS
         return Slot(holder, nbytes, nbytes)
 
     def _one(self, at: At, slots: Sequence[int]) -> int:
@@ -1359,28 +1359,28 @@ class _Checker:
     def check_memory(self, c: int, memory: Memory, optimizer_bytes: float) -> None:
         """What the plan is said to need is what its slots, state and instructions add up to."""
         plan = self.plans[c]
-        held: Counter[Holder] = Counter()
+        held: Counter[MemoryKind] = Counter()
         for bucket in {
             self.bucket_of[p] for p, h in self.holding.items() if plan.devices[0] in h.parts
         }:
             rule = self.dag.buckets[bucket]
             kept = self._part(bucket, c) if self._sharded(bucket) else self._whole(bucket, c)
-            held[Holder.PARAMETERS] += kept * rule.dtype.itemsize
+            held[MemoryKind.PARAMETERS] += kept * rule.dtype.itemsize
             copied = rule.gradient != rule.dtype
             updated = self._part(bucket, c) * rule.gradient.itemsize
             state_bytes = optimizer_bytes if rule.trained else 0
-            held[Holder.OPTIMIZER] += int(updated * (state_bytes + copied))
+            held[MemoryKind.OPTIMIZER] += int(updated * (state_bytes + copied))
         used = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
         for name in {b for chunk in used for b in self.dag.model.chunks[chunk].buffers}:
-            held[Holder.BUFFERS] += self.dag.model.buffers.get(name, 0)
-        state = (held[Holder.PARAMETERS], held[Holder.OPTIMIZER])
+            held[MemoryKind.BUFFERS] += self.dag.model.buffers.get(name, 0)
+        state = (held[MemoryKind.PARAMETERS], held[MemoryKind.OPTIMIZER])
         self._agree(c, "state", state, (memory.parameters, memory.optimizer))
         live = set(plan.first_slots)
-        held[Holder.BATCH] += sum(plan.slots[slot].own for slot in live)
+        held[MemoryKind.BATCH] += sum(plan.slots[slot].own for slot in live)
         moments = [(held.total(), -1, dict(held))]
         over_time = []
         over = self._over(plan)
-        later: defaultdict[int, Counter[Holder]] = defaultdict(Counter)
+        later: defaultdict[int, Counter[MemoryKind]] = defaultdict(Counter)
         """For each communication, what is let go when it is over."""
         for pc, x in enumerate(plan.instructions):
             for done in [p for p, end in over.items() if end == pc]:
@@ -1390,16 +1390,16 @@ class _Checker:
                 if merged or copies:
                     extra = plan.slots[ended.writes[0]].nbytes
                     extra += self._merging(c, ended) if merged else 0
-                    busy = held + Counter({Holder.WORKSPACE: extra})
+                    busy = held + Counter({MemoryKind.WORKSPACE: extra})
                     moments.append((busy.total(), pc, dict(busy)))
                 held.subtract(later.pop(done, Counter()))
             for slot in {*x.allocates, *x.writes} - live:
                 live.add(slot)
                 held[plan.slots[slot].holder] += plan.slots[slot].own
             if beside := self._beside(c, x):
-                held[Holder.COMMUNICATION] += beside
-                later[pc][Holder.COMMUNICATION] += beside
-            busy = held + Counter({Holder.WORKSPACE: self._busy(c, x)})
+                held[MemoryKind.COMMUNICATION] += beside
+                later[pc][MemoryKind.COMMUNICATION] += beside
+            busy = held + Counter({MemoryKind.WORKSPACE: self._busy(c, x)})
             moments.append((busy.total(), pc, dict(busy)))
             during = held.total()
             for slot in x.frees:
@@ -1586,7 +1586,7 @@ class _Checker:
                 fresh += kinds[slot].nbytes - kinds[slot].own
         if not fresh:
             return runs
-        gone = sum(kinds[slot].nbytes for slot in x.frees if kinds[slot].holder is Holder.SAVED)
+        gone = sum(kinds[slot].nbytes for slot in x.frees if kinds[slot].holder is MemoryKind.SAVED)
         return max(runs + facts.housed, fresh + new - gone)
 
     def _counts(self, x: Instruction) -> int:

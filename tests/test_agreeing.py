@@ -18,7 +18,7 @@ from torch import nn
 import piper
 from piper import PiperError
 from piper.launch.agreement import _refuse_other_rows, of_tensor
-from piper.launch.optimizer_facts import Difference, Facts, difference, facts_of
+from piper.launch.optimizer_facts import Difference, OptimizerFacts, difference, facts_of
 from piper.runtime.feeding import cut, rows_read
 
 ROOT = Path(__file__).parents[1]
@@ -122,7 +122,7 @@ def test_what_an_optimizer_does_is_compared_and_not_its_code() -> None:
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )  # fmt: skip
 
-    def facts(lr: float, last: int, **own: Any) -> Facts:
+    def facts(lr: float, last: int, **own: Any) -> OptimizerFacts:
         def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             optimizer = torch.optim.SGD(parameters, lr=lr)
             vars(optimizer).update(own)

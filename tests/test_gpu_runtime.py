@@ -257,7 +257,7 @@ def test_counted_memory_is_the_allocators(zero: int, monkeypatch: pytest.MonkeyP
         for _ in range(2):
             trainer.step(x, x)
         torch.cuda.synchronize()
-        held = 2 * (memory.parameters + memory.optimizer + memory.at_peak[piper.Holder.BUFFERS])
+        held = 2 * (memory.parameters + memory.optimizer + memory.at_peak[piper.MemoryKind.BUFFERS])
         other = torch.cuda.memory_allocated() - held
         torch.cuda.reset_peak_memory_stats()
         counted = trainer.measure_memory(x, x)

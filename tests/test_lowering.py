@@ -22,7 +22,7 @@ from piper.ir.dag.facts import Model, ParameterFacts
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.passes import Pass
-from piper.ir.plan.instructions import Holder, Instruction, Slot, Verb
+from piper.ir.plan.instructions import Instruction, MemoryKind, Slot, Verb
 from piper.ir.plan.lowered import Lowered
 from piper.ir.plan.plan import Plan
 from piper.ir.plan.verify_plans import verify_plans
@@ -733,7 +733,7 @@ def test_a_copy_in_another_precision_counts_as_the_optimizers() -> None:
     half = judged(mixed(chain(2), dict.fromkeys(names, (BF16, FP32))), place({}, devices=[0]))
     assert half.memory[0].parameters == plain.parameters // 2
     assert half.memory[0].optimizer == plain.optimizer + plain.parameters
-    gradients = [m.at_peak[Holder.GRADIENTS] for m in (plain, half.memory[0])]
+    gradients = [m.at_peak[MemoryKind.GRADIENTS] for m in (plain, half.memory[0])]
     assert gradients[0] == gradients[1]
 
 
@@ -1123,7 +1123,7 @@ def slips(plan: Plan) -> Iterator[tuple[str, Plan]]:
 def _other_slots(slot: Slot) -> Iterator[Slot]:
     yield replace(slot, nbytes=slot.nbytes + 1)
     yield replace(slot, own=slot.own + 1)
-    yield replace(slot, holder=Holder.WORKSPACE)
+    yield replace(slot, holder=MemoryKind.WORKSPACE)
     yield replace(slot, bucket=99 if slot.bucket is None else None)
     if slot.names:
         yield replace(slot, names=slot.names[:-1])
@@ -1181,8 +1181,8 @@ def test_the_checker_counts_memory_itself() -> None:
     found = two_devices(1)
     (memory,) = found.memory
     swapped = {**memory.at_peak}
-    swapped[Holder.SAVED] += 8
-    swapped[Holder.ACTIVATIONS] -= 8
+    swapped[MemoryKind.SAVED] += 8
+    swapped[MemoryKind.ACTIVATIONS] -= 8
     for wrong in (
         replace(memory, peak=memory.peak + 8),
         replace(memory, peak_at=memory.peak_at + 1),

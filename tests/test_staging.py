@@ -15,9 +15,9 @@ import pytest
 
 from piper import PiperError
 from piper.base import atomic as staging
-from piper.base.atomic import Kind, Staged, stage
+from piper.base.atomic import FileKind, Staged, stage
 
-TEXTS = Kind(
+TEXTS = FileKind(
     "text", re.compile(r"(?P<stem>part)(-(?P<number>\d+))?-of-\d\.txt"), ("all.txt",), b"texts:"
 )
 

@@ -337,7 +337,7 @@ def test_a_device_holds_what_was_predicted(
     for memory in program.memory:
         for device in memory.devices:
             state = memory.parameters + memory.optimizer
-            buffers = memory.at_peak[piper.Holder.BUFFERS]
+            buffers = memory.at_peak[piper.MemoryKind.BUFFERS]
             assert measured[device].state <= state + buffers
             assert measured[device].state >= 0.99 * state
             assert 0.9 * memory.peak <= measured[device].peak <= memory.peak
@@ -385,7 +385,7 @@ def test_recomputing_shows_in_the_breakdown() -> None:
         layers = [piper.remat({"layer": i}, policy) for i, policy in enumerate(policies)]
         strategy = piper.Strategy([piper.place({}, devices=[0]), *layers])
         program = piper.compile(model, strategy, inputs=(x,), targets=(x,), loss=lm_loss)
-        return program.memory[0].at_peak[piper.Holder.SAVED]
+        return program.memory[0].at_peak[piper.MemoryKind.SAVED]
 
     none, some, every = (saved(*[policy] * 2) for policy in ("none", "min-cut", "all"))
     assert none > some > every

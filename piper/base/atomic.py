@@ -34,7 +34,7 @@ _LEFT = re.compile(r"\..*\.saving-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FileKind:
     """Files that are written together, by their names."""
 
     what: str
@@ -87,7 +87,7 @@ class Kind:
 class Staged:
     """Files on their way into a folder."""
 
-    kind: Kind
+    kind: FileKind
     target: Path
     folder: Path
     """Where they are written."""
@@ -149,7 +149,7 @@ class Staged:
         self.discard()
 
 
-def stage(target: Path, kind: Kind) -> Staged:
+def stage(target: Path, kind: FileKind) -> Staged:
     """An empty folder for files that are to lie in ``target``, which need not exist."""
     target = Path(os.path.abspath(target))
     with _failing(kind, target):
@@ -179,7 +179,7 @@ def _temporary(around: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _failing(kind: Kind, target: Path) -> Iterator[None]:
+def _failing(kind: FileKind, target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, PiperError) as error:

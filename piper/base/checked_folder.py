@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from piper.base.atomic import Kind, stage
+from piper.base.atomic import FileKind, stage
 from piper.base.codec import Format
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, file_bytes, parsed, table, wrong
@@ -22,7 +22,7 @@ from piper.base.reading import MalformedError, file_bytes, parsed, table, wrong
 CHECKSUMS = "checksums.json"
 _FILE_BYTES = 2**36
 """More than a model has constants."""
-PROGRAM = Kind(
+PROGRAM = FileKind(
     "program",
     re.compile(r"(?P<stem>program|graphs|constants)(-(?P<number>\d+))?(?P<ending>\.json|\.pt)"),
     (CHECKSUMS,),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from piper.base.units import bytes_text, counted, nbytes_of
-from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, Target
+from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, TargetArgument
 from piper.cli.output import Output
 from piper.cli.print_tables import memory_json, memory_table
 from piper.cli.scripts import program_of, strategy_of
 
 
 def check(
-    target: Target,
+    target: TargetArgument,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
     memory_limit: Limit = None,

@@ -10,7 +10,7 @@ import typer
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, file_bytes, parsed
 from piper.base.units import bytes_text, seconds_text
-from piper.cli.options import AsJson, ClusterOption, Costs, Timeline, cluster_of
+from piper.cli.options import AsJson, ClusterOption, CostsOption, Timeline, cluster_of
 from piper.cli.output import Output
 from piper.cli.print_tables import comparison_table
 from piper.cli.scripts import program_of
@@ -45,7 +45,7 @@ def compare(
         typer.Option("--script", help="The script with the job, to compare strategies."),
     ] = None,
     cluster: ClusterOption = None,
-    profile: Costs = None,
+    profile: CostsOption = None,
     timeline: Timeline = None,
     as_json: AsJson = False,
 ) -> None:

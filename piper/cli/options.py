@@ -11,7 +11,7 @@ import typer
 from piper.cost.cluster import Cluster
 from piper.launch.launch import Where
 
-Target = Annotated[
+TargetArgument = Annotated[
     Path,
     typer.Argument(
         metavar="TARGET",
@@ -57,7 +57,7 @@ _CLUSTER = typer.Option(
 )
 ClusterName = Annotated[str, _CLUSTER]
 ClusterOption = Annotated[str | None, _CLUSTER]
-Costs = Annotated[
+CostsOption = Annotated[
     Path | None,
     typer.Option(
         "--profile",

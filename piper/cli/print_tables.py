@@ -11,19 +11,19 @@ from rich.table import Column, Table
 
 from piper.base.units import unit_for
 from piper.ir.dag.dag import group_text
-from piper.ir.plan.instructions import Holder
+from piper.ir.plan.instructions import MemoryKind
 from piper.ir.plan.memory import Memory
 
 _SHORT = {
-    Holder.PARAMETERS: "params",
-    Holder.OPTIMIZER: "optim",
-    Holder.BUFFERS: "buffers",
-    Holder.GRADIENTS: "grads",
-    Holder.SAVED: "saved",
-    Holder.ACTIVATIONS: "activ",
-    Holder.BATCH: "batch",
-    Holder.COMMUNICATION: "comm",
-    Holder.WORKSPACE: "work",
+    MemoryKind.PARAMETERS: "params",
+    MemoryKind.OPTIMIZER: "optim",
+    MemoryKind.BUFFERS: "buffers",
+    MemoryKind.GRADIENTS: "grads",
+    MemoryKind.SAVED: "saved",
+    MemoryKind.ACTIVATIONS: "activ",
+    MemoryKind.BATCH: "batch",
+    MemoryKind.COMMUNICATION: "comm",
+    MemoryKind.WORKSPACE: "work",
 }
 
 
@@ -33,7 +33,7 @@ def memory_table(memories: Sequence[Memory]) -> Table:
     title = f"memory at the peak of a step, {unit}"
     first = Column("devices", no_wrap=True)
     table = Table(first, title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    shown = [h for h in Holder if any(memory.at_peak.get(h, 0) for memory in memories)]
+    shown = [h for h in MemoryKind if any(memory.at_peak.get(h, 0) for memory in memories)]
     for holder in shown:
         table.add_column(_SHORT[holder], justify="right", no_wrap=True)
     table.add_column("peak", justify="right", style="bold", no_wrap=True)

@@ -12,7 +12,7 @@ from piper.cli.options import (
     ClusterOption,
     MeshSpec,
     StrategyFile,
-    Target,
+    TargetArgument,
     Timeline,
     cluster_of,
 )
@@ -24,7 +24,7 @@ _DEVICE = "H100"
 
 
 def show(
-    target: Target,
+    target: TargetArgument,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
     timeline: Timeline = None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from piper.cli.options import (
     AsJson,
     ClusterName,
-    Costs,
+    CostsOption,
     MeshSpec,
     StrategyFile,
-    Target,
+    TargetArgument,
     Timeline,
     Trace,
     cluster_of,
@@ -20,11 +20,11 @@ from piper.cost.recorded import Recorded
 
 
 def simulate(
-    target: Target,
+    target: TargetArgument,
     cluster: ClusterName,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
-    profile: Costs = None,
+    profile: CostsOption = None,
     timeline: Timeline = None,
     trace: Trace = None,
     as_json: AsJson = False,

@@ -15,7 +15,7 @@ from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
 from piper.cli.output import Output
 from piper.cli.scripts import job_in, strategy_of
 from piper.launch.launch import Where, launch
-from piper.launch.trainer.data_position import Batch
+from piper.launch.trainer.data_position import AnyBatch
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.trainer.trainer import Trainer
 from piper.program.job import Batches, Job
@@ -70,7 +70,7 @@ def train(
                 output.wrote(f"state after step {trainer.steps}", save)
 
 
-def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[Batch]:
+def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[AnyBatch]:
     if job.batches is None:
         return itertools.repeat(trainer.example, steps if steps is not None else 10)
     return _Following(job.batches, trainer.steps, around=steps is not None)
@@ -87,7 +87,7 @@ class _Following:
         self._before = before
         self._around = around
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[AnyBatch]:
         before, self._before = self._before, 0
         done = before
         while True:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from piper.base.errors import PiperError
 from piper.cost.recorded import Recorded
-from piper.cost.tasks import Over, Task, TaskKind
+from piper.cost.tasks import Fallback, Task, TaskKind
 from piper.ir.ops import Group
 
 
@@ -30,7 +30,7 @@ class Costs:
 
     def duration(self, task: Task, devices: Group) -> float | None:
         if self.recorded is not None:
-            return Over(self.recorded, replace(self, recorded=None)).duration(task, devices)
+            return Fallback(self.recorded, replace(self, recorded=None)).duration(task, devices)
         match task.kind:
             case TaskKind.PASS:
                 return self.overhead + task.flops / self.flops_per_second

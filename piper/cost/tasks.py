@@ -2,7 +2,7 @@
 
 A ``CostModel`` gives the seconds of a ``Task``. Scheduler and simulator ask it through
 ``Durations``. ``Costs`` are a model of three figures, a ``Cluster`` one of devices and links,
-``Recorded`` one of what was measured; one over another is ``Over``.
+``Recorded`` one of what was measured; one over another is ``Fallback``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CostModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class Fallback:
     """A model over another, which is asked for what the first does not know."""
 
     first: CostModel

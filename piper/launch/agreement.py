@@ -18,10 +18,10 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.capture.code.serialize import program_to_json
-from piper.launch.optimizer_facts import Facts, difference, facts_of, places_of, plain
+from piper.launch.optimizer_facts import OptimizerFacts, difference, facts_of, places_of, plain
 from piper.program.program import Program
 from piper.state.checkpoint.boxes import Box
-from piper.state.device.optimizer_groups import Group
+from piper.state.device.optimizer_groups import OptimizerGroup
 from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles
 
 Fingerprints = dict[str, str]
@@ -83,16 +83,16 @@ class Optimizers:
         self._place_of = places_of(facts)
         self._refuse_others(facts)
 
-    def refuse_others(self, groups: Sequence[Group]) -> None:
+    def refuse_others(self, groups: Sequence[OptimizerGroup]) -> None:
         """Refuse groups of parameters that are trained with other settings elsewhere."""
-        mine: Facts = {}
+        mine: OptimizerFacts = {}
         for group in groups:
             for place in {self._place_of[name] for name in group.names}:
                 for key, value in group.settings.items():
                     mine[f"{key} of param group {place}"] = plain(value)
         self._refuse_others(mine)
 
-    def _refuse_others(self, mine: Facts) -> None:
+    def _refuse_others(self, mine: OptimizerFacts) -> None:
         if len(set(everyone(_digest(mine), self._objects))) == 1:
             return
         first: dict[str, tuple[int, Any]] = {}
@@ -156,7 +156,7 @@ class Weights:
             )
 
 
-class Batches:
+class BatchChecks:
     """Compares the first batches, then every ``every``-th; none if that is 0."""
 
     def __init__(self, every: int, objects: Any) -> None:

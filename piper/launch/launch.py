@@ -12,7 +12,7 @@ from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.launch.device.weight_readers import fetcher
 from piper.launch.device.worker_group import WorkerGroup
-from piper.launch.trainer.batch_shapes import Shapes
+from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.trainer import Trainer
 from piper.launch.workers.custom_ops import refuse_in_worker
 from piper.launch.workers.processes import ProcessWorkerGroup
@@ -47,7 +47,7 @@ def launch(
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
     refuse_in_worker()
     program.refuse_refrozen()
-    programs = Shapes(program, shapes)
+    programs = BatchShapes(program, shapes)
     with without_modes(program.training.default_dtype):
         return Trainer(_worker_group(program, on, options), programs)
 

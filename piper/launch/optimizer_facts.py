@@ -20,7 +20,7 @@ from piper.program.program import Program
 from piper.state.optimizer.factory import kind_of, members_of, settings
 from piper.state.optimizer.probe import make_scheduler, sample_optimizer_of_all
 
-Facts = dict[str, Any]
+OptimizerFacts = dict[str, Any]
 """By a name for people, a plain value."""
 _STEPS = 200
 """Steps of the scheduler whose learning rates are compared."""
@@ -37,7 +37,7 @@ class Difference:
     two: Any
 
 
-def facts_of(program: Program) -> Facts:
+def facts_of(program: Program) -> OptimizerFacts:
     """What the optimizer and the scheduler of a program do."""
     training = program.training
     if training.optimizer is None:
@@ -47,7 +47,7 @@ def facts_of(program: Program) -> Facts:
     scheduler = None
     if training.scheduler is not None:
         scheduler = make_scheduler(training.scheduler, optimizer)
-    facts: Facts = {
+    facts: OptimizerFacts = {
         "optimizer": kind_of(optimizer),
         "scheduler": None if scheduler is None else type(scheduler).__name__,
     }
@@ -71,7 +71,7 @@ _RATES = "learning rates"
 _PLACE = "param group of "
 
 
-def places_of(facts: Facts) -> dict[str, int]:
+def places_of(facts: OptimizerFacts) -> dict[str, int]:
     """By the name of a parameter, the place of its group."""
     return {what.removeprefix(_PLACE): x for what, x in facts.items() if what.startswith(_PLACE)}
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from piper.cost.rough_costs import Costs
-from piper.cost.tasks import Durations, Over, Tasks
+from piper.cost.tasks import Durations, Fallback, Tasks
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes
@@ -36,7 +36,7 @@ def saving(lowered: Lowered, models: Mapping[int, Model], settings: Settings) ->
     dag = with_copies(lowered.dag, Sizes(lowered.dag, models), settings.optimizer)
     sizes = Sizes(dag, models)
     tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
-    seconds = Durations(tasks, Over(settings.costs, Costs())).of
+    seconds = Durations(tasks, Fallback(settings.costs, Costs())).of
     plans = tuple(saving_plan(dag, lowered.schedule, plan, seconds) for plan in lowered.plans)
     verify_plans(dag, lowered.classes, plans)
     memory = tuple(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from piper.base.codec import written_as
 from piper.cost.answers import Answers
 from piper.cost.rough_costs import Costs
-from piper.cost.tasks import CostModel, Durations, Over, Tasks
+from piper.cost.tasks import CostModel, Durations, Fallback, Tasks
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes
@@ -134,5 +134,5 @@ def _run(dag: Dag, models: Mapping[int, Model], settings: Settings) -> _Run:
     sizes = Sizes(dag, models)
     classes = rank_classes(dag)
     tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
-    order = schedule(dag, classes, Durations(tasks, Over(settings.costs, Costs())).of)
+    order = schedule(dag, classes, Durations(tasks, Fallback(settings.costs, Costs())).of)
     return _Run(classes, order, sizes)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from piper.base.reading import MalformedError, shown, within
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Eager
-from piper.capture.code.executables import Code, Piece
+from piper.capture.code.executables import ChunkSignature, Executables
 from piper.capture.facts import ends_of
 from piper.capture.model import Precision
 from piper.ir.dag.dag import Dag
@@ -74,7 +74,7 @@ def check_placed(program: Compiled, training: Dag, evaluation: Dag) -> None:
 # the facts of the model
 
 
-def _facts(facts: Facts, code: Code, program: Compiled) -> None:
+def _facts(facts: Facts, code: Executables, program: Compiled) -> None:
     if facts.models.keys() != code.programs.keys():
         raise MalformedError("models: they are for groups of other sizes than the code is")
     first = next(iter(facts.models))
@@ -92,7 +92,7 @@ def _policies(model: Model) -> tuple[object, ...]:
     return (model.remat, [chunk.tags for chunk in model.chunks])
 
 
-def _model(model: Model, code: Code, n: int, program: Compiled) -> None:
+def _model(model: Model, code: Executables, n: int, program: Compiled) -> None:
     """The facts are those of the code at the shapes of groups of ``n`` devices."""
     if (model.loss, model.count) != (code.loss, code.count):
         raise MalformedError("its loss is not the loss of the code")
@@ -123,7 +123,7 @@ def _model(model: Model, code: Code, n: int, program: Compiled) -> None:
     _gradients(model)
 
 
-def _parameters(code: Code, n: int, program: Compiled) -> dict[str, ParameterFacts]:
+def _parameters(code: Executables, n: int, program: Compiled) -> dict[str, ParameterFacts]:
     trained = {
         piece.parameters[ref.index]
         for piece, made in zip(code.pieces, code.programs[n], strict=True)
@@ -139,7 +139,7 @@ def _parameters(code: Code, n: int, program: Compiled) -> dict[str, ParameterFac
     }
 
 
-def _buffers(code: Code, n: int) -> dict[str, int]:
+def _buffers(code: Executables, n: int) -> dict[str, int]:
     return {
         name: made.specs[Ref(Kind.BUFFER, i)].nbytes
         for piece, made in zip(code.pieces, code.programs[n], strict=True)
@@ -147,7 +147,7 @@ def _buffers(code: Code, n: int) -> dict[str, int]:
     }
 
 
-def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
+def _chunk(chunk: ChunkFacts, piece: ChunkSignature, made: ChunkProgram) -> None:
     ends = (chunk.inputs, chunk.outputs, chunk.parameters, chunk.buffers, chunk.changes)
     if ends != (piece.inputs, piece.outputs, piece.parameters, piece.buffers, piece.updates):
         raise MalformedError("its ends are not those of the piece of code")
@@ -169,7 +169,7 @@ def _chunk(chunk: ChunkFacts, piece: Piece, made: ChunkProgram) -> None:
             _variant(variant, piece, made)
 
 
-def _variant(variant: Variant, piece: Piece, made: ChunkProgram) -> None:
+def _variant(variant: Variant, piece: ChunkSignature, made: ChunkProgram) -> None:
     """Whatever is recomputed, gradients come and go as in the code."""
     if variant.passes.keys() != made.functions.keys():
         raise MalformedError("it has other passes than the code")
@@ -223,7 +223,7 @@ def _sizes(numbers: Iterable[int]) -> None:
 # what the strategy says
 
 
-def _placed(dag: Dag, facts: Facts, code: Code, run: Collection[tuple[int, int]]) -> None:
+def _placed(dag: Dag, facts: Facts, code: Executables, run: Collection[tuple[int, int]]) -> None:
     """Every chunk recomputes and is sharded as its code is, and has code for all its groups.
     ``run`` are the chunks with the sizes of their groups: where there are experts alone, other
     chunks have the code of other sizes."""
@@ -249,7 +249,7 @@ def _placed(dag: Dag, facts: Facts, code: Code, run: Collection[tuple[int, int]]
 
 def _values(
     made: ChunkProgram,
-    piece: Piece,
+    piece: ChunkSignature,
     values: Sequence[TensorSpec],
     rule: ShardRule | None,
     chunk: ChunkFacts,
@@ -294,7 +294,7 @@ def _names(program: Compiled) -> None:
 
 
 def _example(
-    program: Compiled, code: Code, microbatches: int, run: Collection[tuple[int, int]]
+    program: Compiled, code: Executables, microbatches: int, run: Collection[tuple[int, int]]
 ) -> None:
     tensors = program.example.tensors
     batch = range(len(tensors))

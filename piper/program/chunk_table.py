@@ -128,15 +128,15 @@ def letters_of(captured: Captured) -> dict[int, str]:
     return names
 
 
-Group = tuple[int, int, int]
+RepeatedChunks = tuple[int, int, int]
 """The first chunk, how many chunks the repeated part has, and how often it comes."""
 
 
-def _singles(captured: Captured) -> Iterable[Group]:
+def _singles(captured: Captured) -> Iterable[RepeatedChunks]:
     return ((index, 1, 1) for index in range(len(captured.chunks)))
 
 
-def _groups(captured: Captured) -> Iterable[Group]:
+def _groups(captured: Captured) -> Iterable[RepeatedChunks]:
     """The chunks in order, with repetitions of whole outermost regions taken together."""
     chunks = captured.chunks
     kinds = [

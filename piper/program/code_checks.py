@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 
 from piper.base.reading import MalformedError, shown, within
 from piper.capture.code.chunk_program import ChunkProgram
-from piper.capture.code.executables import Code, Piece
+from piper.capture.code.executables import ChunkSignature, Executables
 from piper.ir.passes import SAVED, Kind, Pass, Ref
 
 
-def check_code(code: Code) -> None:
+def check_code(code: Executables) -> None:
     if not code.programs or 0 in code.programs or code.programs.keys() != code.values.keys():
         raise MalformedError("it is for groups of no size, or values are of other sizes")
     for n, specs in code.values.items():
@@ -41,7 +41,7 @@ def check_code(code: Code) -> None:
                     _refs(chunk, piece)
 
 
-def _order(code: Code) -> None:
+def _order(code: Executables) -> None:
     """Every value is made once, before it is taken; what no piece makes is of the batch."""
     made = [value for piece in code.pieces for value in piece.outputs]
     distinct(made, "output")
@@ -58,7 +58,7 @@ def _order(code: Code) -> None:
         later.difference_update(piece.outputs)
 
 
-def _refs(chunk: ChunkProgram, piece: Piece) -> None:
+def _refs(chunk: ChunkProgram, piece: ChunkSignature) -> None:
     """What the passes of a program take and make is what its piece has."""
     ends = {
         Kind.PARAMETER: len(piece.parameters),

@@ -11,7 +11,7 @@ import torch
 from piper.base.errors import PiperError
 from piper.capture.batch import Batch
 from piper.capture.code.codegen import Compiler
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.capture.trace.computation import Computation
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
@@ -33,7 +33,7 @@ from piper.strategies.directives.partition import Partition
 from piper.strategies.strategy import Strategy
 
 
-def trained_shapes(model: Model, code: Code) -> dict[str, tuple[int, ...]]:
+def trained_shapes(model: Model, code: Executables) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters that have gradients, whole."""
     trained = (name for name, facts in model.parameters.items() if facts.trained)
     return {name: code.parameters[name].shape for name in trained}
@@ -62,8 +62,8 @@ class Compiled:
     streams: Mapping[str, StreamRule]
     microbatches: int
     """The number of parts that the batch is split into."""
-    code: Code = field(repr=False)
-    evaluation_code: Code = field(repr=False)
+    code: Executables = field(repr=False)
+    evaluation_code: Executables = field(repr=False)
     example: Batch = field(repr=False)
     names: StateNames = field(repr=False)
     device: torch.device

@@ -42,7 +42,7 @@ from piper.base.reading import (
 from piper.capture.batch import Batch
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import compiler_named
-from piper.capture.code.executables import Code, Piece
+from piper.capture.code.executables import ChunkSignature, Executables
 from piper.capture.code.serialize import (
     device_named,
     program_from_json,
@@ -189,7 +189,7 @@ def _program(
     def part(name: str, kind: Any) -> Any:
         return _part(data, name, lambda item: decode(kind, item))
 
-    def code(name: str) -> Code:
+    def code(name: str) -> Executables:
         return _part(data, name, lambda item: _code_from_json(item, programs, constants[name]))
 
     training = Training(
@@ -301,9 +301,9 @@ class _Graphs:
         return self._numbers[id(program)]
 
 
-def _code_to_json(code: Code, graphs: _Graphs) -> dict[str, Any]:
+def _code_to_json(code: Executables, graphs: _Graphs) -> dict[str, Any]:
     return {
-        "pieces": encode(tuple[Piece, ...], code.pieces),
+        "pieces": encode(tuple[ChunkSignature, ...], code.pieces),
         "programs": [[n, [graphs.number(p) for p in row]] for n, row in code.programs.items()],
         "values": [[n, [spec_to_json(s) for s in row]] for n, row in code.values.items()],
         "loss": code.loss,
@@ -333,7 +333,7 @@ def _totals_from_json(data: Any, programs: list[ChunkProgram]) -> Totals | None:
 
 def _code_from_json(
     data: Any, programs: list[ChunkProgram], constants: Mapping[str, Tensor]
-) -> Code:
+) -> Executables:
     data = table(
         {"totals": None} | data if type(data) is dict else data, _CODE
     )  # an earlier one has none
@@ -344,8 +344,8 @@ def _code_from_json(
     def specs(item: Any) -> tuple[TensorSpec, ...]:
         return tuple(rows(item, spec_from_json))
 
-    return Code(
-        pieces=_part(data, "pieces", lambda item: decode(tuple[Piece, ...], item)),
+    return Executables(
+        pieces=_part(data, "pieces", lambda item: decode(tuple[ChunkSignature, ...], item)),
         programs=_part(data, "programs", lambda item: pairs(item, count, numbered)),
         values=_part(data, "values", lambda item: pairs(item, count, specs)),
         loss=_part(data, "loss", count),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from piper.capture.batch import strided_like
 from piper.capture.code.codegen import Runners
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.ir.ops import Compute
 from piper.ir.passes import BUNDLES, Kind, Ref, bundled
 from piper.ir.plan.instructions import Instruction, Seed
@@ -57,7 +57,7 @@ class ExecutionContext:
     """What the instructions of one plan work on: state, communication, and slots."""
 
     def __init__(
-        self, state: DeviceState, comm: Comm, runners: Runners, plan: Plan, code: Code
+        self, state: DeviceState, comm: Comm, runners: Runners, plan: Plan, code: Executables
     ) -> None:
         self.state = state
         self.device = state.device

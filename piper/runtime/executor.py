@@ -14,7 +14,7 @@ from torch import Tensor
 
 from piper.base.errors import CapacityError, PiperError
 from piper.capture.code.codegen import Runners
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Add, Collective, Compute, Copy, Select, Transfer, Update
 from piper.ir.plan.instructions import COMMUNICATING, Instruction, Verb
@@ -91,7 +91,7 @@ class Executor:
         self.at: ProgramCounter = [0]
         """The program counter, for those who ask from outside; may be shared memory."""
 
-    def load(self, plan: Plan, code: Code, recorder: Recorder | None = None) -> LoadedPlan:
+    def load(self, plan: Plan, code: Executables, recorder: Recorder | None = None) -> LoadedPlan:
         """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
         context = ExecutionContext(self.state, self.comm, self.runners, plan, code)
         ops: list[LoadedInstruction] = []

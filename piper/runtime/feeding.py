@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.ir.ops import Group
 from piper.ir.plan.plan import Plan
 
 
 def cut(
     plan: Plan,
-    code: Code,
+    code: Executables,
     device: int,
     batch: Sequence[Tensor],
     rows: Sequence[int] | None = None,
@@ -36,7 +36,7 @@ def cut(
     return found
 
 
-def rows_read(plan: Plan, code: Code, device: int) -> set[int]:
+def rows_read(plan: Plan, code: Executables, device: int) -> set[int]:
     """The rows of the batch of which ``device`` needs a tensor."""
     return {row for _, block in _blocks(plan, code, device) for row in block}
 
@@ -46,7 +46,7 @@ def block_of(microbatch: int, group: Group, device: int) -> int:
     return microbatch * len(group) + group.index(device)
 
 
-def _blocks(plan: Plan, code: Code, device: int) -> Iterator[tuple[int, range]]:
+def _blocks(plan: Plan, code: Executables, device: int) -> Iterator[tuple[int, range]]:
     """The tensors that a device is given, each with its rows; no rows for what is for all."""
     made = {value for piece in code.pieces for value in piece.outputs}
     most = {

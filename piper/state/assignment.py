@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket
 from piper.ir.tensors import TensorSpec
@@ -18,9 +18,9 @@ class Assignment:
 
     device: int
     plan: Plan
-    code: Code
+    code: Executables
     evaluation_plan: Plan
-    evaluation_code: Code
+    evaluation_code: Executables
     buckets: tuple[Bucket, ...]
     """All of the program's."""
     parameters: Mapping[str, TensorSpec]

@@ -25,7 +25,7 @@ class RankRow(Protocol):
     def groups(self) -> Sequence[tuple[Action, ...]]: ...
 
 
-class Timed(Protocol):
+class TimedSchedule(Protocol):
     """What is read of a schedule."""
 
     @property
@@ -45,7 +45,7 @@ class Timed(Protocol):
 class Timing:
     """When everything runs."""
 
-    schedule: Timed
+    schedule: TimedSchedule
     cells: tuple[tuple[Cell, ...], ...]
     """For each rank, its groups in their order."""
 
@@ -87,7 +87,7 @@ class Timing:
 
 
 def timed(
-    schedule: Timed,
+    schedule: TimedSchedule,
     *,
     forward: float = 1.0,
     backward_input: float = 1.0,

@@ -13,7 +13,7 @@ from typing import Protocol
 from piper.ir.plan.instructions import COMMUNICATING
 from piper.ir.plan.plan import Plan
 
-Step = tuple[int, int]
+PathStep = tuple[int, int]
 """A device, and the index of an instruction among its spans."""
 
 
@@ -28,10 +28,10 @@ class TimedSpans(Protocol):
     def end(self) -> Sequence[float]: ...
 
 
-def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[Step]:
+def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[PathStep]:
     """The steps on the path; ``plans`` and ``spans`` are those of each device."""
     before = [_before(plan, one) for plan, one in zip(plans, spans, strict=True)]
-    participants: dict[int, list[Step]] = {}
+    participants: dict[int, list[PathStep]] = {}
     for device, (plan, one) in enumerate(zip(plans, spans, strict=True)):
         for i, pc in enumerate(one.pcs):
             x = plan.instructions[pc]
@@ -41,8 +41,8 @@ def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[Step]:
     if not every:
         return set()
     _, device, i = max(every)
-    found: set[Step] = set()
-    step: Step | None = (device, i)
+    found: set[PathStep] = set()
+    step: PathStep | None = (device, i)
     while step is not None and step not in found:
         found.add(step)
         device, i = step
@@ -56,7 +56,7 @@ def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[Step]:
     return found
 
 
-def _overlap(spans: Sequence[TimedSpans], a: Step, b: Step) -> bool:
+def _overlap(spans: Sequence[TimedSpans], a: PathStep, b: PathStep) -> bool:
     """Whether two ends of a communication may be of one instance."""
     one, other = spans[a[0]], spans[b[0]]
     return one.start[a[1]] <= other.end[b[1]] and other.start[b[1]] <= one.end[a[1]]

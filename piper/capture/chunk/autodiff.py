@@ -27,7 +27,7 @@ from piper.capture.code.codegen import Compiler
 from piper.capture.intercept.autograd_functions import functions_of, state_of, warn_of_changes
 from piper.ir.passes import Kind, Ref
 
-Strides = tuple[int, ...]
+Stride = tuple[int, ...]
 
 _PHASE = "piper_forward"
 
@@ -40,7 +40,7 @@ class Demand:
     """Parameters that are trained."""
     inputs: tuple[bool, ...]
     """Inputs through which gradient must flow further back."""
-    outputs: tuple[Strides | None, ...]
+    outputs: tuple[Stride | None, ...]
     """For each output that receives a gradient from later chunks, the gradient's strides."""
     apart: tuple[bool, ...]
     """Inputs that later chunks make a gradient of too: what each use here gives is left apart, to
@@ -59,7 +59,7 @@ def differentiate(
             "the loss depends on no trainable parameter: check requires_grad, and that the loss "
             "is not computed under torch.no_grad or from detached values"
         )
-    received: dict[int, Strides] = {cut.loss: cut.values[cut.loss].spec.stride}
+    received: dict[int, Stride] = {cut.loss: cut.values[cut.loss].spec.stride}
     joints: dict[tuple[str, Demand], Joint] = {}
     found: list[Joint] = []
     for chunk in reversed(cut.chunks):
@@ -108,7 +108,7 @@ def _text(joint: Joint) -> str:
     return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in joint.graph.nodes)
 
 
-def _summed(before: Strides | None, term: Tensor) -> Strides:
+def _summed(before: Stride | None, term: Tensor) -> Stride:
     """The strides of a sum with strides ``before`` and one more ``term``."""
     if before is None:
         return tuple(term.stride())
@@ -284,7 +284,7 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _strided(like: Tensor, stride: Strides) -> Tensor:
+def _strided(like: Tensor, stride: Stride) -> Tensor:
     return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
 
 

@@ -29,7 +29,7 @@ from piper.capture.graphs import (
 from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec, overlaps
 
-Ends = list[tuple[Ref, fx.Node]]
+NamedNodes = list[tuple[Ref, fx.Node]]
 
 
 class Passes:
@@ -55,7 +55,7 @@ def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:
     there = {*kept, *(node for _, node in outputs), *joint.arguments}
     bi_saved = _bi_saved(joint, there, inputs, parameters) if inputs else []
     late = _read([node for _, node in parameters], {*there, *(node for _, node in bi_saved)})
-    saved: Ends = [
+    saved: NamedNodes = [
         *_numbered(Kind.SAVED, [node for node in kept if node not in late]),
         *_numbered(Kind.SAVED_FOR_BW, [node for node in kept if node in late]),
     ]
@@ -99,7 +99,7 @@ def _copied(functions: Iterable[Function]) -> dict[Ref, TensorSpec]:
 _FORWARD_ARGUMENTS = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
 
 
-def _numbered(kind: Kind, nodes: Iterable[fx.Node]) -> Ends:
+def _numbered(kind: Kind, nodes: Iterable[fx.Node]) -> NamedNodes:
     return [(Ref(kind, i), node) for i, node in enumerate(nodes)]
 
 
@@ -109,7 +109,9 @@ def _read(targets: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.No
     return {arg for node in needed for arg in node.all_input_nodes}.union(targets)
 
 
-def _bi_saved(joint: Joint, known: Collection[fx.Node], inputs: Ends, parameters: Ends) -> Ends:
+def _bi_saved(
+    joint: Joint, known: Collection[fx.Node], inputs: NamedNodes, parameters: NamedNodes
+) -> NamedNodes:
     """The tensors that BI computes and BW reads."""
     first = ancestors((node for _, node in inputs), known)
     # an op with several results is one computation: all that it makes counts as computed
@@ -122,14 +124,14 @@ def _bi_saved(joint: Joint, known: Collection[fx.Node], inputs: Ends, parameters
     return _numbered(Kind.BI_SAVED, (node for node in joint.graph.nodes if node in bases))
 
 
-def _private(bi_saved: Ends, inputs: Ends) -> set[Ref]:
+def _private(bi_saved: NamedNodes, inputs: NamedNodes) -> set[Ref]:
     """The tensors saved by BI that are not, or do not share storage with, an input's gradient."""
     shared = {base_of(node) for _, node in inputs}
     return {ref for ref, node in bi_saved if node not in shared}
 
 
 def _function(
-    joint: Joint, known: dict[fx.Node, Ref], ends: Ends, private: Collection[Ref] = ()
+    joint: Joint, known: dict[fx.Node, Ref], ends: NamedNodes, private: Collection[Ref] = ()
 ) -> Function:
     """The function from those of ``known`` that it needs to ``ends``; ``private`` are arguments
     that nobody else holds."""

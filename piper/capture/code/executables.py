@@ -17,7 +17,7 @@ from piper.ir.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkSignature:
     """The names of a chunk's ends, as its programs number them."""
 
     name: str
@@ -31,10 +31,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class Executables:
     """What chunks do, at the shapes of each size of group."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkSignature, ...]
     programs: Mapping[int, tuple[ChunkProgram, ...]]
     """By size of group, one for each chunk; equal chunks share one object."""
     values: Mapping[int, tuple[TensorSpec, ...]]
@@ -52,11 +52,13 @@ class Code:
     @staticmethod
     def of(
         captured: Mapping[int, Captured], programs: Mapping[int, tuple[ChunkProgram, ...]]
-    ) -> Code:
+    ) -> Executables:
         first = next(iter(captured.values()))
-        return Code(
+        return Executables(
             pieces=tuple(
-                Piece(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs, c.draws)
+                ChunkSignature(
+                    c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs, c.draws
+                )
                 for c in first.chunks
             ),
             programs=programs,

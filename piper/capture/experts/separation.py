@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from piper.base.errors import CaptureError
 from piper.capture.blame import user_frames
 from piper.capture.experts.dim_layouts import Axis, DimLayout, Mixed
-from piper.capture.experts.separation_rules import Call, Layouts, plain_layouts, rule_of
+from piper.capture.experts.separation_rules import Layouts, OperatorCall, plain_layouts, rule_of
 from piper.capture.trace.quiet import hushed_loggers
 
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ def layouts_of(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
     schema = node.target._schema.arguments
     arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
     arguments |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-    return rule(Call(node.target, arguments, value))
+    return rule(OperatorCall(node.target, arguments, value))
 
 
 def _axes(layouts: Layouts) -> bool:

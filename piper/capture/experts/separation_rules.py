@@ -30,7 +30,7 @@ _WHOLE = 1 << 62  # an end of a slice beyond this means the last element, howeve
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """An operation with its arguments by name; tensors are given as their layouts."""
 
     op: OpOverload
@@ -63,7 +63,7 @@ def plain_layouts(value: Any) -> Layouts:
     return tuple(DimLayout.of(x.shape) if isinstance(x, Tensor) else None for x in value)
 
 
-Rule = Callable[[Call], Layouts]
+Rule = Callable[[OperatorCall], Layouts]
 
 
 def rule_of(op: object) -> Rule | None:
@@ -81,22 +81,22 @@ def rule_of(op: object) -> Rule | None:
     return _whole if op.overloadpacket in _REDUCTIONS else None
 
 
-def _elementwise(call: Call) -> DimLayout:
+def _elementwise(call: OperatorCall) -> DimLayout:
     leaves = pytree.tree_leaves(dict(call.arguments), is_leaf=lambda x: isinstance(x, DimLayout))
     return broadcast([x for x in leaves if isinstance(x, DimLayout)])
 
 
-def _same(call: Call) -> DimLayout:
+def _same(call: OperatorCall) -> DimLayout:
     return call.first
 
 
-def _whole(call: Call) -> Layouts:
+def _whole(call: OperatorCall) -> Layouts:
     """Over all elements."""
     call.first.plain(range(len(call.first.dims)))
     return plain_layouts(call.value)
 
 
-def _reduced(call: Call) -> Layouts:
+def _reduced(call: OperatorCall) -> Layouts:
     """One element in place of all along some dimensions."""
     dims = call.dims()
     call.first.plain(dims)
@@ -110,7 +110,7 @@ def _reduced(call: Call) -> Layouts:
 def _along(name: str) -> Rule:
     """An operation that looks along some dimensions, and leaves the others as they are."""
 
-    def rule(call: Call) -> Layouts:
+    def rule(call: OperatorCall) -> Layouts:
         dims = call.dims(name)
         call.first.plain(dims)
         values = [call.value] if isinstance(call.value, Tensor) else call.value
@@ -125,15 +125,15 @@ def _along(name: str) -> Rule:
     return rule
 
 
-def _viewed(call: Call) -> DimLayout:
+def _viewed(call: OperatorCall) -> DimLayout:
     return call.first.viewed(call.value.shape)
 
 
-def _permuted(call: Call) -> DimLayout:
+def _permuted(call: OperatorCall) -> DimLayout:
     return DimLayout(tuple(call.first.dims[d] for d in call.dims("dims")))
 
 
-def _transposed(call: Call) -> DimLayout:
+def _transposed(call: OperatorCall) -> DimLayout:
     dims = list(call.first.dims)
     a, b = (call["dim0"], call["dim1"]) if "dim0" in call.arguments else (0, -1)
     if len(dims) > 1:
@@ -141,20 +141,20 @@ def _transposed(call: Call) -> DimLayout:
     return DimLayout(tuple(dims))
 
 
-def _unsqueezed(call: Call) -> DimLayout:
+def _unsqueezed(call: OperatorCall) -> DimLayout:
     dims = list(call.first.dims)
     dims.insert(call["dim"] % (len(dims) + 1), ())
     return DimLayout(tuple(dims))
 
 
-def _squeezed(call: Call) -> DimLayout:
+def _squeezed(call: OperatorCall) -> DimLayout:
     before = call.first
     gone = [d for d in call.dims() if before.shape(1)[d] == 1]
     before.plain(gone)
     return DimLayout(tuple(dim for i, dim in enumerate(before.dims) if i not in gone))
 
 
-def _expanded(call: Call) -> DimLayout:
+def _expanded(call: OperatorCall) -> DimLayout:
     shape = call.value.shape
     before = (*[()] * (len(shape) - len(call.first.dims)), *call.first.dims)
     dims = []
@@ -165,14 +165,14 @@ def _expanded(call: Call) -> DimLayout:
     return DimLayout(tuple(dims))
 
 
-def _sliced(call: Call) -> Layouts:
+def _sliced(call: OperatorCall) -> Layouts:
     end = call["end"]
     if call["start"] in (None, 0) and (end is None or end >= _WHOLE) and call["step"] == 1:
         return call.first
     return _along("dim")(call)
 
 
-def _padded(call: Call) -> DimLayout:
+def _padded(call: OperatorCall) -> DimLayout:
     """More elements at the ends of the last dimensions, which come from no others."""
     pad, layout = call["pad"], call.first
     if call.arguments.get("mode", "constant") != "constant":
@@ -185,16 +185,16 @@ def _padded(call: Call) -> DimLayout:
     return layout
 
 
-def _selected(call: Call) -> DimLayout:
+def _selected(call: OperatorCall) -> DimLayout:
     call.first.plain(call.dims())
     return call.first.at(call["dim"], ())
 
 
-def _unbound(call: Call) -> Layouts:
+def _unbound(call: OperatorCall) -> Layouts:
     return (_selected(call),) * len(call.value)
 
 
-def _joined(call: Call) -> DimLayout:
+def _joined(call: OperatorCall) -> DimLayout:
     parts: Sequence[DimLayout] = call["tensors"]
     dim = call["dim"] % len(parts[0].dims)
     for part in parts:
@@ -203,7 +203,7 @@ def _joined(call: Call) -> DimLayout:
     return others.at(dim, DimLayout.of([call.value.shape[dim]]).dims)
 
 
-def _product(call: Call) -> DimLayout:
+def _product(call: OperatorCall) -> DimLayout:
     """[..., n, k] times [..., k, m]."""
     *added, a, b = (x for x in call.arguments.values() if isinstance(x, DimLayout))
     a.plain([-1])
@@ -212,7 +212,7 @@ def _product(call: Call) -> DimLayout:
     return broadcast([once(DimLayout((*batch, a.dims[-2], b.dims[-1]))), *added])
 
 
-def _normalized(call: Call) -> Layouts:
+def _normalized(call: OperatorCall) -> Layouts:
     """Over the last dimensions, then scaled by a weight and shifted by a bias of those."""
     last = len(call["normalized_shape"])
     rank = len(call.first.dims)
@@ -222,7 +222,7 @@ def _normalized(call: Call) -> Layouts:
     return (broadcast(tensors), of_rows, of_rows)
 
 
-def _gathered(call: Call) -> DimLayout:
+def _gathered(call: OperatorCall) -> DimLayout:
     """Elements picked along one dimension by an index that has the others too."""
     index: DimLayout = call["index"]
     dim = call["dim"]
@@ -236,7 +236,7 @@ def _gathered(call: Call) -> DimLayout:
     return index
 
 
-def _embedded(call: Call) -> DimLayout:
+def _embedded(call: OperatorCall) -> DimLayout:
     """For each index, a row of a table."""
     table, indices = call["weight"], call["indices"]
     table.plain([0])
@@ -245,7 +245,7 @@ def _embedded(call: Call) -> DimLayout:
     return DimLayout((*indices.dims, table.dims[1]))
 
 
-def _grouped(call: Call) -> DimLayout:
+def _grouped(call: OperatorCall) -> DimLayout:
     """Each row by the weight of its expert."""
     x, weight, offsets = call["x"], call["weight"], call["offsets"]
     _refuse_unsorted(offsets, weight)
@@ -256,7 +256,7 @@ def _grouped(call: Call) -> DimLayout:
     return DimLayout((x.dims[0], weight.dims[2]))
 
 
-def _of_experts(call: Call) -> DimLayout:
+def _of_experts(call: OperatorCall) -> DimLayout:
     """What each row's expert has."""
     _refuse_unsorted(call["offsets"], call.first)
     return DimLayout(((Factor(call["rows"], Axis.ROWS),), *call.first.dims[1:]))

@@ -82,7 +82,7 @@ _FIXED = _Known(_Kind.FIXED)
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class MeanEnds:
     """The ends of an exported step that say what depends on what."""
 
     inputs: Mapping[fx.Node, str]
@@ -97,7 +97,7 @@ class Ends:
 
 
 def take_whole_means(
-    graph: fx.Graph, ends: Ends, parts: int
+    graph: fx.Graph, ends: MeanEnds, parts: int
 ) -> tuple[dict[fx.Node, str], Totals | None]:
     """Rewrite ``graph``, a step on one of ``parts`` equal parts of a batch. Returns the inputs that
     it takes besides, with names, and how they are computed."""
@@ -112,7 +112,7 @@ def take_whole_means(
 class _Rewriting:
     """Goes through a graph once, in its order."""
 
-    def __init__(self, graph: fx.Graph, ends: Ends, parts: int) -> None:
+    def __init__(self, graph: fx.Graph, ends: MeanEnds, parts: int) -> None:
         self._graph, self._ends, self._parts = graph, ends, parts
         self._place = returned(graph).index(ends.loss)
         self._known: dict[fx.Node, _Known] = {}

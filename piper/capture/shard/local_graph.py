@@ -17,14 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.shard.placements import REPLICATED, Placement
-from piper.capture.shard.rewrites.fused_weights import Packed
+from piper.capture.shard.placements import REPLICATED
+from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.trace.quiet import hushed_loggers
+from piper.ir.layouts import Placement
 from piper.ir.shards import AxisPlacement, Move, Redistribution
 
 aten = torch.ops.aten
-Given = Placement | Packed
+LocalLayout = Placement | ShardedSections
 
 _MOVES = {
     (Replicate, Replicate, True): (Move.NOTHING, Move.ALL_REDUCE),
@@ -53,7 +54,7 @@ class LocalGraph:
         """What depends on no parameter and no input."""
         self.rank_node: fx.Node | None = None
 
-    def argument(self, name: str, whole: FakeTensor, placement: Given) -> fx.Node:
+    def argument(self, name: str, whole: FakeTensor, placement: LocalLayout) -> fx.Node:
         """An argument of the graph: a shard of ``whole``."""
         local = self.graph.placeholder(name)
         shape = self.shape(whole, placement)
@@ -85,11 +86,11 @@ class LocalGraph:
             self.sharded.add(local)
         return local
 
-    def placed(self, local: fx.Node, placement: Given, like: fx.Node | None = None) -> None:
+    def placed(self, local: fx.Node, placement: LocalLayout, like: fx.Node | None = None) -> None:
         """Note that ``local`` is placed so, and along earlier axes like ``like``."""
         earlier = placements_of(local if like is None else like)
         others = [p for p in earlier if p.axis != self._axis.name]
-        if isinstance(placement, Shard | Packed):
+        if isinstance(placement, Shard | ShardedSections):
             others.append(AxisPlacement(self._axis.name, placement.dim))
         elif isinstance(placement, Partial):
             others.append(AxisPlacement(self._axis.name, None))
@@ -98,7 +99,7 @@ class LocalGraph:
     def redistributed(
         self,
         local: fx.Node,
-        made: Given,
+        made: LocalLayout,
         wanted: Placement,
         *,
         before: bool,
@@ -121,7 +122,7 @@ class LocalGraph:
         self.moves[moved] = Redistribution(*moves, f"{made} -> {wanted}")
         self.placed(packed, made, local)
         self.placed(moved, wanted, local)
-        if isinstance(made, Packed):
+        if isinstance(made, ShardedSections):
             return self._unpack_sections(moved, made, after)
         if isinstance(made, Shard):
             return self._unpack(moved, made.dim, after)
@@ -139,10 +140,10 @@ class LocalGraph:
             self.constants.add(part)
         return part
 
-    def part(self, x: fx.Node, placement: Shard | Packed) -> fx.Node:
+    def part(self, x: fx.Node, placement: Shard | ShardedSections) -> fx.Node:
         """The same of each of several equal sections, if these are sharded each for itself."""
         dim = placement.dim
-        if not isinstance(placement, Packed):
+        if not isinstance(placement, ShardedSections):
             return self.slice(x, dim)
         shape = list(x.meta["val"].shape)
         apart = [*shape[:dim], len(placement.sections), -1, *shape[dim + 1 :]]
@@ -196,7 +197,7 @@ class LocalGraph:
         dealt = self._axis.dealt
         return self._permuted(whole, dim, [dealt.index(i) for i in range(len(dealt))], sharded)
 
-    def _unpack_sections(self, x: fx.Node, packed: Packed, sharded: bool) -> fx.Node:
+    def _unpack_sections(self, x: fx.Node, packed: ShardedSections, sharded: bool) -> fx.Node:
         """The sections of a fused weight's result, each with the parts of all devices."""
         sizes = [n // self._ways for n in packed.sections]
         parts = self.call(aten.split_with_sizes.default, (x, sizes, packed.dim + 1), sharded)
@@ -206,10 +207,10 @@ class LocalGraph:
         ]
         return self.call(aten.cat.default, (whole, packed.dim), sharded)
 
-    def shape(self, whole: Tensor, placement: Given) -> tuple[int, ...]:
+    def shape(self, whole: Tensor, placement: LocalLayout) -> tuple[int, ...]:
         """The shape of a shard; that of an uneven dimension is padded."""
         shape = list(whole.shape)
-        if isinstance(placement, Shard | Packed):
+        if isinstance(placement, Shard | ShardedSections):
             shape[placement.dim] = -(-shape[placement.dim] // self._ways)
         return tuple(shape)
 
@@ -239,9 +240,9 @@ def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:
     return lambda x: _moved(x, move, ways)
 
 
-def plain(placement: Given) -> Placement:
+def plain(placement: LocalLayout) -> Placement:
     """The placement that the rules know."""
-    return Shard(placement.dim) if isinstance(placement, Packed) else placement
+    return Shard(placement.dim) if isinstance(placement, ShardedSections) else placement
 
 
 def differentiable(local: fx.Node) -> bool:

@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.intercept.autograd_functions import FunctionCall
 from piper.capture.shard.local_graph import plain
-from piper.capture.shard.placements import REPLICATED, Placement, Placements
+from piper.capture.shard.placements import REPLICATED, Placements
 from piper.capture.shard.rewrites.flattening import VIEWS, flattened, unflattened
-from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
+from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
+from piper.ir.layouts import Placement
 
 aten = torch.ops.aten
 SUM, MEAN = Partial(), Partial("avg")
@@ -75,12 +76,12 @@ class Placing:
         now = {x: self.made[x] for x in node.all_input_nodes}
         if all(p == REPLICATED for p in now.values()):
             return now, alike(self.whole[node], REPLICATED)
-        if any(isinstance(p, Packed) for p in now.values()):
-            apart = {x: p if isinstance(p, Packed) else REPLICATED for x, p in now.items()}
+        if any(isinstance(p, ShardedSections) for p in now.values()):
+            apart = {x: p if isinstance(p, ShardedSections) else REPLICATED for x, p in now.items()}
             found = self._packed(node, apart)
             if found is not None:
                 return apart, found
-            now = {x: REPLICATED if isinstance(p, Packed) else p for x, p in now.items()}
+            now = {x: REPLICATED if isinstance(p, ShardedSections) else p for x, p in now.items()}
         partial = [x for x, p in now.items() if isinstance(p, Partial)]
         passes = not any(x in self.reduced for x in partial) and (
             node.target in _PASS_PARTIAL
@@ -122,7 +123,7 @@ class Placing:
         if fixed or not isinstance(whole, Tensor):
             return [now]
         made = self.made[x]
-        packed = made.dim if isinstance(made, Packed) else None
+        packed = made.dim if isinstance(made, ShardedSections) else None
         dims = [
             d for d, n in enumerate(whole.shape) if n % self._parts == 0 and n > 1 and d != packed
         ]
@@ -185,7 +186,7 @@ class Placing:
     def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
         """The placement of what is made of a fused weight's sections, up to where they part; None
         where they cannot stay packed."""
-        first = next(p for p in now.values() if isinstance(p, Packed))
+        first = next(p for p in now.values() if isinstance(p, ShardedSections))
         whole = self.whole[node]
         if node.target in SPLITS and dim_of(node, 2) == first.dim:
             sizes = tuple(int(x.shape[first.dim]) for x in whole)
@@ -194,7 +195,9 @@ class Placing:
             return Shard(first.dim) if section(node, first) is not None else None
         if node.target in VIEWS:
             return unflattened(node, first, self._parts)
-        if any(isinstance(p, Packed) and p.sections != first.sections for p in now.values()):
+        if any(
+            isinstance(p, ShardedSections) and p.sections != first.sections for p in now.values()
+        ):
             return None
         made = self._ask(node, {x: plain(p) for x, p in now.items()})
         if isinstance(made, Partial):

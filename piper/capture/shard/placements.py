@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate
 
-Placement = Shard | Replicate | Partial
+from piper.ir.layouts import Placement
+
 Placements = Placement | tuple["Placements | None", ...]
 """Of one tensor, or of an operation with several results."""
 

@@ -27,17 +27,18 @@ from piper.capture.blame import operation_text
 from piper.capture.chunk.chunks import Body
 from piper.capture.chunk.recomputing import recomputed_in
 from piper.capture.graphs import is_random
-from piper.capture.shard.local_graph import Given, LocalGraph, differentiable
+from piper.capture.shard.local_graph import LocalGraph, LocalLayout, differentiable
 from piper.capture.shard.placement_search import MEAN, SUM, Placing, alike
-from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.resizing import resized
 from piper.capture.shard.rewrites.context_parallel import causal_shards, wanted_keys
-from piper.capture.shard.rewrites.fused_weights import SPLITS, Packed, dim_of, section
+from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section
 from piper.capture.shard.rewrites.graph_rewrites import rewritten
 from piper.capture.shard.rewrites.key_heads import own_head, wanted_weight
 from piper.capture.shard.rewrites.vocab_parallel import on_shards, wanted_target
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
+from piper.ir.layouts import Placement
 from piper.ir.shards import Draw, Gathered, Redistribution
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ class Local:
     without gradients alone, of which it is larger."""
     recomputed_by: frozenset[fx.Node]
     """What constants may be computed by."""
-    placements: tuple[Given, ...]
+    placements: tuple[LocalLayout, ...]
     """Of the results."""
     rank: fx.Node | None
     """The device's place along the axis, if it is needed."""
@@ -73,7 +74,7 @@ def propagate(
     body: Body,
     rules: Rules,
     axis: ShardAxis,
-    given: Sequence[Given],
+    given: Sequence[LocalLayout],
     wanted: Sequence[Placement | None],
     resolved: Callable[[Tensor], Placement],
     split: Sequence[int | None],
@@ -101,7 +102,7 @@ class _Propagation:
         body: Body,
         rules: Rules,
         axis: ShardAxis,
-        given: Sequence[Given],
+        given: Sequence[LocalLayout],
         resolved: Callable[[Tensor], Placement],
         name: str,
     ) -> None:
@@ -112,7 +113,7 @@ class _Propagation:
         self._out = LocalGraph(first.fake_mode, first.device, axis)
         self._made, self._whole = self._placing.made, self._placing.whole
         self._local: dict[fx.Node, fx.Node] = {}
-        self._forms: dict[tuple[fx.Node, Given, bool], fx.Node] = {}
+        self._forms: dict[tuple[fx.Node, LocalLayout, bool], fx.Node] = {}
         self._draws: list[tuple[fx.Node, Draw | None]] = []
         self._derived: set[fx.Node] = set()
         """What is computed of parameters alone: those who compute on shards do it again, so that
@@ -172,7 +173,7 @@ class _Propagation:
     def note(self, node: fx.Node) -> None:
         """Say on the local value how it is placed."""
         made = self._made[node]
-        if isinstance(made, Placement | Packed):
+        if isinstance(made, Placement | ShardedSections):
             self._out.placed(self._local[node], made, node)
             self._note_free(node)
 
@@ -212,7 +213,7 @@ class _Propagation:
             fx.Node, lambda x: self._form(x, needs.get(x), sharded), (node.args, dict(node.kwargs))
         )
         self._made[node] = made
-        if sharded and isinstance(made, Shard | Packed):
+        if sharded and isinstance(made, Shard | ShardedSections):
             shape = self._out.shape(self._whole[node], made)
             self._emit(node, *resized(node.target, args, kwargs, shape), sharded)
         elif made == MEAN:
@@ -337,7 +338,7 @@ class _Propagation:
     def _emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool) -> fx.Node:
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
         for x in node.all_input_nodes:
-            if isinstance(self._made[x], Packed) and self._local[x] in taken:
+            if isinstance(self._made[x], ShardedSections) and self._local[x] in taken:
                 target, args, kwargs = self._parting(node, self._made[x], target, args, kwargs)
         try:
             local = self._called(target, tuple(args), sharded, kwargs)
@@ -361,7 +362,9 @@ class _Propagation:
                 raise
             return self._out.call(aten.reshape.default, args, sharded)  # moved, it lies otherwise
 
-    def _parting(self, node: fx.Node, packed: Packed, target: Any, args: Any, kwargs: Any) -> Any:
+    def _parting(
+        self, node: fx.Node, packed: ShardedSections, target: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Where the sections of a fused weight part: their sizes on a shard."""
         local = [n // self._ways for n in packed.sections]
         if target in SPLITS and dim_of(node, 2) == packed.dim:
@@ -425,12 +428,12 @@ class _Propagation:
                 nbytes += passes * whole.numel() * whole.dtype.itemsize
         return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)
 
-    def _natural(self, node: fx.Node) -> Given:
+    def _natural(self, node: fx.Node) -> LocalLayout:
         """How a result is placed if its readers leave it open: as it is made, or a sum of it."""
         made = self._made[node]
         if isinstance(made, Partial):
             return self._placing.resolved(self._whole[node])
-        return made if isinstance(made, Shard | Packed) else REPLICATED
+        return made if isinstance(made, Shard | ShardedSections) else REPLICATED
 
 
 class _Read(Mapping[fx.Node, fx.Node]):
@@ -449,11 +452,11 @@ class _Read(Mapping[fx.Node, fx.Node]):
         return len(self._placed)
 
 
-def _other_sections(made: Given, wanted: Given) -> bool:
+def _other_sections(made: LocalLayout, wanted: LocalLayout) -> bool:
     """Whether other sections of a dimension are sharded each for itself."""
-    if isinstance(made, Packed) and isinstance(wanted, Shard):
+    if isinstance(made, ShardedSections) and isinstance(wanted, Shard):
         return made.dim == wanted.dim
-    return isinstance(wanted, Packed)
+    return isinstance(wanted, ShardedSections)
 
 
 def _replicated(made: Any) -> Any:

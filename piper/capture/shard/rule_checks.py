@@ -11,7 +11,8 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.placements import REPLICATED
+from piper.ir.layouts import Placement
 
 aten = torch.ops.aten
 

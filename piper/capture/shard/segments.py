@@ -21,12 +21,13 @@ from piper.base.errors import CaptureError
 from piper.capture.chunk.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.chunk.cut import body_key
 from piper.capture.shard.local_chunks import LocalChunks, Sharding
-from piper.capture.shard.local_graph import Given, placements_of, stand_in
-from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.local_graph import LocalLayout, placements_of, stand_in
+from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.propagate import Local, propagate
-from piper.capture.shard.rewrites.fused_weights import Packed
+from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
+from piper.ir.layouts import Placement
 from piper.ir.shards import AxisPlacement, Draws, Move
 from piper.ir.tensors import TensorSpec
 
@@ -59,7 +60,7 @@ class _Segmenter:
         self._values: list[ChunkValue] = []
         self._numbers: dict[int, int] = {}
         """By value of the cut, its number now."""
-        self._edges: dict[int, Given] = {}
+        self._edges: dict[int, LocalLayout] = {}
         """How the values between chunks are placed along the axis."""
 
     def cut(self) -> Cut:
@@ -181,13 +182,13 @@ class _Segmenter:
             self._edges[value] = placement
 
     def _local(self, chunk: Chunk, sharding: Sharding) -> Local:
-        given: list[Given] = []
+        given: list[LocalLayout] = []
         for name in chunk.parameters:
             shard = sharding.parameters.get(name)
             if shard is None:
                 given.append(REPLICATED)
             elif shard.sections:
-                given.append(Packed(shard.dim, shard.sections))
+                given.append(ShardedSections(shard.dim, shard.sections))
             else:
                 given.append(Shard(shard.dim))
         given += [REPLICATED] * len(chunk.buffers)
@@ -205,7 +206,7 @@ class _Segmenter:
             found = self._propagated(chunk, sharding, given, wanted, split)
         return found
 
-    def _beside_parts(self, value: int, placement: Given, parts: int) -> Placement | None:
+    def _beside_parts(self, value: int, placement: LocalLayout, parts: int) -> Placement | None:
         """Another placement for a value whose first dimension are the parts that a redistribution
         along another axis sends, if it is sharded along that: every device has all parts."""
         if placement != Shard(0) or value not in self._in_parts:
@@ -219,7 +220,7 @@ class _Segmenter:
         self,
         chunk: Chunk,
         sharding: Sharding,
-        given: list[Given],
+        given: list[LocalLayout],
         wanted: list[Placement | None],
         split: tuple[int | None, ...],
     ) -> Local:

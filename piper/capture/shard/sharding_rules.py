@@ -23,11 +23,12 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
-from piper.capture.shard.placements import REPLICATED, Placement, Placements
+from piper.capture.shard.placements import REPLICATED, Placements
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION, NAMES
 from piper.capture.shard.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.trace.quiet import hushed_loggers
+from piper.ir.layouts import Placement
 
 
 class Rules:

@@ -38,7 +38,7 @@ from piper.capture.loss.loss_checks import check_loss, refuse_metric
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
 from piper.capture.loss.row_mixing import RowMixing, row_mixing
-from piper.capture.loss.whole_means import Ends, take_whole_means
+from piper.capture.loss.whole_means import MeanEnds, take_whole_means
 from piper.capture.regions import (
     LOSS,
     Region,
@@ -203,7 +203,7 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
     graph = exported.graph
     averaged = exported.outputs if exported.count else (exported.loss, *exported.outputs)
     given = zip(exported.inputs, batch.tensors, strict=True)
-    ends = Ends(
+    ends = MeanEnds(
         inputs=exported.inputs,
         rows={node for node, x in given if batch.has_rows(x)},
         loss=exported.loss,

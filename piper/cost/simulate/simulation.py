@@ -18,7 +18,7 @@ from piper.cost.recorded import Recorded
 from piper.cost.rough_costs import Costs
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
-from piper.cost.tasks import CostModel, Durations, Over, Tasks, computed_in
+from piper.cost.tasks import CostModel, Durations, Fallback, Tasks, computed_in
 from piper.ir.dag.dag import Node, group_text
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Compute
@@ -170,7 +170,7 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
     dag = step.dag
     sizes = Sizes(dag, step.models)
     tasks = Tasks(dag, sizes, fused=step.fused, optimizer=step.optimizer.state)
-    durations = Durations(tasks, cluster if costs is None else Over(costs, cluster))
+    durations = Durations(tasks, cluster if costs is None else Fallback(costs, cluster))
     # a model of the user's own may tell devices apart that are alike in the cluster
     classes = timing_classes(
         step.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)

@@ -30,7 +30,7 @@ BESIDE = (*COMMUNICATING, Verb.COPY)
 """What goes on beside the computations after it: whoever needs it done takes it to its end."""
 
 
-class Holder(Enum):
+class MemoryKind(Enum):
     """What memory is held by."""
 
     PARAMETERS = "parameters"
@@ -95,7 +95,7 @@ class Seed(NamedTuple):
 class Slot:
     """What a slot holds, and in whose memory."""
 
-    holder: Holder
+    holder: MemoryKind
     """What its memory counts as."""
     nbytes: int
     """Bytes of what it holds."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from piper.base.units import bytes_text
 from piper.ir.dag.dag import devices_text
-from piper.ir.plan.instructions import Holder
+from piper.ir.plan.instructions import MemoryKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Memory:
     """The most that is held at one time, state included."""
     peak_at: int
     """The instruction during which it is held."""
-    at_peak: Mapping[Holder, int]
+    at_peak: Mapping[MemoryKind, int]
     """The peak, by what holds it."""
     over_time: tuple[tuple[int, int], ...]
     """Bytes held beside each instruction, and when what it frees is gone; state included."""

@@ -29,8 +29,8 @@ from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Tran
 from piper.ir.passes import Pass
 from piper.ir.plan.instructions import (
     Given,
-    Holder,
     Instruction,
+    MemoryKind,
     PlanParts,
     Returned,
     Seed,
@@ -222,7 +222,7 @@ def _parsed_slot(found: re.Match[str]) -> Slot:
         names += map(_unquoted, row)
         dtypes += [DTYPES[dtype]] * len(row)
     return Slot(
-        Holder(found["holder"]),
+        MemoryKind(found["holder"]),
         nbytes,
         nbytes if own is None else _int(own),
         None if bucket is None else _int(bucket),

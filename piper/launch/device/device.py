@@ -25,7 +25,7 @@ from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import Shaker
 from piper.runtime.streams.streams import streams_for
 from piper.state.assignment import Assignment
-from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
 from piper.state.checkpoint.verify_files import damage
 from piper.state.device.checkpoint_parts import (
@@ -221,7 +221,7 @@ class LoadedDevice:
             return Refusal(str(error)), ()
         return in_memory(holding, self.number), holding.slices
 
-    def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
+    def export_part(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[str] | Refusal:
         """Write this device's share of the model's tensors."""
         try:
             buffers = _own_buffers(self._program, self.number)

@@ -18,7 +18,7 @@ from piper.ir.ops import Compute
 from piper.launch.device.worker_group import Report
 from piper.program.program import Program
 
-Rows = Sequence[Sequence[Tensor]]
+DeviceBatches = Sequence[Sequence[Tensor]]
 """Device by device, its part of a batch."""
 _USUAL = 2
 """Steps that are run before one is captured."""
@@ -43,7 +43,7 @@ class StepGraph:
         self._given = []
         self._usual = 0
 
-    def run(self, given: Rows, settings: Any) -> Report:
+    def run(self, given: DeviceBatches, settings: Any) -> Report:
         """One step; ``settings`` are the numbers that a capture fixes."""
         if self._graph is not None and settings != self._settings:
             self._graph = self._report = None
@@ -61,7 +61,7 @@ class StepGraph:
         self._graph.replay()
         return self._report.copied()
 
-    def _capture(self, given: Rows) -> None:
+    def _capture(self, given: DeviceBatches) -> None:
         self._given = [[x.to(self._where, copy=True) for x in rows] for rows in given]
         graph = torch.cuda.CUDAGraph()
         try:

@@ -15,7 +15,7 @@ from piper.base.tracking import Alive
 from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel
 from piper.runtime.streams.recording import Measured
-from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.whole_tensors import Portions
@@ -198,7 +198,7 @@ class WorkerGroup(Protocol):
         are to ``wait``."""
         ...
 
-    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
         """Every device writes its share of the model's tensors; the names that each has written, or
         why it could not, where ``once`` calls."""
         ...

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.base.atomic import Kind
+from piper.base.atomic import FileKind
 from piper.base.errors import PiperError
 from piper.program.program import Program
 
-ADAPTER = Kind(
+ADAPTER = FileKind(
     "adapter",
     re.compile("(?P<stem>(?!))(?P<number>)"),  # it has no parts
     ("adapter_model.safetensors", "adapter_config.json"),

@@ -23,7 +23,7 @@ from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
 from piper.launch.state.saving import tensor_of
 from piper.program.program import Program
 from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, Target, lay_out
+from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, WholeTensor, lay_out
 from piper.state.weights.matching import pretrained_part
 
 
@@ -44,7 +44,7 @@ def export(
         _export_adapter(group, program, target, rest, Adapter(program, *adapted), dtype)
         return
 
-    def prepare() -> tuple[Staged, dict[str, Target]]:
+    def prepare() -> tuple[Staged, dict[str, WholeTensor]]:
         staged = stage(target, PRETRAINED)
         with staged.failing():
             tensors = _tensors(program, dtype)
@@ -78,7 +78,7 @@ def _export_adapter(
     group.once(write)
 
 
-def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
+def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, WholeTensor]:
     """Every tensor of the model once, by its first name."""
     source = program.source
     if source is None:
@@ -92,14 +92,14 @@ def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Target]:
         own = known[name].dtype
         kept = dtype if dtype is not None and own.is_floating_point else own
         shape = program.names.shapes[key]
-        found[name] = Target(key.removeprefix(prefix), kept, shape)
+        found[name] = WholeTensor(key.removeprefix(prefix), kept, shape)
     return found
 
 
 def _finish(
     program: Program,
     staged: Staged,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, WholeTensor],
     parts: Iterable[Any],
     rest: Mapping[str, Tensor],
     dtype: torch.dtype | None,

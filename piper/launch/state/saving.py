@@ -28,7 +28,7 @@ from piper.state.checkpoint.commit import CHECKPOINT, keep_last, numbered
 from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
 from piper.state.checkpoint.index import INDEX, GroupEntry, Index, Tensors
 from piper.state.checkpoint.plain_values import to_json
-from piper.state.checkpoint.tensor_files import Given, Reader
+from piper.state.checkpoint.tensor_files import Reader, TensorToWrite
 from piper.state.device.checkpoint_parts import Part, write
 from piper.state.device.holding import MODEL, Holding, whole
 from piper.state.device.whole_tensors import Portions, assemble
@@ -170,7 +170,9 @@ def _write_rest(
             def get(name: str = name) -> Tensor:
                 return rest[name] if name in rest else fetch(name).whole()
 
-            slices.append(whole(MODEL, name, Given(name, like.dtype, tuple(like.shape), get)))
+            slices.append(
+                whole(MODEL, name, TensorToWrite(name, like.dtype, tuple(like.shape), get))
+            )
     return write(Holding(slices), folder, "rest.safetensors")
 
 

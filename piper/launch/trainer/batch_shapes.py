@@ -12,7 +12,7 @@ from piper.base.errors import PiperError
 from piper.program.program import Program
 
 
-class Shapes:
+class BatchShapes:
     """The programs of a model by the shapes of their batches, ``most`` beside the first."""
 
     def __init__(self, first: Program, most: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper.base.errors import PiperError
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.program.program import Program
 
 Pad = Sequence[Any] | Mapping[str, float | int]
@@ -56,7 +56,7 @@ def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
         raise _advised(program, batch, error) from None
 
 
-def with_totals(program: Program, code: Code, tensors: list[Tensor]) -> list[Tensor]:
+def with_totals(program: Program, code: Executables, tensors: list[Tensor]) -> list[Tensor]:
     """The tensors of a whole batch, and what ``code`` takes of the whole batch besides."""
     if code.totals is None:
         return tensors
@@ -65,7 +65,7 @@ def with_totals(program: Program, code: Code, tensors: list[Tensor]) -> list[Ten
 
 def with_totals_of_all(
     program: Program,
-    code: Code,
+    code: Executables,
     tensors: list[Tensor],
     rows: Tensor,
     everyone: Callable[[Any], list[Any]],

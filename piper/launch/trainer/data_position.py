@@ -16,8 +16,8 @@ import torch
 
 from piper.base.errors import PiperError
 
-Batch = Sequence[Any] | Mapping[str, Any]
-Batches = Iterable[Batch] | Callable[[], Iterable[Batch]] | Callable[[int], Batch]
+AnyBatch = Sequence[Any] | Mapping[str, Any]
+BatchSource = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]] | Callable[[int], AnyBatch]
 
 
 @runtime_checkable
@@ -28,13 +28,13 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> None: ...
 
-    def __iter__(self) -> Iterator[Batch]: ...
+    def __iter__(self) -> Iterator[AnyBatch]: ...
 
 
 class Position:
     """Gives batches one by one, and says where in them it is."""
 
-    def __init__(self, batches: Batches, step: int, *, repeat: bool, random: bool) -> None:
+    def __init__(self, batches: BatchSource, step: int, *, repeat: bool, random: bool) -> None:
         """``step`` is the number of the first one, for a function. With ``repeat``, another pass
         follows when the batches end. ``random`` says that torch's generators are alike in all
         processes, so that their state is a part of the position."""
@@ -46,7 +46,7 @@ class Position:
             self._generators = _generators(batches)
         self._repeat = repeat and not isinstance(batches, Iterator)
         self._step = step
-        self._rows: Iterator[Batch] | None = None
+        self._rows: Iterator[AnyBatch] | None = None
         self._passes = 0
         self._taken = 0
         """Batches of this pass."""
@@ -56,7 +56,7 @@ class Position:
         self._begun: dict[str, bytes] = {}
         """The states of the generators when this pass began."""
 
-    def take(self) -> Batch | None:
+    def take(self) -> AnyBatch | None:
         """The next batch, or None if there are no more."""
         while not self._over:
             if self._rows is None:
@@ -110,13 +110,13 @@ class Position:
         if self._over and self._repeat:  # now there are more steps to take
             self._passes, self._taken, self._rows, self._over = self._passes + 1, 0, None, False
 
-    def _begin(self) -> Iterator[Batch]:
+    def _begin(self) -> Iterator[AnyBatch]:
         source = self._source
         if isinstance(source, Iterable):
             return iter(source)
         if self._of_step:
-            return map(cast(Callable[[int], Batch], source), itertools.count(self._step))
-        rows = cast(Callable[[], Iterable[Batch]], source)()
+            return map(cast(Callable[[int], AnyBatch], source), itertools.count(self._step))
+        rows = cast(Callable[[], Iterable[AnyBatch]], source)()
         if not isinstance(rows, Iterable):
             raise PiperError(
                 f"batches is a function without arguments that returned a {type(rows).__name__}: "
@@ -125,7 +125,7 @@ class Position:
             )
         return iter(rows)
 
-    def _after(self, dropped: int, random: Mapping[str, bytes]) -> Iterator[Batch]:
+    def _after(self, dropped: int, random: Mapping[str, bytes]) -> Iterator[AnyBatch]:
         """The rest of a pass; ``random`` are the states of the generators before it."""
         self._set(self._begun)
         rows = self._begin()

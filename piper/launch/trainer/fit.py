@@ -41,7 +41,7 @@ class Saver(Protocol):
 
 
 @dataclass(slots=True)
-class Run:
+class SavedRun:
     """The calls of one trainer that save to one folder: together they are one run."""
 
     calls: int
@@ -89,7 +89,7 @@ class Checkpoints:
         self.done = False
         """Whether this call was done before the run was resumed."""
 
-    def begin(self, runs: dict[Path, Run], position: Position, *, resume: bool) -> None:
+    def begin(self, runs: dict[Path, SavedRun], position: Position, *, resume: bool) -> None:
         """Begin the next call of the run in this folder. The first goes on from the last
         checkpoint, if there is one; later ones continue."""
         if self.folder not in runs:
@@ -105,7 +105,7 @@ class Checkpoints:
                 self.first, self._last = run.first, run.resumed
                 position.go_to(run.data, run.resumed)
 
-    def _begun(self, *, resume: bool) -> Run:
+    def _begun(self, *, resume: bool) -> SavedRun:
         """The run, resumed from its last checkpoint; a damaged one is passed over."""
         known = self._group.once(self._prepare)
         if known and not resume:
@@ -123,7 +123,7 @@ class Checkpoints:
                 continue
             said = data if isinstance(data, dict) else {}
             call, first = said.get("call"), said.get("first")
-            return Run(
+            return SavedRun(
                 0,
                 resumed=step,
                 call=call if isinstance(call, int) else 0,
@@ -132,7 +132,7 @@ class Checkpoints:
             )
         if refused is not None:
             raise refused
-        return Run(0)
+        return SavedRun(0)
 
     def _prepare(self) -> dict[int, Path]:
         try:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.capture.code.executables import Piece
+from piper.capture.code.executables import ChunkSignature
 from piper.launch.device.worker_group import Report
 from piper.program.program import Program
 from piper.runtime.feeding import block_of
 
 
-def _module(piece: Piece) -> str:
+def _module(piece: ChunkSignature) -> str:
     """The module that has all parameters of a piece of code."""
     paths = [name.split(".")[:-1] for name in piece.parameters]
     same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))

@@ -24,7 +24,7 @@ from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export
 from piper.launch.state.saving import in_turn, load, save, tensor_of, whole_state
 from piper.launch.state.switch import Change, changes_named, switch
-from piper.launch.trainer.batch_shapes import Shapes
+from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import (
     Pad,
     first_tensor,
@@ -36,8 +36,8 @@ from piper.launch.trainer.batch_tensors import (
     with_totals_of_all,
 )
 from piper.launch.trainer.callback import Callback, checked_callbacks
-from piper.launch.trainer.data_position import Batches, Position
-from piper.launch.trainer.fit import Checkpoints, Run
+from piper.launch.trainer.data_position import BatchSource, Position
+from piper.launch.trainer.fit import Checkpoints, SavedRun
 from piper.launch.trainer.fit_summary import FitSummary
 from piper.launch.trainer.loop import Loop, Rounds
 from piper.launch.trainer.notices import Notice, Notices
@@ -51,7 +51,7 @@ from piper.state.checkpoint.plain_values import from_json
 class Trainer:
     """Trains a compiled program. Use it in a ``with`` block: that ends its devices."""
 
-    def __init__(self, group: WorkerGroup, shapes: Shapes) -> None:
+    def __init__(self, group: WorkerGroup, shapes: BatchShapes) -> None:
         """``group`` runs the first program of ``shapes``."""
         self.program = shapes.first
         self._shapes = shapes
@@ -62,7 +62,7 @@ class Trainer:
         weakref.finalize(self, self._saving.settle_late)
         self._rest: dict[str, Tensor] = {}
         """Tensors of the model that no device holds, if they are not the first ones any more."""
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, SavedRun] = {}
         """By folder, what ``fit`` and ``iterate`` have done there."""
         self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
         self.notices = Notices(silent=group.rank != 0)
@@ -202,7 +202,7 @@ class Trainer:
 
     def fit(
         self,
-        batches: Batches,
+        batches: BatchSource,
         *,
         steps: int | None = None,
         checkpoint: str | Path | None = None,
@@ -252,7 +252,7 @@ class Trainer:
 
     def iterate(
         self,
-        batches: Batches,
+        batches: BatchSource,
         *,
         steps: int | None = None,
         checkpoint: str | Path | None = None,
@@ -373,7 +373,7 @@ class Trainer:
         changes = changes_named(allow)
         with self._undisturbed():
             self._go_on_with(program, changes)
-            self._shapes = Shapes(program, self._shapes.most)
+            self._shapes = BatchShapes(program, self._shapes.most)
 
     def export(
         self, path: str | Path, *, dtype: torch.dtype | None = None, file_gb: float = 5.0

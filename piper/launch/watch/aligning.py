@@ -16,12 +16,12 @@ from piper.ir.plan.instructions import Verb
 from piper.program.program import Program
 from piper.runtime.streams.recording import Measured
 
-Step = Mapping[int, tuple[Measured, ...]]
+MeasuredStep = Mapping[int, tuple[Measured, ...]]
 """By device, the instructions of its plan with the time at which each began and ended, in seconds
 on a clock that all devices share."""
 
 
-def aligned(program: Program, step: Step) -> Step:
+def aligned(program: Program, step: MeasuredStep) -> MeasuredStep:
     """``step`` with every communication from when its last participant came, and messages until
     they were received. On each stream the order stays: none begins before the one before it
     ended."""

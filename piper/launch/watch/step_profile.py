@@ -13,7 +13,7 @@ from piper.cost.tasks import Task, Tasks, Work
 from piper.ir.dag.dag import name_of
 from piper.ir.dag.sizes import Sizes
 from piper.ir.plan.instructions import Verb
-from piper.launch.watch.aligning import Step, aligned
+from piper.launch.watch.aligning import MeasuredStep, aligned
 from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel
 from piper.view.busy import Busy, busy_of
@@ -29,12 +29,12 @@ class Profile(Shown):
     """Steps that were measured."""
 
     program: Program = field(repr=False)
-    steps: tuple[Step, ...] = field(repr=False)
+    steps: tuple[MeasuredStep, ...] = field(repr=False)
     kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict, repr=False)
     """By device, the kernels of the last step, if that was asked for."""
 
     @cached_property
-    def measured(self) -> Step:
+    def measured(self) -> MeasuredStep:
         """The step whose time is the median; with kernels the last one, which has them."""
         if self.kernels:
             return self.steps[-1]
@@ -169,6 +169,6 @@ class Profile(Shown):
                     yield tasks.of(dag.nodes[x.node]), x.verb, one.end - one.start
 
 
-def _seconds(step: Step) -> float:
+def _seconds(step: MeasuredStep) -> float:
     every = [one for row in step.values() for one in row]
     return max(one.end for one in every) - min(one.start for one in every)

@@ -35,7 +35,7 @@ from piper.launch.workers.worker_folder import write_program, write_weights
 from piper.launch.workers.worker_process import WorkerProcess, spawned
 from piper.program.program import Program
 from piper.runtime.feeding import cut
-from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.resharding import Request
@@ -171,7 +171,7 @@ class ProcessWorkerGroup:
             return None
         return [part for parts in self._all("written part", None) for part in parts]
 
-    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
         return self._all("export part", (folder, dict(targets)))
 
     def refusals(self, folder: Path, index: Index) -> list[str]:

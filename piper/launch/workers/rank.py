@@ -29,7 +29,7 @@ from piper.runtime.executor import CommunicationError
 from piper.runtime.pending import Pending
 from piper.runtime.streams.stream_jitter import Shaker
 from piper.runtime.uploads import Uploads
-from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.device_state import DeviceState
@@ -127,7 +127,7 @@ class Rank:
         self.device.finish_copies()
         return self.writing.result()
 
-    def export_part(self, folder: Path, targets: Mapping[str, Target]) -> list[str] | Refusal:
+    def export_part(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[str] | Refusal:
         return self.device.export_part(folder, targets)
 
     def refusals(self, folder: Path, index: Index) -> list[str]:

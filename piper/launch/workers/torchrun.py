@@ -23,7 +23,7 @@ from torch import Tensor
 from piper.base.errors import PiperError
 from piper.base.units import counted
 from piper.launch.agreement import (
-    Batches,
+    BatchChecks,
     Optimizers,
     Weights,
     everyone,
@@ -39,7 +39,7 @@ from piper.launch.watch.watchdog import Guard
 from piper.launch.workers.rank import Rank, choose_gpu
 from piper.program.program import Program
 from piper.runtime.feeding import cut, rows_read
-from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.device_state import DeviceState
@@ -96,8 +96,8 @@ class TorchrunWorkerGroup:
         self._gives: Sequence[Held] = ()
         self._next: tuple[Program, NextState, list[list[Request]], Optimizers] | None = None
         self._optimizers = Optimizers(program, self._objects)
-        self._batches = Batches(check_batches, self._objects)
-        self._evaluated = Batches(check_batches, self._objects)
+        self._batches = BatchChecks(check_batches, self._objects)
+        self._evaluated = BatchChecks(check_batches, self._objects)
         self._rank: Rank | None = None
         """None while the program has no device for this process, which then waits."""
         self._guard: Guard | None = None
@@ -264,7 +264,7 @@ class TorchrunWorkerGroup:
         found = self._at_first([] if rank is None else rank.written_part())
         return [part for parts in found for part in parts]
 
-    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
         rank = self._rank
         return self._at_first(None if rank is None else rank.export_part(folder, targets))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.capture.code.codegen import Runners
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.ir.plan.plan import Plan
 from piper.launch.device.device import LoadedDevice
 from piper.launch.device.step_graph import StepGraph, refuse_uncapturable
@@ -31,7 +31,7 @@ from piper.runtime.feeding import cut
 from piper.runtime.pending import Pending
 from piper.runtime.streams.stream_jitter import Shaker
 from piper.runtime.uploads import Uploads
-from piper.state.checkpoint.hf_export import Target
+from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
 from piper.state.device.checkpoint_parts import Part
 from piper.state.device.device_state import DeviceState
@@ -169,7 +169,7 @@ class VirtualWorkerGroup:
             device.finish_copies()
         return self._writing.result()
 
-    def export_parts(self, folder: Path, targets: Mapping[str, Target]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
         return [device.export_part(folder, targets) for device in self._devices]
 
     def refusals(self, folder: Path, index: Index) -> list[str]:
@@ -234,7 +234,7 @@ class VirtualWorkerGroup:
         self._devices.clear()
 
     def _cut(
-        self, plans: Sequence[Plan], code: Code, batch: Sequence[Tensor]
+        self, plans: Sequence[Plan], code: Executables, batch: Sequence[Tensor]
     ) -> list[list[Tensor]]:
         of = {device: plan for plan in plans for device in plan.devices}
         batch = self._uploads(list(batch))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role, parameters_of
-from piper.ir.plan.instructions import Holder, Slot, Verb
+from piper.ir.plan.instructions import MemoryKind, Slot, Verb
 
 LINE = 64
 """Bytes: where gradients are added up each for itself, each begins at a multiple."""
@@ -68,7 +68,7 @@ class Accumulation:
         gradient = self._dag.buckets[index].gradient
         nbytes = self._sizes.whole(index) * gradient.itemsize
         dtypes = (gradient,) * len(names)
-        return Slot(Holder.GRADIENTS, nbytes, nbytes, index, names, dtypes)
+        return Slot(MemoryKind.GRADIENTS, nbytes, nbytes, index, names, dtypes)
 
     def slot(self, value: int, lies_in: tuple[int, ...], *, alone: bool) -> Slot:
         """What a slot with gradients holds that are put into the slots ``lies_in``, or added up
@@ -80,7 +80,7 @@ class Accumulation:
             own -= sum(self._nbytes(value, name) for name in names if name in self._names[made])
         if alone:
             own += sum(-self._nbytes(value, name) % LINE for name in names)
-        return Slot(Holder.GRADIENTS, nbytes, own, None, names, dtypes, lies_in)
+        return Slot(MemoryKind.GRADIENTS, nbytes, own, None, names, dtypes, lies_in)
 
     def _nbytes(self, value: int, name: str) -> int:
         parameter = self._dag.model.parameters[name]

@@ -8,7 +8,7 @@ from piper.base.errors import DirectiveError
 from piper.base.units import bytes_text
 from piper.ir.dag.dag import Dag, devices_text, region_of
 from piper.ir.ops import Compute
-from piper.ir.plan.instructions import Holder
+from piper.ir.plan.instructions import MemoryKind
 from piper.ir.plan.memory import Memory
 from piper.ir.plan.plan import Plan
 
@@ -39,7 +39,7 @@ def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
         freed = x.frees
         if isinstance(x.op, Compute):
             live |= dict.fromkeys(x.writes, region_of(dag, x.op.chunk))
-    found: Counter[tuple[Holder, str]] = Counter()
+    found: Counter[tuple[MemoryKind, str]] = Counter()
     for slot, region in live.items():
         found[plan.slots[slot].holder, region] += plan.slots[slot].nbytes
     rows = [
@@ -48,11 +48,11 @@ def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
     return f" (most of all: {', '.join(rows)})" if rows else ""
 
 
-def _advice(holder: Holder) -> str:
+def _advice(holder: MemoryKind) -> str:
     match holder:
-        case Holder.PARAMETERS | Holder.OPTIMIZER | Holder.GRADIENTS:
+        case MemoryKind.PARAMETERS | MemoryKind.OPTIMIZER | MemoryKind.GRADIENTS:
             return "Use more stages, or replicate with a higher zero level over more devices"
-        case Holder.SAVED | Holder.ACTIVATIONS | Holder.WORKSPACE:
+        case MemoryKind.SAVED | MemoryKind.ACTIVATIONS | MemoryKind.WORKSPACE:
             return "Use remat, more microbatches, or an order with fewer of them in flight"
         case _:
             return "Use more microbatches, or smaller buckets"

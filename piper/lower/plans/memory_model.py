@@ -13,7 +13,7 @@ from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Compute, Transfer, Update
 from piper.ir.overlaps import most_overlaps, scattered
-from piper.ir.plan.instructions import BESIDE, Holder, Instruction, Slot, Verb
+from piper.ir.plan.instructions import BESIDE, Instruction, MemoryKind, Slot, Verb
 from piper.ir.plan.memory import Memory
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import OptimizerCost
@@ -36,9 +36,9 @@ def memory_of(
     slots = plan.slots
     book = _Book(
         {
-            Holder.PARAMETERS: parameters,
-            Holder.OPTIMIZER: kept,
-            Holder.BUFFERS: _buffers(dag, plan),
+            MemoryKind.PARAMETERS: parameters,
+            MemoryKind.OPTIMIZER: kept,
+            MemoryKind.BUFFERS: _buffers(dag, plan),
         }
     )
     live = set(plan.first_slots)
@@ -58,7 +58,7 @@ def memory_of(
                 book.add(slots[slot].holder, slots[slot].own)
         if x.verb in BESIDE:
             beside = _beside(dag, plan, sizes, x)
-            book.add(Holder.COMMUNICATION, beside)
+            book.add(MemoryKind.COMMUNICATION, beside)
             way.begin(pc, x, beside, copies=_copied(dag, sizes, x) > 0)
         book.look(pc, _workspace(dag, plan, sizes, x, optimizer))
         beside_it = book.total
@@ -68,7 +68,7 @@ def memory_of(
             if not reported and not way.keeps(slot):
                 book.add(slots[slot].holder, -slots[slot].own)
         over_time.append((beside_it, book.total))
-    found = {holder: book.at_peak.get(holder, 0) for holder in Holder}
+    found = {holder: book.at_peak.get(holder, 0) for holder in MemoryKind}
     return Memory(plan.devices, parameters, kept, book.peak, book.at, found, tuple(over_time))
 
 
@@ -88,13 +88,13 @@ def _buffers(dag: Dag, plan: Plan) -> int:
 class _Book:
     """Bytes by what holds them, and the moment at which they were most."""
 
-    def __init__(self, held: Mapping[Holder, int]) -> None:
-        self.held = {**dict.fromkeys(Holder, 0), **held}
+    def __init__(self, held: Mapping[MemoryKind, int]) -> None:
+        self.held = {**dict.fromkeys(MemoryKind, 0), **held}
         self.total = sum(held.values())
         self.peak, self.at = -1, -1
-        self.at_peak: Mapping[Holder, int] = {}
+        self.at_peak: Mapping[MemoryKind, int] = {}
 
-    def add(self, holder: Holder, nbytes: int) -> None:
+    def add(self, holder: MemoryKind, nbytes: int) -> None:
         self.held[holder] += nbytes
         self.total += nbytes
 
@@ -102,7 +102,7 @@ class _Book:
         """Note what is held now, with ``workspace`` bytes more."""
         if self.total + workspace > self.peak:
             self.peak, self.at = self.total + workspace, pc
-            self.at_peak = {**self.held, Holder.WORKSPACE: workspace}
+            self.at_peak = {**self.held, MemoryKind.WORKSPACE: workspace}
 
 
 class _UnderWay:
@@ -112,12 +112,12 @@ class _UnderWay:
         self._slots = plan.slots
         self._apart = apart
         self._over = {c: pc for pc, x in enumerate(plan.instructions) for c in x.ends}
-        self._held: dict[int, list[tuple[Holder, int]]] = {}
+        self._held: dict[int, list[tuple[MemoryKind, int]]] = {}
         self._sends: dict[int, list[int]] = {}
 
     def begin(self, pc: int, x: Instruction, beside: int, *, copies: bool) -> None:
         """``copies`` says that not what is read goes out, but a contiguous copy of it."""
-        self._held[pc] = [(Holder.COMMUNICATION, beside)]
+        self._held[pc] = [(MemoryKind.COMMUNICATION, beside)]
         goes = x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _moves(x) or _by_count(x)
         sends = goes and not copies
         for slot in x.reads:
@@ -133,7 +133,7 @@ class _UnderWay:
             self._held[last].append((self._slots[slot].holder, self._slots[slot].own))
         return bool(senders)
 
-    def end(self, pc: int) -> list[tuple[Holder, int]]:
+    def end(self, pc: int) -> list[tuple[MemoryKind, int]]:
         return self._held.pop(pc)
 
 
@@ -239,7 +239,7 @@ def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: Op
     if copied == 0:
         return found
     freed = [plan.slots[slot] for slot in x.frees]
-    gone = sum(slot.nbytes for slot in freed if slot.holder is Holder.SAVED)
+    gone = sum(slot.nbytes for slot in freed if slot.holder is MemoryKind.SAVED)
     return max(found + facts.housed, added + copied - gone)  # while it runs, and after that
 
 

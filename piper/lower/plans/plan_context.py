@@ -10,23 +10,23 @@ from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role
 from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.passes import Kind, Ref
-from piper.ir.plan.instructions import Holder, Slot, Verb
+from piper.ir.plan.instructions import MemoryKind, Slot, Verb
 from piper.ir.plan.rank_classes import RankClasses
 from piper.lower.plans.accumulation import GRADIENTS
 
 _HOLDERS = {
-    Role.BATCH: Holder.BATCH,
-    Role.SEED: Holder.BATCH,
-    Role.ACTIVATION: Holder.ACTIVATIONS,
-    Role.GRADIENT: Holder.ACTIVATIONS,
-    Role.SAVED: Holder.SAVED,
-    Role.SAVED_FOR_BW: Holder.SAVED,
-    Role.BI_SAVED: Holder.SAVED,
+    Role.BATCH: MemoryKind.BATCH,
+    Role.SEED: MemoryKind.BATCH,
+    Role.ACTIVATION: MemoryKind.ACTIVATIONS,
+    Role.GRADIENT: MemoryKind.ACTIVATIONS,
+    Role.SAVED: MemoryKind.SAVED,
+    Role.SAVED_FOR_BW: MemoryKind.SAVED,
+    Role.BI_SAVED: MemoryKind.SAVED,
 }
 _EXTRA_HOLDERS = {
-    ExtraRole.REDUCED: Holder.GRADIENTS,
-    ExtraRole.SUMMED: Holder.GRADIENTS,
-    ExtraRole.ADDED: Holder.ACTIVATIONS,
+    ExtraRole.REDUCED: MemoryKind.GRADIENTS,
+    ExtraRole.SUMMED: MemoryKind.GRADIENTS,
+    ExtraRole.ADDED: MemoryKind.ACTIVATIONS,
 }
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
 
@@ -63,12 +63,12 @@ class Shared:
         self._names: dict[int, str] = {}
         self._roles = [value.role for value in dag.table.values]
         self._first_extra = dag.first_extra
-        self._slots: dict[tuple[Holder, int, int | None], Slot] = {}
+        self._slots: dict[tuple[MemoryKind, int, int | None], Slot] = {}
 
     def slot(self, verb: Verb, value: int) -> Slot:
         """What a slot holds that an instruction writes ``value`` into, unless that is gradients."""
         bucket = None
-        holder = Holder.COMMUNICATION
+        holder = MemoryKind.COMMUNICATION
         if value >= self._first_extra:
             extra = self.dag.extra[value - self._first_extra]
             bucket = extra.of if extra.role in _OF_BUCKETS else None
@@ -77,7 +77,7 @@ class Shared:
             holder = _HOLDERS[self._roles[value % len(self._roles)]]
         return self.held(holder, self.sizes.nbytes(value), bucket)
 
-    def held(self, holder: Holder, nbytes: int, bucket: int | None = None) -> Slot:
+    def held(self, holder: MemoryKind, nbytes: int, bucket: int | None = None) -> Slot:
         key = holder, nbytes, bucket
         if key not in self._slots:
             self._slots[key] = Slot(holder, nbytes, nbytes, bucket)

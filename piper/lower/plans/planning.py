@@ -16,8 +16,8 @@ from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Upda
 from piper.ir.plan.instructions import (
     COMMUNICATING,
     Given,
-    Holder,
     Instruction,
+    MemoryKind,
     Returned,
     Seed,
     Slot,
@@ -197,7 +197,7 @@ class _Planner:
 
     def _held(self, value: int, group: int) -> int:
         nbytes = self.shared.sizes.given(value, group)
-        return self._new(value, self.shared.held(Holder.BATCH, nbytes))
+        return self._new(value, self.shared.held(MemoryKind.BATCH, nbytes))
 
     def _refuse_two_parts(self, value: int, number: int, group: Group) -> None:
         name = self.dag.model.values[self.dag.table.value(value)[0].of].name

@@ -11,7 +11,7 @@ from piper.capture.chunk.donation import consume_inputs
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
-from piper.capture.code.executables import Code
+from piper.capture.code.executables import Executables
 from piper.capture.experts.batch_rows import Rows, rows_of
 from piper.capture.experts.share import trace_share, with_rows
 from piper.capture.facts import Known, facts_of
@@ -37,7 +37,7 @@ class Placed:
 
     dag: Dag
     facts: Facts
-    code: Code
+    code: Executables
 
 
 class Placer:
@@ -92,7 +92,7 @@ class Placer:
             )
             for n, c in captured.items()
         }
-        return Placed(dag, Facts(whole, models), Code.of(captured, programs))
+        return Placed(dag, Facts(whole, models), Executables.of(captured, programs))
 
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
         """The model as one device has it under tensor parallelism."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from piper.ir.collectives import CollectiveKind
 
-Tensors = tuple[Tensor, ...]
+MemberTensors = tuple[Tensor, ...]
 _c10d: Any = dist.distributed_c10d  # its stubs lack some of the options
 
 
@@ -26,14 +26,14 @@ class Definition:
 
     parts: Callable[[int], tuple[int, ...]]
     """Of how many parts the tensors are that one of n members brings."""
-    act: Callable[[Sequence[Tensors]], None]
+    act: Callable[[Sequence[MemberTensors]], None]
     """Does it for all members, whose tensors are given in the order of the group."""
     begin: Callable[..., Any]
     """Asks a communicator of torch's, with ``options()``, for it with one member's tensors."""
     options: Callable[[], Any]
 
 
-def _all_reduce(everyone: Sequence[Tensors]) -> None:
+def _all_reduce(everyone: Sequence[MemberTensors]) -> None:
     """A tensor becomes its sum over the group."""
     (total,), *others = everyone
     for (x,) in others:
@@ -42,7 +42,7 @@ def _all_reduce(everyone: Sequence[Tensors]) -> None:
         x.copy_(total)
 
 
-def _reduce_scatter(everyone: Sequence[Tensors]) -> None:
+def _reduce_scatter(everyone: Sequence[MemberTensors]) -> None:
     """The second becomes this member's part of the sum of the first."""
     parts = [x.chunk(len(everyone)) for x, _ in everyone]
     for rank, (_, out) in enumerate(everyone):
@@ -51,7 +51,7 @@ def _reduce_scatter(everyone: Sequence[Tensors]) -> None:
             out += part[rank]
 
 
-def _all_gather(everyone: Sequence[Tensors]) -> None:
+def _all_gather(everyone: Sequence[MemberTensors]) -> None:
     """The second becomes all members' parts in the group's order."""
     for _, out in everyone:
         torch.cat([x for x, _ in everyone], out=out)

@@ -13,11 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from piper.ir.collectives import CollectiveKind
-from piper.ir.ops import Collective, Transfer
+from piper.ir.ops import Collective, Group, Transfer
 from piper.ir.overlaps import received_by, sent_by
 from piper.ir.plan.instructions import Verb, plain_stream
 from piper.ir.plan.plan import Plan
-from piper.runtime.comm.protocol import Group
 
 
 @dataclass(frozen=True, slots=True, order=True)

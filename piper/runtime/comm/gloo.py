@@ -27,10 +27,11 @@ from torch import Tensor
 
 from piper.base.handles import Handle
 from piper.ir.collectives import CollectiveKind
+from piper.ir.ops import Group
 from piper.ir.plan.plan import Plan
 from piper.runtime.comm.collective_ops import DEFINITIONS
 from piper.runtime.comm.communicators import Communicator, channel, collective, communicators_of
-from piper.runtime.comm.protocol import Begin, Group, tensors_of
+from piper.runtime.comm.protocol import Begin, tensors_of
 
 _IN_FLIGHT = 8
 """Messages of one stream that may be under way: more would only hold memory."""

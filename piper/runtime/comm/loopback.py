@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from piper.ir.collectives import CollectiveKind
-from piper.runtime.comm.collective_ops import DEFINITIONS, Tensors
-from piper.runtime.comm.protocol import Begin, Group, tensors_of
+from piper.ir.ops import Group
+from piper.runtime.comm.collective_ops import DEFINITIONS, MemberTensors
+from piper.runtime.comm.protocol import Begin, tensors_of
 
 Name = str
 """A device's end of a communication, as errors call it."""
@@ -21,7 +22,7 @@ class Rendezvous:
 
     name: str
     participants: Sequence[Name]
-    arrived: dict[Name, Tensors] = field(default_factory=dict)
+    arrived: dict[Name, MemberTensors] = field(default_factory=dict)
     ready: list[torch.Event] = field(default_factory=list)
     """On an accelerator: when what the participants brought was there."""
     over: torch.Event | bool = False
@@ -60,8 +61,8 @@ class Hub:
         name: str,
         participants: Sequence[Name],
         me: Name,
-        tensors: Tensors,
-        move: Callable[[Sequence[Tensors]], None],
+        tensors: MemberTensors,
+        move: Callable[[Sequence[MemberTensors]], None],
     ) -> Rendezvous:
         """Take part in the communication ``key``; the last participant lets ``move`` do it."""
         rendezvous = self._open.get(key)
@@ -114,7 +115,7 @@ class Loopback:
         name = f"transfer from device {source} to device {to} (node {node})"
         arrive, key = self._hub.arrive, (node, (source, to))
 
-        def move(tensors: Sequence[Tensors]) -> None:
+        def move(tensors: Sequence[MemberTensors]) -> None:
             (sent,), (out,) = tensors
             out.copy_(sent)
 
@@ -128,7 +129,7 @@ class Loopback:
         name, me = f"{kind.value} (node {node})", f"device {self._device}"
         arrive, key, act = self._hub.arrive, (node, group), DEFINITIONS[kind].act
 
-        def move(given: Sequence[Tensors]) -> None:
+        def move(given: Sequence[MemberTensors]) -> None:
             act([tensors_of(one) for one in given])
 
         return lambda *given: arrive(key, name, participants, me, given, move)

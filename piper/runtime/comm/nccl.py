@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.ir.collectives import CollectiveKind
+from piper.ir.ops import Group
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import StreamRule
 from piper.runtime.comm.collective_ops import DEFINITIONS
 from piper.runtime.comm.communicators import Communicator, channel, collective, communicators_of
-from piper.runtime.comm.protocol import Begin, Group
+from piper.runtime.comm.protocol import Begin
 
 _c10d: Any = torch._C._distributed_c10d
 

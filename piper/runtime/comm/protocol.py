@@ -17,9 +17,7 @@ from torch import Tensor
 
 from piper.base.handles import Handle
 from piper.ir.collectives import CollectiveKind
-
-Group = tuple[int, ...]
-
+from piper.ir.ops import Group
 
 Begin = Callable[..., Handle | None]
 """Begins a communication: a message of one tensor, or a collective of those that its kind needs. On

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from piper.base.atomic import Kind
+from piper.base.atomic import FileKind
 from piper.base.errors import PiperError, warn
 from piper.state.checkpoint.index import INDEX
 from piper.state.checkpoint.verify_files import is_whole
 
-CHECKPOINT = Kind(
+CHECKPOINT = FileKind(
     "state",
     re.compile(r"(?P<stem>device-\d{5,}|rest)(-(?P<number>\d+))?\.safetensors"),
     (INDEX,),

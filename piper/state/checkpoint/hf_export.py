@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from piper.base.atomic import Kind
+from piper.base.atomic import FileKind
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.tensor_files import header_of, memory_of, pieces_in_order
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-PRETRAINED = Kind(
+PRETRAINED = FileKind(
     "model",
     re.compile(r"(?P<stem>model)(-(?P<number>\d{1,4}))?-\d{5}-of-\d{5}\.safetensors"),
     (WEIGHTS, WEIGHTS_INDEX),
@@ -33,7 +33,7 @@ PRETRAINED = Kind(
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WholeTensor:
     """Where a whole tensor is to lie."""
 
     key: str
@@ -48,8 +48,8 @@ class Target:
 
 
 def lay_out(
-    folder: Path, tensors: Mapping[str, Target], file_bytes: int, named: Callable[[str], str]
-) -> dict[str, Target]:
+    folder: Path, tensors: Mapping[str, WholeTensor], file_bytes: int, named: Callable[[str], str]
+) -> dict[str, WholeTensor]:
     """Make the files for ``tensors``, none of them much longer than ``file_bytes``, and the index
     that goes with them, in which they have the names that ``named`` gives; and say where each
     tensor is to lie."""
@@ -61,7 +61,7 @@ def lay_out(
             size = 0
         runs[-1].append(name)
         size += one.nbytes
-    found: dict[str, Target] = {}
+    found: dict[str, WholeTensor] = {}
     for place, names in enumerate(runs):
         file = WEIGHTS
         if len(runs) > 1:
@@ -76,14 +76,14 @@ def lay_out(
     return found
 
 
-def _make(folder: Path, file: str, tensors: Mapping[str, Target]) -> dict[str, Target]:
+def _make(folder: Path, file: str, tensors: Mapping[str, WholeTensor]) -> dict[str, WholeTensor]:
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header = header_of([(x.key, x.dtype, x.shape) for x in (tensors[name] for name in names)])
     at = len(header)
     found = {}
     for name in names:
         one = tensors[name]
-        found[name] = Target(one.key, one.dtype, one.shape, file, at)
+        found[name] = WholeTensor(one.key, one.dtype, one.shape, file, at)
         at += one.nbytes
     with (folder / file).open("xb") as content:
         content.write(header)
@@ -111,7 +111,7 @@ class SliceWriter:
             for descriptor in writer._files.values():
                 os.close(descriptor)
 
-    def write(self, target: Target, box: Box, tensor: Tensor) -> None:
+    def write(self, target: WholeTensor, box: Box, tensor: Tensor) -> None:
         """Put ``tensor`` at ``box`` of ``target``."""
         if target.file not in self._files:
             self._files[target.file] = os.open(self._folder / target.file, os.O_WRONLY)
@@ -119,7 +119,7 @@ class SliceWriter:
         first = sum(a * s for a, s in zip(box.start, strides, strict=True))
         self._put(target, target.offset + first * target.dtype.itemsize, strides, tensor.detach())
 
-    def _put(self, target: Target, at: int, strides: Sequence[int], tensor: Tensor) -> None:
+    def _put(self, target: WholeTensor, at: int, strides: Sequence[int], tensor: Tensor) -> None:
         size = target.dtype.itemsize
         inner = math.prod(tensor.shape[1:])
         if not tensor.dim() or strides[0] == inner:  # its rows lie one after another

@@ -45,7 +45,7 @@ from piper.state.checkpoint.tensor_files import (
     Extent,
     FileFacts,
     Reader,
-    Stored,
+    TensorInFile,
     refuse_overlaps,
     sizes,
 )
@@ -76,12 +76,12 @@ class Entry:
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
 
-    def within(self, box: Box) -> list[tuple[Box, Stored]]:
+    def within(self, box: Box) -> list[tuple[Box, TensorInFile]]:
         """The parts of ``box``, and what each one lies in."""
         found = []
         for one in self.slices:
             if (common := box.common(one.box)) is not None:
-                found.append((common, Stored(one.file, one.offset, self.dtype, one.box)))
+                found.append((common, TensorInFile(one.file, one.offset, self.dtype, one.box)))
         return found
 
     def read(self, reader: Reader, box: Box, into: Tensor, via: Sequence[torch.dtype] = ()) -> None:
@@ -94,7 +94,7 @@ Entries = Mapping[str, Entry]
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SavedValue:
     """What an optimizer keeps of a parameter, or of a shard of it, that has not its shape."""
 
     name: str
@@ -122,7 +122,7 @@ class Tensors:
     model: Entries = field(default_factory=dict)
     optimizer: Mapping[str, Entries] = field(default_factory=dict)
     stored: Entries = field(default_factory=dict)
-    values: tuple[Value, ...] = ()
+    values: tuple[SavedValue, ...] = ()
 
     @staticmethod
     def joined(parts: Iterable[Tensors]) -> Tensors:
@@ -130,7 +130,7 @@ class Tensors:
         model: dict[str, Entry] = {}
         optimizer: dict[str, dict[str, Entry]] = {}
         stored: dict[str, Entry] = {}
-        values: list[Value] = []
+        values: list[SavedValue] = []
         for part in parts:
             _join(model, part.model)
             for kind, entries in part.optimizer.items():
@@ -375,7 +375,7 @@ def _refuse_overlaps(tensors: Tensors, files: Mapping[str, FileFacts]) -> None:
             refuse_overlaps(extents)
 
 
-def _value(item: Any, stored: Entries) -> Value:
+def _value(item: Any, stored: Entries) -> SavedValue:
     name, kind, part, ways, value = _listed(item, 5, "a parameter, a kind, a part, ways, a value")
     for one in stored_names(value):
         if one not in stored:
@@ -383,7 +383,7 @@ def _value(item: Any, stored: Entries) -> Value:
     from_json(
         value, lambda key: torch.empty(stored[key].shape, dtype=stored[key].dtype, device="meta")
     )
-    return Value(string(name), string(kind), count(part), whole(ways, 1), value)
+    return SavedValue(string(name), string(kind), count(part), whole(ways, 1), value)
 
 
 def _plain(item: Any) -> Any:

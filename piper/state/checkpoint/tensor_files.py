@@ -84,7 +84,7 @@ def refuse_overlaps(extents: Iterable[Extent]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TensorToWrite:
     """A tensor to be written."""
 
     key: str
@@ -94,8 +94,8 @@ class Given:
     """Gives it when its turn comes."""
 
     @staticmethod
-    def of(key: str, tensor: Tensor) -> Given:
-        return Given(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+    def of(key: str, tensor: Tensor) -> TensorToWrite:
+        return TensorToWrite(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
     @property
     def nbytes(self) -> int:
@@ -119,12 +119,12 @@ class Written:
     tensors: Mapping[str, tuple[int, int]]
 
 
-def in_order(tensors: Sequence[Given]) -> list[Given]:
+def in_order(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
     """As they lie in a file: the widest types first, so that every one is aligned."""
     return sorted(tensors, key=lambda x: -x.dtype.itemsize)
 
 
-def write_file(path: Path, tensors: Sequence[Given]) -> Written:
+def write_file(path: Path, tensors: Sequence[TensorToWrite]) -> Written:
     """A new safetensors file at ``path``, which is on the disk when this returns."""
     header = header_of([(x.key, x.dtype, x.shape) for x in in_order(tensors)])
     at = len(header)
@@ -221,7 +221,7 @@ def _filled(file: BinaryIO, buffer: memoryview) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorInFile:
     """A tensor in a file: a slice of a larger one."""
 
     file: str
@@ -250,12 +250,16 @@ class Reader:
     ) -> None:
         self._close()
 
-    def read(self, into: Tensor, stored: Stored, box: Box, via: Sequence[torch.dtype] = ()) -> None:
+    def read(
+        self, into: Tensor, stored: TensorInFile, box: Box, via: Sequence[torch.dtype] = ()
+    ) -> None:
         """Copy ``box``, which lies inside what is stored, to ``into``, which has its shape. It is
         rounded to each dtype of ``via`` on the way."""
         self._read(into, stored, box.seen_from(stored.box), via)
 
-    def _read(self, into: Tensor, stored: Stored, box: Box, via: Sequence[torch.dtype]) -> None:
+    def _read(
+        self, into: Tensor, stored: TensorInFile, box: Box, via: Sequence[torch.dtype]
+    ) -> None:
         """``box`` is counted from where the stored slice begins."""
         strides = _strides(stored.box.shape)
         first = sum(a * s for a, s in zip(box.start, strides, strict=True))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.hf_export import SliceWriter, Target
+from piper.state.checkpoint.hf_export import SliceWriter, WholeTensor
 from piper.state.checkpoint.index import GroupEntry, Index, Tensors
-from piper.state.checkpoint.tensor_files import FileFacts, Given, Reader, write_file
+from piper.state.checkpoint.tensor_files import FileFacts, Reader, TensorToWrite, write_file
 from piper.state.device.device_state import DeviceState
 from piper.state.device.holding import Holding
 from piper.state.device.pieces import pieces_of, written_by
@@ -63,8 +63,8 @@ def in_memory(holding: Holding, device: int) -> Part:
     return _part(holding, str(device), None, holding.tensors(places))
 
 
-def _given(key: str, tensor: Tensor | Given) -> Given:
-    return tensor if isinstance(tensor, Given) else Given.of(key, tensor)
+def _given(key: str, tensor: Tensor | TensorToWrite) -> TensorToWrite:
+    return tensor if isinstance(tensor, TensorToWrite) else TensorToWrite.of(key, tensor)
 
 
 def _part(holding: Holding, file: str, facts: FileFacts | None, tensors: Tensors) -> Part:
@@ -74,7 +74,7 @@ def _part(holding: Holding, file: str, facts: FileFacts | None, tensors: Tensors
 
 
 def export_part(
-    state: DeviceState, folder: Path, targets: Mapping[str, Target], buffers: Collection[str]
+    state: DeviceState, folder: Path, targets: Mapping[str, WholeTensor], buffers: Collection[str]
 ) -> list[str]:
     """Write this device's share of the model's tensors to where they are to lie; their names."""
     found: dict[str, None] = {}

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.index import Entry, GroupEntry, Slice, Tensors, Value
-from piper.state.checkpoint.tensor_files import Given
+from piper.state.checkpoint.index import Entry, GroupEntry, SavedValue, Slice, Tensors
+from piper.state.checkpoint.tensor_files import TensorToWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Held:
     shape: tuple[int, ...]
     """Of the whole."""
     box: Box
-    tensor: Tensor | Given
+    tensor: Tensor | TensorToWrite
 
     @property
     def key(self) -> str:
@@ -31,7 +31,7 @@ class Held:
         return prefix + self.name + ("" if self.box == Box.whole(self.shape) else self.box.text)
 
 
-def whole(table: str, name: str, tensor: Tensor | Given) -> Held:
+def whole(table: str, name: str, tensor: Tensor | TensorToWrite) -> Held:
     shape = tuple(tensor.shape)
     return Held(table, name, shape, Box.whole(shape), tensor)
 
@@ -43,7 +43,7 @@ class Holding:
     slices: Sequence[Held] = ()
     buckets: Sequence[int | None] = ()
     """For each slice the bucket whose update alone changes it; None for buffers."""
-    values: tuple[Value, ...] = ()
+    values: tuple[SavedValue, ...] = ()
     groups: tuple[GroupEntry, ...] = ()
     scheduler: Any = None
     kind: str = ""

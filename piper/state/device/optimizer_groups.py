@@ -22,7 +22,7 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OptimizerGroup:
     """One group of one device's optimizer."""
 
     names: tuple[str, ...]
@@ -32,13 +32,13 @@ class Group:
     """What a scheduler keeps for this group."""
 
 
-def export_groups(state: DeviceState) -> list[Group]:
+def export_groups(state: DeviceState) -> list[OptimizerGroup]:
     """The groups of a device's optimizer."""
     if state.optimizer is None:
         return []
     schedule = {} if state.scheduler is None else state.scheduler.state_dict()
     return [
-        Group(
+        OptimizerGroup(
             names,
             copy.deepcopy(settings(group)) | {_KIND: kind},
             _of_group(schedule, i),
@@ -49,7 +49,9 @@ def export_groups(state: DeviceState) -> list[Group]:
     ]
 
 
-def match_groups(state: DeviceState, groups: Sequence[Group]) -> list[Group | None]:
+def match_groups(
+    state: DeviceState, groups: Sequence[OptimizerGroup]
+) -> list[OptimizerGroup | None]:
     """For each group of a device's optimizer, one of those that held the same parameters; they must
     agree."""
     if state.optimizer is None:
@@ -59,7 +61,7 @@ def match_groups(state: DeviceState, groups: Sequence[Group]) -> list[Group | No
 
 
 def restore_groups(
-    state: DeviceState, groups: Sequence[Group], schedule: Mapping[str, Any] | None
+    state: DeviceState, groups: Sequence[OptimizerGroup], schedule: Mapping[str, Any] | None
 ) -> None:
     """Give each group the settings of those that held the same parameters."""
     if state.optimizer is None:
@@ -99,7 +101,9 @@ def _kinds(state: DeviceState) -> list[str]:
     return [type(member).__name__ for member in members for _ in member.param_groups]
 
 
-def _match(names: tuple[str, ...], kind: str, groups: Sequence[Group]) -> Group | None:
+def _match(
+    names: tuple[str, ...], kind: str, groups: Sequence[OptimizerGroup]
+) -> OptimizerGroup | None:
     """The group that held these parameters, of the same kind of optimizer."""
     wanted = set(names)
     found = [group for group in groups if not wanted.isdisjoint(group.names)]

@@ -44,7 +44,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SliceTransfer:
     """A slice on its way from one device to another."""
 
     number: int
@@ -69,14 +69,14 @@ class Parcel:
     source: int
     to: int
     tag: int
-    moves: tuple[Move, ...]
+    moves: tuple[SliceTransfer, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(move.nbytes for move in self.moves)
 
 
-class Link(Protocol):
+class Messages(Protocol):
     """Messages between any two processes."""
 
     def send(self, data: Tensor, to: int, tag: int) -> Handle: ...
@@ -125,7 +125,7 @@ def requests(missing: Sequence[Wanted]) -> list[Request]:
 
 def parcels(index: Index, wanted: Mapping[int, Sequence[Request]], me: int) -> list[Parcel]:
     """All that ``me`` sends or receives, in order; ``wanted`` has every device's requests."""
-    pairs: dict[tuple[int, int], list[Move]] = {}
+    pairs: dict[tuple[int, int], list[SliceTransfer]] = {}
     tables = dict(index.tensors.tables())
     for to, rows in wanted.items():
         for number, request in enumerate(rows):
@@ -136,7 +136,7 @@ def parcels(index: Index, wanted: Mapping[int, Sequence[Request]], me: int) -> l
                     continue
                 for part in box.cut(files.BLOCK // request.dtype.itemsize):
                     sent, received = part.seen_from(stored.box), part.seen_from(request.box)
-                    move = Move(stored.offset, sent, number, received, request.dtype)
+                    move = SliceTransfer(stored.offset, sent, number, received, request.dtype)
                     pairs.setdefault((source, to), []).append(move)
     found = [one for (source, to), moves in pairs.items() for one in _packed(source, to, moves)]
     places = {device: i for i, device in enumerate(sorted({*wanted, *_givers(index)}))}
@@ -157,8 +157,8 @@ def _givers(index: Index) -> set[int]:
     }
 
 
-def _packed(source: int, to: int, moves: Iterable[Move]) -> list[Parcel]:
-    rows: list[list[Move]] = [[]]
+def _packed(source: int, to: int, moves: Iterable[SliceTransfer]) -> list[Parcel]:
+    rows: list[list[SliceTransfer]] = [[]]
     size = 0
     for move in moves:
         if rows[-1] and size + move.nbytes > files.BLOCK:
@@ -178,7 +178,7 @@ class Exchange:
         self._missing = missing
 
     @torch.no_grad()
-    def run(self, rows: Iterable[Parcel], link: Link) -> int:
+    def run(self, rows: Iterable[Parcel], link: Messages) -> int:
         """Send and receive; how many bytes were sent."""
         under_way: deque[tuple[Parcel, Tensor, Handle]] = deque()
         sent = 0
@@ -218,7 +218,7 @@ class Exchange:
             move.received.of(self._missing[move.request].into).copy_(slot)
 
 
-def _slots(parcel: Parcel, data: Tensor) -> Iterable[tuple[Move, Tensor]]:
+def _slots(parcel: Parcel, data: Tensor) -> Iterable[tuple[SliceTransfer, Tensor]]:
     at = 0
     for move in parcel.moves:
         size = move.sent.numel * move.dtype.itemsize

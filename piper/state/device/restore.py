@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from piper.base.errors import PiperError
 from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.index import Index, Value
+from piper.state.checkpoint.index import Index, SavedValue
 from piper.state.checkpoint.plain_values import from_json, stored_names
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.device_state import DeviceState, HeldBucket
 from piper.state.device.holding import MODEL, STORED
-from piper.state.device.optimizer_groups import Group, match_groups, restore_groups
+from piper.state.device.optimizer_groups import OptimizerGroup, match_groups, restore_groups
 from piper.state.device.pieces import pieces_of, whole_shard
 
 
@@ -45,8 +45,10 @@ def refusal(state: DeviceState, index: Index) -> str | None:
     return None
 
 
-def groups_of(index: Index) -> list[Group]:
-    return [Group(g.names, from_json(g.settings), from_json(g.schedule)) for g in index.groups]
+def groups_of(index: Index) -> list[OptimizerGroup]:
+    return [
+        OptimizerGroup(g.names, from_json(g.settings), from_json(g.schedule)) for g in index.groups
+    ]
 
 
 @torch.no_grad()
@@ -91,7 +93,7 @@ def _row(
 
 
 def _of_optimizer(
-    state: DeviceState, held: HeldBucket, index: Index, values: Mapping[str, Sequence[Value]]
+    state: DeviceState, held: HeldBucket, index: Index, values: Mapping[str, Sequence[SavedValue]]
 ) -> Iterator[Wanted]:
     assert state.optimizer is not None
     layout = held.layout
@@ -141,16 +143,16 @@ def _moved(item: Any, parameter: nn.Parameter, *, counters: bool) -> Any:
     return item
 
 
-def _values_by_name(index: Index) -> dict[str, list[Value]]:
-    found: dict[str, list[Value]] = {}
+def _values_by_name(index: Index) -> dict[str, list[SavedValue]]:
+    found: dict[str, list[SavedValue]] = {}
     for value in index.tensors.values:
         found.setdefault(value.name, []).append(value)
     return found
 
 
-def _values(layout: BucketLayout, name: str, rows: Sequence[Value]) -> dict[str, Any]:
+def _values(layout: BucketLayout, name: str, rows: Sequence[SavedValue]) -> dict[str, Any]:
     """By kind, what was kept of a parameter, or of this shard of it."""
-    kinds: dict[str, list[Value]] = {}
+    kinds: dict[str, list[SavedValue]] = {}
     for value in rows:
         kinds.setdefault(value.kind, []).append(value)
     found = {}

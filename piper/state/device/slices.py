@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from piper.base.reading import within
-from piper.state.checkpoint.index import GroupEntry, Value
+from piper.state.checkpoint.index import GroupEntry, SavedValue
 from piper.state.checkpoint.plain_values import to_json
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.device_state import DeviceState, HeldBucket
@@ -25,7 +25,7 @@ from piper.state.optimizer.factory import kind_of
 def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
     """What this device gives of the state, and the ``buffers`` that are its to give."""
     slices: list[Held] = []
-    values: list[Value] = []
+    values: list[SavedValue] = []
     buckets: list[int | None] = []
     for index, held in state.held.items():
         for place, fragment in written_by(held.layout):
@@ -108,7 +108,7 @@ def _piece_of_state(
     return piece.of_range(row, layout, fragment)
 
 
-def _value(slices: list[Held], name: str, kind: str, layout: BucketLayout, item: Any) -> Value:
+def _value(slices: list[Held], name: str, kind: str, layout: BucketLayout, item: Any) -> SavedValue:
     """A value of the optimizer's that is no tensor of the parameter's shape; large tensors in it
     are among ``slices``."""
 
@@ -119,4 +119,4 @@ def _value(slices: list[Held], name: str, kind: str, layout: BucketLayout, item:
 
     with within(f"{kind} of {name}"):
         value = to_json(item, store)
-    return Value(name, kind, layout.part, layout.bucket.ways, value)
+    return SavedValue(name, kind, layout.part, layout.bucket.ways, value)

@@ -41,7 +41,7 @@ from piper.state.optimizer.trials import (
     works_on_slices,
 )
 
-Shapes = Mapping[str, tuple[int, ...]]
+TrainedShapes = Mapping[str, tuple[int, ...]]
 """Of the trained parameters, by name and in the model's order."""
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -70,14 +70,14 @@ def make_scheduler(
     return found
 
 
-def sample_optimizer(factory: OptimizerFactory, trained: Shapes) -> torch.optim.Optimizer:
+def sample_optimizer(factory: OptimizerFactory, trained: TrainedShapes) -> torch.optim.Optimizer:
     """One for small parameters: of all names, if it is given names."""
     names = trained if takes_names(factory) else {"0": (0, 0)}
     return make(factory, _small(names))
 
 
 def sample_optimizer_of_all(
-    factory: OptimizerFactory, trained: Shapes
+    factory: OptimizerFactory, trained: TrainedShapes
 ) -> tuple[NamedParameters, torch.optim.Optimizer]:
     """One for small parameters of all names, and these."""
     given = _small(trained)
@@ -85,7 +85,7 @@ def sample_optimizer_of_all(
 
 
 def kept_kinds(
-    factory: OptimizerFactory, trained: Shapes, device: torch.device
+    factory: OptimizerFactory, trained: TrainedShapes, device: torch.device
 ) -> dict[str, frozenset[str]]:
     """By parameter, the names of what the optimizer keeps of it after a step."""
     with _trying("optimizer="), _own_randomness(device):
@@ -98,12 +98,12 @@ def kept_kinds(
     return {name: names for kind, names in zip(kinds, kept, strict=True) for name in kind.names}
 
 
-def _small(shapes: Shapes) -> list[tuple[str, nn.Parameter]]:
+def _small(shapes: TrainedShapes) -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(sample(0, small(shape)))) for name, shape in shapes.items()]
 
 
 def try_scheduler(
-    factory: OptimizerFactory | None, scheduler: SchedulerFactory | None, trained: Shapes
+    factory: OptimizerFactory | None, scheduler: SchedulerFactory | None, trained: TrainedShapes
 ) -> None:
     """Refuse a scheduler that cannot work, before anything is compiled."""
     if factory is not None and scheduler is not None:
@@ -141,7 +141,7 @@ class _Kind:
         return [(name, self.shape) for name in self.names[first:last]]
 
 
-def _kinds(factory: OptimizerFactory, trained: Shapes) -> list[_Kind]:
+def _kinds(factory: OptimizerFactory, trained: TrainedShapes) -> list[_Kind]:
     given = _small(trained)
     groups: dict[int, int] = {}
     if takes_names(factory):
@@ -163,7 +163,7 @@ def _samples(factory: OptimizerFactory, kinds: Sequence[_Kind]) -> Sequence[Samp
 
 
 def cost_of(
-    factory: OptimizerFactory | None, trained: Shapes, device: torch.device
+    factory: OptimizerFactory | None, trained: TrainedShapes, device: torch.device
 ) -> OptimizerCost:
     """What the optimizer keeps, what it needs while it updates, whether it steps as a whole, and
     which of the ``trained`` parameters it must be given whole. Of several kinds of parameters, what
@@ -248,7 +248,11 @@ def _tried(
 
 
 def check_factory(
-    factory: OptimizerFactory, cost: OptimizerCost, dag: Dag, trained: Shapes, device: torch.device
+    factory: OptimizerFactory,
+    cost: OptimizerCost,
+    dag: Dag,
+    trained: TrainedShapes,
+    device: torch.device,
 ) -> None:
     """Refuse an optimizer for a lowered step whose trained parameters have these shapes; ``cost``
     is what was found when it was tried."""
@@ -262,7 +266,7 @@ def check_factory(
 
 
 def _check_shards(
-    factory: OptimizerFactory, cost: OptimizerCost, dag: Dag, trained: Shapes
+    factory: OptimizerFactory, cost: OptimizerCost, dag: Dag, trained: TrainedShapes
 ) -> None:
     """Refuse to give an optimizer shards of tensors that it must have whole."""
     tensors = set(cost.tensors)
@@ -292,7 +296,7 @@ def _check_shards(
 
 
 def _check_across(
-    factory: OptimizerFactory, dag: Dag, trained: Shapes, device: torch.device
+    factory: OptimizerFactory, dag: Dag, trained: TrainedShapes, device: torch.device
 ) -> None:
     """Refuse to give an optimizer some of what it looks at together."""
     apart = _apart(dag.buckets)
@@ -350,7 +354,7 @@ def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]
     ) from error
 
 
-def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: Shapes) -> None:
+def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: TrainedShapes) -> None:
     """Refuse a factory of named parameters that cannot make an optimizer for what some device has,
     or makes another of it."""
     held: defaultdict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -386,12 +390,12 @@ def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: Shapes)
                 )
 
 
-def _settings(factory: OptimizerFactory, shapes: Shapes) -> dict[str, str]:
+def _settings(factory: OptimizerFactory, shapes: TrainedShapes) -> dict[str, str]:
     """By name, the optimizer and the group of each parameter."""
     given, optimizer = sample_optimizer_of_all(factory, shapes)
     found = settings_by_parameter(optimizer)
     return {name: found[id(parameter)] for name, parameter in given}
 
 
-def _name(factory: OptimizerFactory, trained: Shapes) -> str:
+def _name(factory: OptimizerFactory, trained: TrainedShapes) -> str:
     return kind_of(sample_optimizer(factory, trained))

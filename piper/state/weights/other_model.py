@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from piper.base.units import counted
 
 _SHOWN = 5
-Shape = Sequence[int]
+AnyShape = Sequence[int]
 
 
 def differences(
-    model: Mapping[str, Shape],
+    model: Mapping[str, AnyShape],
     missing: Sequence[str],
     extra: Mapping[str, str],
-    shapes: Mapping[str, tuple[Shape, Shape]],
+    shapes: Mapping[str, tuple[AnyShape, AnyShape]],
 ) -> str:
     """A sentence for each kind; empty if there is nothing to say. ``missing`` are names of
     ``model``, ``extra`` those that it has not, each with a note, ``shapes`` theirs and the

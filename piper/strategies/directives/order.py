@@ -26,7 +26,7 @@ from piper.ir.passes import Pass
 from piper.strategies.directives.crossing import natural, refuse_crossing
 from piper.strategies.directives.directive import Directive, plain_filter
 
-Resource = Group | int
+OrderedOn = Group | int
 _HALVES = (Pass.BI, Pass.BW)
 
 
@@ -45,12 +45,12 @@ class Order(Directive):
         dag = _divide(dag, [f for group in filters for f in group], me)
         finder = _Finder(dag, [f for group in filters for f in group])
         after: defaultdict[int, set[int]] = defaultdict(set)
-        last: dict[Resource, list[int]] = {}
+        last: dict[OrderedOn, list[int]] = {}
         seen: dict[int, Filter] = {}
         ordered: list[list[int]] = []
         for group in filters:
             ordered.append([])
-            ends: defaultdict[Resource, list[int]] = defaultdict(list)
+            ends: defaultdict[OrderedOn, list[int]] = defaultdict(list)
             for where in group:
                 for devices, row in finder.rows(where).items():
                     for number in row:
@@ -98,7 +98,7 @@ class _Finder:
         count = Counter(device for group in groups for device in group)
         self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
 
-    def resources(self, devices: Group) -> tuple[Resource, ...]:
+    def resources(self, devices: Group) -> tuple[OrderedOn, ...]:
         """What a row on ``devices`` shares with other rows: the group as a whole, or, if other
         groups have some of its devices, each device."""
         return (devices,) if devices in self._apart else devices

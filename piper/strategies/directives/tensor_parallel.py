@@ -17,7 +17,7 @@ from piper.ir.dag.dag import Dag, Node, name_of, region_of
 from piper.ir.rules import TensorRule
 from piper.ir.shards import Style
 
-Wanted = int | str
+ShardAlong = int | str
 _STYLES = {
     "column": Style.COLUMN,
     "colwise": Style.COLUMN,
@@ -41,7 +41,7 @@ def tensor_rules(
     me: int,
     numbers: Iterable[int],
     axis: str,
-    parameters: Mapping[str, Wanted] | None,
+    parameters: Mapping[str, ShardAlong] | None,
     sequence: bool,
     stream: str,
 ) -> Dag:
@@ -139,7 +139,7 @@ def _division(node: Node, axis: str, name: str) -> tuple[int, int]:
 class _Chosen:
     """The parameters that patterns name."""
 
-    def __init__(self, dag: Dag, patterns: Mapping[str, Wanted] | None) -> None:
+    def __init__(self, dag: Dag, patterns: Mapping[str, ShardAlong] | None) -> None:
         self._dag = dag
         self._given = patterns is not None
         declared = dag.model.declared

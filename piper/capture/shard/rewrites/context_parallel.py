@@ -17,10 +17,11 @@ from torch.distributed.tensor import Shard
 
 from piper.base.errors import CaptureError
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
-from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION, arguments
 from piper.capture.shard.rewrites.vocab_parallel import Emitter, Rewrite
 from piper.capture.shard.shard_axis import ShardAxis
+from piper.ir.layouts import Placement
 
 _SEQUENCE = Shard(2)
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from piper.capture.shard.rewrites.fused_weights import Packed
+from piper.capture.shard.rewrites.fused_weights import ShardedSections
 
 aten = torch.ops.aten
 VIEWS = (
@@ -26,7 +26,7 @@ VIEWS = (
 )
 
 
-def flattened(node: fx.Node, now: Mapping[fx.Node, Any], parts: int) -> Packed | None:
+def flattened(node: fx.Node, now: Mapping[fx.Node, Any], parts: int) -> ShardedSections | None:
     """The placement of a view of a shard whose dimension is merged with those before it."""
     if node.target not in VIEWS or len(now) != 1:
         return None
@@ -42,11 +42,13 @@ def flattened(node: fx.Node, now: Mapping[fx.Node, Any], parts: int) -> Packed |
             continue
         section = size // rows
         if section % shape[placement.dim] == 0 and section % parts == 0:
-            return Packed(dim, (section,) * rows)
+            return ShardedSections(dim, (section,) * rows)
     return None
 
 
-def unflattened(node: fx.Node, packed: Packed, parts: int) -> Shard | Packed | None:
+def unflattened(
+    node: fx.Node, packed: ShardedSections, parts: int
+) -> Shard | ShardedSections | None:
     """The placement of a view of sections that are sharded each for itself."""
     (source,) = node.all_input_nodes
     shape, made = source.meta["val"].shape, node.meta["val"].shape
@@ -63,5 +65,5 @@ def unflattened(node: fx.Node, packed: Packed, parts: int) -> Shard | Packed | N
             section, left = divmod(size, rows)
             whole = packed.sections[0] % section == 0 or section % packed.sections[0] == 0
             even = not left and section % parts == 0
-            return Packed(dim, (section,) * rows) if even and whole else None
+            return ShardedSections(dim, (section,) * rows) if even and whole else None
     return None

@@ -34,7 +34,7 @@ TURNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class ShardedSections:
     """Each of several sections of a dimension is sharded for itself."""
 
     dim: int
@@ -43,13 +43,13 @@ class Packed:
     def __str__(self) -> str:
         return f"S({self.dim}) of {list(self.sections)}"
 
-    def on(self, dim: int, size: int, ways: int) -> Packed | None:
+    def on(self, dim: int, size: int, ways: int) -> ShardedSections | None:
         """The same where the sections lie along ``dim`` of ``size``; None where shards would not be
         even there."""
         unit, rest = divmod(sum(self.sections), size)
         if rest or any(n % (unit * ways) for n in self.sections):
             return None
-        return Packed(dim, tuple(n // unit for n in self.sections))
+        return ShardedSections(dim, tuple(n // unit for n in self.sections))
 
 
 def sections_of(product: fx.Node) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def _viewed(shape: Sequence[int], other: Sequence[int], dim: int) -> int | None:
     return None
 
 
-def section(node: fx.Node, packed: Packed) -> int | None:
+def section(node: fx.Node, packed: ShardedSections) -> int | None:
     """Which of the sections a slice takes, if it is one."""
     taken = bounds(node, sum(packed.sections))
     edges = itertools.pairwise([0, *itertools.accumulate(packed.sections)])

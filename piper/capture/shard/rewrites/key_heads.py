@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
-from piper.capture.shard.placements import REPLICATED, Placement
+from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.flattening import VIEWS
 from piper.capture.shard.rewrites.vocab_parallel import Emitter, Rewrite
+from piper.ir.layouts import Placement
 
 aten = torch.ops.aten
 _EACH_HEAD = (

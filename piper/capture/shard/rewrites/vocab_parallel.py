@@ -16,10 +16,11 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
-from piper.capture.shard.local_graph import Given
-from piper.capture.shard.placements import REPLICATED, Placement
-from piper.capture.shard.rewrites.fused_weights import Packed
+from piper.capture.shard.local_graph import LocalLayout
+from piper.capture.shard.placements import REPLICATED
+from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.shard_axis import ShardAxis
+from piper.ir.layouts import Placement
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ class Rewrite:
     """What an operation becomes, and how its result is placed."""
 
     local: fx.Node
-    placement: Given
+    placement: LocalLayout
     sharded: bool
 
 
@@ -77,20 +78,20 @@ def on_shards(
         logits, target = placed[loss.logits], placed[loss.target]
         if logits == Shard(1) and target == REPLICATED and not emit.axis.head_tail:
             return _classes(loss, local[loss.logits], local[loss.target], emit)
-        if logits == target and (logits == Shard(0) or isinstance(logits, Packed)):
+        if logits == target and (logits == Shard(0) or isinstance(logits, ShardedSections)):
             return _rows(loss, logits, local[loss.logits], local[loss.target], emit)
     return None
 
 
-def wanted_target(node: fx.Node, placed: Mapping[fx.Node, Any]) -> dict[fx.Node, Given]:
+def wanted_target(node: fx.Node, placed: Mapping[fx.Node, Any]) -> dict[fx.Node, LocalLayout]:
     """How else the inputs of an operation must be placed for its rewrite."""
     loss = _Loss.of(node) if node.target is aten.cross_entropy_loss.default else None
     if loss is None:
         return {}
     logits, target = placed[loss.logits], placed[loss.target]
-    if isinstance(logits, Packed) and logits.dim == 0:
+    if isinstance(logits, ShardedSections) and logits.dim == 0:
         return {loss.target: logits}
-    elsewhere = target == REPLICATED or isinstance(target, Packed)
+    elsewhere = target == REPLICATED or isinstance(target, ShardedSections)
     return {loss.target: Shard(0)} if logits == Shard(0) and elsewhere else {}
 
 
@@ -196,7 +197,7 @@ def _without_padding(x: fx.Node, size: int, whole: int, emit: Emitter) -> fx.Nod
     return emit.call(aten.masked_fill.Scalar, x, after, float("-inf"))
 
 
-def _rows(loss: _Loss, placed: Given, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite:
+def _rows(loss: _Loss, placed: LocalLayout, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite:
     if loss.reduction not in (_MEAN, _SUM):
         losses = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
         return Rewrite(losses, placed, sharded=True)
