@@ -1,7 +1,7 @@
 """One thread for torch in every test process: several processes share the cores, and some CPU
 kernels (``index_put`` with ``accumulate``) give the same bits only on one thread.
 
-``pytest tests/test_properties.py --examples 10000 -s`` tries more random strategies.
+``pytest tests/strategies/test_properties.py --examples 10000 -s`` tries more random strategies.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from piper.lower.lower import lower
 from piper.strategies.strategy import Strategy
 from tests.facts import at
 from tests.pages import run_page, same
-from tests.test_strategy_errors import MISTAKES, REFUSALS, WRONG_JSON
+from tests.strategies.test_strategy_errors import MISTAKES, REFUSALS, WRONG_JSON
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

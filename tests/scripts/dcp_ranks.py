@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from piper.state.checkpoint.dcp import CheckpointReader
-from tests.test_dcp import once
+from tests.state.test_dcp import once
 
 
 def placed(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@
 
 Under torchrun each rank leaves ``numbers.RANK``; with ``--virtual`` one process leaves
 ``numbers``. Beside them are plain and background saves of the same states. ``FOLDER/weights`` has
-the first weights of ``tests.test_weights.Wide``.
+the first weights of ``tests.state.test_weights.Wide``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import piper
 from piper import place, replicate
 from tests.scripts import switched
 from tests.scripts.switched import batch, losses
-from tests.test_weights import wide
+from tests.state.test_weights import wide
 from tests.training import one_f_one_b, pipeline, shared_captures
 
 switched.STRATEGIES |= {

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import piper
-from tests.test_outputs import batch, net
+from tests.capture.test_outputs import batch, net
 
 
 def main(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import piper
-from tests.test_weights import ZERO3, wide
+from tests.state.test_weights import ZERO3, wide
 
 
 def main(folder: Path, other: Path) -> None:

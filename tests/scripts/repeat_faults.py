@@ -32,5 +32,5 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     times, *more = sys.argv[1:]
     plugin = ["-p", "tests.scripts.repeat_faults", "--times", times]
-    tests = ["tests/test_processes.py", "tests/test_torchrun.py"]
+    tests = ["tests/launch/test_processes.py", "tests/launch/test_torchrun.py"]
     sys.exit(pytest.main([*plugin, "-m", "not gpu", "-q", "--numprocesses", "2", *tests, *more]))

@@ -1,0 +1,394 @@
+"""The command line: every command, its help, its JSON, its exit codes, in this process and as a
+program of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import piper
+from piper.base.units import nbytes_of
+from piper.cli.app import app
+from piper.cli.options import cluster_of
+from piper.cli.scripts import job_in, meshed
+from piper.launch.launch import Where
+from piper.strategies import mesh
+from tests.strategies.test_strategy_errors import MISTAKES, Mistake
+
+SCRIPT = """
+import torch
+from torch import nn
+import piper
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        with piper.annotate("embed"):
+            x = self.embed(x)
+        for layer in self.layers:
+            with piper.annotate("layer"):
+                x = x + torch.tanh(layer(x))
+        with piper.annotate("head"):
+            return self.head(x)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        x = torch.randn(8, 4, generator=generator)
+        yield x, x
+
+
+def job():
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    return piper.Job(
+        Net(),
+        inputs=(x,),
+        targets=(x,),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        batches=batches,
+    )
+"""
+TWO = "pp=2,dp=2,schedule=1f1b,microbatches=2,zero=1"
+COMMANDS = ("train", "check", "show", "simulate", "profile", "compare")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("job") / "small_job.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    found = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "100"})
+    assert found.exit_code == code, found.output
+    return found
+
+
+def run_json(*arguments: object, code: int = 0) -> Any:
+    """The one line of JSON that a command prints."""
+    (line,) = run(*arguments, "--json", code=code).stdout.splitlines()
+    return json.loads(line)
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command() -> None:
+    text = run("--help").stdout
+    assert all(re.search(rf"^\W+{name} ", text, re.M) for name in COMMANDS)
+    assert "0 done, 1 refused, 2 wrong usage, 3 a run failed" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(command: str) -> None:
+    text = run(command, "--help").stdout
+    assert f"Example: piper {command} " in " ".join(text.split())
+    assert "--json" in text
+    assert run(command, code=2).output  # without arguments, the same
+
+
+def test_the_version_is_printed() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", run("--version").stdout.strip())
+
+
+def test_a_shell_can_complete() -> None:
+    asked = {"_PIPER_COMPLETE": "complete_bash", "COMP_WORDS": "piper s", "COMP_CWORD": "1"}
+    found = CliRunner().invoke(app, [], prog_name="piper", env=asked).output
+    assert found.split() == ["show", "simulate"]
+    asked = {
+        "_PIPER_COMPLETE": "complete_bash",
+        "COMP_WORDS": "piper train --on ",
+        "COMP_CWORD": "3",
+    }
+    found = CliRunner().invoke(app, [], prog_name="piper", env=asked).output
+    assert found.split() == [where.value for where in Where]
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+def test_check_verifies_and_shows_memory(script: str) -> None:
+    text = run("check", script, "--mesh", TWO).stdout
+    assert "4 devices, 2 microbatches" in text
+    assert "verified" in text
+    assert "peak" in text
+    found = run_json("check", script, "--mesh", TWO)
+    assert found["devices"] == [0, 1, 2, 3]
+    program = job_in(Path(script)).compile(meshed(TWO))
+    assert [m["peak_bytes"] for m in found["memory"]] == [m.peak for m in program.memory]
+    assert [sum(m["at_peak"].values()) for m in found["memory"]] == [m.peak for m in program.memory]
+    assert [t["bytes"] for t in found["traffic"]] == [t.nbytes for t in program.traffic]
+
+
+def test_check_reads_strategies_from_files(script: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(meshed(TWO).to_json()))
+    assert run_json("check", script, "--strategy", path)["plans"] == 2
+
+
+def test_check_refuses_what_does_not_fit(script: str) -> None:
+    assert "fits" in run("check", script, "-m", TWO, "--memory-limit", "1MiB").stdout
+    found = run("check", script, "-m", TWO, "--memory-limit", "512B", code=1)
+    assert "memory_limit=512 is not enough" in found.stderr
+    error = run_json("check", script, "-m", TWO, "--memory-limit", "512B", code=1)["error"]
+    assert error["kind"] == "DirectiveError"
+
+
+SAME = [
+    m
+    for m in MISTAKES
+    if m.model() == Mistake("", m.wrong, ()).model()
+    and not m.name.startswith(("no match", "counts", "two levels"))
+    and "EP" not in str(m.wrong)
+    and m.name != "not expert-major"
+]
+"""Mistakes of the compiler's own table that a plain chain of layers can make too."""
+KINDS = {type(m.wrong).__name__: m for m in SAME}
+
+
+def refused(script: str, mistake: Mistake, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    written = [directive.to_json() for directive in [*mistake.after, mistake.wrong]]
+    path.write_text(json.dumps(written, default=str))
+    found = run("check", script, "--strategy", path, code=1)
+    text = " ".join(found.stderr.split())
+    assert text.startswith("error: ")
+    assert all(" ".join(part.split()) in text for part in mistake.says)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_check_prints_what_the_table_of_errors_promises(
+    kind: str, script: str, tmp_path: Path
+) -> None:
+    refused(script, KINDS[kind], tmp_path)
+
+
+@pytest.mark.cases(fast=0, slow=5)
+@pytest.mark.parametrize("mistake", SAME, ids=lambda m: m.name)
+def test_check_prints_all_of_the_table(mistake: Mistake, script: str, tmp_path: Path) -> None:
+    refused(script, mistake, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--mesh", "pp"], "'pp' is not of the form name=value"),
+        (["--mesh", "pipelines=2"], "mesh() has no argument 'pipelines'"),
+        (["--mesh", "pp=2,dp=3,ep=2"], "ep=2 does not divide"),
+        (["--mesh", "pp=2,schedule=nine"], "nine"),
+        ([], "the job has no strategy"),
+        (["--strategy", "nowhere.json"], "nowhere.json"),
+        (["--strategy", "nowhere.json", "--mesh", "pp=2"], "not both"),
+        (["--mesh", "pp=2", "--memory-limit", "much"], "'much' is not a valid size"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_trace(
+    arguments: list[str], says: str, script: str
+) -> None:
+    found = run("check", script, *arguments, code=1)
+    assert says in " ".join(found.stderr.split())
+    assert "Traceback" not in found.output
+    assert says in run_json("check", script, *arguments, code=1)["error"]["message"]
+
+
+def test_scripts_without_a_job_are_refused(tmp_path: Path) -> None:
+    for name, text, says in (
+        ("none.py", "", "defines no job"),
+        ("other.py", "job = 3", "found int"),
+        ("made.py", "def job(): return 3", "found int"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert says in " ".join(run("check", tmp_path / name, code=1).stderr.split())
+    assert "there is no script" in run("check", tmp_path / "nowhere.py", code=1).stderr
+    run("check", code=2)
+    run("fly", code=2)
+
+
+# --- show, simulate, compare ---------------------------------------------------------------------
+
+
+def test_show_draws_the_grid_and_writes_pages(script: str, tmp_path: Path) -> None:
+    grid = run("show", script, "-m", TWO).stdout
+    assert "device 0,1" in grid
+    assert "idle" in grid
+    pages = tmp_path / "t.html", tmp_path / "d.html"
+    found = run("show", script, "-m", TWO, "--timeline", pages[0], "--dag", pages[1])
+    assert all(str(page.name) in "".join(found.stderr.split()) for page in pages)
+    assert all(page.read_text().startswith("<!doctype html>") for page in pages)
+    assert "plan of devices" in run("show", script, "-m", TWO, "--text").stdout
+    assert len(run_json("show", script, "-m", TWO)["schedule"]) == 2
+
+
+def test_simulate_on_a_file_and_on_a_name(script: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(piper.Cluster.of("H100", 4).to_toml())
+    trace = tmp_path / "trace.json"
+    one = run_json("simulate", script, "-m", TWO, "--cluster", path, "--trace", trace)
+    other = run_json("simulate", script, "-m", TWO, "--cluster", "4xH100")
+    assert one["seconds"] == other["seconds"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    text = run("simulate", script, "-m", TWO, "--cluster", "2x2xA100-80").stdout
+    assert "MFU" in text
+    assert "bubble" in text
+    assert "up to number 3" in run("simulate", script, "-m", TWO, "-c", "2xH100", code=1).stderr
+    assert "no device 'H1'" in run("simulate", script, "-m", TWO, "-c", "8xH1", code=1).stderr
+
+
+def test_a_saved_program_can_be_shown_again(script: str, tmp_path: Path) -> None:
+    job_in(Path(script)).compile(meshed(TWO)).save(tmp_path / "program")
+    one = run_json("simulate", tmp_path / "program", "-c", "4xH100")
+    assert one["seconds"] == run_json("simulate", script, "-m", TWO, "-c", "4xH100")["seconds"]
+    found = run("check", tmp_path / "program", "-m", TWO, code=1)
+    assert "whose strategy is fixed" in " ".join(found.stderr.split())
+    run("check", tmp_path / "program", "--memory-limit", "512B", code=1)
+
+
+def test_compare_strategies_and_results(script: str, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(json.dumps(mesh(pp=2, schedule="gpipe", microbatches=2).to_json()))
+    b.write_text(json.dumps(mesh(pp=2, schedule="1f1b", microbatches=4).to_json()))
+    page = tmp_path / "both.html"
+    where = ("--script", script, "--cluster", "2xH100")
+    assert "second / first" in run("compare", a, b, *where, "--timeline", page).stdout
+    assert page.exists()
+    found = run_json("compare", a, b, *where)
+    assert found["second_over_first"]["seconds"] == pytest.approx(
+        found["second"]["seconds"] / found["first"]["seconds"]
+    )
+    for path, key in ((a, "first"), (b, "second")):
+        path.write_text(json.dumps(found[key]))
+    assert run_json("compare", a, b) == found
+    assert "figures only" in run("compare", a, b, "--timeline", page, code=1).stderr
+    a.write_text(json.dumps(mesh(pp=2).to_json()))
+    assert "--script" in run("compare", a, b, code=1).stderr
+
+
+# --- profile and train ---------------------------------------------------------------------------
+
+
+def test_profile_writes_all_there_is(script: str, tmp_path: Path) -> None:
+    page, trace, costs = tmp_path / "t.html", tmp_path / "t.json", tmp_path / "c.json"
+    files = ("--timeline", page, "--trace", trace, "--costs", costs)
+    found = run_json("profile", script, "-m", TWO, "--kernels", *files, "-c", "4xCPU")
+    assert len(found["steps_seconds"]) == 3
+    assert set(found["devices"]) == {"0", "1", "2", "3"}
+    events = json.loads(trace.read_text())["traceEvents"]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    assert any("addmm" in e["name"] or "mm" in e["name"] for e in kernels)
+    assert all(e["name"].startswith(e["args"]["node"]) for e in kernels)
+    again = run_json("simulate", script, "-m", "pp=2", "-c", "2xCPU", "--profile", costs)
+    assert again["seconds"] > 0
+    assert page.exists()
+
+
+def test_training_goes_on_where_it_was_saved(script: str, tmp_path: Path) -> None:
+    state = tmp_path / "state.pt"
+    lines = run("train", script, "-m", TWO, "--json").stdout.splitlines()
+    whole = [json.loads(line)["loss"] for line in lines]
+    assert len(whole) == 6  # until the batches end
+    first = run("train", script, "-m", TWO, "--steps", 3, "--save", state, "--json")
+    then = run("train", script, "-m", "pp=2,microbatches=2", "--load", state, "--json")
+    losses = [json.loads(x) for x in (*first.stdout.splitlines(), *then.stdout.splitlines())]
+    assert [x["step"] for x in losses] == [1, 2, 3, 4, 5, 6]
+    assert [x["loss"] for x in losses] == pytest.approx(whole, rel=1e-6)
+    assert "step 1: loss" in run("train", script, "-m", TWO, "--steps", 1).stdout
+
+
+def test_more_steps_than_batches_are_another_pass(script: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    lines = run("train", script, "-m", TWO, "--steps", 9, "--json").stdout.splitlines()
+    whole = [json.loads(line) for line in lines]
+    assert [x["step"] for x in whole] == list(range(1, 10))  # of six batches
+    run("train", script, "-m", TWO, "--save", state)
+    then = run("train", script, "-m", TWO, "--load", state, "--steps", 3, "--json")
+    losses = [json.loads(line)["loss"] for line in then.stdout.splitlines()]
+    assert losses == pytest.approx([x["loss"] for x in whole[6:]], rel=1e-6)
+    words = run("train", script, "-m", TWO, "--load", state, code=1).stderr
+    assert "the batches end after step 6, and the checkpoint is of step 6" in words
+
+
+def test_batches_may_be_a_loader(tmp_path: Path) -> None:
+    path = tmp_path / "loader_job.py"
+    path.write_text(SCRIPT.replace("batches=batches", "batches=list(batches())"))
+    assert "step 2: loss" in run("train", path, "-m", TWO, "--steps", 2).stdout
+
+
+def test_a_run_that_fails_has_a_code_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "failing_job.py"
+    broken = "def batches():\n    yield torch.full((8, 4), float('nan')), torch.zeros(8, 4)\n"
+    wrong = "optimizer=lambda params: Failing(params)"
+    text = SCRIPT.replace("optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)", wrong)
+    text += broken + (
+        "class Failing(torch.optim.SGD):\n"
+        "    steps = 0\n"
+        "    def __init__(self, params):\n"
+        "        super().__init__(params, lr=0.1)\n"
+        "    def step(self, closure=None):\n"
+        "        if all(p.numel() > 4 * 4 * 8 for g in self.param_groups for p in g['params']):\n"
+        "            return super().step()\n"
+        "        if any(p.grad is not None and p.grad.isnan().any()\n"
+        "               for g in self.param_groups for p in g['params']):\n"
+        "            raise ValueError('no numbers')\n"
+        "        return super().step()\n"
+    )
+    path.write_text(text)
+    found = run("train", path, "-m", TWO, code=3)
+    assert "no numbers" in found.stderr
+    assert run_json("train", path, "-m", TWO, code=3)["error"]["kind"] == "InstructionError"
+
+
+@pytest.mark.slow
+def test_the_program_itself_on_processes(script: str, tmp_path: Path) -> None:
+    """As installed: a process of its own, with workers."""
+    command = [sys.executable, "-m", "piper", "train", script, "--mesh", "pp=2,microbatches=2"]
+    done = subprocess.run(
+        [*command, "--on", "processes", "--steps", "2", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
+    here = run("train", script, "-m", "pp=2,microbatches=2", "--steps", 2, "--json").stdout
+    assert losses == [json.loads(line)["loss"] for line in here.splitlines()]
+
+
+def test_it_is_a_program() -> None:
+    command = [sys.executable, "-m", "piper", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", done.stdout.strip())
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("80GiB", 80 * 2**30), ("1.5 mb", 1_500_000), ("12", 12), ("2K", 2048), (80e9, 80 * 10**9)],
+)
+def test_sizes(text: str | float, nbytes: int) -> None:
+    assert nbytes_of("--memory-limit", text) == nbytes
+
+
+def test_clusters_by_name() -> None:
+    assert len(cluster_of("8xH100")) == 8
+    assert len(cluster_of("4x8xH200").machines) == 4
+    assert cluster_of("2xMI300X").device(0).name == "MI300X"

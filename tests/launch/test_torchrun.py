@@ -1,0 +1,110 @@
+"""Training under ``torchrun``: every process gets the numbers of virtual devices, bit for bit.
+
+Processes take seconds to start, so one set of four of them trains under all strategies in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import piper
+from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, batches, differences, numbers
+from tests.training import shared_captures
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 300
+"""Seconds after which a run hangs."""
+
+
+@contextmanager
+def torchrun(processes: int, script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+    """A script of ``tests/scripts`` under torchrun; nothing of it is left in the end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    found = subprocess.Popen(
+        [*command, str(processes), str(ROOT / "tests" / "scripts" / script), *map(str, args)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield found
+    finally:
+        if found.poll() is None:
+            os.killpg(found.pid, signal.SIGKILL)
+            found.communicate()
+
+
+def test_many_strategies_on_four_processes(tmp_path: Path) -> None:
+    with shared_captures():
+        programs = [case.compile() for case in ON_FOUR.values()]
+    for i, program in enumerate(programs):
+        program.save(tmp_path / str(i))
+    ON_ONE.compile().save(tmp_path / "wrong")
+    *others, last = programs
+    with piper.launch(last) as trainer:
+        trainer.step(*batches()[1])
+        trainer.save(tmp_path / "before")
+    with torchrun(4, "replay.py", tmp_path) as run:
+        expected = [numbers_on_virtual_devices(program) for program in others]
+        with piper.launch(last) as trainer:
+            trainer.load(tmp_path / "before")
+            expected.append(numbers(trainer))
+            _, errors = run.communicate(timeout=LIMIT)
+            assert not run.returncode, errors
+            after = trainer.step(*batches()[0]).loss
+            trainer.load(tmp_path / "after")
+            assert torch.equal(trainer.step(*batches()[0]).loss, after)
+    wrong = []
+    for rank in range(4):
+        found = torch.load(tmp_path / f"numbers.{rank}")
+        for name, should in zip(ON_FOUR, expected, strict=True):
+            if names := differences(found[name], should):
+                wrong.append(f"{name}, process {rank}: {', '.join(names)}")
+        assert (tmp_path / f"refused.{rank}").read_text() == (
+            "the program runs on 1 device, but torchrun started 4 processes: use --nproc-per-node "
+            "and --nnodes so that they are as many"
+        )
+    assert not wrong, "\n".join(wrong)
+
+
+def numbers_on_virtual_devices(program: piper.Program) -> dict[str, torch.Tensor]:
+    with piper.launch(program) as trainer:
+        return numbers(trainer)
+
+
+def test_a_script_that_compiles_trains_and_fails() -> None:
+    with torchrun(2, "user.py") as run:
+        program = ON_TWO["experts, ZeRO-3, counted, clipped"].compile()
+        with piper.launch(program) as trainer:
+            losses = [float(trainer.step(*batch).loss).hex() for batch in batches()]
+        output, errors = run.communicate(timeout=LIMIT)
+    found = [line.split() for line in output.splitlines()]
+    for rank in range(2):
+        assert [loss for r, loss in found if r == str(rank)] == [*losses, *losses], errors
+    assert run.returncode == 1
+    assert "instruction" in errors
+    assert "ToldToFailError: told to fail" in errors
+
+
+def test_a_script_without_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    program = ON_ONE.compile()
+    with pytest.raises(piper.PiperError, match="start the script with torchrun"):
+        piper.launch(program, on="torchrun")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(piper.PiperError, match="needs WORLD_SIZE, MASTER_ADDR"):
+        piper.launch(program, on="torchrun")
