@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import piper
-from piper.models.text_data import ByteBatches, stdlib_bytes
+from piper.models import ByteBatches, stdlib_bytes
 from piper.strategies import mesh
 
 TAGS = {

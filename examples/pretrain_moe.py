@@ -23,8 +23,7 @@ import piper
 from piper.callbacks.loggers import TensorBoard
 from piper.launch.trainer.callback import Callback
 from piper.launch.trainer.step_result import StepResult
-from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.models.text_data import ByteBatches, stdlib_bytes
+from piper.models import ByteBatches, MoEConfig, MoETransformer, lm_loss, stdlib_bytes
 from piper.strategies import mesh
 
 

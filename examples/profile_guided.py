@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import piper
-from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.models.text_data import ByteBatches, stdlib_bytes
+from piper.models import ByteBatches, MoEConfig, MoETransformer, lm_loss, stdlib_bytes
 from piper.strategies import dualpipev, mesh
 
 BATCH, SEQ, STEPS, PROFILED = 16, 16, 3, 5

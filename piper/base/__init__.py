@@ -1,1 +1,1 @@
-"""Errors, units, records and their files: used by every room, about none."""
+"""Errors, units, JSON records and files. Every package uses these; they import no other one."""

@@ -1,5 +1,5 @@
-"""Arguments that a function does not have, refused in the family of errors: by name, with the one
-that was probably meant and all that there are."""
+"""Calls with unknown arguments raise a ``PiperError`` that names the argument, the closest match
+and all valid names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ R = TypeVar("R")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question that names what is spelled most like ``name``; empty if nothing is."""
+    """The question "did you mean ...?" with the closest match to ``name``; empty if none."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f": did you mean {close[0]}?" if close else ""
 
 
 def named_arguments(kind: type[PiperError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a call that does not fit a function's signature be refused with ``kind``."""
+    """A decorator: a call that does not match the function's signature raises ``kind``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)

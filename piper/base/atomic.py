@@ -1,14 +1,14 @@
-"""Files that take their place in a folder together, beside files of others, which stay.
+"""Files that replace an earlier set of files in a folder atomically. Other files there stay.
 
-    run/.state.saving-5f0c2a91-4711-9d3e21b7   being written, by process 4711 of a machine
-    run/state                                  the files, by one rename, if there was no such folder
+    run/.state.saving-5f0c2a91-4711-9d3e21b7   being written, by process 4711 of machine 5f0c2a91
+    run/state                                  the files, after one rename, if the folder is new
 
-Where the folder exists, new parts enter it under names that are free, then one rename replaces the
-file that names them, the marker, and then the parts of an earlier save are removed. Whatever ends
-that in between, the folder has the earlier files or the new ones.
+If the folder exists, new parts enter it under unused names. Then one rename replaces the marker,
+the file that lists the parts. Then the parts of the earlier save are removed. If the process dies
+in between, the folder holds the complete earlier save or the complete new one.
 
-What a killed save has left is removed by the next one beside it, if its process is known to be dead
-or nothing was written there for a day: another job, maybe on another machine, may write there too.
+The next save in the same place removes the leftovers of a killed save, but only if its process is
+dead or nothing was written for a day: another job, perhaps on another machine, may write there too.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ _LEFT = re.compile(r"\..*\.saving-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Files that are written together, by their names."""
+    """The names of files that are saved together."""
 
     what: str
-    """What they hold, for messages."""
+    """The noun for messages, such as "program"."""
     parts: re.Pattern[str]
-    """With a group ``stem``, after which ``-1`` and so on may stand, the group ``number``."""
+    """Matches the name of a part. Group ``stem`` is the plain name; group ``number`` holds the
+    digits of a suffix such as ``-1`` after it."""
     markers: tuple[str, ...]
-    """Files that name the parts: without one of them, parts are nothing."""
+    """Files that list the parts. Parts without a marker are not a valid save."""
     head: bytes = b""
-    """What a marker has near its beginning, unless others write such files too."""
+    """Bytes within the first 4 KiB of every marker of ours; empty if markers are not checked."""
 
     def owned(self, folder: Path) -> list[str]:
-        """The names in ``folder`` that are of this kind, markers first."""
+        """The names in ``folder`` of this kind, markers first."""
         names = sorted(os.listdir(folder))
         markers = [name for name in self.markers if name in names]
         return markers + [name for name in names if self.parts.fullmatch(name)]
 
     def remove(self, folder: Path) -> None:
-        """Remove files of this kind, and the folder, at once, if nothing else is in it."""
+        """Remove the files of this kind. If the folder holds nothing else, remove it atomically."""
         owned = self.owned(folder)
         if not owned or self._foreign(folder, owned) is not None:
             return
@@ -67,7 +68,7 @@ class FileKind:
             (folder / name).unlink(missing_ok=True)
 
     def _foreign(self, folder: Path, owned: list[str]) -> str | None:
-        """A marker that another program has written: it is alone, and has not our beginning."""
+        """A marker that another program wrote: no parts are beside it and it lacks ``head``."""
         if not self.head or any(name not in self.markers for name in owned):
             return None
         for name in owned:
@@ -77,7 +78,7 @@ class FileKind:
         return None
 
     def _number(self, folder: Path) -> int:
-        """The first number that no name in ``folder`` has."""
+        """The smallest number that no part in ``folder`` uses."""
         matches = map(self.parts.fullmatch, os.listdir(folder))
         taken = {int(match["number"] or 0) for match in matches if match is not None}
         return next(n for n in range(len(taken) + 1) if n not in taken)
@@ -85,17 +86,17 @@ class FileKind:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Files on their way into a folder."""
+    """A save in progress: files are written to ``folder`` and moved to ``target`` by ``commit``."""
 
     kind: FileKind
     target: Path
     folder: Path
-    """Where they are written."""
+    """The temporary folder."""
     number: int
-    """Goes into the names of parts, unless it is 0."""
+    """The suffix of part names; 0 means no suffix."""
 
     def named(self, name: str) -> str:
-        """What the part ``name`` is called in the target."""
+        """The name of part ``name`` in the target."""
         match = self.kind.parts.fullmatch(name)
         if match is None or not self.number:
             return name
@@ -104,7 +105,7 @@ class Staged:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """What is refused inside is told as a save that failed; what was written is forgotten."""
+        """Reports an error inside as a failed save, and discards the temporary folder."""
         try:
             with _failing(self.kind, self.target):
                 yield
@@ -116,7 +117,7 @@ class Staged:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def commit(self) -> None:
-        """What was written takes its place. Parts are on the disk already."""
+        """Move the files into the target. The caller has already synced the parts to disk."""
         names = sorted(os.listdir(self.folder))
         parts = [name for name in names if self.kind.parts.fullmatch(name)]
         markers = [name for name in self.kind.markers if name in names]
@@ -150,7 +151,7 @@ class Staged:
 
 
 def stage(target: Path, kind: FileKind) -> Staged:
-    """An empty folder for files that are to lie in ``target``, which need not exist."""
+    """A save into ``target``, which need not exist, with an empty temporary folder."""
     target = Path(os.path.abspath(target))
     with _failing(kind, target):
         if not target.name:
@@ -173,7 +174,7 @@ def stage(target: Path, kind: FileKind) -> Staged:
 
 
 def _temporary(around: Path, name: str) -> Path:
-    """A name in the folder ``around`` that says who uses it."""
+    """A path in the folder ``around`` whose name identifies the machine and process."""
     writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
     return around / f".{name[:50]}.saving-{writer}"
 
@@ -190,7 +191,7 @@ def _failing(kind: FileKind, target: Path) -> Iterator[None]:
 
 
 def remove_left(folder: Path) -> None:
-    """Remove what killed saves left in ``folder``."""
+    """Remove the leftovers of killed saves in ``folder``."""
     for name in os.listdir(folder):
         match = _LEFT.fullmatch(name)
         if match is not None and _dead(folder / name, match[1], int(match[2])):
@@ -198,8 +199,8 @@ def remove_left(folder: Path) -> None:
 
 
 def _dead(folder: Path, machine: str, process: int) -> bool:
-    """Whether nobody writes there any more. Processes of other machines cannot be asked, and a
-    number may have been given to another process."""
+    """Whether the writer is gone. Processes on other machines cannot be checked, and a process
+    number may be reused; then only the age of the files decides."""
     if machine == _machine():
         try:
             os.kill(process, 0)
@@ -216,8 +217,8 @@ def _dead(folder: Path, machine: str, process: int) -> bool:
 
 @cache
 def _machine() -> str:
-    """Names those among whom a process number means one process: since the machine was started, and
-    in one container."""
+    """Identifies the scope in which process numbers are unique: one boot of a machine and one
+    container (PID namespace)."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text()
         name = started + os.readlink("/proc/self/ns/pid")
@@ -227,7 +228,7 @@ def _machine() -> str:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, last."""
+    """Sync a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Files that belong together in one folder, with a checksum of each: read whole, or not at all.
+"""The files of a saved program in one folder, with a checksum of each: all are valid, or none load.
 
-checksums.json says what the folder holds and the SHA-256 of every file. New files take the place of
-earlier ones only when all of them are written: a full disk leaves what was there. Meanwhile both
-are in the folder, so a program that was saved again has names such as program-1.json.
+checksums.json names the format and the SHA-256 of every file. New files replace earlier ones only
+after all are written, so a full disk keeps the earlier program. Both are in the folder meanwhile,
+so a program that is saved again has names such as program-1.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from piper.base.reading import MalformedError, file_bytes, parsed, table, wrong
 
 CHECKSUMS = "checksums.json"
 _FILE_BYTES = 2**36
-"""More than a model has constants."""
+"""Largest file to read, in bytes. The constants of a model are smaller."""
 PROGRAM = FileKind(
     "program",
     re.compile(r"(?P<stem>program|graphs|constants)(-(?P<number>\d+))?(?P<ending>\.json|\.pt)"),
@@ -31,7 +31,7 @@ PROGRAM = FileKind(
 
 
 def write(folder: Path, kind: Format, files: Mapping[str, bytes]) -> None:
-    """Put ``files`` into ``folder``, which holds a ``kind`` from then on."""
+    """Save ``files`` to ``folder`` in the format ``kind``."""
     staged = stage(folder, PROGRAM)
     with staged.failing():
         sums = {}
@@ -47,7 +47,7 @@ def write(folder: Path, kind: Format, files: Mapping[str, bytes]) -> None:
 
 
 def read(folder: Path, kind: Format, names: Iterable[str]) -> dict[str, bytes]:
-    """The files of ``folder``, as they were written."""
+    """The contents of the files ``names`` in ``folder``, after checking their checksums."""
     try:
         index = file_bytes(folder / CHECKSUMS)
     except FileNotFoundError as error:
@@ -77,7 +77,7 @@ def read(folder: Path, kind: Format, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def _sums(index: bytes, kind: Format, names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """By the plain name of a file, its name here and its checksum."""
+    """Maps the plain name of a file to its name in the folder and its checksum."""
     data = table(kind.content(parsed(index)), ("sha256",))
     if type(data["sha256"]) is not dict:
         raise wrong(data["sha256"], "an object")

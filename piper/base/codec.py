@@ -1,12 +1,12 @@
-"""Frozen dataclasses as plain JSON data with named fields and back, led by their type hints.
+"""Converts frozen dataclasses to plain JSON data with named fields and back, by their type hints.
 
-Understands dataclasses, named tuples, enums, tuples, mappings, unions, torch dtypes and plain
-values: what the compiler's data consists of. A tuple of many dataclasses may be written by columns,
-in which equal items are written once. Nothing that is read is trusted: every item has the type that
-is hinted, or a ``MalformedError`` says where it has not. A ``Format`` heads every file.
+Supports dataclasses, named tuples, enums, tuples, mappings, unions, torch dtypes and plain values.
+A tuple of many dataclasses may be written by columns, with equal items written once. Input is
+untrusted: every item has the hinted type, or a ``MalformedError`` says where it does not. Every
+file begins with a ``Format``.
 
-This is our own and not a library's (msgspec would do most of it) because Piper must run on GPU
-machines as they are, where nothing can be installed.
+Written by hand although msgspec would do most of it: Piper must run on GPU machines where nothing
+can be installed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WRITTEN = "written"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a file holds, and in which version."""
+    """The name and version of a file format."""
 
     name: str
     version: int
@@ -52,14 +52,14 @@ class Format:
         return f"piper {self.name} {self.version}"
 
     def headed(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """``content`` that says what it is."""
+        """``content`` with this format's name and version as the first entry."""
         return {"format": str(self), **content}
 
     def content(self, data: Any) -> dict[str, Any]:
-        """What ``headed`` was given; anything else, or another version of it, is refused."""
-        found = data.get("format") if type(data) is dict else None
-        if found != str(self):
-            other = shown(found) if type(found) is str else "nothing that Piper wrote"
+        """The inverse of ``headed``. Refuses other data and other versions."""
+        format_name = data.get("format") if type(data) is dict else None
+        if format_name != str(self):
+            other = shown(format_name) if type(format_name) is str else "nothing that Piper wrote"
             raise MalformedError(
                 f"this holds {other}, not {str(self)!r}: write it again with this version of Piper"
             )
@@ -67,23 +67,23 @@ class Format:
 
 
 def written_as(kind: Any) -> Mapping[str, Any]:
-    """The metadata of a field that in files is of type ``kind``."""
+    """Field metadata: files store the field as type ``kind``."""
     return {_WRITTEN: kind}
 
 
 ADDED: Mapping[str, Any] = {"added": True}
-"""The metadata of a field that files of earlier versions do not have: it has a default."""
+"""Field metadata: files of earlier versions lack the field, which must have a default."""
 COLUMNS: Mapping[str, Any] = {"columns": True}
-"""The metadata of a field that is a tuple of many dataclasses, to be written by columns."""
+"""Field metadata: the field is a tuple of many dataclasses and is written by columns."""
 
 
 def encode(kind: Any, item: Any) -> Any:
-    """``item``, which is of type ``kind``, in types that JSON has."""
+    """``item``, of type ``kind``, as JSON data."""
     return _form(kind).write(item)
 
 
 def decode(kind: Any, data: Any) -> Any:
-    """What ``encode`` made of an object of type ``kind``, again; anything else is refused."""
+    """The object of type ``kind`` that ``encode`` wrote as ``data``. Refuses anything else."""
     return _form(kind).read(data)
 
 
@@ -121,8 +121,8 @@ def _mapping(key: _Form, value: _Form) -> _Form:
 
 
 def _union(arguments: tuple[Any, ...]) -> _Form:
-    """Of several dataclasses the one that is meant is named. Of other types the first that fits is
-    read, and a message speaks of the last one."""
+    """A union. Between several dataclasses, files name the one they hold. Between other types,
+    reading tries each in turn; the error is that of the last one."""
     kinds = [a for a in arguments if a is not types.NoneType]
     optional = types.NoneType in arguments
     if len([kind for kind in kinds if is_dataclass(kind)]) > 1:
@@ -189,11 +189,11 @@ def _tuple(arguments: tuple[Any, ...]) -> _Form:
         return [form.write(x) for form, x in zip(forms, item, strict=True)]
 
     def read_all(data: Any) -> Any:
-        found = []
+        items = []
         for place, (form, x) in enumerate(zip(forms, row(data, len(forms)), strict=True)):
             with within(place):
-                found.append(form.read(x))
-        return tuple(found)
+                items.append(form.read(x))
+        return tuple(items)
 
     return _Form(write, read_all)
 
@@ -202,10 +202,10 @@ def _enum(kind: type[Enum]) -> _Form:
     known = {member.value: member for member in kind}
 
     def read(data: Any) -> Any:
-        found = known.get(data) if type(data) is str else None
-        if found is None:
+        member = known.get(data) if type(data) is str else None
+        if member is None:
             raise wrong(data, f"one of {', '.join(map(str, known))}")
-        return found
+        return member
 
     return _Form(lambda item: item.value, read)
 
@@ -215,12 +215,12 @@ def _fields(kind: Any) -> dict[str, _Form]:
     hints = typing.get_type_hints(kind)
     if not is_dataclass(kind):
         return {name: _form(hints[name]) for name in kind._fields}
-    found = {}
-    for one in fields(kind):
-        hint = one.metadata.get(_WRITTEN, hints[one.name])
-        columns = "columns" in one.metadata
-        found[one.name] = _columns(typing.get_args(hint)[0]) if columns else _form(hint)
-    return found
+    forms = {}
+    for field in fields(kind):
+        hint = field.metadata.get(_WRITTEN, hints[field.name])
+        columns = "columns" in field.metadata
+        forms[field.name] = _columns(typing.get_args(hint)[0]) if columns else _form(hint)
+    return forms
 
 
 def _record(kind: Any, forms: Mapping[str, _Form]) -> _Form:
@@ -235,37 +235,37 @@ def _record(kind: Any, forms: Mapping[str, _Form]) -> _Form:
         if type(data) is not dict or data.keys() != forms.keys():
             left = added - data.keys() if type(data) is dict else set()
             table(data, [name for name in forms if name not in left])  # says what is wrong
-        found = {}
+        values = {}
         for name, read in readers:
             if name not in data:
                 continue
             try:
-                found[name] = read(data[name])
+                values[name] = read(data[name])
             except MalformedError as error:
                 error.at.append(place_text(name))
                 raise
-        return _made(kind, found)
+        return _made(kind, values)
 
     return _Form(write, read)
 
 
 def _columns(kind: Any) -> _Form:
-    """Dataclasses by columns: of whole numbers as they are, of others the distinct items, and for
-    each row the place among them."""
+    """Dataclasses by columns. An integer column holds the numbers. Any other column holds the
+    distinct items, and for each row its index among them."""
     forms, numbers = _fields(kind), typing.get_type_hints(kind)
     plain = {name for name in forms if numbers[name] is int}
 
     def write(items: Any) -> Any:
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name, form in forms.items():
             column = [getattr(item, name) for item in items]
             if name in plain:
-                found[name] = column
+                columns[name] = column
                 continue
             distinct = Numbered()
             at = [distinct.number(x) for x in column]
-            found[name] = {"distinct": [form.write(x) for x in distinct.items], "at": at}
-        return found
+            columns[name] = {"distinct": [form.write(x) for x in distinct.items], "at": at}
+        return columns
 
     def read_column(name: str, data: Any) -> list[Any]:
         if name in plain:
@@ -278,24 +278,24 @@ def _columns(kind: Any) -> _Form:
 
     def read(data: Any) -> Any:
         table(data, forms)
-        found = {}
+        columns = {}
         for name in forms:
             with within(name):
-                found[name] = read_column(name, data[name])
-        lengths = {len(column) for column in found.values()}
+                columns[name] = read_column(name, data[name])
+        lengths = {len(column) for column in columns.values()}
         if len(lengths) > 1:
             raise MalformedError(f"its columns have different lengths: {sorted(lengths)}")
         return tuple(
-            _made(kind, dict(zip(found, values, strict=True)))
-            for values in zip(*found.values(), strict=True)
+            _made(kind, dict(zip(columns, values, strict=True)))
+            for values in zip(*columns.values(), strict=True)
         )
 
     return _Form(write, read)
 
 
-def _made(kind: Any, found: dict[str, Any]) -> Any:
+def _made(kind: Any, values: dict[str, Any]) -> Any:
     try:
-        return kind(**found)
+        return kind(**values)
     except MalformedError:
         raise
     except PiperError as error:  # a type that checks itself
@@ -323,16 +323,16 @@ _PLAIN: Mapping[Any, Callable[[Any], Any]] = {
 
 
 class Numbered:
-    """``items`` are the distinct things so far, in the order of their numbers."""
+    """Numbers distinct items from 0. ``items`` lists them in that order."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
         self._numbers: dict[Any, int] = {}
 
     def number(self, item: Any) -> int:
-        """The number of ``item``, which may be new."""
-        found = self._numbers.get(item)
-        if found is None:
-            found = self._numbers[item] = len(self.items)
+        """The number of ``item``; a new item gets the next number."""
+        number = self._numbers.get(item)
+        if number is None:
+            number = self._numbers[item] = len(self.items)
             self.items.append(item)
-        return found
+        return number

@@ -1,6 +1,6 @@
-"""The one family of exceptions that Piper raises for a person's mistake.
+"""The exceptions that Piper raises for a user's mistake: all derive from ``PiperError``.
 
-A message says what is wrong, where in the person's own names, and what to change.
+A message says what is wrong, where in the user's own names, and what to change.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class CapacityError(PiperError):
 
 
 class PiperWarning(UserWarning):
-    """What Piper says of a model that may train otherwise than its author thinks."""
+    """Warns that a model may train differently than its author expects."""
 
 
 def warn(text: str) -> None:
-    """Warn at the line outside this package that led here."""
+    """Warn at the innermost caller's line outside this package."""
     frame: FrameType | None = sys._getframe()
     level = 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "piper":

@@ -1,4 +1,4 @@
-"""A communication or a copy under way."""
+"""The handle of a communication or a copy in progress."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Protocol
 
 
 class Handle(Protocol):
-    """A communication that the host sees through."""
+    """A communication or copy that the host waits for."""
 
     def done(self) -> bool:
-        """Whether the host may go on."""
+        """Whether the host may continue."""
         ...
 
     def wait(self) -> None:
-        """Block the host until it may go on."""
+        """Block the host until it may continue."""
         ...
 
     def join(self) -> None:
-        """Once ``done``: let the current stream, if there is one, come after it."""
+        """Once ``done``: make the current stream, if there is one, wait for it."""
         ...
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """When it was taken up and when it was over, on ``time.monotonic``, if that is known."""
+        """Its start and end on ``time.monotonic``, if known."""
         ...

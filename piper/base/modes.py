@@ -1,5 +1,5 @@
-"""What a step computes depends on no mode of whoever calls it: workers in processes of their own
-have none."""
+"""Turns off the caller's torch modes, so that a step computes the same in the caller's process as
+in worker processes, which have none of these modes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 def autocast_kinds() -> list[str]:
-    """The kinds of devices for which autocast is on."""
+    """The device types for which autocast is on."""
     return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, ``dtype`` is torch's default, in all threads: torch has no other one."""
+    """Sets torch's default dtype inside, for all threads: torch has no per-thread default."""
     before = torch.get_default_dtype()
     if before is dtype:
         yield
@@ -32,9 +32,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_modes(dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, neither ``torch.autocast`` nor ``torch.inference_mode`` is on, the default device is
-    the CPU, and the default dtype is ``dtype``, if given. The first would compute in another
-    precision than was captured, the second make state that no later step may change."""
+    """Inside, ``torch.autocast`` and ``torch.inference_mode`` are off, the default device is the
+    CPU, and the default dtype is ``dtype``, if given. Autocast would compute in another precision
+    than the captured one. Inference mode would create state that later steps cannot change."""
     with ExitStack() as contexts:
         if dtype is not None:
             contexts.enter_context(default_dtype(dtype))

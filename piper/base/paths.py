@@ -1,4 +1,4 @@
-"""Paths as a user gives them."""
+"""Checks paths that a user gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN = 60
 
 
 def path_of(given: object) -> Path:
-    """``given`` as a path that a file system can have, whether something is there or not."""
+    """``given`` as a path that is valid for the file system, whether it exists or not."""
     try:
         path = Path(given)  # type: ignore[arg-type]
         os.lstat(path)

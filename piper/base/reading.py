@@ -1,5 +1,5 @@
-"""Plain data as JSON gives it, read without trust: every item has the type that is asked for, or a
-``MalformedError`` says where it has not."""
+"""Reads untrusted JSON and TOML data: every item has the requested type, or a ``MalformedError``
+says where it does not."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from piper.base.paths import path_of
 DTYPES: Mapping[str, torch.dtype] = {
     name: item for name, item in vars(torch).items() if isinstance(item, torch.dtype)
 }
-"""By the names that files use."""
+"""The dtypes by their names in files."""
 _LARGEST = 2**63
 _SHOWN = 60
 _DEPTH = 100
-"""Lists and objects inside each other, more than any file of ours has."""
+"""Limit on nesting of lists and objects. Our files nest less deeply."""
 _MOST = 2**128
-"""Whole numbers are smaller, so that all can be written in a message and taken for a float."""
+"""Limit on the absolute value of integers, so that each fits a message and converts to a float."""
 _FILE_BYTES = 2**30
-"""What a file may have that is read at once, unless it holds tensors."""
+"""Largest file to read, in bytes, unless it holds tensors."""
 
 
 class MalformedError(PiperError):
-    """Data that is not what it must be, and where it is."""
+    """Data of the wrong form, and where it is."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
         self.at: list[str] = []
-        """The place, innermost first."""
+        """The path to the data, innermost part first."""
 
     def __str__(self) -> str:
         place = "".join(reversed(self.at)).removeprefix(".")
@@ -47,7 +47,7 @@ class MalformedError(PiperError):
 
 @contextmanager
 def within(place: str | int) -> Iterator[None]:
-    """What is read here is at ``place``, a name or a number, of what is around it."""
+    """Adds ``place``, a name or an index, to the path of an error raised inside."""
     try:
         yield
     except MalformedError as error:
@@ -60,7 +60,7 @@ def place_text(place: str | int) -> str:
 
 
 def shown(item: Any, most: int = _SHOWN) -> str:
-    """``item`` in a message, cut short."""
+    """``item`` for a message, cut to ``most`` characters."""
     return cut(repr(item), most)
 
 
@@ -73,7 +73,8 @@ def wrong(item: Any, wanted: str) -> MalformedError:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """``path``, opened for reading. What is no file is refused: a pipe may never say anything."""
+    """``path``, opened for reading. Refuses anything but a regular file: reading a pipe may block
+    forever."""
     file = open(path, "rb", buffering=0, opener=_opener)  # noqa: SIM115 - it is returned
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -82,11 +83,11 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # otherwise a pipe is opened when somebody writes
+    return os.open(path, flags | os.O_NONBLOCK)  # otherwise opening a pipe waits for a writer
 
 
 def file_bytes(path: str | Path, most: int = _FILE_BYTES) -> bytes:
-    """The content of a file, which is read at once."""
+    """The whole content of a file of at most ``most`` bytes."""
     with open_file(path_of(path)) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise MalformedError(f"it has {size} bytes, and at most {most} are read")
@@ -94,12 +95,12 @@ def file_bytes(path: str | Path, most: int = _FILE_BYTES) -> bytes:
 
 
 def parsed(text: str | bytes) -> Any:
-    """What JSON says."""
+    """The data of a JSON text."""
     return _loaded("JSON", json.loads, text)
 
 
 def parsed_toml(text: str) -> dict[str, Any]:
-    """What TOML says."""
+    """The data of a TOML text."""
     data: dict[str, Any] = _loaded("TOML", tomllib.loads, text)
     return data
 
@@ -111,7 +112,7 @@ def _loaded(kind: str, loads: Callable[[Any], Any], text: str | bytes) -> Any:
         raise _too_deep() from None
     except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MalformedError(f"this is not {kind}: {error}") from None
-    except ValueError:  # Python reads no number of more than some thousand digits
+    except ValueError:  # Python refuses integers of more than a few thousand digits
         raise _too_long() from None
     check_limits(data)
     return data
@@ -126,17 +127,17 @@ def _too_long() -> MalformedError:
 
 
 def check_limits(data: Any) -> None:
-    """Refuse what is nested so deeply that whoever walks through it may run out of stack, and
-    numbers of hundreds of digits, which no float can hold."""
+    """Refuse data nested so deeply that a recursive walk may overflow the stack, and integers that
+    reach ``_MOST``."""
     level = [data]
     for _ in range(_DEPTH):
         if any(type(item) is int and not -_MOST < item < _MOST for item in level):
             raise _too_long()
         level = [
             item
-            for one in level
-            if type(one) in (list, dict)
-            for item in (one.values() if type(one) is dict else one)
+            for parent in level
+            if type(parent) in (list, dict)
+            for item in (parent.values() if type(parent) is dict else parent)
         ]
         if not level:
             return
@@ -144,7 +145,7 @@ def check_limits(data: Any) -> None:
 
 
 def whole(item: Any, least: int = -_LARGEST, below: int = _LARGEST) -> int:
-    """A whole number of a range."""
+    """An integer from ``least`` to ``below - 1``."""
     if type(item) is not int:
         raise wrong(item, "a whole number")
     if not least <= item < below:
@@ -153,14 +154,14 @@ def whole(item: Any, least: int = -_LARGEST, below: int = _LARGEST) -> int:
 
 
 def count(item: Any) -> int:
-    """A whole number from 0 on."""
+    """An integer of at least 0."""
     if type(item) is not int or not 0 <= item < _LARGEST:
         raise wrong(item, "a whole number from 0 on")
     return item
 
 
 def counts(items: Any) -> tuple[int, ...]:
-    """A list of whole numbers from 0 on."""
+    """A list of integers of at least 0."""
     if type(items) not in (list, tuple):
         raise wrong(items, "a list of whole numbers")
     for place, item in enumerate(items):
@@ -177,21 +178,21 @@ def string(item: Any) -> str:
 
 
 def rows(items: Any, read: Callable[[Any], Any] | None = None) -> list[Any]:
-    """A list, of which every item is read by ``read``."""
+    """A list whose items are each read by ``read``, if given."""
     if type(items) is not list:
         raise wrong(items, "a list")
     return items if read is None else list(each(items, read))
 
 
 def row(item: Any, length: int) -> list[Any]:
-    """A list of so many items."""
+    """A list of ``length`` items."""
     if type(item) is not list or len(item) != length:
         raise wrong(item, f"a list of {length}")
     return item
 
 
 def table(item: Any, names: Iterable[str]) -> dict[str, Any]:
-    """An object with these names and no others."""
+    """An object with exactly these names."""
     if type(item) is not dict:
         raise wrong(item, "an object")
     wanted = set(names)
@@ -203,17 +204,17 @@ def table(item: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def pairs(item: Any, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> dict[Any, Any]:
-    """A mapping, written as a list of pairs."""
-    found: dict[Any, Any] = {}
+    """A mapping that the file holds as a list of pairs."""
+    mapping: dict[Any, Any] = {}
     for place, pair in enumerate(rows(item)):
         with within(place):
             first, second = row(pair, 2)
             name = key(first)
-            if name in found:
+            if name in mapping:
                 raise MalformedError(f"{shown(first)} is there twice")
             with within(str(first) if isinstance(first, str) else "value"):
-                found[name] = value(second)
-    return found
+                mapping[name] = value(second)
+    return mapping
 
 
 def each(items: list[Any], read: Callable[[Any], Any]) -> Iterator[Any]:
@@ -226,7 +227,7 @@ def each(items: list[Any], read: Callable[[Any], Any]) -> Iterator[Any]:
 
 
 def dtype(item: Any) -> torch.dtype:
-    found = DTYPES.get(item) if type(item) is str else None
-    if found is None:
+    known = DTYPES.get(item) if type(item) is str else None
+    if known is None:
         raise wrong(item, "a dtype")
-    return found
+    return known

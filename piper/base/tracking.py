@@ -1,8 +1,8 @@
-"""How many bytes of tensors are alive, counted while a device runs.
+"""Counts the bytes of live tensors while a device runs.
 
-Every tensor that an operation makes passes torch's dispatcher; here it is counted until its storage
-is gone. What compiled kernels take for themselves, and what the threads of a way to communicate
-take, does not pass there and is not seen.
+Every tensor that an operation makes passes torch's dispatcher and is counted until its storage is
+freed. Workspace of compiled kernels and memory of communication threads do not pass the dispatcher
+and are not counted.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Alive(NamedTuple):
     """The memory of one device in one step, in bytes."""
 
     state: int
-    """What it keeps between steps."""
+    """Kept between steps."""
     peak: int
-    """The most that was alive at one time, state included."""
+    """Most bytes alive at one time, state included."""
     at: str
-    """The instruction during which it was."""
+    """The instruction at the peak."""
 
 
 class Tracker(TorchDispatchMode):
-    """Counts what is made while it is active. ``pc`` says where its device is in a plan."""
+    """Counts tensors made while it is active. ``pc`` gives the device's program counter."""
 
     def __init__(self, pc: Callable[[], int] = lambda: -1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
-                self._note(x, counts=False)  # somebody else's, if it is not known
+                self._note(x, counts=False)  # made outside the tracker, unless already known
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
@@ -57,12 +57,12 @@ class Tracker(TorchDispatchMode):
         return out
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Take in tensors that were made before, each storage once."""
+        """Count tensors made earlier, each storage once."""
         for tensor in tensors:
             self._note(tensor, counts=True)
 
     def over(self, run: Generator[Item, None, Result]) -> Generator[Item, None, Result]:
-        """``run``, with what it makes counted, and not what others make in between."""
+        """``run``, counting the tensors it makes, but not those made between its items."""
         while True:
             with self:
                 try:
@@ -73,7 +73,7 @@ class Tracker(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, *, counts: bool) -> None:
         storage = tensor.untyped_storage()
-        key = id(storage)  # the object lives as long as the memory that it stands for
+        key = id(storage)  # the storage object lives as long as its memory
         if key in self._known:
             return
         nbytes = storage.nbytes() if counts else 0

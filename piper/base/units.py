@@ -1,4 +1,4 @@
-"""Figures with a unit that fits, and numbers of things."""
+"""Formats times, sizes and counts, and parses sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seconds_text(value: float) -> str:
 
 
 def unit_for(nbytes: float) -> tuple[str, int]:
-    """A unit in which so many bytes are a number of few digits, and its size."""
+    """The largest binary unit not above ``nbytes``, and its size in bytes."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= factor:
             return unit, factor
@@ -36,8 +36,8 @@ def bytes_text(nbytes: float) -> str:
 
 
 def nbytes_of(what: str, given: object) -> int:
-    """Bytes, from their number or from one with a unit such as "80GB". ``what`` is the argument's
-    name."""
+    """Bytes from a number or from text with a unit such as "80GB". ``what`` is the argument's
+    name, for messages."""
     size: float = -1
     if isinstance(given, int | float) and not isinstance(given, bool):
         size = given
@@ -54,6 +54,6 @@ def nbytes_of(what: str, given: object) -> int:
 
 
 def counted(number: int, thing: str) -> str:
-    """1 device, 2 devices, 1,000 microbatches."""
+    """A count with its noun: 1 device, 2 devices, 1,000 microbatches."""
     ending = "" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s"
     return f"{number:,} {thing}{ending}"

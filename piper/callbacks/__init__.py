@@ -1,4 +1,4 @@
-"""Callbacks of ``Trainer.fit``: TensorBoard, Weights & Biases, and what your own must have."""
+"""Callbacks of ``Trainer.fit``: TensorBoard, Weights & Biases, and the protocol for your own."""
 
 from piper.callbacks.loggers import TensorBoard, WeightsAndBiases, scalars
 from piper.launch.trainer.callback import Callback

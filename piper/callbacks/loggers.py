@@ -1,7 +1,7 @@
-"""What ``Trainer.fit(callbacks=[...])`` calls after each step: TensorBoard, Weights & Biases, or
-your own. They are called in one process only, that of rank 0, whatever the launcher.
+"""Callbacks for ``Trainer.fit(callbacks=[...])`` that log to TensorBoard or Weights & Biases. With
+every launcher, only the process of rank 0 calls them, after each step.
 
-Reading a loss waits for the device that computes it: ``every`` says how often to do so.
+Reading a loss waits for its device. ``every`` is the number of steps between such reads.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from piper.launch.trainer.step_result import StepResult
 
 
 def scalars(result: StepResult) -> dict[str, float]:
-    """The numbers of a step, by the names under which they are logged."""
-    found = {
+    """The scalars of a step, by the names under which they are logged."""
+    logged = {
         "train/loss": float(result.loss),
         "train/tokens_per_second": result.tokens_per_second,
         "train/seconds": result.seconds,
         "train/memory_bytes": float(result.memory),
     }
     if result.grad_norm is not None:
-        found["train/grad_norm"] = float(result.grad_norm)
+        logged["train/grad_norm"] = float(result.grad_norm)
     for name, value in result.outputs.items():
-        found[f"train/{name}"] = float(value)
+        logged[f"train/{name}"] = float(value)
     for module, imbalance in result.expert_imbalance.items():
-        found[f"expert_imbalance/{module}"] = imbalance
-    return found
+        logged[f"expert_imbalance/{module}"] = imbalance
+    return logged
 
 
 class TensorBoard:
@@ -41,7 +41,7 @@ class TensorBoard:
 
     def on_step(self, step: int, result: StepResult) -> None:
         if step % self._every == 0:
-            if self._writer is None:  # not before: other ranks have one of these, too
+            if self._writer is None:  # not in __init__: other ranks construct this object too
                 package = _imported("torch.utils.tensorboard", "TensorBoard", "tensorboard")
                 self._writer = package.SummaryWriter(self._folder)
             for name, value in scalars(result).items():
@@ -54,8 +54,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs the scalars of every ``every``-th step to Weights & Biases; ``settings`` are those of
-    ``wandb.init``: project, name, config, mode."""
+    """Logs the scalars of every ``every``-th step to Weights & Biases. ``settings`` are arguments
+    of ``wandb.init`` such as project, name, config, mode."""
 
     def __init__(self, *, every: int = 1, **settings: Any) -> None:
         self._settings = settings

@@ -1,4 +1,8 @@
-"""One batch as a flat row of tensors and the way back: what goes into the model, what comes out."""
+"""A batch as a flat list of leaves and its structure, and the same for the model's output.
+
+Nested ``inputs`` and ``targets`` enter; flat tensors leave, and can be put back in place. All
+tensors of a batch have the same dimension 0, or one row for all rows, or no dimension.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from piper.ir.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of ``inputs`` and ``targets`` in order, and how to put them back in place."""
+    """The leaves of ``inputs`` and ``targets`` in order, and the structure they came from."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     bare: bool
-    """Whether a caller gives it as these tensors, one after another, and nothing else."""
+    """Whether the batch is a flat sequence of tensors: nothing nested, no other values."""
 
     @staticmethod
     def of(inputs: Sequence[Any] | Mapping[str, Any], targets: Sequence[Any]) -> Batch:
@@ -46,17 +50,17 @@ class Batch:
         return batch
 
     def like(self, *batch: Any) -> Batch:
-        """Another batch of this structure and these shapes, given as the inputs followed by the
+        """Another batch of the same structure and shapes, given as the inputs followed by the
         targets."""
         if self._is_plainly(batch):
             return Batch(batch, self.spec, bare=True)
-        found = self.built_like(*batch)
-        for index, (mine, other) in enumerate(zip(self.leaves, found.leaves, strict=True)):
+        built = self.built_like(*batch)
+        for index, (mine, other) in enumerate(zip(self.leaves, built.leaves, strict=True)):
             self._refuse_other_leaf(index, mine, other)
-        return found
+        return built
 
     def built_like(self, *batch: Any) -> Batch:
-        """Another batch of this structure, of any shapes."""
+        """Another batch of the same structure, of any shapes."""
         args, kwargs, targets = self.spec.unflatten(list(self.leaves))
         n = 1 if kwargs else len(args)
         if len(batch) != n + len(targets):
@@ -70,13 +74,13 @@ class Batch:
                 f"the inputs were captured as a mapping of keywords ({', '.join(kwargs)}); "
                 f"give a mapping again, not a {type(batch[0]).__name__}"
             )
-        found = Batch.of(_in_order(batch[0], kwargs) if kwargs else batch[:n], batch[n:])
-        self._refuse_other_structure(found)
-        return found
+        built = Batch.of(_in_order(batch[0], kwargs) if kwargs else batch[:n], batch[n:])
+        self._refuse_other_structure(built)
+        return built
 
     def _is_plainly(self, batch: Sequence[Any]) -> bool:
-        """Whether a batch of nothing but tensors is seen at a glance to be built like this one: the
-        rest of ``like`` takes as long as the start of a whole step on a GPU."""
+        """A fast check that a flat batch of tensors matches this one. The full check in ``like``
+        takes as long as launching a whole step on a GPU."""
         return (
             self.bare
             and len(batch) == len(self.leaves)
@@ -128,7 +132,7 @@ class Batch:
             )
 
     def resized(self, rows: int) -> Batch:
-        """One like this with another number of rows; its tensors have no content."""
+        """This batch with ``rows`` rows, as meta tensors."""
 
         def changed(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not self.has_rows(leaf):
@@ -138,7 +142,7 @@ class Batch:
         return Batch(tuple(map(changed, self.leaves)), self.spec, self.bare)
 
     def without_content(self) -> Batch:
-        """The shapes of this one alone."""
+        """This batch as meta tensors."""
 
         def empty(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -149,12 +153,12 @@ class Batch:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of its tensors."""
+        """The shapes of its tensors."""
         return tuple(tuple(x.shape) for x in self.tensors)
 
     @property
     def parts(self) -> tuple[Sequence[Any] | Mapping[str, Any], Sequence[Any]]:
-        """The inputs, a mapping if they were given as one, and the targets."""
+        """The inputs (a mapping if given as one) and the targets."""
         args, kwargs, targets = self.spec.unflatten(list(self.leaves))
         return kwargs or args, targets
 
@@ -164,22 +168,22 @@ class Batch:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """The batch as a caller gives it: the inputs, or the mapping of them, then the targets."""
+        """The batch as the caller gives it: inputs, or one mapping of them, then targets."""
         args, kwargs, targets = self.spec.unflatten(list(self.leaves))
         return (*([kwargs] if kwargs else args), *targets)
 
     @property
     def size(self) -> int:
-        """The batch size: dimension 0 of every tensor, but for those of one row, which is for all
-        rows, and those without dimensions."""
+        """The batch size: dimension 0 of every tensor, except tensors of one row, which holds for
+        all rows, and tensors without dimensions."""
         sizes = {
             i: x.shape[0] for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim()
         }
         sizes = {i: n for i, n in sizes.items() if n != 1} or sizes
         if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{self.path(i)} has {n}" for i, n in sizes.items())
+            listed = ", ".join(f"{self.path(i)} has {n}" for i, n in sizes.items())
             raise CaptureError(
-                f"inputs and targets disagree on the batch size (dimension 0): {found}; "
+                f"inputs and targets disagree on the batch size (dimension 0): {listed}; "
                 "give every tensor the same first dimension, or one row that is for all"
             )
         if not self.tensors:
@@ -192,24 +196,24 @@ class Batch:
         return size
 
     def has_rows(self, x: Tensor) -> bool:
-        """Whether a tensor of it has a row for each of the batch: otherwise it is for all."""
+        """Whether dimension 0 of ``x`` is the batch; otherwise ``x`` holds for all rows."""
         return x.dim() > 0 and x.shape[0] == self.size
 
     def path(self, index: int) -> str:
-        """How the caller wrote a leaf: ``inputs[0]``, ``inputs['mask']``, ``targets[1]``, ..."""
+        """The leaf as the caller writes it: ``inputs[0]``, ``inputs['mask']``, ``targets[1]``."""
         tree = self.spec.unflatten(list(range(len(self.leaves))))
         keys, _ = pytree.tree_flatten_with_path(tree)[0][index]
         root = "targets" if str(keys[0]) == "[2]" else "inputs"
         return root + "".join(str(key) for key in keys[1:])
 
     def tensor_path(self, index: int) -> str:
-        """How the caller wrote the ``index``-th tensor."""
+        """The ``index``-th tensor as the caller writes it."""
         positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         return self.path(positions[index])
 
     def slices(self, parts: int) -> list[tuple[Tensor, ...]]:
-        """The tensors cut along dimension 0 into ``parts`` equal microbatches; what is for all rows
-        is in each."""
+        """The tensors cut along dimension 0 into ``parts`` equal microbatches. Each microbatch has
+        the tensors that hold for all rows."""
         size = self.size
         if not isinstance(parts, int) or parts < 1:
             raise CaptureError(
@@ -228,7 +232,7 @@ class Batch:
 
 
 def _refuse_kind(x: Tensor, path: str) -> None:
-    """Refuse a tensor that is no plain array of numbers."""
+    """Refuse a tensor that is not dense, or that requires grad."""
     if x.layout != torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         cure = "to_padded_tensor(0.0)" if x.is_nested else "to_dense()"
@@ -245,7 +249,7 @@ def _refuse_kind(x: Tensor, path: str) -> None:
 
 
 def _in_order(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """``given`` with those of ``names`` first, in their order: a loader may have another."""
+    """``given`` with ``names`` first, in their order: a data loader may order keys differently."""
     return {name: given[name] for name in (*(n for n in names if n in given), *given)}
 
 
@@ -259,7 +263,7 @@ def _counts(size: int) -> str:
 
 
 def strided_like(x: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """``x`` on ``device`` with the strides that a program was traced with."""
+    """``x`` on ``device`` with ``stride``, the strides that a program was traced with."""
     if x.device == device and x.stride() == stride:
         return x
     if any(n > 1 and s == 0 for n, s in zip(x.shape, stride, strict=True)):
@@ -279,7 +283,7 @@ def _check_tuple(name: str, given: object, wanted: str) -> None:
 
 @dataclass(slots=True)
 class OutputTree:
-    """The shape of what the model returned: tensors by number, everything else as it was."""
+    """The structure of a model's output. Tensors are numbered; all other values are kept."""
 
     spec: pytree.TreeSpec | None = None
     fixed: list[Any] = field(default_factory=list)
@@ -291,7 +295,7 @@ class OutputTree:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def put(self, tensors: Sequence[Any]) -> Any:
-        """The model's output again, from its tensors or what stands for them."""
+        """The output again, with ``tensors``, or any stand-ins for them, in place."""
         assert self.spec is not None
         source = iter(tensors)
         leaves = [next(source) if leaf is _TENSOR else leaf for leaf in self.fixed]

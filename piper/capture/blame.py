@@ -1,4 +1,7 @@
-"""An exception from inside torch's tracing becomes an error that names the user's own line."""
+"""Errors and operations in the user's terms: the line, module or parameter path they come from.
+
+An exception from torch's tracing enters; a ``CaptureError`` that names the user's line leaves.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,25 @@ _DATA_DEPENDENT = (
     UserError,
 )
 _HOMES = [Path(p).parent for p in (torch.__file__, __file__)]
-# as imported and, where an environment is reached by a link, as it really is
+# as imported, and with symbolic links resolved
 _OURS = tuple(f"{home}/" for p in _HOMES for home in (p, p.resolve()))
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _FLEX = str(Path(torch.__file__).parent / "nn" / "attention" / "flex_attention.py")
 LOSS_PREFIX = "loss:"
 LINE = "piper.line"
-"""Under which an operation carries the line that called it."""
+"""The metadata key of the user's line that called an operation."""
 
 
 def explain(
     error: BaseException, what: str, modules: Mapping[nn.Module, str] | None = None
 ) -> CaptureError:
-    """What ``error`` means for whoever wrote ``what``, with the line that caused it.
+    """A ``CaptureError`` for ``error``, raised in ``what``, that names the user's line.
 
-    ``modules`` gives the paths of the model's modules, to name one where no line of the user's
-    own is left.
+    ``modules`` maps the model's modules to their paths: if no frame is the user's, the error names
+    the module instead.
     """
     for link in _chain(error):
-        if isinstance(link, CaptureError):  # raised inside torch, and wrapped by it
+        if isinstance(link, CaptureError):  # Piper's own, wrapped by torch
             return link
     where = _user_line(error) or _module(error, modules or {})
     at = f" {where}" if where else ""
@@ -85,21 +88,21 @@ def is_data_dependent(error: BaseException) -> bool:
 
 
 def is_internal_file(name: str) -> bool:
-    """Whether a source file is torch's, Piper's or Python's own, and so not the user's."""
+    """Whether a source file belongs to torch, Piper or Python, not to the user."""
     library = name.startswith(_STDLIB) and "site-packages" not in name
     return library or name.startswith(("<", *_OURS))
 
 
 def user_frames(stack: str) -> str:
-    """The frames of a recorded stack trace that are the user's."""
+    """The user's frames of a recorded stack trace."""
     frames = re.split(r"(?m)^(?=\s*File )", stack)
     names = [(re.search(r'File "([^"]+)"', frame), frame.strip()) for frame in frames]
-    own = [frame for found, frame in names if found and not is_internal_file(found[1])]
+    own = [frame for name, frame in names if name and not is_internal_file(name[1])]
     return "\n".join(own)
 
 
 def operation_text(node: fx.Node) -> str:
-    """An operation, with the module and the user's line that call it."""
+    """The operation's name, with the module and the user's line that call it."""
     function = getattr(node.target, "function", None)  # an autograd function
     name = getattr(function, "__name__", None) or _operator(node)
     modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
@@ -116,7 +119,7 @@ def _operator(node: fx.Node) -> str:
 
 
 def calling_line() -> str:
-    """The line of the user's that is running."""
+    """The innermost running line of the user's code."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_internal_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -124,8 +127,8 @@ def calling_line() -> str:
 
 
 class RecordLines(TorchFunctionMode):
-    """While it is active, operations carry the line of the user's that calls them. Torch itself
-    records those of ``forward`` alone."""
+    """While active, records on each operation the user's line that calls it. Torch records only
+    the lines of ``forward``."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -135,15 +138,15 @@ class RecordLines(TorchFunctionMode):
 
 
 def lines_of(node: fx.Node) -> str:
-    """The lines of the user's that an operation comes from, if they are known."""
+    """The user's lines that an operation comes from, or ""."""
     frames = user_frames(node.meta.get("stack_trace") or "")
     line = (node.meta.get("custom") or {}).get(LINE)
     return frames or (f"at {line}" if line else "")
 
 
 def user_name(target: str, names: dict[str, str]) -> str:
-    """The path in the user's model (its first path, for a tied tensor) of an exported tensor; for
-    the loss's own, a name that no path in a model has."""
+    """The path of an exported tensor in the user's model; a tied tensor has its first path. A
+    tensor of the loss gets ``LOSS_PREFIX``, which no path in a model has."""
     path = names.get(target, target)
     if path.startswith("loss_fn."):
         return LOSS_PREFIX + path.removeprefix("loss_fn.")
@@ -157,7 +160,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _user_line(error: BaseException) -> str | None:
-    """The innermost line of the user's, over the whole chain of causes."""
+    """The user's innermost line, over the whole chain of causes."""
     for link in _chain(error):
         frames = [
             (frame, line)
@@ -173,13 +176,13 @@ def _user_line(error: BaseException) -> str | None:
 
 
 def _inside_capture(error: BaseException) -> bool:
-    """Whether the user's frame is called by Piper, and not only calls it."""
+    """Whether Piper or torch calls a user's frame; otherwise the user's frames only call Piper."""
     internal = [is_internal_file(f.f_code.co_filename) for f, _ in _frames(error.__traceback__)]
     return False in internal[internal.index(True) :] if True in internal else False
 
 
 def _module(error: BaseException, modules: Mapping[nn.Module, str]) -> str | None:
-    """The innermost module of the model in whose forward ``error`` arose."""
+    """The innermost module of the model whose forward raised ``error``."""
     for link in _chain(error):
         for frame, _ in reversed(list(_frames(link.__traceback__))):
             owner = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""What the compiler knows of a captured model: sizes and costs of its passes, no graph."""
+"""A captured model enters; its facts leave: sizes and costs of its passes, without graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from piper.ir.passes import Kind, Pass, Ref, RematPolicy, bundled
 
 
 class Known:
-    """What was found out about joint graphs, for other models that have them too."""
+    """A cache of the facts of joint graphs, shared by models that have the same joint graphs."""
 
     def __init__(self, passes: Passes | None = None) -> None:
         self.passes = passes or Passes()
@@ -36,7 +36,7 @@ class Known:
 
     def variant(self, captured: Captured, joint: Joint, policy: RematPolicy) -> Variant:
         """The facts of ``joint`` under ``policy``."""
-        key = id(joint), policy  # ``passes`` keeps the graph
+        key = id(joint), policy  # ``passes`` keeps the joint alive, so its id stays unique
         if key not in self._variants:
             self._variants[key] = _variant(captured, self.passes.of(joint, policy))
         return self._variants[key]
@@ -49,8 +49,9 @@ def facts_of(
     known: Known | None = None,
     policies: Iterable[RematPolicy] = RematPolicy,
 ) -> Model:
-    """The facts of a captured model; ``joints`` stand for the chunks' own, if given; ``known``
-    keeps what was found out for the next call. A strategy can choose among ``policies``."""
+    """The facts of a captured model, with one variant for each of ``policies``, among which a
+    strategy can choose. ``joints``, if given, replace the chunks' own joint graphs; ``known``
+    caches facts between calls."""
     joints = captured.joints if joints is None else joints
     known = known or Known()
     chosen = tuple(policies)
@@ -84,7 +85,7 @@ def facts_of(
                 ref: stored
                 for ref, spec in program.specs.items()
                 if ref.kind is Kind.INPUT_GRAD
-                and spec.shape == values[chunk.inputs[ref.index]].shape  # else it cannot run here
+                and spec.shape == values[chunk.inputs[ref.index]].shape  # else it never runs here
                 and (stored := Stored.of(spec)) != values[chunk.inputs[ref.index]].stored
             },
             segments=chunk.segments,
@@ -177,7 +178,8 @@ def _pass(captured: Captured, program: ChunkProgram, which: Pass) -> PassFacts:
 def ends_of(
     program: ChunkProgram, which: Pass
 ) -> tuple[tuple[Ref, ...], tuple[Ref, ...], bool, tuple[Ref, ...]]:
-    """What a pass reads and makes, whether it uses parameters, and what it is the last to read."""
+    """The refs that a pass reads and writes, whether it uses parameters, and the refs that no
+    later pass of the chunk reads."""
     function = program.functions[which]
     after = [program.functions[later] for later in _LATER[which] if later in program.functions]
     needed = {ref for later in after for ref in bundled(later.arguments)}
@@ -193,8 +195,8 @@ def ends_of(
 def _housed(
     captured: Captured, program: ChunkProgram, function: Function, last: tuple[Ref, ...]
 ) -> int:
-    """The workspace of a function that finds the memory of parameters' gradients there: some it
-    writes into it, the others are copied there in the end."""
+    """The workspace of a function when parameter gradients have preallocated memory: it writes
+    some of them there directly, and the others are copied there at the end."""
     graph = function.module.graph
     grads = [i for i, r in enumerate(function.results) if r.kind is Kind.PARAMETER_GRAD]
     specs = {i: program.specs[function.results[i]] for i in grads}
@@ -210,7 +212,7 @@ def _housed(
 
 
 def _freeing(function: Function, last: tuple[Ref, ...]) -> int:
-    """The workspace of a function to which the arguments in ``last`` are given for good."""
+    """The workspace of a function that frees the arguments in ``last`` after their last use."""
     return workspace(function.module.graph, _given(function, last))
 
 

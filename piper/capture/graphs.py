@@ -1,4 +1,5 @@
-"""Questions about FX graphs, and the one operation on them: taking a part out as a function."""
+"""Queries on FX graphs (views, ancestors, workspace, FLOPs), and ``extract``, which takes a part of
+a graph out as a function. No graph is changed."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Attention is tagged as random, but draws only when it has dropout, and not in its backward,
-    which is given the seed."""
+    """Attention is tagged as random, but draws only with dropout; its backward takes the seed and
+    draws nothing."""
     assert isinstance(node.target, OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     if "philox_seed" in names:
@@ -32,23 +33,23 @@ def _draws(node: fx.Node) -> bool:
     if "dropout_p" not in names:
         return True
     position = names.index("dropout_p")
-    given = node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)
-    return bool(given != 0.0)
+    p = node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)
+    return bool(p != 0.0)
 
 
 def returned(graph: fx.Graph) -> list[fx.Node]:
-    """What the graph returns, flat and in order; a result that is None is left out."""
+    """The graph's results, flat and in order, without those that are None."""
     nodes = pytree.tree_leaves(graph.output_node().args[0])
     return [node for node in nodes if isinstance(node, fx.Node)]
 
 
 def has_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor (and not a tuple of them)."""
+    """Whether the node's value is one tensor, not a tuple of tensors."""
     return isinstance(node.meta.get("val"), Tensor)
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose storage ``node`` looks at: ``node`` itself unless it is made by view ops."""
+    """The node whose storage ``node`` views; ``node`` itself unless a view op made it."""
     while True:
         maker = node.args[0] if node.target is operator.getitem else node
         if not isinstance(maker, fx.Node) or not _is_view(maker):
@@ -67,15 +68,16 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def ancestors(targets: Iterable[fx.Node], stops: Collection[fx.Node]) -> set[fx.Node]:
-    """Every op that ``targets`` depend on, themselves included, not going past ``stops``."""
-    found: set[fx.Node] = set()
+    """``targets`` and every node that they depend on; the search excludes ``stops`` and does not
+    pass them."""
+    visited: set[fx.Node] = set()
     pending = [node for node in targets if node not in stops]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in visited:
+            visited.add(node)
             pending.extend(arg for arg in node.all_input_nodes if arg not in stops)
-    return found
+    return visited
 
 
 def extract(
@@ -84,10 +86,10 @@ def extract(
     targets: Sequence[fx.Node],
     late: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
-    """The function from ``sources`` to ``targets`` that is part of ``graph``.
+    """The part of ``graph`` that computes ``targets`` from ``sources``, as a function.
 
-    Ops run in the order of ``graph``, except those in ``late``, each of which runs just before
-    its first use: what is recomputed then lives as short as it can.
+    Ops run in the order of ``graph``, except ops in ``late``: each runs just before its first use,
+    so that recomputed tensors live as briefly as possible.
     """
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -104,7 +106,7 @@ def extract(
 
 
 def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:
-    """``node`` and what it still waits for, in an order in which they can run."""
+    """``node`` and its inputs that are not ``done``, in topological order."""
     order: dict[fx.Node, None] = {}
     pending = [node]
     while pending:
@@ -123,9 +125,9 @@ def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:
 def workspace(
     graph: fx.Graph, given: Collection[fx.Node] = (), into: Collection[fx.Node] = ()
 ) -> int:
-    """Bytes that a call needs at its worst moment beside its arguments and its results, when each
-    tensor is let go after its last use: its own, and the arguments ``given`` to it for good.
-    Nodes in ``into`` are written into memory of the caller's."""
+    """Peak bytes of a call beyond its arguments and results. A call frees its own tensors, and the
+    arguments in ``given``, after their last use. Nodes in ``into`` are written into the caller's
+    memory."""
     results = {base_of(node) for node in returned(graph)}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -149,8 +151,8 @@ def workspace(
 
 
 def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
-    """The bytes of new memory that an op fills, by the node that stands for each tensor, and those
-    of tensors that nobody takes."""
+    """Bytes of new memory that an op allocates, by the node of each tensor, and the bytes of its
+    results without a reader."""
     value = node.meta.get("val")
     if node.op != "call_function" or node.target is operator.getitem or base_of(node) is not node:
         return {}, 0
@@ -165,13 +167,13 @@ def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
 
 
 def flops(graph: fx.Graph) -> int:
-    """Floating-point operations of the matrix products, convolutions and attentions in a graph."""
+    """FLOPs of the matrix products, convolutions and attentions in a graph."""
     return sum(node_flops(node) for node in graph.nodes if node.op == "call_function")
 
 
 def moved(graph: fx.Graph, *, fused: bool) -> int:
-    """Bytes that the operations of a graph read and write, each by itself; or, if all but those
-    that ``flops`` counts are ``fused``, those of the counted ones, and what goes in and out."""
+    """Bytes that the operations of a graph read and write, each as a kernel of its own. With
+    ``fused``, only operations that ``flops`` counts, and the graph's arguments and results."""
     total = 0
     for node in graph.nodes:
         if node.op != "call_function" or base_of(node) is not node:
@@ -205,12 +207,12 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_cudnn_attention_backward: _BACKWARD,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _BACKWARD,
 }
-"""Attention, and whose formula counts it: torch has none for CPUs."""
+"""The attention op whose FLOP formula counts each one: torch has no formula for CPU attention."""
 
 
 def _heads_of_queries(node: fx.Node, args: Sequence[Any]) -> list[Any]:
-    """The arguments of attention in which keys and values have as many heads as queries: not all
-    versions of torch count them grouped."""
+    """Attention's arguments, with keys and values repeated to the query heads: not all versions of
+    torch count grouped heads."""
     assert isinstance(node.target, OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     heads = args[names.index("query")].shape[1]
@@ -223,7 +225,7 @@ def _heads_of_queries(node: fx.Node, args: Sequence[Any]) -> list[Any]:
 
 
 def node_flops(node: fx.Node) -> int:
-    """Those of one op."""
+    """FLOPs of one op; 0 if torch has no formula."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     formula = flop_counter.flop_registry.get(_ATTENTION.get(packet, packet))
     if formula is None:

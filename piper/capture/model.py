@@ -1,7 +1,7 @@
-"""``capture``: a model, its loss and one example batch go in; chunks with their programs come out.
+"""``capture``: a model, its loss and one example batch enter; chunks with their programs leave.
 
 The stages in order: export, cut into chunks, differentiate each distinct chunk, split it into
-passes. The result says everything that an executor or a compiler of schedules needs to know.
+passes. The result is all that the executor and the schedule compiler read of the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from piper.ir.tensors import TensorSpec
 
 
 class Precision(Enum):
-    """What a step computes in."""
+    """The precision that a step computes in."""
 
     FP32 = "fp32"
     """The model's own precision."""
@@ -52,7 +52,7 @@ class Precision(Enum):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What parameters and inputs are taken in; None for their own."""
+        """The dtype that parameters and inputs are cast to; None keeps their own."""
         return torch.bfloat16 if self is Precision.BF16 else None
 
 
@@ -72,32 +72,33 @@ class Captured:
     device: torch.device
     compiler: Compiler
     remat: RematPolicy
-    """What the programs compute again."""
+    """How much of the forward the backward passes recompute."""
     traced: str
-    """What was traced, to be compared with another trace of the model."""
+    """A digest of the trace, to compare with another trace of the model."""
     computation: Computation
-    """The same, to be compared with another program's."""
+    """The traced operations, to compare with another program's."""
     checkpoints: tuple[str, ...] = ()
-    """The lines of the model that asked for activation checkpointing, which ``remat`` decides."""
+    """The lines of the model that call ``torch.utils.checkpoint``; ``remat`` decides instead."""
     master: torch.dtype | None = None
-    """What trained parameters are kept in, where the programs take copies in another precision."""
+    """The dtype of the master weights, if the programs take copies in another precision."""
     declared: Mapping[str, str] = field(default_factory=dict)
-    """How the model says that its modules can be sharded (``tensor_plan``, or ``_tp_plan`` of
-    transformers models)."""
+    """The model's own tensor-parallel plan (``tensor_plan``, or ``_tp_plan`` of transformers
+    models)."""
     whole: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """The parameters of which the programs take shards, whole."""
+    """The unsharded specs of parameters, where the programs take shards."""
     totals: Totals | None = None
-    """What the programs take of the whole batch: inputs after those of the batch."""
+    """Sums over the whole batch that the programs take as inputs, after the batch's tensors."""
     mixing: RowMixing | None = None
-    """Why microbatches and replicas do not add up to the whole batch, if that is known."""
+    """The first operation that needs the whole batch, so that microbatches and replicas do not
+    add up to it; None if none is known."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return self.cut.chunks
 
     def sharded(self, shardings: Mapping[int, Sequence[Sharding]], passes: Passes) -> Captured:
-        """The same model under tensor or context parallelism: the chunks in ``shardings`` as their
-        segments, on one device's share. ``passes`` as for ``capture``."""
+        """The same model under tensor or context parallelism: each chunk in ``shardings`` becomes
+        its segments, as one device runs them. ``passes`` as for ``capture``."""
         ends = [
             (name, program.specs, i)
             for chunk, program in zip(self.chunks, self.programs, strict=True)
@@ -108,8 +109,8 @@ class Captured:
         with _tracing_is_process_wide, unset_fake_temporarily(), quiet_tracing():
             pieces = segmented(self.cut, shardings)
             joints = differentiate(pieces, trained.__contains__, self.compiler)
-            made = [passes.of(joint, self.remat) for joint in joints]
-            programs = consume_inputs(pieces, made)
+            unmarked = [passes.of(joint, self.remat) for joint in joints]
+            programs = consume_inputs(pieces, unmarked)
         return replace(self, cut=pieces, joints=joints, programs=programs, whole=whole)
 
     @property
@@ -144,13 +145,12 @@ def capture(
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
 
     ``inputs`` (positional, or a mapping for keywords) and ``targets`` are one example of the
-    whole batch: real, fake or meta tensors, of which only shapes and dtypes are read. Without
-    ``loss`` the model's own is taken. ``model`` may be on any device, meta included, and is left
-    as it is; ``device`` is where the programs will run. ``remat`` is "none", "min-cut" or "all"; by
-    default the compiler's own choice. ``outputs`` chooses of the model's output what is a result
-    of the step beside the loss. ``precision`` "bf16" computes with bf16 parameters and inputs;
-    "fp32" with the model's own. ``passes`` keeps the programs of joint graphs for others who want
-    them too.
+    whole batch: real, fake or meta tensors; only shapes and dtypes are read. Without ``loss``, the
+    loss in the model's output is trained. ``model`` may be on any device, meta included, and is not
+    changed; the programs run on ``device``. ``remat`` is "none", "min-cut" or "all"; the compiler
+    has the default. ``outputs`` selects results of the step beside the loss from the model's
+    output. ``precision`` "bf16" computes with bf16 parameters and inputs, "fp32" with the model's
+    own dtypes. ``passes`` caches the programs of joint graphs; callers can share it.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
@@ -188,7 +188,7 @@ def trace(
     outputs: Outputs | None,
     precision: str,
 ) -> str:
-    """What ``capture`` would trace, as a text to compare with ``Captured.traced``."""
+    """A digest of what ``capture`` would trace, to compare with ``Captured.traced``."""
     with _tracing_is_process_wide, unset_fake_temporarily():
         return trace_text(
             model,
@@ -202,7 +202,7 @@ def trace(
         )
 
 
-# torch keeps the modes of a trace, and Python its warnings and stderr, for the whole process
+# torch's tracing modes, and Python's warnings and stderr, are process-wide
 _tracing_is_process_wide = threading.RLock()
 
 
@@ -257,8 +257,8 @@ def _capture(
 
 
 def _declared(model: nn.Module, path: str = "") -> dict[str, str]:
-    """The attribute ``tensor_plan``, or what transformers models have; of a model that wraps such
-    modules, their plans under the names that parameters have in it."""
+    """The attribute ``tensor_plan``, or ``_tp_plan`` of transformers models. If the model has
+    neither, the plans of its submodules, with their paths in the model."""
     plan = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
     if plan:
         return {f"{path}{pattern}": str(how) for pattern, how in dict(plan).items()}
@@ -269,7 +269,7 @@ def _declared(model: nn.Module, path: str = "") -> dict[str, str]:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no model."""
+    """Refuse anything but an ``nn.Module``."""
     if not isinstance(model, nn.Module):
         name = getattr(model, "__name__", type(model).__name__)
         kind = "the class" if isinstance(model, type) else f"a {type(model).__name__},"
@@ -288,7 +288,7 @@ def _check(model: nn.Module, loss: object, targets: Sequence[Any]) -> None:
         raise CaptureError("capture cannot run under torch.inference_mode(): leave it first")
     if autocast_kinds():
         raise CaptureError(
-            "capture cannot run under torch.autocast(), which no step would be under: leave it and "
+            "capture cannot run under torch.autocast(), because steps run outside it: leave it and "
             'give precision="bf16", or enter it in the forward of the model, which is captured'
         )
 
@@ -310,17 +310,17 @@ def _policy(name: str) -> RematPolicy:
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where the programs will run: as asked, else where the model is, else (meta) on the CPU."""
+    """The device the programs run on: ``device``, else the model's, else (meta) the CPU."""
     if device is not None:
         return _available(device)
-    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    found.discard(torch.device("meta"))
-    if len(found) > 1:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices.discard(torch.device("meta"))
+    if len(devices) > 1:
         raise CaptureError(
-            f"the model lives on several devices ({', '.join(sorted(map(str, found)))}): "
+            f"the model lives on several devices ({', '.join(sorted(map(str, devices)))}): "
             "move it to one, or say device="
         )
-    return found.pop() if found else torch.device("cpu")
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def _available(device: torch.device | str) -> torch.device:

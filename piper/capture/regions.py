@@ -1,7 +1,7 @@
 """Named regions: ``annotate`` in model code, or ``tags`` by module path from outside.
 
-While a capture records, each entered region puts its name and index on the operations traced
-inside it. Outside a capture, ``annotate`` looks at one variable and does nothing.
+During a capture, each entered region puts its name and index on the operations traced inside it.
+Outside a capture, ``annotate`` reads one variable and does nothing. Regions nest and never cross.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RegionRecorder:
         self.entered: dict[Region, str] = {}
 
     def enter(self, name: str, where: str, owner: object) -> Region:
-        """Open a region; ``owner`` is what must close it."""
+        """Open a region; ``owner`` must close it."""
         if not isinstance(name, str) or not name:
             raise CaptureError(
                 f"a region's name must be a non-empty string, not {name!r} ({where}): "
@@ -68,8 +68,8 @@ class RegionRecorder:
         return region
 
     def exit(self, owner: object, name: str, *, failed: bool = False) -> None:
-        """Close the region that ``owner`` opened last, which must be the innermost one unless an
-        error is on its way out."""
+        """Close the region that ``owner`` opened last. It must be the innermost one, unless an
+        exception is propagating (``failed``)."""
         depth = max((i for i, (who, _, _) in enumerate(self._open) if who is owner), default=None)
         if depth is None:
             if not failed:
@@ -99,7 +99,7 @@ _recorder: ContextVar[RegionRecorder | None] = ContextVar("piper_recorder", defa
 class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
     """Name the operations inside the ``with`` block as one region of the model.
 
-    Regions nest freely; the indices of a name count up in the order in which it is entered.
+    Regions nest freely. Each name counts its entries from 0, in order.
     """
 
     __slots__ = ("_name",)
@@ -148,20 +148,20 @@ def recording() -> Iterator[RegionRecorder]:
 
 
 def tags_of(meta: Mapping[str, Any]) -> tuple[Region, ...]:
-    """The stack of regions, outermost first, that a traced node was recorded in."""
+    """The regions that a node was traced in, outermost first."""
     return tuple((meta.get("custom") or {}).get(_META, ()))
 
 
 def with_tags(meta: Mapping[str, Any], stack: tuple[Region, ...]) -> dict[str, Any]:
-    """``meta`` of a node that is in the regions of ``stack``."""
+    """A copy of ``meta`` for a node in the regions of ``stack``."""
     return {**meta, "custom": {**(meta.get("custom") or {}), _META: stack}}
 
 
 def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
     """Make every module whose path matches a pattern of ``tags`` enter that region when called.
 
-    A ``*`` stands for one step of a path or a part of it, ``**`` for any number of steps. The
-    hooks stay on ``model``: give this function a copy.
+    ``*`` matches one component of a path or a part of it, ``**`` any number of components. The
+    hooks stay on ``model``: pass a copy.
     """
     if not isinstance(tags, Mapping):
         raise CaptureError(
@@ -182,7 +182,7 @@ def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
 
 
 def check_tags_entered(tags: Mapping[str, str], entered: Iterable[str]) -> None:
-    """Refuse a pattern none of whose modules the model ever called."""
+    """Refuse a pattern if the model called none of its modules."""
     seen = list(entered)
     for pattern in tags:
         if not any(where.endswith(f"tagged by {pattern!r}") for where in seen):
@@ -226,7 +226,7 @@ def _closest(pattern: str, paths: Iterable[str]) -> list[str]:
 
 
 def _top(paths: Iterable[str]) -> list[str]:
-    """The module paths of at most two steps, for whoever is far off."""
+    """Module paths of at most two components: the hint when none is close."""
     return [shape for shape in _shapes(paths) if shape.count(".") < 2][:8]
 
 

@@ -1,7 +1,7 @@
-"""How a batch is nested, as plain data: tuples, lists and dicts, and nothing that names a class.
+"""The structure of a batch as JSON: tuples, lists and dicts; no class is ever named.
 
 null                                  a leaf
-["tuple", [...]]  ["list", [...]]     what is in it
+["tuple", [...]]  ["list", [...]]     its items
 ["dict", keys, [...]]                 also "ordered", and "default list" for a defaultdict
 """
 
@@ -24,7 +24,7 @@ _DEPTH = 32
 
 
 def tree_to_json(spec: pytree.TreeSpec) -> Any:
-    """``spec``, the structure of a batch."""
+    """``spec``, the structure of a batch, as JSON data."""
     count = spec.num_leaves
     return _written(spec.unflatten([_Leaf()] * count))
 
@@ -62,12 +62,12 @@ def _kind_of(item: dict[Any, Any]) -> str:
 
 
 def tree_from_json(data: Any) -> pytree.TreeSpec:
-    """What ``tree_to_json`` wrote: a tuple of positional inputs, a dict of keyword inputs, and a
-    tuple of targets."""
-    found = _read(data)
-    match found:
-        case (tuple(), dict(), tuple()) if all(isinstance(key, str) for key in found[1]):
-            return pytree.tree_structure(found)
+    """Read the output of ``tree_to_json``: a tuple of positional inputs, a dict of keyword inputs,
+    and a tuple of targets."""
+    batch = _read(data)
+    match batch:
+        case (tuple(), dict(), tuple()) if all(isinstance(key, str) for key in batch[1]):
+            return pytree.tree_structure(batch)
         case _:
             raise MalformedError("a batch is positional inputs, keyword inputs and targets")
 
@@ -87,15 +87,15 @@ def _read(data: Any, depth: int = 0) -> Any:
     empty = _DICTS.get(kind) if type(kind) is str else None
     if empty is None:
         raise wrong(kind, f"one of tuple, list, {', '.join(_DICTS)}")
-    found = empty()
+    made_dict = empty()
     with within("keys"):
         for key in rows(keys):
-            if not isinstance(key, str | int | float | None) or key in found:
-                raise MalformedError(f"{shown(key)} is no key, or is there twice")
-            found[key] = None
+            if not isinstance(key, str | int | float | None) or key in made_dict:
+                raise MalformedError(f"{shown(key)} is not a valid key, or appears twice")
+            made_dict[key] = None
     for key, item in zip(keys, row(items, len(keys)), strict=True):
-        found[key] = _read(item, depth + 1)
-    return found
+        made_dict[key] = _read(item, depth + 1)
+    return made_dict
 
 
 _DICTS: Mapping[str, Callable[[], dict[Any, Any]]] = {

@@ -1,7 +1,7 @@
 """The command line: ``piper train``, ``check``, ``show``, ``simulate``, ``profile``, ``compare``,
 ``demo``.
 
-Commands put together what the packages do; nothing is decided here. Exit codes:
+Commands only combine functions of the other packages. Exit codes:
 
     0   done
     1   refused: the model, the strategy, a file or a memory limit

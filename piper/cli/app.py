@@ -1,4 +1,4 @@
-"""All commands."""
+"""The typer application with all commands."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ app.command()(demo)
 
 
 def main() -> None:
-    """The program ``piper``."""
+    """The entry point of the program ``piper``."""
     app()

@@ -1,4 +1,4 @@
-"""``piper check``: compile and verify, and say what it will need."""
+"""``piper check``: compiles and verifies a job, and reports its memory and communication."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(
             f"{counted(len(program.dag.nodes), 'node')}, "
             f"{counted(len(program.plans), 'distinct plan')}: verified",
             memory_table(program.memory),
-            *(str(one) for one in traffic if one.flows),
+            *(str(sent) for sent in traffic if sent.flows),
         )
         if limit is not None:
             most = max(memory.peak for memory in program.memory)
@@ -51,8 +51,8 @@ def check(
                 "memory": memory_json(program.memory),
                 "traffic": [
                     {
-                        "devices": list(one.devices),
-                        "bytes": one.nbytes,
+                        "devices": list(sent.devices),
+                        "bytes": sent.nbytes,
                         "flows": [
                             {
                                 "kind": flow.kind,
@@ -60,10 +60,10 @@ def check(
                                 "count": flow.count,
                                 "bytes": flow.nbytes,
                             }
-                            for flow in one.flows
+                            for flow in sent.flows
                         ],
                     }
-                    for one in traffic
+                    for sent in traffic
                 ],
             }
         )

@@ -1,4 +1,4 @@
-"""``piper compare``: two strategies, or two results, side by side."""
+"""``piper compare``: compares two strategies, or two results, side by side."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def compare(
     output = Output(as_json)
     with output.guarded():
         recorded = Recorded.load(profile) if profile else None
-        found: list[tuple[dict[str, Any], Simulation | None]] = []
+        results: list[tuple[dict[str, Any], Simulation | None]] = []
         for path in (first, second):
             with output.doing(f"{path}"):
-                found.append(_result(path, script, cluster, recorded))
-        (a, one), (b, other) = found
+                results.append(_result(path, script, cluster, recorded))
+        (a, simulated_a), (b, simulated_b) = results
         rows = []
         for key, (name, shown) in _FIGURES.items():
             if key in a and key in b:
@@ -70,11 +70,11 @@ def compare(
         ratios = {k: b[k] / a[k] for k in _FIGURES if a.get(k) and k in b}
         output.give({"first": a, "second": b, "second_over_first": ratios})
         if timeline is not None:
-            if one is None or other is None:
+            if simulated_a is None or simulated_b is None:
                 raise PiperError(
                     "a timeline needs the strategies themselves: results have figures only"
                 )
-            page = timeline_page(one.run(first.stem), other.run(second.stem))
+            page = timeline_page(simulated_a.run(first.stem), simulated_b.run(second.stem))
             timeline.write_text(page, encoding="utf-8")
             output.wrote("timeline", timeline)
 
@@ -82,7 +82,7 @@ def compare(
 def _result(
     path: Path, script: Path | None, cluster: str | None, recorded: Recorded | None
 ) -> tuple[dict[str, Any], Simulation | None]:
-    """The figures of a file, and the simulation that they come from if it is a strategy."""
+    """The figures of a file, and their simulation if the file is a strategy."""
     try:
         data = parsed(file_bytes(path))
     except (OSError, MalformedError) as error:
@@ -95,5 +95,5 @@ def _result(
         )
     where = cluster_of(cluster)
     strategy = Strategy.load(path)
-    found = program_of(script, strategy, cluster=where).simulate(where, recorded)
-    return {"kind": "simulation", **found.to_json()}, found
+    simulation = program_of(script, strategy, cluster=where).simulate(where, recorded)
+    return {"kind": "simulation", **simulation.to_json()}, simulation

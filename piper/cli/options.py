@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ Trace = Annotated[
 
 
 def cluster_of(text: str) -> Cluster:
-    """A cluster, from a file or its short form."""
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text)
-    if found is not None and not Path(text).exists():
-        return Cluster.of(found[3], int(found[2]), int(found[1] or 1))
+    """A cluster from a TOML file or a short form such as 4x8xH100."""
+    short = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text)
+    if short is not None and not Path(text).exists():
+        return Cluster.of(short[3], int(short[2]), int(short[1] or 1))
     return Cluster.load(text)

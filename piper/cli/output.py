@@ -1,5 +1,6 @@
-"""What commands print: results on standard output, as text or JSON; progress and errors on standard
-error. A mistake ends the command with a message and a code, never with a trace."""
+"""The output of commands: results on standard output, as text or JSON; progress and errors on
+standard error. A user's mistake ends the command with a message and an exit code, never with a
+traceback."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ REFUSED, FAILED = 1, 3
 
 @dataclass(frozen=True)
 class Output:
-    """Where one command's words go."""
+    """The output of one command, as text or JSON."""
 
     as_json: bool
     out: Console = field(default_factory=lambda: Console(highlight=False))
@@ -32,12 +33,12 @@ class Output:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process is the one that prints: of several that torchrun started, one."""
+        """Whether this process prints. Under torchrun, only rank 0 does."""
         return os.environ.get("RANK", "0") == "0"
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show that something takes time."""
+        """Show a status line during a long operation."""
         if not self.err.is_terminal or not self.speaks:
             yield
             return
@@ -45,24 +46,24 @@ class Output:
             yield
 
     def say(self, *items: Any) -> None:
-        """Print for a person; nothing if a program listens."""
+        """Print as text; nothing in JSON mode."""
         if not self.as_json and self.speaks:
             for item in items:
                 self.out.print(item if isinstance(item, str | Table) else Text.from_ansi(str(item)))
 
     def give(self, data: Any) -> None:
-        """Print for a program, as one line of JSON; nothing if a person reads."""
+        """Print as one line of JSON; nothing in text mode."""
         if self.as_json and self.speaks:
             typer.echo(json.dumps(data))
 
     def wrote(self, what: str, path: object) -> None:
-        """Tell of a file."""
+        """Report a written file on standard error."""
         if self.speaks:
             self.err.print(f"{what}: {path}", markup=False, soft_wrap=True)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn mistakes into messages and exit codes."""
+        """Turn errors into messages and exit codes."""
         try:
             yield
         except PiperError as error:

@@ -28,7 +28,7 @@ _SHORT = {
 
 
 def memory_table(memories: Sequence[Memory]) -> Table:
-    """What each class of devices holds at its peak."""
+    """The memory of each rank class at its peak, by kind."""
     unit, factor = unit_for(max(memory.peak for memory in memories))
     title = f"memory at the peak of a step, {unit}"
     first = Column("devices", no_wrap=True)
@@ -44,7 +44,7 @@ def memory_table(memories: Sequence[Memory]) -> Table:
 
 
 def memory_json(memories: Sequence[Memory]) -> list[dict[str, Any]]:
-    """The same as plain data."""
+    """The memory of each rank class as JSON data."""
     return [
         {
             "devices": list(memory.devices),
@@ -57,7 +57,7 @@ def memory_json(memories: Sequence[Memory]) -> list[dict[str, Any]]:
 
 
 def facts_table(facts: Mapping[str, str], title: str) -> Table:
-    """Names and figures."""
+    """A table of names and values."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -69,7 +69,7 @@ def facts_table(facts: Mapping[str, str], title: str) -> Table:
 def comparison_table(
     names: Sequence[str], rows: Sequence[tuple[str, str, str, float | None]]
 ) -> Table:
-    """Figures of two, and how they differ."""
+    """The figures of two results, and their ratio."""
     table = Table("", *map(escape, names), "second / first")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,4 +1,4 @@
-"""``piper profile``: run a few steps and measure every instruction."""
+"""``piper profile``: runs a few steps and measures every instruction."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def profile(
             for _ in track(range(warmup), "warming up", console=output.err, disable=quiet):
                 trainer.step(*trainer.example)
             with output.doing(f"measuring {steps} steps"):
-                found = trainer.profile(steps=steps, kernels=kernels)
-        output.say(facts_table(found.facts, "measured"), *str(found).splitlines()[1:])
-        output.give({"kind": "profile", **found.to_json()})
+                measured = trainer.profile(steps=steps, kernels=kernels)
+        output.say(facts_table(measured.facts, "measured"), *str(measured).splitlines()[1:])
+        output.give({"kind": "profile", **measured.to_json()})
         if not output.speaks:
             return
-        beside = program.simulate(where, found.recorded) if where else None
+        beside = program.simulate(where, measured.recorded) if where else None
         if timeline is not None:
-            found.show(timeline, beside=beside)
+            measured.show(timeline, beside=beside)
             output.wrote("timeline", timeline)
         if trace is not None:
-            found.trace(trace, beside=beside)
+            measured.trace(trace, beside=beside)
             output.wrote("trace", trace)
         if costs is not None:
-            found.recorded.save(costs)
+            measured.recorded.save(costs)
             output.wrote("costs", costs)

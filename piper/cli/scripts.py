@@ -1,4 +1,4 @@
-"""What a command works on: a script that defines a job, or the folder of a saved program."""
+"""Loads the target of a command: a script that defines a job, or the folder of a saved program."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from piper.strategies.strategy import Strategy
 def job_in(script: Path) -> Job:
     """The job that a script defines."""
     module = _loaded(script)
-    found = getattr(module, "job", None)
-    if callable(found) and not isinstance(found, Job):
-        found = found()
-    if not isinstance(found, Job):
+    job = getattr(module, "job", None)
+    if callable(job) and not isinstance(job, Job):
+        job = job()
+    if not isinstance(job, Job):
         raise PiperError(
             f"{script} defines no job: write `def job() -> piper.Job: ...` "
-            f"(found {type(found).__name__ if found is not None else 'nothing'} by that name)"
+            f"(found {type(job).__name__ if job is not None else 'nothing'} by that name)"
         )
-    return found
+    return job
 
 
 def program_of(
@@ -41,14 +41,14 @@ def program_of(
     memory_limit: int | None = None,
     cluster: Cluster | None = None,
 ) -> Program:
-    """The program that ``target`` stands for."""
+    """The program of ``target``, a script or the folder of a saved program."""
     if target.is_dir():
         return _saved(target, strategy, memory_limit)
     return job_in(target).compile(strategy, memory_limit=memory_limit, cluster=cluster)
 
 
 def strategy_of(path: Path | None, spec: str | None) -> Strategy | None:
-    """A strategy from a JSON file, or from what ``mesh`` takes, "pp=2,dp=2,schedule=zb-v"."""
+    """A strategy from a JSON file, or from arguments of ``mesh``: "pp=2,dp=2,schedule=zb-v"."""
     if path is not None and spec is not None:
         raise PiperError("give --strategy or --mesh, not both")
     if path is not None:
@@ -105,7 +105,7 @@ def _loaded(script: Path) -> ModuleType:
         sys.path.insert(0, folder)  # as Python itself does for a script
     sys.modules[script.stem] = module
     writes = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # nothing is left beside a script, as with python script.py
+    sys.dont_write_bytecode = True  # no .pyc beside the script, as with python script.py
     try:
         spec.loader.exec_module(module)
     finally:

@@ -1,4 +1,5 @@
-"""``piper show``: the schedule as a grid, the program as text, timeline and DAG as pages."""
+"""``piper show``: prints the schedule as a grid or the program as text; writes timeline and DAG
+pages."""
 
 from __future__ import annotations
 

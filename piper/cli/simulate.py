@@ -1,4 +1,4 @@
-"""``piper simulate``: a step on a cluster that need not exist."""
+"""``piper simulate``: simulates a step on a cluster that need not exist."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def simulate(
         with output.doing("compiling"):
             program = program_of(target, chosen, cluster=where)
         with output.doing("simulating"):
-            found = program.simulate(where, recorded)
-        output.say(facts_table(found.facts, str(where)), *str(found).splitlines()[1:])
-        output.give({"kind": "simulation", **found.to_json()})
+            simulation = program.simulate(where, recorded)
+        output.say(facts_table(simulation.facts, str(where)), *str(simulation).splitlines()[1:])
+        output.give({"kind": "simulation", **simulation.to_json()})
         if timeline is not None:
-            found.show(timeline)
+            simulation.show(timeline)
             output.wrote("timeline", timeline)
         if trace is not None:
-            found.trace(trace)
+            simulation.trace(trace)
             output.wrote("trace", trace)

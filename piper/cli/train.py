@@ -1,4 +1,4 @@
-"""``piper train``: train a job under a strategy."""
+"""``piper train``: trains a job under a strategy."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[AnyBatch
 
 
 class _Following:
-    """A job's batches, of which the first pass begins after some: those of the steps before."""
+    """A job's batches for a resumed run: the first iteration skips those of earlier steps."""
 
     def __init__(
         self, batches: Batches | Callable[[], Batches], before: int, *, around: bool
     ) -> None:
-        """``around`` says that ``before`` may be those of several passes."""
+        """Skips ``before`` batches. With ``around``, they may span several passes over the data."""
         self._batches = batches
         self._before = before
         self._around = around

@@ -1,1 +1,1 @@
-"""How long a step takes on devices that need not be there: clusters, costs, simulation."""
+"""Predict the time of a step on real or imagined devices: clusters, cost models, simulation."""

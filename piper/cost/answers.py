@@ -1,5 +1,5 @@
-"""What a cost model said, as plain data. A saved program needs no more of its model: so any model
-can be saved with it, and nothing of a file is run when it is read."""
+"""The answers of a cost model as plain data. A program is saved with the answers, not the model:
+so any model works, and loading a file runs no code from it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from piper.ir.ops import Group
 
 @dataclass(frozen=True)
 class Answers:
-    """A cost model that knows the tasks that another was asked for."""
+    """A cost model that repeats the recorded answers of another one."""
 
     groups: tuple[Group, ...]
-    """Devices that were asked about."""
+    """The device groups of the recorded questions."""
     seconds: tuple[tuple[Task, int, float], ...]
-    """Of a task on a group, which is given by its place."""
+    """A task, the index of its group in ``groups``, and the seconds."""
 
     def __post_init__(self) -> None:
         if not all(0 <= group < len(self.groups) for _, group, _ in self.seconds):
-            raise MalformedError(f"it speaks of a group, of which there are {len(self.groups)}")
+            raise MalformedError(f"a group number is outside its {len(self.groups)} groups")
 
     @cached_property
     def _known(self) -> Mapping[tuple[Task, Group], float]:
@@ -35,7 +35,7 @@ class Answers:
 
 
 class Asked:
-    """A cost model, and what it says."""
+    """Wraps a cost model and records its answers."""
 
     def __init__(self, model: CostModel) -> None:
         self._model = model

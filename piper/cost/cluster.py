@@ -1,8 +1,8 @@
-"""What a program runs on: devices, the links between them, and how they disturb one another.
+"""The hardware of a program: devices, the links between them, and their contention.
 
-A cluster is a row of machines. Devices are numbered through them, as programs number theirs. Each
-device has a link to the others of its machine and one to the outside; a link between two machines
-may be given by itself.
+A cluster is a list of machines. Devices are numbered consecutively over the machines, as in
+programs. Each device has a link to the other devices of its machine and one to other machines. The
+link between two given machines can be set separately.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from piper.ir.ops import Group
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines, and what is between them: a cost model that knows every task."""
+    """Machines and their links: a cost model that knows every task."""
 
     machines: tuple[Machine, ...]
     between: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """Links of a device of one machine to those of another, smaller number first, where it is not
-    the slower one of their ``outside``."""
+    """The link of a device of one machine to devices of another, by machine numbers, smaller first.
+    The default is the slower of the two ``outside`` links."""
     sharing: Sharing = field(default_factory=Sharing)
     name: str = "cluster"
 
@@ -60,10 +60,10 @@ class Cluster:
         sharing: Sharing | None = None,
         name: str | None = None,
     ) -> Cluster:
-        """``machines`` equal machines of ``devices`` equal devices, of a common kind or your own.
+        """``machines`` equal machines of ``devices`` equal devices: a preset or your own device.
 
-        ``inside`` is the link between devices of one machine, as is usual for the kind if it is
-        not given; ``outside`` is the link of each device to other machines, InfiniBand-NDR if not.
+        ``inside`` is the link between devices of one machine; its default depends on the device.
+        ``outside`` is the link of each device to other machines, by default InfiniBand-NDR.
         """
         if min(devices, machines) < 1:
             raise PiperError(f"a cluster of {machines} machines of {devices} devices has none")
@@ -72,13 +72,13 @@ class Cluster:
                 f"a cluster of {machines} machines of {devices} devices is too large: give at most "
                 f"{MOST_DEVICES} devices"
             )
-        one = presets.device(kind)
-        near = presets.inside(one) if inside is None else presets.link(inside)
+        device = presets.device(kind)
+        near = presets.inside(device) if inside is None else presets.link(inside)
         far = presets.link(presets.OUTSIDE if outside is None else outside)
         return Cluster(
-            machines=(Machine((one,) * devices, near, far),) * machines,
-            sharing=sharing or presets.sharing([one]),
-            name=name or f"{machines} x {devices} {one.name}",
+            machines=(Machine((device,) * devices, near, far),) * machines,
+            sharing=sharing or presets.sharing([device]),
+            name=name or f"{machines} x {devices} {device.name}",
         )
 
     @staticmethod
@@ -93,8 +93,8 @@ class Cluster:
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
-        """For each device its machine, and its place there."""
-        return tuple((m, i) for m, one in enumerate(self.machines) for i in range(len(one.devices)))
+        """The machine of each device, and the device's index there."""
+        return tuple((m, i) for m, box in enumerate(self.machines) for i in range(len(box.devices)))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -108,7 +108,7 @@ class Cluster:
         return self.machines[machine].devices[place]
 
     def refuse_smaller(self, devices: Sequence[int]) -> None:
-        """Refuse to run a program on ``devices`` that are not there."""
+        """Refuse a program on ``devices`` that the cluster does not have."""
         missing = [d for d in devices if not 0 <= d < len(self)]
         if missing:
             raise PiperError(
@@ -118,7 +118,7 @@ class Cluster:
             )
 
     def link(self, a: int, b: int) -> Link:
-        """From machine ``a`` to machine ``b``, of one device."""
+        """The link of one device of machine ``a`` to machine ``b``."""
         if a == b:
             return self.machines[a].inside
         given = self.between.get((min(a, b), max(a, b)))
@@ -128,8 +128,8 @@ class Cluster:
         return Link(min(e.bandwidth for e in ends), max(e.latency for e in ends))
 
     def duration(self, task: Task, devices: Group) -> float:
-        """Seconds of ``task``: from operations and bytes of memory, or from the bytes that go over
-        links."""
+        """Seconds of ``task``, from its operations and memory traffic, or from the bytes it sends
+        over links."""
         self.refuse_smaller(devices)
         if task.kind in (TaskKind.PASS, TaskKind.UPDATE, TaskKind.ADD):
             kinds = {id(device): device for device in map(self.device, devices)}.values()
@@ -139,7 +139,7 @@ class Cluster:
         return communication_seconds(task.kind, self.way(devices), task.nbytes)
 
     def way(self, group: Group) -> Way:
-        """What the devices of ``group`` have between them."""
+        """The links between the devices of ``group``."""
         if group not in self._ways:
             self._ways[group] = self._way(group)
         return self._ways[group]
@@ -149,8 +149,8 @@ class Cluster:
         return {}
 
     def _way(self, group: Group) -> Way:
-        """Several devices of a machine that all talk to others share the work of going out:
-        together they have as many links."""
+        """The devices of a machine share the traffic to other machines: together they use all
+        their outside links."""
         counts = Counter(self.machine(device) for device in group)
         machines = list(counts)
         inside = [self.machines[m].inside for m in machines if counts[m] > 1]
@@ -174,7 +174,8 @@ class Cluster:
         )
 
     def _neighbours(self, machines: Sequence[int]) -> list[tuple[int, int]]:
-        """Pairs of machines that must talk; all of them where some have links of their own."""
+        """Pairs of machines that communicate: neighbours in a ring, or all pairs if ``between``
+        has links."""
         if len(machines) < 2:
             return []
         if self.between:
@@ -182,7 +183,7 @@ class Cluster:
         return [*pairwise(machines), (machines[-1], machines[0])]
 
     def costs(self, dtype: torch.dtype = torch.float32) -> Costs:
-        """The same in three figures: enough to order what a strategy leaves open."""
+        """The cluster as three rough figures, to order what a strategy leaves open."""
         devices = {id(d): d for m in self.machines for d in m.devices}.values()
         slowest = min(devices, key=lambda device: device.peak(dtype))
         links = [m.inside for m in self.machines if len(m.devices) > 1]

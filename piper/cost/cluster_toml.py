@@ -1,4 +1,4 @@
-"""A cluster as a TOML file.
+"""Read and write a cluster as a TOML file.
 
 name = "two old boxes and a new one"
 
@@ -15,7 +15,7 @@ inside = { bandwidth = 450e9, latency = 2e-6 }
 outside = "slow"
 
 [devices.tired]
-like = "H100"               # everything that is not said here
+like = "H100"               # the defaults of all fields that are not set here
 flops = { bfloat16 = 700e12 }
 memory = 80e9
 
@@ -23,7 +23,7 @@ memory = 80e9
 bandwidth = 1.25e9
 latency = 3e-5
 
-[[between]]                 # where two machines have a link of their own
+[[between]]                 # a separate link between two machines
 machines = [0, 2]
 link = "slow"
 
@@ -62,7 +62,7 @@ class Described(NamedTuple):
 
 
 def read(path: str | Path) -> Described:
-    """What a file describes."""
+    """The cluster that a file describes."""
     try:
         text = file_bytes(path).decode()
     except (OSError, ValueError, MalformedError) as error:
@@ -74,7 +74,7 @@ def read(path: str | Path) -> Described:
 
 
 def parse(text: str, default_name: str = "cluster") -> Described:
-    """What ``text`` describes."""
+    """The cluster that ``text`` describes."""
     data = parsed_toml(text)
     _known(data, _TABLES, "the file")
     links = {**presets.LINKS}
@@ -158,12 +158,12 @@ def _machines(
         raise PiperError(f"{where}: device must be the name of a device, or a list of names")
     elif row.get("devices", len(kinds)) != len(kinds):
         raise PiperError(f"{where} has {row['devices']} devices, but names {len(kinds)}")
-    found = tuple(_named(devices, kind, "device", where) for kind in kinds)
-    if not found:
+    own = tuple(_named(devices, kind, "device", where) for kind in kinds)
+    if not own:
         raise PiperError(f"{where} has no devices")
-    inside = _link(row["inside"], links, where) if "inside" in row else presets.inside(found[0])
+    inside = _link(row["inside"], links, where) if "inside" in row else presets.inside(own[0])
     outside = _link(row.get("outside", presets.OUTSIDE), links, where)
-    return [Machine(found, inside, outside)] * _count(row, "count", where)
+    return [Machine(own, inside, outside)] * _count(row, "count", where)
 
 
 def _device(name: str, table: Any, devices: Mapping[str, Device]) -> Device:
@@ -231,16 +231,16 @@ def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:
     unknown = sorted(table.keys() - names)
     if unknown:
         raise PiperError(
-            f"{where} has {', '.join(map(shown, unknown))}, which nobody reads; "
+            f"{where} has unknown keys: {', '.join(map(shown, unknown))}; "
             f"known: {', '.join(sorted(names))}"
         )
 
 
 def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = data.get(key, {})
-    if not isinstance(found, dict):
+    table = data.get(key, {})
+    if not isinstance(table, dict):
         raise PiperError(f"{key} must be a table")
-    return found
+    return table
 
 
 def _number(
@@ -265,10 +265,10 @@ def _pair(point: Any) -> bool:
 
 
 def _dtype(name: str, where: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise PiperError(f"{where}: {shown(name)} is no dtype; write float32, bfloat16, ...")
-    return found
+    return dtype
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -276,14 +276,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _runs(machines: tuple[Machine, ...]) -> list[tuple[Machine, int]]:
-    """Machines, and how many like them follow one another."""
-    found: list[tuple[Machine, int]] = []
+    """Runs of equal consecutive machines, each with its length."""
+    runs: list[tuple[Machine, int]] = []
     for machine in machines:
-        if found and found[-1][0] == machine:
-            found[-1] = machine, found[-1][1] + 1
+        if runs and runs[-1][0] == machine:
+            runs[-1] = machine, runs[-1][1] + 1
         else:
-            found.append((machine, 1))
-    return found
+            runs.append((machine, 1))
+    return runs
 
 
 def _inline(link: Link) -> str:

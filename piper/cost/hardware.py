@@ -1,4 +1,4 @@
-"""Devices, links between them and machines, and how what runs at once slows each other down."""
+"""Devices, links, machines, and the contention between concurrent operations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from piper.base.errors import PiperError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way from a device to others."""
+    """A link from one device to others."""
 
     bandwidth: float
-    """Bytes a second, each way."""
+    """Bytes per second, in each direction."""
     latency: float
-    """Seconds that the first byte takes."""
+    """Seconds until the first byte arrives."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
@@ -32,26 +32,26 @@ class Device:
 
     name: str
     flops: Mapping[torch.dtype, float]
-    """Operations a second at best, by what is computed in; a dtype that is not listed is computed
-    as fast as fp32, or as the first that is."""
+    """Peak operations per second, by dtype. A dtype that is not listed is as fast as fp32, or, if
+    that is not listed either, as the first one."""
     memory: int
     """Bytes."""
     bandwidth: float
-    """Bytes of its memory, read or written in a second."""
+    """Memory bandwidth: bytes read or written per second."""
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    """The share of ``flops`` that a pass of so many operations reaches, by number of operations;
-    in between, by the logarithm."""
+    """Pairs of a pass's number of operations and the share of ``flops`` that it reaches;
+    interpolated on the logarithm of the operations."""
     overhead: float = 0.0
-    """Seconds that every instruction takes, whatever it does."""
+    """Fixed seconds of every instruction."""
     issue: float = 0.0
-    """Seconds until the host has issued one instruction and can issue the next."""
+    """Seconds that the host takes to issue one instruction."""
     synchronous: bool = False
-    """Whether the host itself computes, as on a CPU: then whatever keeps one instruction keeps all
-    that are issued after it. Otherwise streams alone do."""
+    """Whether the host itself computes, as on a CPU: then a delayed instruction delays all later
+    ones. Otherwise it delays only its own stream."""
     host_bandwidth: float = 24e9
-    """Bytes a second from its memory to the host's, unless they are the same."""
+    """Bytes per second from device memory to host memory, unless they are the same."""
     sms: int | None = None
-    """Multiprocessors of a GPU, of which a stream may have a share."""
+    """The number of multiprocessors (SMs) of a GPU; a stream may have a share of them."""
 
     def __post_init__(self) -> None:
         rates = [*self.flops.values(), self.bandwidth, self.host_bandwidth, self.memory]
@@ -68,12 +68,12 @@ class Device:
             raise PiperError(f"device {self.name!r}: overhead and issue must not be negative")
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Operations a second, at best."""
-        found = self.flops.get(dtype) or self.flops.get(torch.float32)
-        return found or next(iter(self.flops.values()))
+        """Peak operations per second."""
+        listed = self.flops.get(dtype) or self.flops.get(torch.float32)
+        return listed or next(iter(self.flops.values()))
 
     def reached(self, flops: float) -> float:
-        """The share of the peak that a pass of so many operations reaches."""
+        """The share of the peak that a pass of ``flops`` operations reaches."""
         points = self.efficiency
         if flops <= points[0][0]:
             return points[0][1]
@@ -84,25 +84,25 @@ class Device:
         return points[-1][1]
 
     def seconds(self, flops: int, nbytes: int, dtype: torch.dtype) -> float:
-        """How long something of so many operations on so many bytes takes."""
+        """Seconds of ``flops`` operations with ``nbytes`` of memory traffic."""
         computing = flops / (self.peak(dtype) * self.reached(flops)) if flops else 0.0
         return self.overhead + max(computing, nbytes / self.bandwidth)
 
     def copy_seconds(self, nbytes: int) -> float:
-        """How long a copy of so many bytes to the host takes."""
+        """Seconds of a copy of ``nbytes`` to the host."""
         memory = nbytes * 2 / self.bandwidth if self.synchronous else nbytes / self.host_bandwidth
         return self.overhead + memory
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices side by side."""
+    """The devices of one machine and their links."""
 
     devices: tuple[Device, ...]
     inside: Link
-    """Of each device, to the others of the machine."""
+    """The link of each device to the other devices of the machine."""
     outside: Link
-    """Of each device, to other machines."""
+    """The link of each device to other machines."""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -111,16 +111,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How much longer things take beside others, as a share of their own time."""
+    """Contention factors: additional time of concurrent operations, as a share of their own
+    time."""
 
     links: float = 0.46
-    """A communication, for each other one on the same link of a device. 0.46 is what the
-    all-to-all of experts was measured to lose beside a reduction; 1 would be half of the link
+    """For a communication, per other communication on the same link of a device. 0.46 is the
+    measured slowdown of the experts' all-to-all beside a reduction; 1 would be half of the link
     each."""
     compute: float = 0.0
-    """A computation, while its device communicates."""
+    """For a computation, while its device communicates."""
     communication: float = 0.0
-    """A communication, while a device of its participants computes."""
+    """For a communication, while a participating device computes."""
 
     def __post_init__(self) -> None:
         if min(self.links, self.compute, self.communication) < 0:

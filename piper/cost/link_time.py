@@ -1,8 +1,9 @@
-"""How long a communication takes, by the algorithm that suits its size best.
+"""The seconds of a communication, with the fastest algorithm for its size.
 
-``piper/ir/collectives.py`` says what a member sends, and in how many rounds. Each round takes a
-latency. The bytes take the slowest link in a ring or, where each sends to each, the slower of what
-goes to devices of the same machine and what goes to others, each over its own link.
+``piper/ir/collectives.py`` has the bytes that a member sends, and the number of rounds. Each round
+takes one latency. In a ring, the slowest link limits the bytes. If each member sends to each,
+traffic inside a machine and traffic to other machines use separate links, and the slower of the two
+counts.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from piper.ir.collectives import ALGORITHMS, Algorithm, CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What the members of a communication have between them."""
+    """The links between the members of a communication."""
 
     members: int
     bandwidth: float
-    """Bytes a second of one device, where they go round in a ring: of the slowest link."""
+    """Bytes per second of one device in a ring, limited by the slowest link."""
     latency: float
     near: float
-    """The share of a device's peers that are in its own machine, of the device with fewest."""
+    """The share of a device's peers in its own machine, for the device with the fewest."""
     near_bandwidth: float
     far_bandwidth: float
-    """Of one device to other machines; infinite if there are none."""
+    """Bytes per second of one device to other machines; infinite if all are in one machine."""
 
     @property
     def outside(self) -> bool:
-        """Whether it leaves a machine."""
+        """Whether it crosses machines."""
         return self.far_bandwidth < math.inf
 
 
 def communication_seconds(kind: TaskKind | CollectiveKind, way: Way, nbytes: int) -> float:
-    """Of a message of ``nbytes``, or of a collective over so many a member: what goes into a
-    reduction, or comes out of a gather."""
+    """Seconds of a message of ``nbytes``, or of a collective with ``nbytes`` per member: the input
+    of a reduction, or the output of a gather."""
     n = way.members
     if n == 1:
         return 0.0

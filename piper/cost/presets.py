@@ -1,5 +1,5 @@
-"""Common devices and networks, by name. Peak figures are the makers' for dense arithmetic; what is
-reached of them is a rule of thumb: a recorded profile knows better."""
+"""Common devices and networks, by name. Peak figures are the vendors' for dense arithmetic. The
+efficiencies are rules of thumb: a recorded profile is more accurate."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LINKS: Mapping[str, Link] = {
     "loopback": Link(1.5e9, 1.5e-4),
 }
 OUTSIDE = "InfiniBand-NDR"
-"""What usually lies between machines."""
+"""The default link between machines."""
 
 _INSIDE = {
     "V100": "NVLink2",
@@ -81,22 +81,22 @@ _GPU_SHARING = Sharing(links=0.46, compute=0.08, communication=0.05)
 
 
 def device(kind: str | Device) -> Device:
-    """A device, by name if it is a common one."""
+    """The device itself, or the preset of that name."""
     return named(DEVICES, kind, "device") if isinstance(kind, str) else kind
 
 
 def link(given: str | Link) -> Link:
-    """A link, by name if it is a common one."""
+    """The link itself, or the preset of that name."""
     return named(LINKS, given, "link") if isinstance(given, str) else given
 
 
 def inside(kind: Device) -> Link:
-    """What usually lies between devices of one machine."""
+    """The default link between devices of one machine."""
     return LINKS[_INSIDE.get(kind.name, "PCIe4")]
 
 
 def sharing(kinds: Iterable[Device]) -> Sharing:
-    """What usually disturbs what, where there are devices of these kinds."""
+    """The default contention factors for devices of these kinds."""
     return Sharing() if all(kind.synchronous for kind in kinds) else _GPU_SHARING
 
 
@@ -104,7 +104,7 @@ _Known = TypeVar("_Known")
 
 
 def named(known: Mapping[str, _Known], name: str, what: str) -> _Known:
-    """One of ``known``."""
+    """The entry ``name`` of ``known``; a missing one is an error that lists all names."""
     if name not in known:
         raise PiperError(f"there is no {what} {name!r}; known: {', '.join(sorted(known))}")
     return known[name]

@@ -1,9 +1,9 @@
-"""What passes and communications took when they were measured, to predict other strategies by.
+"""Measured times of passes and communications, to predict other strategies.
 
-A pass is known by its chunk, its rows and how much it recomputes: whatever devices it runs on and
-whatever the order, it takes as long. A pass at another number of rows is scaled by its operations:
-in proportion, or, if several sizes were measured, on the line through them, which knows what does
-not shrink with the rows.
+A pass is identified by its chunk, its rows and its remat policy; its time does not depend on its
+devices or on the order. For another number of rows the time is scaled by operations: in proportion,
+or, if several sizes were measured, on the line through them, which includes the fixed part that
+does not shrink with the rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FORMAT = Format("costs", 2)
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A pass that was measured."""
+    """The measured time of a pass."""
 
     work: Work
     flops: int
@@ -41,7 +41,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Communications of one kind and size that were measured."""
+    """The measured time of communications of one kind and size."""
 
     kind: str
     """"send", "update", "add", or the name of a collective."""
@@ -56,7 +56,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Everything that was measured."""
+    """All measured times: a cost model that knows the measured tasks."""
 
     passes: tuple[Timed, ...]
     moved: tuple[Moved, ...]
@@ -65,8 +65,8 @@ class Recorded:
     def of(
         passes: Iterable[tuple[Work, int, float]], moved: Iterable[tuple[str, int, int, float]]
     ) -> Recorded:
-        """From single measurements: of a pass its operations and seconds, of a communication its
-        kind, members, bytes and seconds. The median counts, which no outlier moves."""
+        """From single measurements: for a pass its operations and seconds, for a communication its
+        kind, members, bytes and seconds. Takes the median, which is robust to outliers."""
         works: dict[tuple[Work, int], list[float]] = {}
         for work, flops, seconds in passes:
             works.setdefault((work, flops), []).append(seconds)
@@ -74,30 +74,31 @@ class Recorded:
         for kind, members, nbytes, seconds in moved:
             moves.setdefault((kind, members, nbytes), []).append(seconds)
         return Recorded(
-            tuple(Timed(*key, statistics.median(found)) for key, found in works.items()),
-            tuple(Moved(*key, statistics.median(found)) for key, found in sorted(moves.items())),
+            tuple(Timed(*key, statistics.median(times)) for key, times in works.items()),
+            tuple(Moved(*key, statistics.median(times)) for key, times in sorted(moves.items())),
         )
 
     @cached_property
     def _by_work(self) -> Mapping[Work, Timed]:
-        return {one.work: one for one in self.passes}
+        return {timed.work: timed for timed in self.passes}
 
     @cached_property
     def _by_chunk(self) -> Mapping[tuple[int, str, Pass], Sequence[Timed]]:
-        found: dict[tuple[int, str, Pass], list[Timed]] = {}
-        for one in self.passes:
-            found.setdefault((one.work.chunk, one.work.region, one.work.which), []).append(one)
-        return found
+        chunks: dict[tuple[int, str, Pass], list[Timed]] = {}
+        for timed in self.passes:
+            work = timed.work
+            chunks.setdefault((work.chunk, work.region, work.which), []).append(timed)
+        return chunks
 
     @cached_property
     def _by_kind(self) -> Mapping[tuple[str, int], Sequence[Moved]]:
-        found: dict[tuple[str, int], list[Moved]] = {}
-        for one in self.moved:
-            found.setdefault((one.kind, one.members), []).append(one)
-        return {key: sorted(row, key=lambda one: one.nbytes) for key, row in found.items()}
+        kinds: dict[tuple[str, int], list[Moved]] = {}
+        for moved in self.moved:
+            kinds.setdefault((moved.kind, moved.members), []).append(moved)
+        return {key: sorted(row, key=lambda moved: moved.nbytes) for key, row in kinds.items()}
 
     def pass_seconds(self, work: Work, flops: int) -> float | None:
-        """How long a pass takes; None if nothing like it was measured."""
+        """Seconds of a pass; None if no similar pass was measured."""
         exact = self._by_work.get(work)
         if exact is not None:
             return exact.seconds
@@ -109,7 +110,7 @@ class Recorded:
         return _scaled(sizes, _size(work.rows, flops, near[0].flops))
 
     def _halves(self, work: Work, flops: int) -> float | None:
-        """A backward from its two halves, or a half from the whole, where only that is known."""
+        """A backward from its two halves, or a half from the whole, if only that was measured."""
         if work.which is Pass.B:
             halves = [self._other(work, which) for which in (Pass.BI, Pass.BW)]
             known = [one for one in halves if one is not None]
@@ -122,12 +123,12 @@ class Recorded:
         return whole.seconds / 2 * work.rows / whole.work.rows
 
     def _other(self, work: Work, which: Pass) -> Timed | None:
-        found = self._by_chunk.get((work.chunk, work.region, which))
-        return min(found, key=lambda one: _apart(one, work)) if found else None
+        measured = self._by_chunk.get((work.chunk, work.region, which))
+        return min(measured, key=lambda timed: _apart(timed, work)) if measured else None
 
     def moved_seconds(self, kind: str, members: int, nbytes: int) -> float | None:
-        """How long a communication takes, from those of its kind that are larger and smaller; None
-        if none was measured."""
+        """Seconds of a communication, interpolated between the next smaller and larger ones of its
+        kind; None if none was measured."""
         points = self._by_kind.get((kind, members))
         if not points:
             return None
@@ -145,13 +146,13 @@ class Recorded:
         return low.seconds + place * (high.seconds - low.seconds)
 
     def duration(self, task: Task, devices: Group) -> float | None:
-        """How long a task takes, on whatever devices; None if nothing like it was measured."""
+        """Seconds of a task, on any devices; None if no similar task was measured."""
         if task.work is not None:
             return self.pass_seconds(task.work, task.flops)
         return self.moved_seconds(task.kind.value, task.members, task.nbytes)
 
     def __add__(self, other: Recorded) -> Recorded:
-        """Both; where both know something, their mean."""
+        """The measurements of both; the mean where both have one."""
         return Recorded.of(
             ((one.work, one.flops, one.seconds) for one in (*self.passes, *other.passes)),
             ((m.kind, m.members, m.nbytes, m.seconds) for m in (*self.moved, *other.moved)),
@@ -163,22 +164,23 @@ class Recorded:
 
     @staticmethod
     def load(path: str | Path) -> Recorded:
-        """What ``save`` wrote."""
+        """The costs that ``save`` wrote."""
         try:
-            found: Recorded = decode(Recorded, _FORMAT.content(parsed(file_bytes(path))))
-            return found
+            recorded: Recorded = decode(Recorded, _FORMAT.content(parsed(file_bytes(path))))
+            return recorded
         except (OSError, MalformedError) as error:
             raise PiperError(f"{path} cannot be read: {error}") from error
 
 
 def _size(rows: int, flops: int, other: int) -> int:
-    """How large a pass is: its operations, or its rows if this or the other has none."""
+    """The size of a pass: its operations, or its rows if it or the other has no operations."""
     return flops if flops and other else rows
 
 
 def _scaled(measured: Sequence[tuple[int, float]], size: int) -> float:
-    """Seconds at ``size``, from sizes of which the nearest comes first: on a line through two of
-    them that rises and takes no negative time for nothing, or else in proportion to the first."""
+    """Seconds at ``size``, from measured (size, seconds), nearest first. Uses a line through the
+    first and another point that rises and is not negative at size 0; otherwise scales the first in
+    proportion."""
     first, seconds = measured[0]
     for other, theirs in measured[1:]:
         if other != first and (theirs - seconds) * (other - first) > 0:
@@ -190,6 +192,6 @@ def _scaled(measured: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def _apart(one: Timed, work: Work) -> float:
-    """How different a measured pass is in size."""
+    """The difference in size between a measured pass and ``work``."""
     larger, smaller = sorted((one.work.rows, work.rows), reverse=True)
     return larger / max(1, smaller) + abs(one.work.ways - work.ways)

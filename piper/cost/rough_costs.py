@@ -1,4 +1,4 @@
-"""How long tasks take, roughly, from three figures: enough to order what a strategy leaves open."""
+"""Rough seconds of tasks from three figures, to order what a strategy leaves open."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from piper.ir.ops import Group
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How fast devices compute and communicate, in seconds: a cost model that knows every task."""
+    """The speeds of compute and communication: a cost model that knows every task."""
 
     flops_per_second: float = 200e12
     bytes_per_second: float = 50e9
     overhead: float = 5e-6
     recorded: Recorded | None = None
-    """What was measured, which counts wherever it knows: ``profile.recorded``."""
+    """Measured times, which take precedence where they exist: ``profile.recorded``."""
 
     def __post_init__(self) -> None:
         speeds = self.flops_per_second, self.bytes_per_second

@@ -1,8 +1,8 @@
-"""How long nodes take: nodes as tasks, of which there are few, and the protocol of cost models.
+"""The durations of nodes: many nodes map to few distinct tasks, and a cost model times the tasks.
 
-A ``CostModel`` gives the seconds of a ``Task``. Scheduler and simulator ask it through
-``Durations``. ``Costs`` are a model of three figures, a ``Cluster`` one of devices and links,
-``Recorded`` one of what was measured; one over another is ``Fallback``.
+A ``CostModel`` gives the seconds of a ``Task``. The scheduler and the simulator ask it through
+``Durations``. ``Costs`` is a model of three figures, ``Cluster`` one of devices and links, and
+``Recorded`` one of measured times; ``Fallback`` puts one before another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from piper.ir.plan.instances import instance_size, instances, members
 
 
 class TaskKind(Enum):
-    """What is no collective."""
+    """The kinds of tasks other than collectives."""
 
     PASS = "pass"
     UPDATE = "update"
@@ -37,51 +37,51 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A pass of a chunk as a device sees it."""
+    """A pass of a chunk on one device."""
 
     chunk: int
     region: str
     which: Pass
     rows: int
-    """Of the batch."""
+    """Rows of the batch."""
     ways: int
-    """Over how many devices its experts are divided."""
+    """The expert parallel size."""
     remat: RematPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a device does in a node, as far as its time goes."""
+    """The work of one device in a node: everything that its time depends on."""
 
     kind: TaskKind | CollectiveKind
     flops: int = 0
     """Operations of a pass."""
     traffic: int = 0
-    """Bytes of its memory that a pass, an update or an addition reads and writes."""
+    """Memory traffic in bytes of a pass, an update or an addition."""
     nbytes: int = 0
-    """Bytes that an update changes, that are copied, or that a communication is about: of a
-    reduction what goes in, of a gather what comes out."""
+    """Bytes of an update, an addition, a copy or a communication: for a reduction its input, for a
+    gather its output."""
     members: int = 1
-    """How many devices communicate with one another."""
+    """The number of devices in one instance of a communication."""
     work: Work | None = None
-    """Which pass."""
+    """The pass, if it is one."""
     dtype: torch.dtype = torch.float32
-    """What matrices are multiplied in."""
+    """The dtype of matrix products."""
 
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Says how long tasks take."""
+    """Predicts the seconds of tasks."""
 
     def duration(self, task: Task, devices: Group) -> float | None:
-        """Seconds of ``task``: of a pass or an update on the slowest of ``devices``, of a
-        communication among all of them; None if nothing is known of it."""
+        """Seconds of ``task``: a pass or an update on the slowest of ``devices``, a communication
+        among all of them; None if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A model over another, which is asked for what the first does not know."""
+    """Asks the first model, and the other one for tasks that the first does not know."""
 
     first: CostModel
     otherwise: CostModel
@@ -97,8 +97,8 @@ class Tasks:
     def __init__(
         self, dag: Dag, sizes: Sizes, *, fused: bool = False, optimizer: float = 0.0
     ) -> None:
-        """``fused`` says whether a compiler fuses operations; ``optimizer`` is the optimizer's
-        state, in bytes for each byte that it updates."""
+        """``fused``: whether a compiler fuses operations. ``optimizer``: bytes of optimizer state
+        for each byte that it updates."""
         self._dag, self._sizes, self._fused, self._optimizer = dag, sizes, fused, optimizer
         self._dtype = computed_in(dag.model)
         self._known: dict[tuple[object, ...], Task] = {}
@@ -153,8 +153,8 @@ class Tasks:
 
 
 class Durations:
-    """How long the tasks of a DAG take by a model that knows them all. The model is asked once for
-    each of them on each group of devices."""
+    """The durations of a DAG's nodes, by a model that knows all its tasks. The model is asked once
+    per task and group of devices."""
 
     def __init__(self, tasks: Tasks, model: CostModel) -> None:
         self._tasks, self._model = tasks, model
@@ -165,7 +165,7 @@ class Durations:
     def of(self, node: Node) -> float:
         """Seconds until ``node`` is done on all its devices."""
         op, task = node.op, self._tasks.of(node)
-        match op:  # equal groups are one object, for speed
+        match op:  # by id, for speed: equal groups are one object
             case Transfer(source=source, target=target, replicas=replicas):
                 where: tuple[int, ...] = id(source), id(target), *replicas
             case Collective(groups=groups):
@@ -173,20 +173,20 @@ class Durations:
             case _:
                 where = (id(node.devices),)
         key = id(task), *where
-        found = self._nodes.get(key)
-        if found is None:
+        seconds = self._nodes.get(key)
+        if seconds is None:
             if not isinstance(op, Transfer | Collective):
-                found = self._ask(task, node.devices)
+                seconds = self._ask(task, node.devices)
             else:
                 if where not in self._members:
                     self._members[where] = tuple(map(members, instances(op)))
-                found = max(self._ask(task, group) for group in self._members[where])
-            self._nodes[key] = found
-        return found
+                seconds = max(self._ask(task, group) for group in self._members[where])
+            self._nodes[key] = seconds
+        return seconds
 
     def on(self, node: Node, devices: Group) -> float:
-        """Seconds of ``node`` on some of its devices: on one, or on those that communicate with one
-        another."""
+        """Seconds of ``node`` on some of its devices: one device, or one instance of a
+        communication."""
         task = self._tasks.of(node)
         key = id(task), devices
         if key not in self._known:
@@ -204,6 +204,6 @@ class Durations:
 
 
 def computed_in(model: Model) -> torch.dtype:
-    """What matrices are multiplied in: what most parameters are of."""
+    """The dtype of matrix products: the most frequent dtype of the parameters."""
     floats = [p.dtype for p in model.parameters.values() if p.dtype.is_floating_point]
     return max(dict.fromkeys(floats), key=floats.count) if floats else torch.float32

@@ -1,1 +1,1 @@
-"""The vocabulary: passes, tensors, layouts, the DAG of a step and the plans of devices."""
+"""The compiler's data types: passes, tensors, layouts, the DAG of a step and the device plans."""

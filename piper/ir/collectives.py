@@ -1,10 +1,10 @@
-"""The kinds of collectives, and what each member sends by every algorithm that suits one.
+"""The kinds of collectives, and the bytes and rounds of each algorithm.
 
-With n members and S bytes, which are what goes into a reduction, or comes out of a gather:
+n is the number of members. S is the bytes that enter a reduction or leave a gather.
 
-                                  sends               in rounds
+                                  a member sends      in rounds
     all_reduce                    2 (n - 1) / n S     2 (n - 1)      a ring, for many bytes
-                              or  2 S                 2 log2(n)      a tree, for few
+                              or  2 S                 2 log2(n)      a tree, for few bytes
     reduce_scatter, all_gather    (n - 1) / n S       log2(n)        halving
     all_to_all                    (n - 1) / n S       1              each to each
 """
@@ -30,19 +30,19 @@ class CollectiveKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to do a collective."""
+    """One algorithm of a collective."""
 
     rounds: Callable[[int], int]
-    """By the number of members: messages that follow one another."""
+    """The number of sequential messages, given the number of members."""
     shares: int = 0
-    """How many times a member sends (n - 1) / n of the bytes: all parts but its own."""
+    """How many times a member sends (n - 1) / n of the bytes: all parts except its own."""
     wholes: int = 0
-    """How many times it sends all bytes."""
+    """How many times a member sends all bytes."""
     direct: bool = False
-    """Whether each sends to each over the link between them, and not around in a ring."""
+    """Whether members send directly to each other, not around a ring."""
 
     def sent(self, nbytes: int, share: _Number) -> _Number:
-        """Bytes that a member sends, if ``share`` is (n - 1) / n of ``nbytes``."""
+        """Bytes that a member sends; ``share`` is (n - 1) / n of ``nbytes``."""
         return self.shares * share + self.wholes * nbytes
 
 

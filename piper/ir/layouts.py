@@ -1,5 +1,5 @@
-"""How a value lies on its mesh: along each axis sharded along a dimension, replicated, or a partial
-sum. The words are torch's own: ``Shard``, ``Replicate`` and ``Partial``.
+"""The layout of a value on its mesh: one torch placement (``Shard``, ``Replicate`` or ``Partial``)
+per mesh axis.
 
 Mesh([0, 1, 2, 3], dp=2, tp=2)      rows of the batch       dp S(0), tp R
                                     gradient of a weight    dp P(sum), tp R
@@ -23,13 +23,13 @@ class Layout:
 
     mesh: Mesh
     placements: tuple[Placement, ...]
-    """One for each axis."""
+    """One per axis."""
 
     def along(self, **placements: Placement) -> Layout:
-        """The same with other placements along some axes."""
+        """This layout with other placements along some axes."""
         names = [name for name, _ in self.mesh.axes]
         pairs = zip(names, self.placements, strict=True)
-        return Layout(self.mesh, tuple(placements.get(name, one) for name, one in pairs))
+        return Layout(self.mesh, tuple(placements.get(name, own) for name, own in pairs))
 
     def __str__(self) -> str:
         axes = zip(self.mesh.axes, self.placements, strict=True)
@@ -43,9 +43,9 @@ def everywhere(mesh: Mesh, placement: Placement) -> Layout:
 
 
 class BucketLayouts:
-    """A bucket of parameters on the devices that hold it: sharded along ``ep`` as experts, or along
-    an axis of tensor parallelism; copies replicated along ``replicate``, and along ``alike`` where
-    their gradients are equal as made; each sharded along ``shard`` as far as ZeRO does."""
+    """A bucket of parameters on the devices that hold it. Parameters are sharded along ``ep``
+    (experts) or a tensor parallel axis. Copies are replicated along ``replicate``, and along
+    ``alike`` where they make equal gradients. ZeRO shards each copy along ``shard``."""
 
     def __init__(self, bucket: Bucket) -> None:
         devices = [device for group in bucket.groups for device in group]
@@ -56,5 +56,5 @@ class BucketLayouts:
         sharded = self.in_use.along(shard=Shard(0))
         self.gradients = self.in_use.along(replicate=Partial(), shard=Partial())
         self.optimizer = sharded if bucket.level >= 1 else self.in_use
-        """Of the optimizer's state, and of what it updates."""
+        """The layout of the optimizer's state, and of the elements it updates."""
         self.at_rest = sharded if bucket.level == 3 else self.in_use

@@ -1,7 +1,7 @@
 """``Mesh``: devices with named axes.
 
 Mesh([0, 1, 2, 3, 4, 5], dp=2, ep=3)      dp 0   0 1 2
-                                          dp 1   3 4 5     the last axis counts fastest
+                                          dp 1   3 4 5     the last axis varies fastest
                                             ep   0 1 2
 """
 
@@ -17,11 +17,11 @@ from piper.base.errors import DirectiveError
 
 T = TypeVar("T")
 MOST_DEVICES = 2**20
-"""More than any strategy or cluster has; such a list is made in a second."""
+"""More than any strategy or cluster has; a list of this length takes a second to make."""
 
 
 def listed(items: Iterable[T]) -> tuple[T, ...]:
-    """All of ``items``, which are not without end."""
+    """All of ``items``; refuses an endless iterable."""
     group = tuple(islice(items, MOST_DEVICES + 1))
     if len(group) > MOST_DEVICES:
         raise DirectiveError(f"a list of devices or tags has more than {MOST_DEVICES} items")
@@ -30,7 +30,7 @@ def listed(items: Iterable[T]) -> tuple[T, ...]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Mesh:
-    """Devices in order, and the sizes of the axes that they fill."""
+    """Devices in order, and the named axes with their sizes."""
 
     devices: tuple[int, ...]
     axes: tuple[tuple[str, int], ...]
@@ -59,25 +59,25 @@ class Mesh:
         object.__setattr__(self, "axes", tuple(axes.items()))
 
     def size(self, axis: str) -> int:
-        """How many devices lie along ``axis``."""
+        """The number of devices along ``axis``."""
         return dict(self.axes)[axis]
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours along ``axis`` are in the order of the devices."""
-        place = [name for name, _ in self.axes].index(axis)
-        return math.prod(size for _, size in self.axes[place + 1 :])
+        """The distance in ``devices`` between neighbours along ``axis``."""
+        index = [name for name, _ in self.axes].index(axis)
+        return math.prod(size for _, size in self.axes[index + 1 :])
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The devices that differ along ``axes`` alone, in the order of the mesh."""
+        """Groups of devices that differ only along ``axes``, in mesh order."""
         along, others = [0], [0]
         for name, size in self.axes:
             stride = self.stride(name)
-            row = along if name in axes else others
-            row[:] = [at + i * stride for at in row for i in range(size)]
+            offsets = along if name in axes else others
+            offsets[:] = [at + i * stride for at in offsets for i in range(size)]
         return tuple(tuple(self.devices[at + i] for i in along) for at in others)
 
     def first(self, axes: Iterable[str]) -> Mesh:
-        """The same devices with ``axes`` before the others."""
+        """The same devices with ``axes`` as the outer axes."""
         names = [name for name, _ in self.axes]
         outer = [name for name in names if name in set(axes)]
         inner = [name for name in names if name not in outer]

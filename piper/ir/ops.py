@@ -1,4 +1,4 @@
-"""What nodes of the DAG do, and the groups of devices that do it."""
+"""The operations of DAG nodes, and the device groups that run them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Group = tuple[int, ...]
 
 
 def same_group(a: Group, b: Group) -> bool:
-    """Whether two groups are equal: fast where they are one object, as they mostly are."""
+    """Whether two groups are equal; fast if they are one object, which is the usual case."""
     return a is b or a == b
 
 
 COMPUTE = "compute"
 COPY = "copy"
-"""The stream on which state is copied on the host."""
+"""The stream of state copies to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,59 +31,59 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A send with its receive: what one group has, another gets. Both divide the value along
-    ``dim``, each evenly among its members and in their order."""
+    """A send with its receive: a value goes from the source group to the target group. Both shard
+    it along ``dim``, evenly and in the order of their members."""
 
     source: Group
     target: Group
     dim: int = 0
     replicas: tuple[int, int] = (1, 1)
-    """How many neighbours in the source, and in the target, have the same part."""
+    """How many adjacent devices in the source, and in the target, hold the same part."""
     counts: int | None = None
-    """Of counts of rows that are sorted by expert, how many rows each of the source has: who gets
-    a range of them gets the counts of that range."""
+    """Set if the value is the row counts of rows sorted by expert: the number of rows on each
+    source device. A target device that gets a range of the rows gets the counts of that range."""
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Into how many parts the source and the target divide the value."""
+        """The number of shards of the value in the source and in the target."""
         return len(self.source) // self.replicas[0], len(self.target) // self.replicas[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One communication of all members of a group; several groups may do the same side by side."""
+    """A collective over all members of a group; several groups may run it side by side."""
 
     kind: CollectiveKind
     groups: tuple[Group, ...]
     rows: int | None = None
-    """Of an all_to_all by counts that are known when it runs, the rows that a device has room for;
-    None if all parts are equal."""
+    """Set for an all_to_all by counts, which are known only at run time: the capacity of a device
+    in rows. None if all parts are equal."""
     padded: bool = False
-    """Of one by counts, whether there is room for all rows, so that in a CUDA graph, where no host
-    can know the counts, as much is sent as there is room for."""
+    """For an all_to_all by counts: whether the capacity holds all rows. Then a CUDA graph, in which
+    the host cannot read the counts, sends the full capacity."""
     by_host: bool = False
-    """Of one by counts, whether the host has to know them to begin it, as on GPUs. Elsewhere its
-    stream's own thread reads them when its turn comes."""
+    """For an all_to_all by counts: whether the host must know the counts to start it, as on GPUs.
+    Elsewhere the stream's own thread reads them when it runs the collective."""
     runs: int = 1
-    """Of rows sorted by expert, or their counts: of how many sorted ranges (runs) those of a member
-    may be, because a group of another size sorted them."""
+    """For rows sorted by expert, or their counts: how many sorted runs a member's rows may consist
+    of, because a group of another size sorted them."""
 
     @property
     def in_turn(self) -> bool:
-        """Whether it may be begun before the counts are there that its stream brings before it."""
+        """Whether it may be issued before its counts arrive, if the same stream brings them."""
         return self.rows is not None and not self.by_host
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimizer on one bucket of parameters."""
+    """The optimizer update of one bucket of parameters."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """What one chunk gives to the gradient of a value is added to what later chunks gave."""
+    """Adds one chunk's gradient of a value to the gradients from later chunks."""
 
     value: int
     chunk: int
@@ -92,19 +92,19 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Each member of a group takes its own part of what all of them have."""
+    """Each member of a group takes its own shard of a replicated value."""
 
     groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A device's share of the parameters and of the optimizer's state of one bucket, copied on the
-    host for a checkpoint."""
+    """Copies a device's share of one bucket's parameters and optimizer state to the host, for a
+    checkpoint."""
 
     bucket: int
     nbytes: int
-    """What one device copies."""
+    """Bytes that one device copies."""
 
 
 Op = Compute | Transfer | Collective | Update | Add | Select | Copy

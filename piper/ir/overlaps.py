@@ -1,9 +1,9 @@
-"""Who has what of a value that two groups divide: the parts that a member of each has in common.
+"""The overlaps between the shards of one value in two groups: what each pair of devices transfers.
 
 2 devices   [ 0         | 1         ]
 3 devices   [ 0     | 1     | 2     ]      1 of 3 gets the last third of 0 and the first of 1
 
-Where several have the same part, each member of the target gets it from one of them.
+If several source devices hold the same part, each target device gets it from one of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from piper.ir.ops import Group, Transfer
 
 
 class Overlap(NamedTuple):
-    """What a device has in common with ``peer``: a range of the device's own part of the value,
-    from 0 for where that begins to 1 for where it ends."""
+    """The range of a device's own part that overlaps the part of ``peer``, as fractions: 0 is the
+    begin of the device's part, 1 its end."""
 
     peer: int
     start: Fraction
@@ -25,11 +25,11 @@ class Overlap(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it is all that the device has."""
+        """Whether the range is the device's whole part."""
         return self.start == 0 and self.stop == 1
 
     def within(self, size: int) -> tuple[int, int]:
-        """Where it begins among ``size`` elements of the device, and how many they are."""
+        """The offset and length of the range in the device's ``size`` elements."""
         start, stop = self.start * size, self.stop * size
         assert start.denominator == stop.denominator == 1, "both groups divide the value evenly"
         return int(start), int(stop - start)
@@ -56,37 +56,37 @@ def received_by(op: Transfer, device: int) -> list[Overlap]:
 
 
 def scattered(op: Transfer, *, sends: bool) -> bool:
-    """Whether what a member sends, or receives, is several parts that do not lie one after
-    another in its memory."""
+    """Whether the parts that a member sends, or receives, are not contiguous in its memory."""
     mine, other = op.parts if sends else reversed(op.parts)
     return op.dim > 0 and mine % other != 0
 
 
 def most_overlaps(parts: int, others: int) -> int:
-    """Of how many of ``others`` parts one of ``parts`` has something, at most."""
+    """The most of ``others`` equal parts that one of ``parts`` equal parts overlaps."""
     period = parts // math.gcd(parts, others)
     return max(len(_overlaps(i, parts, others)) for i in range(period))
 
 
 def _overlaps(mine: int, parts: int, others: int) -> list[tuple[int, Fraction, Fraction]]:
-    """Those of ``others`` parts that have something of part ``mine`` of ``parts``, and where in
-    that it begins and ends."""
+    """The ones of ``others`` parts that overlap part ``mine`` of ``parts``, each with the start and
+    stop of the overlap within ``mine``."""
     first, end = mine * others // parts, -((-mine - 1) * others // parts)
-    found = []
+    overlaps = []
     for i in range(first, end):
         start = max(Fraction(i * parts, others) - mine, Fraction(0))
         stop = min(Fraction((i + 1) * parts, others) - mine, Fraction(1))
-        found.append((i, start, stop))
-    return found
+        overlaps.append((i, start, stop))
+    return overlaps
 
 
 def _replicas(group: Group, replicas: int, part: int) -> Group:
-    """The members of ``group`` that have a part."""
+    """The members of ``group`` that hold ``part``."""
     return group[part * replicas : (part + 1) * replicas]
 
 
 def _sender(op: Transfer, part: int, target: int) -> int:
-    """Who sends its part to ``target``: itself, if it has it; otherwise replicas take turns."""
+    """The device that sends ``part`` to ``target``: ``target`` itself if it holds the part;
+    otherwise the replicas take turns."""
     owners = _replicas(op.source, op.replicas[0], part)
     if target in owners:
         return target

@@ -1,4 +1,4 @@
-"""The passes of a chunk, and references to what they read and make."""
+"""The passes of a chunk, and references to the tensors that they read and write."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import Enum
 
 
 class Pass(Enum):
-    """The part of a chunk's step that a function computes."""
+    """A pass of a chunk; one function computes it."""
 
     F = "F"
     """forward"""
     B = "B"
     """backward, whole"""
     BI = "BI"
-    """backward for the inputs: what the chunk before waits for"""
+    """backward for the inputs: the previous chunk waits for it"""
     BW = "BW"
     """backward for the weights: the rest, at any later time"""
 
@@ -22,7 +22,7 @@ class Pass(Enum):
 
 
 class Kind(Enum):
-    """What a tensor is to its chunk."""
+    """The role of a tensor in its chunk."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -31,11 +31,11 @@ class Kind(Enum):
     UPDATE = "update"
     """The new content of a buffer."""
     SAVED = "saved"
-    """Kept from the forward for B or BI; neither an input nor an output."""
+    """Saved by the forward for B or BI; neither an input nor an output."""
     SAVED_FOR_BW = "saved_bw"
-    """Saved by the forward for the weight backward (B or BW), which may come much later."""
+    """Saved by the forward for the weight backward (B or BW), which may run much later."""
     BI_SAVED = "bi_saved"
-    """Computed by BI on the way, and saved for the weight backward, BW."""
+    """An intermediate of BI, saved for the weight backward, BW."""
     OUTPUT_GRAD = "output_grad"
     INPUT_GRAD = "input_grad"
     PARAMETER_GRAD = "parameter_grad"
@@ -44,11 +44,11 @@ class Kind(Enum):
 
 
 SAVED = (Kind.SAVED, Kind.SAVED_FOR_BW)
-"""What the forward makes for the backward alone."""
+"""Kinds that the forward makes only for the backward."""
 
 
 BUNDLES = (*SAVED, Kind.BI_SAVED, Kind.PARAMETER_GRAD)
-"""What plans know as one value, however many tensors it is."""
+"""Kinds whose tensors are together one value in a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,22 @@ class Ref:
     kind: Kind
     index: int
     term: int = 0
-    """Of the gradient of an input that later chunks read too: which of the terms that this chunk
-    adds to it, one for each use."""
+    """For the gradient of an input that later chunks read too: the number of the term. The chunk
+    makes one term per use."""
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.index}" + (f"+{self.term}" if self.term else "")
 
 
 class RematPolicy(Enum):
-    """How much of the forward the backward computes again."""
+    """How much of the forward the backward recomputes (activation checkpointing)."""
 
     NONE = "none"
-    """Nothing: keep every tensor that the backward reads."""
+    """Nothing: save every tensor that the backward reads."""
     MIN_CUT = "min-cut"
-    """What is cheap: the fewest bytes kept, with no matrix product computed twice."""
+    """Cheap operations: save the fewest bytes, and recompute no matrix product."""
     ALL = "all"
-    """Everything: keep the chunk's inputs alone."""
+    """Everything: save only the chunk's inputs."""
 
     __hash__ = object.__hash__  # Enum's own is slow
 
@@ -82,6 +82,6 @@ _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.UPDATE)
 
 
 def bundled(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-    """``refs`` without state, and with one reference for each bundle: what slots hold."""
+    """``refs`` without state, and with one reference per bundle: one per slot of a plan."""
     kept = (Ref(r.kind, 0) if r.kind in BUNDLES else r for r in refs if r.kind not in _STATE)
     return tuple(dict.fromkeys(kept))

@@ -1,4 +1,5 @@
-"""What directives say of state, experts, shards and streams: lowering does it."""
+"""Rules that directives attach to a DAG for state, experts, shards and streams; lowering applies
+them."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from piper.ir.shards import ContextAttention, Style
 
 @dataclass(frozen=True, slots=True)
 class SendRule:
-    """On which stream a group sends what other groups read."""
+    """The stream on which a group sends its values to other groups."""
 
     stream: str
     made_by: int
 
 
 P2P = SendRule("p2p", 0)
-"""What is sent where no directive says how."""
+"""The default, where no directive sets a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """How parameters that several devices hold are kept equal."""
+    """How replicated parameters are synchronized (data parallelism and ZeRO)."""
 
     zero: int
     bucket_bytes: int
@@ -36,27 +37,29 @@ class StateRule:
     gather_stream: str
     made_by: int
     within: int | None = None
-    """Over how many devices one copy of the state is divided; None for as many as can be."""
+    """The number of devices that shard one copy of the state (HSDP); None for as many as
+    possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
-    """How the experts of a chunk are divided over its group."""
+    """How the experts of a chunk are sharded over its group."""
 
     ways: int
     dim: int
     stream: str
     made_by: int
     stride: int = 1
-    """How far apart in the group those are that divide the experts among them."""
+    """The distance in the group between devices of one shard group."""
     sections: tuple[int, ...] = ()
-    """Sizes along ``dim`` that are sharded each for itself, as in a fused weight."""
+    """Sizes of sections along ``dim`` that are sharded separately, as in a fused weight."""
     axis: str = "ep"
     capacity: float | None = None
-    """Of rows sorted by expert, room for how many times a device's own; None for all."""
+    """For rows sorted by expert: the capacity, as a multiple of a device's own rows; None for all
+    rows."""
 
     def room(self, rows: int) -> int:
-        """Into how many rows a device receives, if each has ``rows`` of its own."""
+        """A device's capacity in rows, if each device has ``rows`` of its own."""
         most = rows * self.ways
         if self.capacity is None:
             return most
@@ -64,7 +67,7 @@ class ShardRule:
         return min(most, self.ways * math.ceil(wanted / self.ways))
 
     def part(self, rank: int) -> int:
-        """Which shard of the experts the member ``rank`` of a group has."""
+        """The number of the expert shard on member ``rank`` of a group."""
         return rank // self.stride % self.ways
 
     def mesh(self, group: Group) -> Mesh:
@@ -80,21 +83,23 @@ class TensorRule:
     axis: str
     ways: int
     stride: int
-    """How far apart in the group neighbours along the axis are."""
+    """The distance in the group between neighbours along the axis."""
     stream: str
     made_by: int
     parameters: Mapping[str, int | Style]
-    """The dimension along which each is sharded, or how; the others are replicated."""
+    """The dimension, or style, by which each is sharded; other parameters are replicated."""
     sequence: int | None = None
-    """The dimension along which activations are sharded that would be replicated."""
+    """Sequence parallelism: the dimension along which otherwise replicated activations are
+    sharded."""
     split: int | None = None
-    """The dimension along which the tensors of the batch are sharded: the sequence."""
+    """Context parallelism: the sequence dimension, along which the batch tensors are sharded."""
     context: ContextAttention | None = None
-    """How a sequence that is sharded attends to all of itself."""
+    """How attention works on a sharded sequence."""
 
 
 def shard_numel(shape: Sequence[int], dim: int, ways: int) -> int:
-    """Numbers in each of ``ways`` shards along ``dim``; those of an uneven dimension are padded."""
+    """Elements in each of ``ways`` shards along ``dim``; shards of an uneven dimension are
+    padded."""
     if ways == 1:
         return math.prod(shape)
     return math.prod(shape) // shape[dim] * -(-shape[dim] // ways)
@@ -108,41 +113,40 @@ class Bucket:
     groups: tuple[Group, ...]
     """Each group holds equal copies; several groups hold different experts."""
     within: int
-    """Over how many neighbours in a group one copy is divided; there are several copies if the
-    group has more."""
+    """The number of adjacent devices in a group that shard one copy; a larger group holds several
+    copies."""
     rule: StateRule
     sizes: tuple[int, ...]
-    """Numbers in each parameter, or in a device's shard of it."""
+    """Elements of each parameter, or of a device's shard of it."""
     offsets: tuple[int, ...]
-    """Where each begins in the flat buffer that holds a copy: one after another, or, if they are
-    not ``sliced``, each within one of the parts."""
+    """The offset of each parameter in the flat buffer of one copy: consecutive, or, if not
+    ``sliced``, each parameter within one part."""
     share: int
-    """Numbers in one of the equal parts of that buffer, of which there are ``within``."""
+    """Elements in each of the ``within`` equal parts of that buffer."""
     sliced: bool
-    """Whether a parameter may lie in several parts."""
+    """Whether a parameter may span several parts."""
     ways: int
-    """Over how many devices the parameters are divided as experts."""
+    """The number of devices that shard the parameters as experts or by tensor parallelism."""
     dim: int
-    """The dimension along which they are divided as experts."""
+    """The dimension of that sharding."""
     trained: bool
     dtype: torch.dtype
     gradient: torch.dtype
-    """What gradients are summed in; if not ``dtype``, the optimizer has a copy in it."""
+    """The dtype of gradient sums; if not ``dtype``, the optimizer has a master copy in it."""
     sections: tuple[int, ...] = ()
-    """Sizes along ``dim`` that are divided each for itself, as in a fused weight."""
+    """Sizes of sections along ``dim`` that are sharded separately, as in a fused weight."""
     axis: str = "ep"
-    """What the axis along which the groups lie is called."""
+    """The name of the axis that ``groups`` indexes."""
     alike: int = 1
-    """How many neighbours in a group make equal gradients, which are summed over the others."""
+    """How many adjacent devices in a group make equal gradients; the sum is over the others."""
 
     @property
     def elements(self) -> int:
-        """Numbers in one of the equal copies."""
+        """Elements in one copy, without padding."""
         return sum(self.sizes)
 
     def updated_by(self, rank: int) -> list[str]:
-        """The parameters of which member ``rank`` of those that divide a copy updates all or
-        some."""
+        """The parameters that member ``rank`` of a shard group updates, wholly or partly."""
         low = rank * self.share if self.level else 0
         high = low + self.share if self.level else self.share * self.within
         places = zip(self.parameters, self.offsets, self.sizes, strict=True)
@@ -150,29 +154,29 @@ class Bucket:
 
     @property
     def level(self) -> int:
-        """What is divided: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also
+        """The ZeRO level: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also
         parameters."""
         return self.rule.zero if self.within > 1 else 0
 
     @property
     def copies(self) -> int:
-        """How many copies a group holds together."""
+        """The number of copies in a group."""
         return len(self.groups[0]) // self.within
 
     @property
     def shard_groups(self) -> tuple[Group, ...]:
-        """The devices that shard one copy among them."""
+        """The groups of devices that shard one copy."""
         n = self.within
         return tuple(g[i : i + n] for g in self.groups for i in range(0, len(g), n))
 
     @property
     def replica_groups(self) -> tuple[Group, ...]:
-        """The devices that have the same shard of different copies."""
+        """The groups of devices that hold the same shard of different copies."""
         return tuple(g[i :: self.within] for g in self.groups for i in range(self.within))
 
 
 class Rest(Enum):
-    """A share of a GPU without a number: what the numbers of all streams leave."""
+    """An SM share without a number: all SMs that the streams with numbers leave."""
 
     REST = "rest"
 
@@ -186,28 +190,27 @@ Sms = int | Rest
 
 @dataclass(frozen=True, slots=True)
 class StreamRule:
-    """What is asked of a logical stream."""
+    """The settings of a logical stream."""
 
     priority: int = 0
     sms: Sms | None = None
-    """Its share of a GPU; without one it runs on all SMs, also those of others' shares."""
+    """Its SM share; without one it runs on all SMs, including other streams' shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """What an optimizer takes, in bytes for each byte that it updates."""
+    """The memory of an optimizer, in bytes for each byte that it updates."""
 
     state: float = 2.0
     """Kept between steps: 2 for Adam."""
     update: float = 0.0
-    """Needed while it updates a parameter."""
+    """Temporary, during an update."""
     together: bool = False
-    """Whether it needs that for all parameters at once, and not one after another."""
+    """Whether it needs ``update`` for all parameters at once, not one after another."""
     scalars: int = 0
     """Bytes kept for each parameter, whatever its size."""
     whole: bool = False
-    """Whether its step is about all parameters of a device, and not about one bucket after
-    another: then the last update waits for all gradients, and takes the step."""
+    """Whether one step covers all parameters of a device, not one bucket after another. Then the
+    last update waits for all gradients and takes the step."""
     tensors: tuple[str, ...] = ()
-    """Parameters that it must have whole, and not in slices: where they are divided, each device
-    gets some of them."""
+    """Parameters that it needs whole, not sliced. ZeRO assigns each of them to one device."""

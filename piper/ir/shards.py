@@ -1,4 +1,4 @@
-"""How regions are sharded along axes of devices, and the segments that they become."""
+"""How regions are sharded along device axes, and the segments that this makes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AxisPlacement:
-    """How a value lies along an axis of tensor or context parallelism, if not replicated."""
+    """The placement of a value along a tensor or context parallel axis, if not replicated."""
 
     axis: str
     dim: int | None
@@ -19,8 +19,8 @@ class AxisPlacement:
 
 
 class Move(Enum):
-    """What brings a value, or its gradient, from one layout along an axis into another. What is
-    gathered, scattered or selected lies in a first dimension of its own, of the axis' size."""
+    """The operation that changes the layout of a value, or its gradient, along an axis. Gathered,
+    scattered or selected parts are indexed by an extra dimension 0, of the axis' size."""
 
     NOTHING = "nothing"
     ALL_REDUCE = "all_reduce"
@@ -28,7 +28,7 @@ class Move(Enum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     SELECT = "select"
-    """Each takes its own part of what all have."""
+    """Each device takes its own part of a replicated value."""
 
     __hash__ = object.__hash__  # Enum's own is slow
 
@@ -40,73 +40,73 @@ class Redistribution:
     forward: Move
     backward: Move
     text: str
-    """For instance P(sum) -> R."""
+    """For example P(sum) -> R."""
 
 
 class ContextAttention(Enum):
-    """How a sequence that is sharded attends to all of itself."""
+    """How attention works on a sharded sequence."""
 
     ALL_TO_ALL = "all_to_all"
-    """Each device has whole sequences for some of the heads (Ulysses)."""
+    """Each device attends over whole sequences for some of the heads (Ulysses)."""
     ALL_GATHER = "all_gather"
-    """Each device has all keys and values for its queries, which are the head and the tail of the
-    sequence: under a causal mask all have the same work."""
+    """Each device gathers all keys and values for its queries. It has one block from the head and
+    one from the tail of the sequence, so a causal mask gives all devices the same work."""
 
     __hash__ = object.__hash__
 
 
 class Style(Enum):
-    """How the weight of a product is sharded."""
+    """How the weight of a matrix product is sharded."""
 
     COLUMN = "column"
-    """Along what the product makes."""
+    """Along the output dimension."""
     ROW = "row"
-    """Along what it sums over."""
+    """Along the summed dimension."""
 
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """How a parameter is sharded: along ``dim``, each of ``sections`` (a fused weight has several)
-    for itself."""
+    """How a parameter is sharded: along ``dim``, each of ``sections`` separately (a fused weight
+    has several)."""
 
     dim: int
     sections: tuple[int, ...] = ()
 
 
 RANK = "piper.rank."
-"""How the name of a buffer begins that has a device's place along an axis, which follows."""
+"""Name prefix of a buffer that holds a device's rank along an axis; the axis name follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a chunk under tensor parallelism: what lies between two redistributions, or one
-    of these."""
+    """A part of a chunk under tensor parallelism: a redistribution, or the computation between
+    two."""
 
     number: int
     axis: str
     ways: int
     sharded: bool = False
-    """Whether devices along the axis compute on different shards; otherwise they all compute the
-    same. If so, gradients of parameters that are not sharded are partial sums."""
+    """Whether devices along the axis compute on different shards. Then gradients of unsharded
+    parameters are partial sums. Otherwise all devices compute the same."""
     parameters: Mapping[str, ParameterShard] = field(default_factory=dict)
     redistribution: Redistribution | None = None
-    """What it is, if it is no computation."""
+    """None for a computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """An operation that reads its inputs gathered, since no rule says how to shard it."""
+    """An operation that reads gathered inputs because no rule shards it."""
 
     operation: str
     nbytes: int
-    """Sent by each device for a microbatch, forward and backward."""
+    """Bytes that each device sends per microbatch, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A dropout of the whole."""
+    """A dropout on the unsharded tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -115,17 +115,17 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Where a segment is in the random numbers that its whole chunk draws one after another."""
+    """A segment's position in the sequence of random draws of its whole chunk."""
 
     chunk: int
     before: tuple[Draw, ...] = ()
-    """What other segments draw before it."""
+    """The draws of earlier segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """Of a chunk that computes on rows sorted by expert: which input says how many rows each
-    expert has. The others, and all outputs, are rows."""
+    """For a chunk that computes on rows sorted by expert: ``counts`` is the input that holds the
+    number of rows of each expert. All other inputs and all outputs are rows."""
 
     counts: int
     experts: int

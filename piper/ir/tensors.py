@@ -1,4 +1,4 @@
-"""What is known of a tensor before it exists: shape, strides and dtype, and so its bytes."""
+"""The shape, strides and dtype of a tensor before it exists, and so its bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, strides and dtype of a tensor that a program takes or makes."""
+    """Shape, strides and dtype of an argument or result of a program."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -23,14 +23,14 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage: an expanded dimension costs nothing, a gap between rows costs."""
+        """Bytes of storage: an expanded dimension takes none, a gap between rows counts."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
     def empty(self, where: torch.device) -> Tensor:
-        """Such a tensor, with whatever is in its memory."""
+        """An uninitialized tensor of this spec."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
 
     @property
@@ -39,7 +39,7 @@ class TensorSpec:
 
     @property
     def copied(self) -> int | None:
-        """Bytes of a contiguous copy, which is what messages carry; None if it is contiguous."""
+        """Bytes of the contiguous copy that messages carry; None if the tensor is contiguous."""
         step, dense = 1, []
         for n in reversed(self.shape):
             dense.append(step)
@@ -51,5 +51,5 @@ class TensorSpec:
 
 
 def overlaps(x: Tensor) -> bool:
-    """Whether several elements of ``x`` are one number in memory."""
+    """Whether several elements of ``x`` share memory (an expanded dimension)."""
     return any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))

@@ -1,1 +1,1 @@
-"""Starts the devices of a compiled program and gives a trainer that drives them."""
+"""Starts the devices of a compiled program and returns a trainer that drives them."""

@@ -1,8 +1,8 @@
-"""Processes that run one script each must mean the same: the same program, optimizer, first weights
-and batches. Each says what it has in a few bytes; where they differ, all of them are told.
+"""Under torchrun all ranks must run the same program, optimizer, initial weights and batches. Each
+rank sends a short digest of its own; if two differ, every rank raises the same error.
 
-Numbers are compared by the bits of their rows, added up: that costs one pass over them, and the
-order of the rows counts.
+A tensor's digest sums the bits of each row: this takes one pass over the data, and the order of the
+rows matters.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles
 
 Fingerprints = dict[str, str]
 _CORNER = 16
-"""Along each dimension, the elements of a tensor in files that are compared."""
+"""Elements compared along each dimension of a tensor that is read from files."""
 _FIRST = 3
-"""Batches that are compared before every n-th is."""
+"""The first batches are all compared; after these, only every n-th."""
 
 
 def fingerprints(program: Program) -> Fingerprints:
-    """What a program consists of, part by part."""
+    """A digest for each part of a program, by a readable name."""
     codes = (program.code, program.evaluation_code)
-    chunks = [one for code in codes for row in code.programs.values() for one in row]
-    graphs = {id(one): one for one in chunks}
+    chunks = [chunk for code in codes for row in code.programs.values() for chunk in row]
+    graphs = {id(chunk): chunk for chunk in chunks}
     constants = [(n, of_tensor(x)) for code in codes for n, x in sorted(code.constants.items())]
     training = program.training
     return {
@@ -53,17 +53,17 @@ def fingerprints(program: Program) -> Fingerprints:
             ]
         ),
         "default dtype": str(training.default_dtype),
-        "model's code": _digest([program_to_json(one) for one in graphs.values()]),
+        "model's code": _digest([program_to_json(chunk) for chunk in graphs.values()]),
         "constants in the model's code": _digest(constants),
         "plans": _digest([p.to_json() for p in (*program.plans, *program.evaluation_plans)]),
     }
 
 
 def refuse_other_programs(mine: Fingerprints, objects: Any) -> None:
-    """Refuse processes that compiled something else than the first."""
-    found = everyone(mine, objects)
-    for rank, theirs in enumerate(found):
-        different = [part for part, digest in mine.items() if theirs[part] != found[0][part]]
+    """Refuse processes whose program differs from rank 0's."""
+    by_rank = everyone(mine, objects)
+    for rank, theirs in enumerate(by_rank):
+        different = [part for part, digest in mine.items() if theirs[part] != by_rank[0][part]]
         if different:
             raise PiperError(
                 f"rank {rank} has another program than rank 0: its {', its '.join(different)} "
@@ -73,18 +73,18 @@ def refuse_other_programs(mine: Fingerprints, objects: Any) -> None:
 
 
 class Optimizers:
-    """Compares what trains: the optimizer and the scheduler as they were compiled, then the
-    settings of their groups, which somebody may have changed."""
+    """Compares the optimizer and the scheduler as compiled, and later the settings of the param
+    groups, which the user may have changed."""
 
     def __init__(self, program: Program, objects: Any) -> None:
-        """Refuse processes whose optimizer or scheduler does something else."""
+        """Refuse processes whose optimizer or scheduler differs."""
         self._objects = objects
         facts = facts_of(program)
         self._place_of = places_of(facts)
         self._refuse_others(facts)
 
     def refuse_others(self, groups: Sequence[OptimizerGroup]) -> None:
-        """Refuse groups of parameters that are trained with other settings elsewhere."""
+        """Refuse param groups whose settings differ between processes."""
         mine: OptimizerFacts = {}
         for group in groups:
             for place in {self._place_of[name] for name in group.names}:
@@ -109,7 +109,7 @@ class Optimizers:
 
 
 def refuse_other_tensors(tensors: Mapping[str, Tensor], objects: Any) -> None:
-    """Refuse tensors to be loaded that are not the same in all processes."""
+    """Refuse to load tensors that are not the same in all processes."""
     mine = {name: of_tensor(x) for name, x in tensors.items()}
     if len(set(everyone(_digest(mine), objects))) == 1:
         return
@@ -125,19 +125,19 @@ def refuse_other_tensors(tensors: Mapping[str, Tensor], objects: Any) -> None:
 
 
 class Weights:
-    """Notes the first weights that this process takes."""
+    """Records a digest of each initial weight that this process fetches."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._seen: Fingerprints = {}
 
     def __call__(self, name: str) -> FirstTensor:
-        found = self._fetch(name)
-        self._seen[name] = _of_first(found)
-        return found
+        tensor = self._fetch(name)
+        self._seen[name] = _of_first(tensor)
+        return tensor
 
     def refuse_others(self, objects: Any) -> None:
-        """Refuse weights of which two processes have different ones."""
+        """Refuse weights that differ between two processes."""
         first: dict[str, tuple[int, str]] = {}
         different: dict[str, tuple[int, int]] = {}
         for rank, theirs in enumerate(everyone(self._seen, objects)):
@@ -157,7 +157,7 @@ class Weights:
 
 
 class BatchChecks:
-    """Compares the first batches, then every ``every``-th; none if that is 0."""
+    """Compares the first batches, then every ``every``-th; no batch if ``every`` is 0."""
 
     def __init__(self, every: int, objects: Any) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
@@ -169,8 +169,9 @@ class BatchChecks:
         self._seen = 0
 
     def refuse_others(self, batch: Sequence[Tensor], rows: Sequence[int] | None = None) -> bool:
-        """Refuse a batch that is not the same in all processes; if each has only its own ``rows``,
-        those that several have must be the same. Gives whether it was this one's turn."""
+        """Refuse a batch that is not the same in all processes. If each process has only its own
+        ``rows``, rows that several processes have must be equal. Returns whether this batch was
+        compared."""
         self._seen += 1
         if not self._every or (self._seen > _FIRST and self._seen % self._every):
             return False
@@ -178,11 +179,11 @@ class BatchChecks:
             mine = [_of_rows(x, rows) for x in batch]
             _refuse_other_rows(_compared(mine, self._objects, own_rows=True))
             return True
-        found = _compared([of_tensor(x) for x in batch], self._objects, own_rows=False)
-        for rank, theirs in enumerate(found):
-            if theirs == found[0]:
+        by_rank = _compared([of_tensor(x) for x in batch], self._objects, own_rows=False)
+        for rank, theirs in enumerate(by_rank):
+            if theirs == by_rank[0]:
                 continue
-            place = next(i for i, x in enumerate(theirs) if x != found[0][i])
+            place = next(i for i, x in enumerate(theirs) if x != by_rank[0][i])
             raise PiperError(
                 f"the batches of ranks 0 and {rank} differ: tensor {place} of {len(theirs)}, of "
                 f"shape {list(batch[place].shape)} here; under torchrun every process must give "
@@ -194,21 +195,22 @@ class BatchChecks:
 
 
 def _compared(mine: Any, objects: Any, *, own_rows: bool) -> list[Any]:
-    """What every process says of its batch; all of them give their own rows, or whole ones."""
-    found = everyone((own_rows, mine), objects)
-    kinds = [own for own, _ in found]
+    """The digests of every process's batch, by rank. Either all processes give their own rows, or
+    all give whole batches."""
+    by_rank = everyone((own_rows, mine), objects)
+    kinds = [own for own, _ in by_rank]
     if len(set(kinds)) > 1:
         raise PiperError(
             f"rank {kinds.index(True)} gives its own rows of the batch (rows=True), and rank "
             f"{kinds.index(False)} a whole one: all processes must do the same"
         )
-    return [said for _, said in found]
+    return [digests for _, digests in by_rank]
 
 
-def _refuse_other_rows(found: Sequence[Sequence[Mapping[int, int]]]) -> None:
-    """Refuse rows that two processes have, and that differ."""
+def _refuse_other_rows(by_rank: Sequence[Sequence[Mapping[int, int]]]) -> None:
+    """Refuse rows that two processes share but that differ."""
     seen: dict[tuple[int, int], tuple[int, int]] = {}
-    for rank, tensors in enumerate(found):
+    for rank, tensors in enumerate(by_rank):
         for place, rows in enumerate(tensors):
             for row, bits in rows.items():
                 first, known = seen.setdefault((place, row), (rank, bits))
@@ -222,19 +224,19 @@ def _refuse_other_rows(found: Sequence[Sequence[Mapping[int, int]]]) -> None:
 
 
 def of_tensor(x: Tensor) -> str:
-    """A few bytes that stand for shape, dtype and every number of a tensor."""
+    """A short digest of a tensor's shape, dtype and all its values."""
     head = f"{x.dtype} {list(x.shape)} ".encode()
     return hashlib.blake2b(head + _sums(x).cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _of_rows(x: Tensor, rows: Sequence[int]) -> dict[int, int]:
-    """By its number in the global batch, what stands for a row of a tensor."""
+    """The digest of each row of a tensor, by the row's index in the global batch."""
     has_rows = x.dim() > 0 and x.shape[0] == len(rows)
     return dict(zip(rows, _sums(x).tolist(), strict=True)) if has_rows else {}
 
 
 def _sums(x: Tensor) -> Tensor:
-    """The bits of each row, added up, which no order of adding changes."""
+    """The integer sum of each row's bits; it does not depend on the order of addition."""
     x = x.detach()
     rows = _bits(x.contiguous())
     rows = rows.reshape(x.shape[0] if x.dim() else 1, -1) if x.numel() else rows.reshape(0, 1)
@@ -242,14 +244,14 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def _of_first(first: FirstTensor) -> str:
-    """A few bytes that stand for first values. Of those in files, which no process reads whole, it
-    is where they lie and how they begin."""
+    """A short digest of initial values. No process reads a tensor in files whole, so its digest
+    covers its file entry and a corner of its values."""
     if isinstance(first, InFiles):
         shape = first.entry.shape
         corner = Box((0,) * len(shape), tuple(min(n, _CORNER) for n in shape))
-        found = torch.zeros(corner.shape, dtype=first.dtype)
-        first.read(corner, found, first.dtype)
-        return _digest([str(first.entry), of_tensor(found)])
+        values = torch.zeros(corner.shape, dtype=first.dtype)
+        first.read(corner, values, first.dtype)
+        return _digest([str(first.entry), of_tensor(values)])
     return of_tensor(first.whole())
 
 
@@ -260,7 +262,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def lost_peers(call: Callable[[], Any]) -> Any:
-    """What ``call`` gives, unless a process that takes part in it is gone."""
+    """The result of ``call``; a PiperError if another participant is gone."""
     try:
         return call()
     except RuntimeError as error:
@@ -271,10 +273,10 @@ def lost_peers(call: Callable[[], Any]) -> Any:
 
 
 def everyone(mine: Any, objects: Any) -> list[Any]:
-    """What every process has, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    lost_peers(lambda: dist.all_gather_object(found, mine, group=objects))
-    return found
+    """All-gather ``mine``: the objects of all processes, by rank."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    lost_peers(lambda: dist.all_gather_object(by_rank, mine, group=objects))
+    return by_rank
 
 
 def _shown(names: Sequence[str]) -> str:

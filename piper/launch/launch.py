@@ -1,4 +1,4 @@
-"""``launch``: a compiled program goes in, a trainer comes out."""
+"""``launch`` takes a compiled program, starts its devices and returns a trainer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from piper.program.program import Program
 
 
 class Where(Enum):
-    """The names by which ``on=`` is given."""
+    """The values of ``on=``."""
 
     VIRTUAL = "virtual"
     """All devices in this process."""
     PROCESSES = "processes"
-    """One process a device, on this machine."""
+    """One process per device, on this machine."""
     TORCHRUN = "torchrun"
     """This process is one device; ``torchrun`` started the others."""
 
@@ -35,13 +35,14 @@ class Where(Enum):
 def launch(
     program: Program, on: str = Where.VIRTUAL.value, *, shapes: int = 0, **options: Any
 ) -> Trainer:
-    """Start the devices of ``program`` and give a trainer, to be used in a ``with`` block.
+    """Start the devices of ``program`` and return a trainer, to be used in a ``with`` block.
 
-    ``on`` is "virtual", "processes" or "torchrun". ``shapes`` is how many shapes batches may have
-    beside the example's: for each a program is compiled when it first comes. ``options`` are the
-    launcher's own: for "processes" and "torchrun" ``timeout`` (seconds that anything may take) and
-    ``share_gpus`` (several processes may share a GPU); on GPUs ``cuda_graphs`` (capture a step
-    once, and replay it) and ``shake`` (a seed: delay streams at random, to find races).
+    ``on`` is "virtual", "processes" or "torchrun". ``shapes`` is the number of batch shapes allowed
+    besides the example's; each gets its own program, compiled at the first such batch. ``options``
+    are specific to the launcher: for "processes" and "torchrun" ``timeout`` (seconds that any
+    operation may take) and ``share_gpus`` (several processes may share a GPU); on GPUs
+    ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed: delay streams at
+    random to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")

@@ -1,8 +1,7 @@
-"""What an optimizer and its scheduler do, as plain data that can be compared.
+"""Describes a program's optimizer and scheduler as plain data that can be compared.
 
-Their code cannot be compared. So both are made for small parameters, and these facts are taken:
-their classes, their settings, the group of each parameter, and the learning rates of the first
-steps.
+Their code cannot be compared. So both are built for small parameters and described by their
+classes, their settings, the group of each parameter, and the learning rates of the first steps.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from piper.state.optimizer.factory import kind_of, members_of, settings
 from piper.state.optimizer.probe import make_scheduler, sample_optimizer_of_all
 
 OptimizerFacts = dict[str, Any]
-"""By a name for people, a plain value."""
+"""Plain values by readable name."""
 _STEPS = 200
 """Steps of the scheduler whose learning rates are compared."""
 _APART = ("defaults", "state", "param_groups")
-"""Attributes of an optimizer that are no settings, or are compared by themselves."""
+"""Attributes of an optimizer that are not settings, or are compared separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first fact in which two differ."""
+    """The first fact that differs."""
 
     what: str
     one: Any
@@ -38,7 +37,7 @@ class Difference:
 
 
 def facts_of(program: Program) -> OptimizerFacts:
-    """What the optimizer and the scheduler of a program do."""
+    """The facts of a program's optimizer and scheduler."""
     training = program.training
     if training.optimizer is None:
         return {"optimizer": None, "scheduler": None}
@@ -72,12 +71,12 @@ _PLACE = "param group of "
 
 
 def places_of(facts: OptimizerFacts) -> dict[str, int]:
-    """By the name of a parameter, the place of its group."""
+    """The index of each parameter's group, by parameter name."""
     return {what.removeprefix(_PLACE): x for what, x in facts.items() if what.startswith(_PLACE)}
 
 
 def difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> Difference | None:
-    """In what they differ first, if in anything."""
+    """The first fact that differs between ``one`` and ``two``, if any."""
     for what in dict.fromkeys((*one, *two)):
         a, b = one.get(what), two.get(what)
         if _equal(a, b):
@@ -90,7 +89,7 @@ def difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> Difference | N
 
 
 def plain(value: Any) -> Any:
-    """``value`` as numbers, texts, lists and dicts; of anything else, its class."""
+    """``value`` as numbers, strings, lists and dicts; for anything else, the name of its class."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -108,18 +107,18 @@ def _rates(
     """The learning rates of all groups in the first steps; fewer where the schedule ends."""
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing was updated between
+        warnings.simplefilter("ignore")  # the optimizer makes no step in between
         for _ in range(_STEPS):
             rates.append([float(group["lr"]) for group in groups])
             try:
                 scheduler.step()
-            except Exception:  # noqa: BLE001 - a schedule that has an end, such as OneCycleLR
+            except Exception:  # noqa: BLE001 - a finite schedule has ended, such as OneCycleLR
                 break
     return rates
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal; numbers up to what machines compute differently."""
+    """Whether two plain values are equal; floats up to rounding differences between machines."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):

@@ -1,5 +1,5 @@
-"""Settings of torch that choose how operations compute. They are a process's own: workers in other
-processes are given those of the process that calls them."""
+"""Torch settings that choose how operations compute. They are per process: the calling process
+sends its own to its workers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The settings as they were in one process."""
+    """The settings of one process."""
 
     values: tuple[Any, ...]
-    """In the order of ``_SETTINGS``; None for one that cannot be read there."""
+    """In the order of ``_SETTINGS``; None for a setting that could not be read."""
 
     @staticmethod
     def here() -> Flags:
-        """Those of this process."""
+        """The settings of this process."""
         return Flags(tuple(setting.read() for setting in _SETTINGS))
 
     def set(self) -> None:
-        """Make them those of this process; what is so already is not touched."""
+        """Apply them to this process; settings that already match are not written."""
         for setting, value in zip(_SETTINGS, self.values, strict=True):
             if value is not None and setting.read() != value:
                 setting.write(value)
@@ -47,7 +47,8 @@ def _precision(backend: Any, operation: str) -> _Setting:
 
 
 def _if_one(read: Callable[[], Any]) -> Callable[[], Any]:
-    """None if it was set by backend or operation: torch refuses to say it as one."""
+    """Like ``read``, but None if torch refuses: a setting made per backend or operation has no
+    single value."""
 
     def value() -> Any:
         try:
@@ -59,11 +60,11 @@ def _if_one(read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _reduction(name: str) -> _Setting:
-    """Whether products of half precision may be summed in it, and by split-k."""
+    """Whether half-precision matmuls may reduce in half precision, and with split-k."""
     names = (name, f"{name}_split_k")
     return _Setting(
-        lambda: tuple(getattr(cuda.matmul, one, True) for one in names),
-        # earlier versions of torch take no pair, and have no split-k to forbid
+        lambda: tuple(getattr(cuda.matmul, each, True) for each in names),
+        # earlier torch versions accept no pair, and have no split-k to forbid
         lambda value: setattr(cuda.matmul, name, value[0] if value[1] else value),
     )
 
@@ -72,7 +73,7 @@ _CUDNN_TF32 = _attribute(cudnn, "allow_tf32")
 _SETTINGS = (
     _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(deterministic, "fill_uninitialized_memory"),
-    # as one, then by backend: where a backend was set, the second knows better
+    # global first, then per backend: a per-backend value overrides the global one
     _Setting(_if_one(torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
     _Setting(_if_one(_CUDNN_TF32.read), _CUDNN_TF32.write),
     _attribute(backends, "fp32_precision"),

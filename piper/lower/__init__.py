@@ -1,1 +1,1 @@
-"""From a placed and ordered DAG to one checked plan for each kind of device."""
+"""Lowers a placed and ordered DAG to one verified plan per rank equivalence class."""

@@ -1,10 +1,10 @@
-"""The step after a save in the background: the same plans, with the state copied beside them.
+"""Adds the copies of a background save to the plans of the next step; the rest stays the same.
 
-Parameters and the optimizer's state change in the updates alone. So what a checkpoint needs of a
-bucket is copied during the next step, before the bucket's update, and where the schedule has
-bubbles as long as there are any: in the order of the updates, each copy begins in the first bubble
-that those before it leave room in. What no bubble has room for follows where the last one begins,
-and without any bubble at the start of the step.
+Only updates change parameters and optimizer state. So the next step copies each bucket for the
+checkpoint before the bucket's update, in pipeline bubbles when they fit. Copies are placed in the
+order of the updates. Each begins in the first bubble in which earlier copies leave room. A copy
+that fits in no bubble begins in the same bubble as the one before it; without any bubble, copies
+begin at the start of the step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from piper.lower.plans.memory_model import memory_of
 
 
 def saving(lowered: Lowered, models: Mapping[int, Model], settings: Settings) -> Lowered:
-    """What ``lowered`` is in the step after a save: every bucket that a device updates is copied
-    before; the order of all else is the same."""
+    """``lowered`` for the step after a save: each device copies every bucket that it updates,
+    before the update. The order of all other instructions is the same."""
     dag = with_copies(lowered.dag, Sizes(lowered.dag, models), settings.optimizer)
     sizes = Sizes(dag, models)
     tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
@@ -46,13 +46,13 @@ def saving(lowered: Lowered, models: Mapping[int, Model], settings: Settings) ->
 
 
 def with_copies(dag: Dag, sizes: Sizes, optimizer: OptimizerCost) -> Dag:
-    """``dag`` with a copy of each bucket that is updated, before its update."""
+    """``dag`` with a copy of each updated bucket before its update."""
     nodes = list(dag.nodes)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Update):
             bucket = dag.buckets[node.op.bucket]
             updated = sizes.part(node.op.bucket, 1) * bucket.gradient.itemsize
-            # of equal copies each device writes a share
+            # replicas share the work: each writes an equal part
             nbytes = int(updated * (1 + optimizer.state)) // bucket.copies
             copy = Node(
                 Copy(node.op.bucket, nbytes), {}, (), (), node.devices, stream=COPY,
@@ -68,14 +68,14 @@ class _Bubble(NamedTuple):
     """A time in which a device computes nothing."""
 
     at: int
-    """The instruction before which it waits."""
+    """The instruction before which the device waits."""
     after: int | None
-    """The computation that it follows."""
+    """The computation before the bubble."""
     seconds: float
 
 
 def saving_plan(dag: Dag, order: IssueOrder, plan: Plan, seconds: Callable[[Node], float]) -> Plan:
-    """``plan`` with the copies of ``dag``, whose other nodes run as in ``order``."""
+    """``plan`` with the copies of ``dag``. All other nodes run as in ``order``."""
     numbers = {n.op.bucket: i for i, n in enumerate(dag.nodes) if isinstance(n.op, Copy)}
     updates: dict[int, int] = {}
     for pc, x in enumerate(plan.instructions):
@@ -86,25 +86,25 @@ def saving_plan(dag: Dag, order: IssueOrder, plan: Plan, seconds: Callable[[Node
     for bucket, bubble in _placed(updates, lengths, _bubbles(plan, order)).items():
         begun[bubble.at].append((bucket, bubble.after))
     moved: dict[int, int] = {}
-    """Where each instruction of ``plan`` comes to be."""
+    """The new program counter of each instruction of ``plan``."""
     copied: dict[int, int] = {}
-    """By bucket, where it is copied."""
+    """By bucket, the program counter of its copy."""
     waited: set[int] = set()
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     for pc, x in enumerate(plan.instructions):
         for bucket, after in begun[pc]:
-            copied[bucket] = len(found)
+            copied[bucket] = len(instructions)
             number = numbers[bucket]
             waits = () if after is None else (moved[after],)
-            found.append(
+            instructions.append(
                 Instruction(
                     Verb.COPY, number, name_of(dag, number), COPY, dag.nodes[number].op,
                     of=bucket, waits=waits,
                 )
             )  # fmt: skip
-        moved[pc] = len(found)
+        moved[pc] = len(instructions)
         before = [copied[bucket] for bucket in _overwritten(x)]
-        found.append(
+        instructions.append(
             replace(
                 x,
                 waits=tuple(sorted([*(moved[w] for w in x.waits), *before])),
@@ -114,18 +114,18 @@ def saving_plan(dag: Dag, order: IssueOrder, plan: Plan, seconds: Callable[[Node
             )
         )
         waited.update(before)
-    return replace(plan, instructions=tuple(found))
+    return replace(plan, instructions=tuple(instructions))
 
 
 def _overwritten(x: Instruction) -> tuple[int, ...]:
-    """The buckets whose state an instruction changes."""
+    """The buckets whose state an instruction updates."""
     if not isinstance(x.op, Update):
         return ()
     return tuple(dict.fromkeys((x.op.bucket, *x.buckets)))
 
 
 def _bubbles(plan: Plan, order: IssueOrder) -> list[_Bubble]:
-    found: list[_Bubble] = []
+    bubbles: list[_Bubble] = []
     free, last = 0.0, None
     for pc, x in enumerate(plan.instructions):
         if x.verb in BESIDE:
@@ -134,21 +134,21 @@ def _bubbles(plan: Plan, order: IssueOrder) -> list[_Bubble]:
         if start > free:
             between = range(0 if last is None else last + 1, pc)
             waits = (i for i in between if _blocks(plan.instructions[i]))
-            found.append(_Bubble(next(waits, pc), last, start - free))
+            bubbles.append(_Bubble(next(waits, pc), last, start - free))
         free, last = max(free, order.end[x.node]), pc
-    return found
+    return bubbles
 
 
 def _blocks(x: Instruction) -> bool:
-    """Whether a device waits before it, as far as it does not send, which others wait for."""
+    """Whether the device blocks before it. Sends do not count: other devices wait for them."""
     return bool(x.ends) and x.verb is not Verb.SEND
 
 
 def _placed(
     updates: Mapping[int, int], lengths: Mapping[int, float], bubbles: list[_Bubble]
 ) -> dict[int, _Bubble]:
-    """For each bucket the bubble in which its copy begins."""
-    found: dict[int, _Bubble] = {}
+    """The bubble in which the copy of each bucket begins."""
+    chosen: dict[int, _Bubble] = {}
     here = _Bubble(0, None, 0.0)
     rest = bubbles[::-1]
     room = 0.0
@@ -156,6 +156,6 @@ def _placed(
         while room <= 0 and rest and rest[-1].at <= deadline:
             here = rest.pop()
             room += here.seconds
-        found[bucket] = here
+        chosen[bucket] = here
         room -= lengths[bucket]
-    return found
+    return chosen

@@ -1,4 +1,4 @@
-"""The forwards of a placed DAG alone: what an evaluation runs, on the state of a training step."""
+"""Lowers only the forwards of a placed DAG, for evaluation on the state of a training step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from piper.lower.lower import Settings, lower
 def lower_forwards(
     placed: Dag, models: Mapping[int, Model], settings: Settings, training: Dag
 ) -> Lowered:
-    """Plans for the forwards of ``placed``; ``training`` is the lowered step whose state they
-    use."""
+    """Plans for the forwards of ``placed``. They use the state of ``training``, a lowered step."""
     return lower(_forward_only(placed), models, replace(settings, memory_limit=None), training)
 
 

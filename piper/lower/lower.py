@@ -1,4 +1,4 @@
-"""``lower``: the passes in order, from a placed DAG to checked plans."""
+"""``lower`` runs the lowering passes in order: a placed DAG enters, verified plans leave."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from piper.lower.state.whole_step import step_at_once
 from piper.lower.state.zero3 import AHEAD, add_gathers
 
 _AHEAD_WITHIN_LIMIT = (8, 4, AHEAD, 1)
-"""How far ahead gathers may be tried to begin where memory is limited."""
+"""Prefetch distances of ZeRO-3 gathers to try under a memory limit, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What lowering must know besides the DAG."""
+    """Inputs of lowering besides the DAG."""
 
     clip: bool = False
-    """Whether updates wait for the norm of all gradients, to be clipped or left out by it."""
+    """Whether updates wait for the global gradient norm, to clip gradients or skip the update."""
     optimizer: OptimizerCost = field(default_factory=OptimizerCost)
     memory_limit: int | None = None
-    """Bytes that a device has."""
+    """Bytes of memory per device."""
     gpu: bool = False
-    """Whether the devices are GPUs, whose streams run apart from each other and from the host."""
+    """Whether devices are GPUs: their streams run asynchronously to each other and to the host."""
     fused: bool = False
-    """Whether a compiler fuses operations, which then move less through memory."""
+    """Whether a compiler fuses operations, which reduces memory traffic."""
     costs: CostModel = field(default_factory=Costs, metadata=written_as(Costs | Answers))
-    """By what nodes are ordered that a strategy leaves open."""
+    """Orders the nodes whose order the strategy leaves open."""
 
 
 class _Run(NamedTuple):
@@ -67,9 +67,9 @@ def lower(
     settings: Settings | None = None,
     training: Dag | None = None,
 ) -> Lowered:
-    """Plans for ``dag``, whose nodes are all placed. ``models`` are the model's facts at the
-    shapes of each size of group. If ``dag`` is an evaluation, ``training`` is the lowered step
-    whose state it uses."""
+    """Plans for ``dag``, whose nodes are all placed. ``models`` holds the model's facts at the
+    shapes of each group size. If ``dag`` is an evaluation, it uses the state of ``training``, a
+    lowered step."""
     settings = settings or Settings()
     dag = add_up(keep_buffers(_shared_groups(dag), training))
     dag = tie_gradients(add_activations(add_redistributions(dag), models, gpu=settings.gpu))
@@ -80,17 +80,17 @@ def lower(
     dag = add_scalar_reductions(dag, clip=settings.clip)
     verify(dag)
     if all(bucket.level < 3 for bucket in dag.buckets):
-        found = _planned(dag, models, settings)
+        lowered = _planned(dag, models, settings)
     else:
-        found = _gathering(dag, models, settings)
+        lowered = _gathering(dag, models, settings)
     if settings.memory_limit is not None:
-        for plan, memory in zip(found.plans, found.memory, strict=True):
-            check_limit(found.dag, memory, plan, settings.memory_limit)
-    return found
+        for plan, memory in zip(lowered.plans, lowered.memory, strict=True):
+            check_limit(lowered.dag, memory, plan, settings.memory_limit)
+    return lowered
 
 
 def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
-    """Plans that gather divided parameters as early as the limit allows."""
+    """Plans that gather ZeRO-3 parameters as early as the memory limit allows."""
     order = _run(dag, models, settings).order
     limit = settings.memory_limit
     tries = [(AHEAD, True)]
@@ -99,10 +99,10 @@ def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Low
     for ahead, stages in tries:
         gathered = add_gathers(dag, order, ahead, stages=stages)
         verify(gathered)
-        found = _planned(gathered, models, settings)
-        if limit is None or all(memory.peak <= limit for memory in found.memory):
+        lowered = _planned(gathered, models, settings)
+        if limit is None or all(memory.peak <= limit for memory in lowered.memory):
             break
-    return found
+    return lowered
 
 
 def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
@@ -116,7 +116,7 @@ def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lower
 
 
 def _shared_groups(dag: Dag) -> Dag:
-    """``dag`` where equal groups are one object: passes tell them apart by identity, for speed."""
+    """``dag`` with equal groups as one object: for speed, passes compare groups by identity."""
     first: dict[Group, Group] = {}
     known: dict[int, Group] = {}
     changed = {}
@@ -130,7 +130,7 @@ def _shared_groups(dag: Dag) -> Dag:
 
 
 def _run(dag: Dag, models: Mapping[int, Model], settings: Settings) -> _Run:
-    """``dag`` run in simulated time; what ``costs`` do not know takes as long as usual."""
+    """Schedules ``dag`` in simulated time. Default costs replace those unknown to the settings."""
     sizes = Sizes(dag, models)
     classes = rank_classes(dag)
     tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)

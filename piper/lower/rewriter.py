@@ -1,4 +1,4 @@
-"""A DAG being lowered: nodes are replaced in place or appended, so that numbers never move."""
+"""Edits a DAG during lowering: nodes are replaced in place or appended, so numbers never change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from piper.ir.ops import Group, Op
 
 
 class Rewriter:
-    """Collects what one pass adds to a DAG."""
+    """Collects the nodes and values that one lowering pass changes or adds."""
 
     def __init__(self, dag: Dag) -> None:
         self._dag = dag
@@ -19,7 +19,7 @@ class Rewriter:
         self.extra = list(dag.extra)
 
     def value(self, role: ExtraRole, of: int, parts: int = 1, rows: int | None = None) -> int:
-        """The number of a new value."""
+        """Adds a value; returns its number."""
         self.extra.append(Extra(role, of, parts, rows))
         return self._dag.first_extra + len(self.extra) - 1
 
@@ -36,7 +36,7 @@ class Rewriter:
         tags: Tags | None = None,
         replicas: int = 1,
     ) -> int:
-        """A new node; its tags are those of the node it serves. Gives the value that it makes."""
+        """Adds a node, with the tags of the node that it serves. Returns the value it makes."""
         node = Node(
             op=op,
             tags=tags or {},

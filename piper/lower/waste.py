@@ -1,8 +1,8 @@
-"""What a step computes more than once, and what it gathers because nothing says how to shard it.
+"""Finds duplicate computation, and gathers caused by operations without a sharding rule.
 
-Devices along an axis that a region is not sharded along compute the same: products there cost their
-floating-point operations as many times. An operation without a rule for its layout reads its inputs
-gathered: that costs bytes.
+If a region is not sharded along an axis, all devices along that axis compute the same: each repeats
+the FLOPs of the region's matrix products. An operation without a sharding rule for its input layout
+reads gathered inputs, which costs bytes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from piper.ir.ops import Compute
 from piper.ir.passes import Pass
 
 LARGE = Fraction(1, 20)
-"""The share of a step from which on waste is worth a warning."""
+"""Waste above this share of a step causes a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """What one kind of operation wastes in a step, over all regions that have it."""
+    """The waste of one kind of operation in a step, over all its regions."""
 
     operations: tuple[str, ...]
     regions: tuple[str, ...]
     copies: int | None
-    """How many devices compute the same; None if inputs are gathered."""
+    """Number of devices that compute the same; None if inputs are gathered."""
     amount: int
-    """Floating-point operations that all devices could do without, or bytes that a device sends."""
+    """Redundant FLOPs over all devices, or bytes that a device sends."""
     share: Fraction
-    """Of the floating-point operations, or of the bytes sent, of the step."""
+    """``amount`` as a share of the step's FLOPs or of the bytes sent."""
 
     def __str__(self) -> str:
         where = self.regions[0] + (f" and {len(self.regions) - 1} more" * (len(self.regions) > 1))
@@ -48,7 +48,7 @@ class Waste:
 
 
 def waste_of(dag: Dag, models: Mapping[int, Model], sent: int) -> tuple[Waste, ...]:
-    """The waste of a step in which a device sends at most ``sent`` bytes, most costly first."""
+    """The waste of a step in which a device sends at most ``sent`` bytes, largest share first."""
     repeated: defaultdict[tuple[tuple[str, ...], int], _Sum] = defaultdict(_Sum)
     gathered: defaultdict[str, _Sum] = defaultdict(_Sum)
     total = 0
@@ -64,20 +64,20 @@ def waste_of(dag: Dag, models: Mapping[int, Model], sent: int) -> tuple[Waste, .
         if copies > 1 and flops:
             repeated[chunk.products, copies].add(region, flops - flops // copies)
         if node.op.which is Pass.F:
-            for one in chunk.gathered:
-                gathered[one.operation].add(region, one.nbytes)
-    rows = [
+            for gather in chunk.gathered:
+                gathered[gather.operation].add(region, gather.nbytes)
+    wastes = [
         Waste(products, tuple(x.regions), copies, x.amount, Fraction(x.amount, max(1, total)))
         for (products, copies), x in repeated.items()
     ] + [
         Waste((name,), tuple(x.regions), None, x.amount, Fraction(x.amount, max(1, sent, x.amount)))
         for name, x in gathered.items()
     ]
-    return tuple(sorted(rows, key=lambda row: -row.share))
+    return tuple(sorted(wastes, key=lambda row: -row.share))
 
 
 def waste_text(wastes: Sequence[Waste]) -> str:
-    """One a line."""
+    """A text with one entry per line."""
     return "\n".join(["waste:", *(f"  {waste}" for waste in wastes)])
 
 
@@ -92,5 +92,5 @@ class _Sum:
 
 
 def _copies(dag: Dag, node: Node) -> int:
-    """How many devices compute the same."""
+    """The number of devices that compute the same."""
     return len({dag.copy_of(node, rank) for rank in range(node.replicas)})

@@ -1,7 +1,7 @@
-"""A pre-norm decoder-only language model, and the trunk that other decoders build on.
+"""A pre-norm decoder-only language model, and the base classes of other decoders.
 
-Tokens [batch, seq] (int64) enter, logits [batch, seq, vocab] leave, in the dtype of the weights.
-Regions "embed", "layer" (one a block) and "head" cover every operation of the forward pass.
+Tokens [batch, seq] (int64) enter; logits [batch, seq, vocab] leave, in the dtype of the weights.
+Regions "embed", "layer" (one for each block) and "head" cover every operation of the forward pass.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class DenseConfig:
     vocab: int
     """Number of tokens; 256 for bytes."""
     dim: int
-    """Width of the residual stream; divides into `heads` heads of even width."""
+    """Width of the residual stream: `heads` heads of equal, even width."""
     layers: int
     """Number of blocks."""
     heads: int
     """Number of query heads."""
     mlp_dim: int
-    """Hidden width of the MLP (in a mixture: of each expert)."""
+    """Hidden width of the MLP, or of each expert."""
     kv_heads: int | None = None
     """Number of key and value heads, a divisor of `heads`; None means as many as `heads`."""
     max_seq: int = 2048
-    """The longest sequence the rotary tables reach."""
+    """The longest sequence; the size of the rotary tables."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
-    """Epsilon of the RMS norms; fixed, since torch's default depends on the dtype."""
+    """Epsilon of the RMS norms; explicit, because torch's default depends on the dtype."""
     dropout: float = 0.0
     """Probability of dropout on the embedding and on each residual branch."""
     tie_embeddings: bool = False
@@ -63,12 +63,12 @@ class DenseConfig:
 
 
 def dropout(p: float) -> nn.Module:
-    """Dropout, or nothing at all for p = 0: no random op then appears in an exported graph."""
+    """Dropout, or the identity for p = 0, so that an exported graph has no random op."""
     return nn.Dropout(p) if p > 0 else nn.Identity()
 
 
 class Block(nn.Module):
-    """Attention and `mlp`, each on its own normalised residual branch; subclasses call `mlp`."""
+    """Attention and `mlp`, each on its own normalized residual branch; subclasses call `mlp`."""
 
     def __init__(self, config: DenseConfig, mlp: nn.Module) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class DenseBlock(Block):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm and head; a subclass says how its blocks are called."""
+    """Embedding, blocks, final norm and head; the forward of a subclass calls the blocks."""
 
     def __init__(self, config: DenseConfig, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -108,10 +108,10 @@ class Decoder(nn.Module):
     def init_parameter(
         self, name: str, tensor: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        """Fills one parameter by its name: what `piper.compile(init=...)` asks of a meta model."""
+        """Initializes the parameter `name`; `piper.compile(init=...)` takes it for a meta model."""
         std = 0.02
         if "w_out" in name.split("."):
-            # Each block adds two branches to the residual stream; this keeps its variance level.
+            # Each block adds two branches to the residual stream; this keeps its variance constant.
             std /= math.sqrt(2 * self.config.layers)
         with torch.no_grad():
             if tensor.ndim == 1:  # the scale of a norm
@@ -120,8 +120,8 @@ class Decoder(nn.Module):
                 tensor.normal_(0.0, std, generator=generator)
 
     def reset_parameters(self) -> None:
-        """Fills all parameters and tables from torch's RNG, also after `to_empty`."""
-        if self.config.tie_embeddings:  # here, since `to_empty` unties what it replaces
+        """Initializes all parameters, from torch's RNG, and all tables; also after `to_empty`."""
+        if self.config.tie_embeddings:  # here, because `to_empty` unties the weights
             self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             self.init_parameter(name, parameter)
@@ -149,7 +149,7 @@ class DenseTransformer(Decoder):
         "*.mlp.w_out": "row",
         "head": "column",
     }
-    """How its parameters are sharded by tensor parallelism."""
+    """How tensor parallelism shards its modules."""
 
     def __init__(self, config: DenseConfig) -> None:
         mlps = (SwiGLU(config.dim, config.mlp_dim) for _ in range(config.layers))
@@ -160,7 +160,7 @@ class DenseTransformer(Decoder):
         with annotate("embed"):
             x = self.embed(tokens)
         for block in self.layers:
-            # The tables are sliced in each layer, so that no layer waits for another's slice.
+            # Each layer slices the tables, so that no layer depends on another's slice.
             with annotate("layer"):
                 x = block(x, *self.rotary(seq))
         with annotate("head"):

@@ -1,7 +1,7 @@
-"""The parts all language models here share: rotary tables, attention, SwiGLU and the losses.
+"""The layers that all language models here share: rotary tables, attention, SwiGLU, and the losses.
 
 Activations [batch, seq, dim] enter and leave; losses take a model's output and target tokens.
-Shapes are static and nothing is changed in place, so that every part can be exported.
+Shapes are static and no forward changes a tensor in place, so that every layer can be exported.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ModelOutput: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""Logits [batch, seq, vocab], or a pair of logits and a scalar to add to the mean loss."""
+"""Logits [batch, seq, vocab], or (logits, auxiliary loss): a scalar to add to the mean loss."""
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for softmax and loss: fp32, or fp64 where the model itself runs in fp64."""
-    # Not torch.promote_types: export would record it as an operation.
+    """The dtype for softmax and loss: fp32, or fp64 if the model runs in fp64."""
+    # Not torch.promote_types, which export would record as an operation.
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Rotary(nn.Module):
-    """Tables of the rotary position embedding, `rotary(seq)` -> (cos, sin), each [seq, dim / 2]."""
+    """Tables of the rotary position embedding: `rotary(seq)` -> (cos, sin), each [seq, dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -31,16 +31,16 @@ class Rotary(nn.Module):
     def __init__(self, dim: int, max_seq: int, base: float) -> None:
         super().__init__()
         self.dim, self.max_seq, self.base = dim, max_seq, base
-        # Not persistent: a checkpoint should not fix the longest sequence of a later run.
+        # Not persistent: a checkpoint should not fix max_seq of a later run.
         for name in ("cos", "sin"):
             table = torch.empty(max_seq, dim // 2, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills the tables; to be called again after `to_empty`, which leaves them undefined."""
+        """Fills the tables. Call it again after `to_empty`, which leaves them undefined."""
         device = self.cos.device
-        # fp32 whatever the model's dtype: bf16 cannot even count positions beyond 256.
+        # Always fp32: bf16 cannot even represent all positions beyond 256.
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         position = torch.arange(self.max_seq, dtype=torch.float32, device=device)
         angle = torch.outer(position, self.base**-exponent)
@@ -60,7 +60,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `kv_heads` key and value heads are each shared by a group of heads."""
+    """Causal self-attention; each of `kv_heads` key and value heads serves a group of heads."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Attention(nn.Module):
             rotate(k, cos, sin),
             v,
             is_causal=True,
-            # Only when needed: fewer kernels accept grouped heads.
+            # Only if needed: fewer kernels support grouped heads.
             enable_gqa=self.kv_heads != self.heads,
         )
         return self.w_out(y.transpose(1, 2).flatten(2))
@@ -99,8 +99,8 @@ class SwiGLU(nn.Module):
 def lm_loss(output: ModelOutput, targets: Tensor) -> Tensor:
     """Mean cross-entropy over all tokens, plus the model's auxiliary loss if it returns one.
 
-    Meant for targets that all count: with ignored tokens (-100) the mean over microbatches is not
-    the mean over tokens, and `lm_loss_sum` is the loss to use.
+    With ignored tokens (-100), a plain mean over microbatches is not the mean over tokens: use
+    `lm_loss_sum` there.
     """
     logits, aux = _parts(output)
     loss = F.cross_entropy(logits, targets.flatten())
@@ -110,10 +110,10 @@ def lm_loss(output: ModelOutput, targets: Tensor) -> Tensor:
 def lm_loss_sum(
     output: ModelOutput, targets: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over the tokens not ignored, and their number, as (sum, count).
+    """(sum, count): cross-entropy summed over the tokens that are not ignored, and their number.
 
-    The auxiliary loss is weighted by the count: sums divided by the global count then hold its
-    mean over microbatches.
+    The auxiliary loss is multiplied by the count, so that the sum divided by the global count
+    contains its token-weighted mean over microbatches.
     """
     logits, aux = _parts(output)
     total = F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")

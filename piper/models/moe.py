@@ -1,8 +1,8 @@
-"""The decoder with a mixture of experts in each block, routed by top-k, with a fixed capacity for
-each expert or without dropped tokens.
+"""The decoder with a mixture of experts in each block: top-k routing, with a fixed capacity for
+each expert or dropless.
 
-Tokens [batch, seq] enter; logits leave, or (logits, auxiliary loss) if the config weighs one.
-Every shape follows from the input's shape alone; region "EP" holds the experts' work and no more.
+Tokens [batch, seq] enter; logits leave, or (logits, auxiliary loss) if `aux_loss_weight` is not 0.
+All shapes depend only on the input's shape. Region "EP" contains the experts and nothing else.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class MoEConfig(DenseConfig):
     experts: int
     """Number of experts in each block."""
     top_k: int = 2
-    """Number of experts each token is sent to."""
+    """Number of experts for each token."""
     capacity_factor: float | None = 1.25
-    """Room in each expert, as a multiple of its equal share; None drops no token: rows are sorted
-    by expert, and each expert has as many as are routed to it."""
+    """Capacity of each expert, as a multiple of its equal share. None is dropless: rows are sorted
+    by expert, and each expert takes all rows routed to it."""
     aux_loss_weight: float = 0.0
-    """Weight of the load-balancing loss (mean over blocks); 0 means the model returns logits."""
+    """Weight of the load-balancing loss (mean over blocks); 0: the model returns only logits."""
 
     def __post_init__(self) -> None:
-        DenseConfig.__post_init__(self)  # super() would look in the class that slots=True replaced
+        DenseConfig.__post_init__(self)  # slots=True replaces the class, which breaks super()
         if not 1 <= self.top_k <= self.experts:
             raise PiperError(f"top_k={self.top_k}: must be from 1 to experts={self.experts}")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
@@ -52,21 +52,21 @@ class MoEConfig(DenseConfig):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where each token goes: choices are [k, tokens], slots number the rows of all experts."""
+    """The experts of each token. Choices are [k, tokens]; slots number the rows of all experts."""
 
     probs: Tensor
     """Router probabilities [tokens, experts]."""
     expert: Tensor
     """The expert of each choice [k, tokens]."""
     weight: Tensor
-    """What each choice adds to its token's output [k, tokens], whether it is dropped or not."""
+    """The weight of each choice in its token's output [k, tokens], also of dropped choices."""
     slot: Tensor | None
     """expert * capacity + position of each choice [k, tokens]; experts * capacity if dropped; None
-    if none is."""
+    in a dropless model."""
 
 
 class Router(nn.Module):
-    """Chooses experts for tokens [tokens, dim]; those beyond an expert's capacity are dropped."""
+    """Chooses experts for tokens [tokens, dim]; drops choices beyond an expert's capacity."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class Router(nn.Module):
         probs = torch.softmax(logits, dim=-1, dtype=at_least_fp32(logits.dtype))
         weight, expert = probs.topk(k, dim=-1)
         if k > 1:
-            # A single weight would become the constant 1 and leave the router without gradient.
+            # With k = 1 the weight would be the constant 1, and the router would get no gradient.
             weight = weight / weight.sum(dim=-1, keepdim=True)
         expert = expert.t()
         if self.config.capacity_factor is None:
             return Routing(probs=probs, expert=expert, weight=weight.t(), slot=None)
         capacity = self.config.capacity(x.shape[0])
-        # Choice-major: when an expert is full, second choices give way to first choices.
+        # Choice-major: first choices fill an expert before second choices.
         flat = expert.flatten()
         chosen = (flat.unsqueeze(1) == torch.arange(experts, device=x.device)).long()
         position = (chosen.cumsum(dim=0) * chosen).sum(dim=1) - 1
@@ -94,8 +94,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts over expert-major rows: [experts, rows, dim] enters and leaves; or, with the
-    offset where each expert's rows end, over [rows, dim] sorted by expert."""
+    """SwiGLU experts over expert-major rows: [experts, rows, dim] enters and leaves; or [rows, dim]
+    sorted by expert, with `offsets`, the end of each expert's rows."""
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Experts(nn.Module):
         self.w_out = nn.Parameter(torch.empty(experts, hidden, dim))
 
     def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
-        # Plain products: the graph names no size, so it runs unchanged on a share of the experts.
+        # The graph contains no size, so it runs unchanged on a shard of the experts.
         if offsets is None:
             gate, up = torch.bmm(x, self.w_gate), torch.bmm(x, self.w_in)
             return torch.bmm(F.silu(gate) * up, self.w_out)
@@ -113,10 +113,10 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The mixture: x [batch, seq, dim] -> (output of the same shape, how it was routed).
+    """The mixture: x [batch, seq, dim] -> (output of the same shape, routing).
 
-    A token's output is the sum over its choices that found room; with none left it is zero, and
-    the token passes by on the residual stream.
+    A token's output is the weighted sum over its choices that are not dropped. If all are dropped
+    it is zero, and only the residual stream carries the token on.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -137,7 +137,7 @@ class MoE(nn.Module):
         return out.view_as(x), routing
 
     def without_dropping(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Tokens [tokens, dim] of experts on rows that are sorted by expert."""
+        """The dropless output [tokens, dim]: the experts run on rows sorted by expert."""
         expert, order = routing.expert.flatten().sort(stable=True)
         ids = torch.arange(self.config.experts, device=tokens.device)
         offsets = (expert.unsqueeze(1) == ids).sum(dim=0).cumsum(dim=0).to(torch.int32)
@@ -155,7 +155,7 @@ class MoE(nn.Module):
         count, dim = tokens.shape
         slots = self.config.experts * self.config.capacity(count)
         token = torch.arange(count, device=tokens.device).expand_as(slot).flatten()
-        # Moving indices, not rows: only the slot of the dropped, which is cut off, is written
+        # Scatter indices, not rows. Only the slot of dropped choices, which is cut off, is written
         # twice, so the table does not depend on the order of the writes.
         empty = torch.full((slots + 1,), count, device=tokens.device)
         source = empty.scatter(0, slot.flatten(), token)[:slots]
@@ -172,7 +172,7 @@ class MoE(nn.Module):
 
 
 def load_balance(routing: Routing) -> Tensor:
-    """experts * sum(share of choices * mean probability): 1 when even, `experts` at the worst."""
+    """experts * sum(share of choices * mean probability): 1 if even, `experts` at worst."""
     experts = routing.probs.shape[1]
     ids = torch.arange(experts, device=routing.probs.device)
     share = (routing.expert.unsqueeze(-1) == ids).to(routing.probs.dtype).mean(dim=(0, 1))
@@ -180,7 +180,7 @@ def load_balance(routing: Routing) -> Tensor:
 
 
 class MoEBlock(Block):
-    """A block that also returns how its tokens were routed."""
+    """A block that also returns the routing of its tokens."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Routing]:
         x = self.attend(x, cos, sin)
@@ -191,8 +191,8 @@ class MoEBlock(Block):
 class MoETransformer(Decoder):
     """The decoder with a mixture of experts in each block.
 
-    Dropping is decided over the whole batch, second choices after all first ones: logits depend
-    on earlier tokens alone only where the capacity suffices for all.
+    Tokens of the whole batch compete for capacity, second choices after all first choices. So
+    logits are causal only if the capacity suffices for all tokens.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -208,7 +208,7 @@ class MoETransformer(Decoder):
             with annotate("layer"):
                 x, routing = block(x, *self.rotary(seq))
                 if self.aux_scale > 0:
-                    # A running sum: one scalar, not one a layer, travels between stages.
+                    # A running sum: stages send one scalar, not one per layer.
                     term = self.aux_scale * load_balance(routing)
                     aux = term if aux is None else aux + term
         with annotate("head"):

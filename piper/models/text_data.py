@@ -1,4 +1,4 @@
-"""Text to train on that every machine has: the Python standard library's own source, as bytes.
+"""Training text that every machine has: the source of the Python standard library, as bytes.
 
 `stdlib_bytes` reads it; `ByteBatches` cuts it into (x, y) batches, y one byte ahead of x.
 The same arguments and step always give the same batch, so that a resumed run sees the same data.
@@ -23,15 +23,14 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 
 def stdlib_bytes(limit: int | None = None) -> Tensor:
-    """The text of the running Python's own standard library; see `source_bytes`."""
+    """The source text of the running Python's standard library; see `source_bytes`."""
     return source_bytes(Path(sysconfig.get_path("stdlib")), limit)
 
 
 def source_bytes(root: Path, limit: int | None = None) -> Tensor:
-    """The .py files under `root` one after another (uint8 [bytes]), cut off after `limit` bytes.
+    """The .py files under `root`, concatenated (uint8 [bytes]) and cut off after `limit` bytes.
 
-    Files come in the order of their paths; installed packages, tests and files that cannot be
-    read are left out.
+    Files are ordered by path. Installed packages, tests and unreadable files are left out.
     """
     if limit is not None and limit < 1:
         raise PiperError(f"limit={limit}: must be at least 1, or None for all of the text")
@@ -52,19 +51,19 @@ def source_bytes(root: Path, limit: int | None = None) -> Tensor:
 
 
 def _source_files(root: Path) -> list[Path]:
-    """All .py files under root outside the skipped folders, in the order of their relative path."""
-    found: list[Path] = []
+    """All .py files under root outside the skipped folders, ordered by relative path."""
+    paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
-        # Pruned here, not filtered later: site-packages may hold far more files than the library.
+        # Pruned here, not filtered later: site-packages may have far more files than the library.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 class ByteBatches:
     """Batches of random windows of a text: `batches[step]` -> (x, y), int64 [batch, seq] each.
 
-    Iteration gives steps 0, 1, 2, … without end. The last `valid_fraction` of the text is held
+    Iteration yields steps 0, 1, 2, … without end. The last `valid_fraction` of the text is held
     out: no window of one split reads a byte of the other.
     """
 
@@ -102,7 +101,7 @@ class ByteBatches:
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         if step < 0:
             raise PiperError(f"step={step}: batches are numbered from 0 and have no end")
-        # Hashed, so that neighbouring seeds and steps do not share batches.
+        # A hash, so that neighbouring seeds and steps do not share batches.
         key = f"{self.seed} {self.split} {step}".encode()
         digest = hashlib.blake2b(key, digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))

@@ -1,1 +1,1 @@
-"""A compiled program, its file and its checks."""
+"""Compiled programs: compilation, files and checks."""

@@ -1,9 +1,8 @@
-"""Whether the parts of a program that was read from files fit each other.
+"""Checks that the parts of a program read from files are consistent.
 
-Each part is well formed by itself when it gets here. Numbers that stand for something else (chunks,
-values, tensors of the batch) must be those of something, the facts that plans are made from must be
-those of the code that plans run, and so must what the strategy says of it. A ``MalformedError``
-says what does not fit.
+Each part is well formed by itself when it gets here. References (to chunks, values, batch tensors)
+must exist. The facts that plans are made from must match the code that plans run, and the strategy
+must match the code. A ``MalformedError`` says what does not match.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _GRADIENTS = (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 
 
 def check(program: Compiled) -> None:
-    """Refuse parts that do not fit; there are no plans yet."""
+    """Refuse inconsistent parts of a program that has no plans yet."""
     program.training.check()
     if program.training.precision not in [p.value for p in Precision]:
         raise MalformedError(f"precision: {shown(program.training.precision)} is unknown")
@@ -57,8 +56,8 @@ def check(program: Compiled) -> None:
 
 
 def check_placed(program: Compiled, training: Dag, evaluation: Dag) -> None:
-    """Refuse a strategy for which the code was not made: the DAGs are what it makes of the facts
-    in both modes."""
+    """Refuse code that was not made for the strategy. The DAGs are those of the strategy applied to
+    the facts of each mode."""
     for name, dag, facts, code in (
         ("code", training, program.facts, program.code),
         ("evaluation_code", evaluation, program.evaluation_facts, program.evaluation_code),
@@ -93,7 +92,7 @@ def _policies(model: Model) -> tuple[object, ...]:
 
 
 def _model(model: Model, code: Executables, n: int, program: Compiled) -> None:
-    """The facts are those of the code at the shapes of groups of ``n`` devices."""
+    """The facts match the code at the shapes of groups of ``n`` devices."""
     if (model.loss, model.count) != (code.loss, code.count):
         raise MalformedError("its loss is not the loss of the code")
     if model.outputs != tuple(code.outputs.values()):
@@ -170,7 +169,7 @@ def _chunk(chunk: ChunkFacts, piece: ChunkSignature, made: ChunkProgram) -> None
 
 
 def _variant(variant: Variant, piece: ChunkSignature, made: ChunkProgram) -> None:
-    """Whatever is recomputed, gradients come and go as in the code."""
+    """Under every recomputation policy, passes read and make the same gradients as the code."""
     if variant.passes.keys() != made.functions.keys():
         raise MalformedError("it has other passes than the code")
     ends = {
@@ -202,7 +201,7 @@ def _of(refs: Iterable[Ref], kinds: Collection[Kind]) -> set[Ref]:
 
 
 def _gradients(model: Model) -> None:
-    """What a backward takes, the backward of a later chunk makes."""
+    """Every gradient that a backward reads is made by the backward of a later chunk."""
     made: set[int] = {model.loss}
     for chunk in reversed(model.chunks):
         passes = chunk.variants[model.remat].passes.values()
@@ -220,13 +219,13 @@ def _sizes(numbers: Iterable[int]) -> None:
             raise MalformedError(f"{number} is not a valid size")
 
 
-# what the strategy says
+# the strategy
 
 
 def _placed(dag: Dag, facts: Facts, code: Executables, run: Collection[tuple[int, int]]) -> None:
-    """Every chunk recomputes and is sharded as its code is, and has code for all its groups.
-    ``run`` are the chunks with the sizes of their groups: where there are experts alone, other
-    chunks have the code of other sizes."""
+    """The code of every chunk matches its recomputation policy and sharding, and exists for all its
+    group sizes. ``run`` holds the chunks with their group sizes: at a size that runs only experts,
+    the other chunks have code of another size."""
     for node in dag.nodes:
         if node.devices and node.parts not in code.programs:
             raise MalformedError(f"there is none for groups of {node.parts} devices")
@@ -254,8 +253,8 @@ def _values(
     rule: ShardRule | None,
     chunk: ChunkFacts,
 ) -> None:
-    """What goes from piece to piece is what both ends say; experts that are sharded take as much,
-    in another shape, or have room for so many rows."""
+    """The inputs and outputs of a piece match the values between pieces. Those of sharded experts
+    have as many elements in another shape, or the shape of the room for sorted rows."""
     by_expert = chunk.sorted_rows if rule is not None and rule.ways > 1 else None
     for kind, ends in ((Kind.INPUT, piece.inputs), (Kind.OUTPUT, piece.outputs)):
         for i, value in enumerate(ends):

@@ -1,6 +1,6 @@
-"""A captured model goes in; a table of its chunks, and one line that sums it up, come out.
+"""Makes a table of a captured model's chunks, and a one-line summary.
 
-All sizes are for one microbatch, as the programs state them: nothing is run or measured.
+All sizes are for one microbatch and come from the chunk programs: nothing runs or is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.model import Captured
 from piper.ir.passes import Kind, Pass, Ref
 
-if TYPE_CHECKING:  # every worker imports this file, and draws nothing
+if TYPE_CHECKING:  # every worker imports this file but prints no table
     from rich.table import Table
 
 _CAPTION = (
@@ -25,8 +25,8 @@ _CAPTION = (
 
 
 def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
-    """One line a chunk; with ``fold``, repeated groups of chunks, such as layers, take the lines
-    of one, and the column × says how many there are."""
+    """A table with one row per chunk. With ``fold``, repeated groups of chunks, such as layers, are
+    listed once, and the column × gives their number."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -48,14 +48,15 @@ def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
             chunks = captured.chunks[index : index + period * count : period]
             program = captured.programs[index]
             times = [str(count) if count > 1 else ""] if fold else []
-            name = Text(_name(chunks))  # not markup: indices stand in brackets
+            name = Text(_name(chunks))  # not markup: names contain brackets around indices
             sizes = _sizes(program, chunks[0])
             table.add_row(str(index), name, *times, letters[id(program)], *sizes)
     return table
 
 
 def summary(captured: Captured) -> str:
-    """Chunks, distinct programs, bytes kept for the backward, and FLOPs of a whole step."""
+    """The number of chunks and of distinct programs, the bytes saved for the backward per
+    microbatch, and the FLOPs of a step."""
     saved = sum(program.saved_bytes for program in captured.programs)
     flops = sum(_flops(p, Pass.F) + _flops(p, Pass.B) for p in captured.programs)
     return (
@@ -84,7 +85,7 @@ def _sizes(program: ChunkProgram, chunk: Chunk) -> list[str]:
 
 
 def _totals(captured: Captured) -> list[str]:
-    """The sums of all columns; a parameter or value that several chunks use counts once."""
+    """The totals of all columns. A parameter or value that several chunks use counts once."""
     parameters = {
         name: program.specs[Ref(Kind.PARAMETER, i)]
         for chunk, program in zip(captured.chunks, captured.programs, strict=True)
@@ -120,7 +121,7 @@ def _flops(program: ChunkProgram, which: Pass) -> int:
 
 
 def letters_of(captured: Captured) -> dict[int, str]:
-    """A, B, …, Z, A1, B1, … for the programs in the order of their first chunks."""
+    """Names A, B, …, Z, A1, B1, … of the programs, in the order of their first chunks."""
     names = {}
     for number, program in enumerate(captured.unique_programs):
         turn, letter = divmod(number, len(ascii_uppercase))
@@ -129,7 +130,7 @@ def letters_of(captured: Captured) -> dict[int, str]:
 
 
 RepeatedChunks = tuple[int, int, int]
-"""The first chunk, how many chunks the repeated part has, and how often it comes."""
+"""The index of the first chunk, the number of chunks in a group, and the number of repetitions."""
 
 
 def _singles(captured: Captured) -> Iterable[RepeatedChunks]:
@@ -137,7 +138,7 @@ def _singles(captured: Captured) -> Iterable[RepeatedChunks]:
 
 
 def _groups(captured: Captured) -> Iterable[RepeatedChunks]:
-    """The chunks in order, with repetitions of whole outermost regions taken together."""
+    """The chunks in order, with repetitions of whole outermost regions merged."""
     chunks = captured.chunks
     kinds = [
         (tuple(region.name for region in chunk.tags), id(program))
@@ -151,14 +152,14 @@ def _groups(captured: Captured) -> Iterable[RepeatedChunks]:
         period, count = 1, 1
         if index in borders:
             periods = (border - index for border in borders if border > index)
-            found = ((p, _repeats(kinds, index, p)) for p in periods)
-            period, count = next(((p, n) for p, n in found if n > 1), (1, 1))
+            repeats = ((p, _repeats(kinds, index, p)) for p in periods)
+            period, count = next(((p, n) for p, n in repeats if n > 1), (1, 1))
         yield index, period, count
         index += period * count
 
 
 def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
-    """How often the ``period`` items at ``start`` come one after another."""
+    """How often the ``period`` items at ``start`` repeat consecutively."""
     first = kinds[start : start + period]
     count = 1
     while kinds[start + count * period : start + (count + 1) * period] == first:
@@ -167,7 +168,7 @@ def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
 
 
 def _name(chunks: Sequence[Chunk]) -> str:
-    """The region of the chunks, with ranges of indices where there are several."""
+    """The region name of the chunks, with index ranges if there are several."""
     first, last = chunks[0], chunks[-1]
     if first is last:
         return first.name

@@ -1,5 +1,5 @@
-"""Whether what chunks do, as it was read from files, fits together: a ``MalformedError`` says what
-does not."""
+"""Checks that the code of chunks, as read from files, is consistent. A ``MalformedError`` says what
+is not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_code(code: Executables) -> None:
 
 
 def _order(code: Executables) -> None:
-    """Every value is made once, before it is taken; what no piece makes is of the batch."""
+    """Every value is made once, before it is read. Values that no piece makes are batch tensors."""
     made = [value for piece in code.pieces for value in piece.outputs]
     distinct(made, "output")
     for value in (code.loss, code.count):
@@ -59,7 +59,7 @@ def _order(code: Executables) -> None:
 
 
 def _refs(chunk: ChunkProgram, piece: ChunkSignature) -> None:
-    """What the passes of a program take and make is what its piece has."""
+    """The inputs and results of a program's passes match the signature of its piece."""
     ends = {
         Kind.PARAMETER: len(piece.parameters),
         Kind.PARAMETER_GRAD: len(piece.parameters),
@@ -97,7 +97,7 @@ def _refs(chunk: ChunkProgram, piece: ChunkSignature) -> None:
 
 
 def _consumed(chunk: ChunkProgram) -> None:
-    """A pass overwrites only what is its own, and no later one reads."""
+    """A pass overwrites only its own inputs, and none that a later pass reads."""
     functions = chunk.functions
     later = functions[Pass.BW].arguments if Pass.BW in functions else ()
     for which, function in functions.items():

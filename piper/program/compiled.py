@@ -1,4 +1,4 @@
-"""A compiled program as data: what every device does in a step, and what that follows from."""
+"""A compiled program as data: the plan of every device, and the inputs it was made from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from piper.strategies.strategy import Strategy
 
 
 def trained_shapes(model: Model, code: Executables) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters that have gradients, whole."""
+    """The full shapes of the parameters that have gradients."""
     trained = (name for name, facts in model.parameters.items() if facts.trained)
     return {name: code.parameters[name].shape for name in trained}
 
@@ -46,22 +46,22 @@ class Compiled:
     strategy: Strategy
     training: Training
     source: Source | None
-    """Where the weights come from; a program that was loaded has none until it is given."""
+    """Where the weights come from. A loaded program has none until it is given one."""
     settings: Settings
     facts: Facts = field(repr=False)
     evaluation_facts: Facts = field(repr=False)
-    """The same in evaluation mode."""
+    """The facts in evaluation mode."""
     plans: tuple[Plan, ...] = field(repr=False)
-    """One plan for each class of devices; ``plan.devices`` says whose it is."""
+    """One plan for each rank equivalence class, whose devices are ``plan.devices``."""
     evaluation_plans: tuple[Plan, ...] = field(repr=False)
-    """The forwards alone, in evaluation mode."""
+    """The forwards only, in evaluation mode."""
     memory: tuple[Memory, ...] = field(repr=False)
-    """The memory of each class of devices, in the order of ``plans``."""
+    """The memory of each rank class, in the order of ``plans``."""
     buckets: tuple[Bucket, ...] = field(repr=False)
     """Parameters that are reduced, updated and gathered together."""
     streams: Mapping[str, StreamRule]
     microbatches: int
-    """The number of parts that the batch is split into."""
+    """The number of microbatches of a step."""
     code: Executables = field(repr=False)
     evaluation_code: Executables = field(repr=False)
     example: Batch = field(repr=False)
@@ -69,23 +69,23 @@ class Compiled:
     device: torch.device
     compiler: Compiler
     computation: Computation | None = field(default=None, repr=False)
-    """What the model and the loss compute, as it was traced; None if the program was saved by a
-    Piper that did not keep it."""
+    """The traced computation of the model and the loss; None if an earlier version of Piper, which
+    did not keep it, saved the program."""
     again: Callable[[Batch], Compiled] | None = field(default=None, repr=False, compare=False)
-    """Compiles the same for batches of other shapes; a program that was loaded has no model to do
-    so."""
+    """Compiles the same model for batches of other shapes; None for a loaded program, which has no
+    model."""
     frozen: frozenset[str] | None = field(default=None, repr=False, compare=False)
-    """The parameters of the model that did not require grad; unknown if the program was loaded."""
+    """The parameters that did not require grad; None for a loaded program."""
 
     @cached_property
     def lowered(self) -> Lowered:
-        """Everything that lowering found out."""
+        """The full result of lowering."""
         placed = self.strategy.apply(build(self.facts.whole))
         return lower(placed, self.models, self.settings)
 
     @cached_property
     def located(self) -> Located | None:
-        """Where the first weights lie, if they come from files."""
+        """The files that hold the initial weights, if there are any."""
         source = self.source
         if source is None or not isinstance(source.init, WeightFiles):
             return None
@@ -93,28 +93,28 @@ class Compiled:
 
     @property
     def models(self) -> Mapping[int, Model]:
-        """What is known of the model at the shapes of each size of group."""
+        """The model's facts at the shapes of each group size."""
         return self.facts.models
 
     @property
     def dag(self) -> Dag:
-        """The whole step over all devices, as lowered."""
+        """The lowered DAG of the whole step over all devices."""
         return self.lowered.dag
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Every device that the program runs on."""
+        """All devices that the program runs on."""
         return tuple(sorted(d for plan in self.plans for d in plan.devices))
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """What the loss is reported in: its own precision, at least fp32."""
+        """The dtype of the reported loss: its own, but at least fp32."""
         own = next(iter(self.code.values.values()))[self.code.loss].dtype
         return torch.promote_types(own, torch.float32)
 
     @cached_property
     def loss_groups(self) -> tuple[int, ...]:
-        """For each microbatch, over how many devices its loss is divided."""
+        """For each microbatch, the number of devices that shard the rows of its loss."""
         forwards = {
             x.op: len(x.group)
             for plan in self.plans
@@ -124,29 +124,29 @@ class Compiled:
         computed = {op.chunk for op in forwards}
         makers = {v: i for i, piece in enumerate(self.code.pieces) for v in piece.outputs}
         chunk = makers[self.code.loss]
-        while chunk not in computed:  # a redistribution of what another has computed
+        while chunk not in computed:  # a redistribution of another chunk's result
             chunk = makers[self.code.pieces[chunk].inputs[0]]
         return tuple(group for op, group in forwards.items() if op.chunk == chunk)
 
     @property
     def loss_parts(self) -> int:
-        """Over how many losses, of microbatches and of devices, the loss is a mean; one of a
-        smaller group than the largest stands for several."""
+        """The number of losses, over microbatches and devices, that the reported loss averages. A
+        loss of a group smaller than the largest counts as several."""
         return len(self.loss_groups) * max(self.loss_groups)
 
     @cached_property
     def parameters(self) -> Mapping[str, TensorSpec]:
-        """The whole parameters that training or evaluation uses, as the programs take them."""
+        """The full specs of all parameters that training or evaluation uses."""
         return {**self.evaluation_code.parameters, **self.code.parameters}
 
     @cached_property
     def trained(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the parameters that training changes."""
+        """The full shapes of the trained parameters."""
         return trained_shapes(self.facts.whole, self.code)
 
     @cached_property
     def held_names(self) -> frozenset[str]:
-        """The parameters and buffers that some device holds."""
+        """The parameters and buffers that at least one device holds."""
         codes = (self.code, self.evaluation_code)
         pieces = [piece for code in codes for piece in code.pieces]
         return frozenset(
@@ -154,34 +154,34 @@ class Compiled:
         )
 
     def refuse_refrozen(self) -> None:
-        """Refuse to train another part of the model than what was compiled."""
+        """Refuse a model whose frozen parameters changed since compilation."""
         if self.source is None:
             return
         now = self.source.frozen
-        # of a program that was loaded it is known what it trains
+        # for a loaded program only the trained parameters are known
         self.source.refuse_refrozen(
             now - self.trained.keys() if self.frozen is None else self.frozen
         )
 
     def plan_of(self, device: int) -> Plan:
-        """What one device does."""
+        """The plan of one device."""
         for plan in self.plans:
             if device in plan.devices:
                 return plan
         raise PiperError(f"the program has no device {device}; it runs on {list(self.devices)}")
 
     def evaluation_plan_of(self, device: int) -> Plan:
-        """What one device does in an evaluation."""
+        """The evaluation plan of one device."""
         return next(plan for plan in self.evaluation_plans if device in plan.devices)
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The tags that partitions made."""
+        """The tags that ``partition`` directives made."""
         return tuple(d.into for d in self.strategy.directives if isinstance(d, Partition))
 
     @cached_property
     def step(self) -> LoweredStep:
-        """The step as simulation and pictures read it."""
+        """The step as the input of simulation and visualization."""
         first = next(x for x in self.example.leaves if isinstance(x, torch.Tensor))
         return LoweredStep(
             dag=self.dag,

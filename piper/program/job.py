@@ -1,6 +1,7 @@
-"""A job: all that is trained, but not how it is divided. The command line reads it from a script.
+"""A job: the model, data and optimizer of a training run, without a parallel strategy. The command
+line reads it from a script.
 
-A script defines ``job``, a ``Job`` or a function that makes one:
+A script defines ``job``, a ``Job`` or a function that returns one:
 
     def job() -> piper.Job:
         x, y = ...
@@ -34,7 +35,7 @@ Batches = Iterable[Sequence[Any] | Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """What ``piper.compile`` takes, and the data to train on."""
+    """The arguments of ``piper.compile``, and the training data."""
 
     model: nn.Module
     inputs: Sequence[Any] | Mapping[str, Any]
@@ -45,10 +46,10 @@ class Job:
     tags: Mapping[str, str] | None = None
     init: Init | WeightFiles | None = None
     batches: Batches | Callable[[], Batches] | None = None
-    """The batches, or what makes them, each ``(*inputs, *targets)`` or a dict of inputs; without
-    them, training goes on with the example."""
+    """The batches, or a function that returns them, each ``(*inputs, *targets)`` or a dict of
+    inputs. Without batches, every step trains on the example."""
     strategy: Strategy | None = None
-    """The strategy, if none is named when the job is run."""
+    """The default strategy, if none is given when the job runs."""
     compiler: str = "eager"
     device: torch.device | str | None = None
     precision: str = "fp32"
@@ -62,7 +63,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What matrices are multiplied in."""
+        """The dtype of matrix products."""
         if self.precision == Precision.BF16.value:
             return torch.bfloat16
         floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
@@ -75,8 +76,8 @@ class Job:
         memory_limit: int | str | None = None,
         cluster: Cluster | None = None,
     ) -> Program:
-        """The job under ``strategy``, or its own; what is given here goes before the job's own.
-        What the strategy leaves open is ordered by what things take on ``cluster``."""
+        """The job compiled under ``strategy``, or its own. Arguments given here override the job's.
+        The costs of ``cluster``, if given, order what the strategy leaves open."""
         chosen = strategy or self.strategy
         if chosen is None:
             raise PiperError("the job has no strategy: name one, or give it one (Job(strategy=))")
@@ -87,7 +88,7 @@ class Job:
         )
 
     def capture(self) -> Capture:
-        """The job's model, to be compiled for strategies."""
+        """The job's captured model, to compile under several strategies."""
         return capture(
             self.model,
             inputs=self.inputs,

@@ -1,8 +1,8 @@
-"""A compiled program: what every device does in a step, and everything that says why.
+"""A compiled program: the plan of every device, and the DAG, strategy and facts behind it.
 
-``dag``, ``plans``, ``memory`` and ``text()`` can be read and printed; ``save`` and ``load`` keep
-all of it but Python's own objects (the model's weights, the optimizer, ``init``) in a folder of
-JSON files.
+``dag``, ``plans``, ``memory`` and ``text()`` can be read and printed. ``save`` and ``load`` use a
+folder of JSON files. Python objects (the model's weights, the optimizer, ``init``) are not saved;
+pass them again.
 """
 
 from __future__ import annotations
@@ -39,33 +39,32 @@ class Program(Compiled):
     """A model compiled under a strategy."""
 
     again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
-    """Compiles the same for batches of other shapes; a program that was loaded has no model to do
-    so."""
+    """Compiles the same model for batches of other shapes; None for a loaded program, which has no
+    model."""
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
-        """What each class of devices sends in one step, in the order of ``plans``."""
+        """The bytes that each rank class sends in one step, in the order of ``plans``."""
         dag = self.dag
         sizes = Sizes(dag, self.models)
         return tuple(traffic_of(dag, plan, sizes) for plan in self.plans)
 
     @cached_property
     def waste(self) -> tuple[Waste, ...]:
-        """What the step computes more than once, and what it gathers because there is no rule to
-        shard it, most costly first."""
+        """Duplicate computation, and gathers caused by missing sharding rules, largest share
+        first."""
         return waste_of(self.dag, self.models, max(t.nbytes for t in self.traffic))
 
     def simulate(self, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
-        """A step on ``cluster``, which need not exist: its time, and when everything in it starts
-        and ends. ``costs`` are used where they know better: measurements of passes and
-        communications, of this strategy or another (``trainer.profile(...).recorded``), or another
-        cost model."""
+        """Simulates a step on ``cluster``, which need not exist: its time, and the start and end of
+        every node. ``costs`` take precedence where they know a duration: measurements of this or
+        another strategy (``trainer.profile(...).recorded``), or another cost model."""
         return simulate(self.step, cluster, costs)
 
     @cached_property
     def saving(self) -> Program:
-        """The same program in the step that follows a save in the background: its plans also copy
-        what is saved of each bucket on the host, before the update that changes it."""
+        """The program of the step after a background save: its plans also copy the saved state of
+        each bucket to the host, before the bucket's update."""
         lowered = saving(replace(self.lowered, plans=self.plans), self.models, self.settings)
         program = replace(self, plans=lowered.plans, memory=lowered.memory)
         vars(program)["lowered"] = lowered
@@ -73,14 +72,13 @@ class Program(Compiled):
 
     @property
     def schedule(self) -> Timetable:
-        """When each node starts and ends in the simulated execution that ordered the plans;
-        printed, a grid of the computations."""
+        """The start and end of each node in the simulated execution that ordered the plans. It
+        prints as a grid of computations."""
         lowered = self.lowered
         return Timetable.of(lowered.dag, lowered.classes, lowered.schedule, self.stages)
 
     def show_dag(self, path: str | Path) -> None:
-        """Write a page, one file that needs no server, with the DAG after each directive and as it
-        was lowered."""
+        """Write a self-contained HTML page with the DAG after each directive and after lowering."""
         first = build(self.facts.whole)
         after = zip(self.strategy.directives, self.strategy.steps(first), strict=True)
         steps = [("build", first), *((str(d), dag) for d, dag in after), ("lowered", self.dag)]
@@ -90,16 +88,16 @@ class Program(Compiled):
         path_of(path).write_text(page, encoding="utf-8")
 
     def text(self) -> str:
-        """The strategy, the DAG, the layouts of its values, what it wastes, the plans and their
-        memory, to be read."""
+        """A readable text: the strategy, the DAG, the layouts of its values, the waste, the plans
+        and their memory."""
         parts = [str(self.strategy), str(self.dag), self.layouts]
         parts += [waste_text(self.waste)] if self.waste else []
         return "\n\n".join([*parts, *map(str, self.plans), *map(str, self.memory)])
 
     @property
     def layouts(self) -> str:
-        """How every value lies on the devices that have it: sharded, replicated or a partial sum
-        along each axis of their mesh, one a line."""
+        """The layout of every value on its devices, one per line: sharded, replicated or a partial
+        sum along each axis of their mesh."""
         return layouts_text(self.dag, self.models)
 
     def __str__(self) -> str:
@@ -111,12 +109,12 @@ class Program(Compiled):
         return "\n".join([head, *(f"  {memory}" for memory in self.memory)])
 
     def save(self, path: str | Path) -> None:
-        """Write the program into the folder ``path``; weights and callables are not part of it."""
+        """Write the program to the folder ``path``, without weights and callables."""
         storage.save(self, path_of(path))
 
     @staticmethod
     def of(compiled: Compiled) -> Program:
-        """The program that ``compiled`` is."""
+        """``compiled`` as a ``Program``."""
         program = Program(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})
         vars(program)["lowered"] = compiled.lowered
         return program
@@ -129,8 +127,8 @@ class Program(Compiled):
         optimizer: OptimizerFactory | None = None,
         scheduler: SchedulerFactory | None = None,
     ) -> Program:
-        """The program in the folder ``path``; weights and callables are given again. What it was
-        compiled with need not be the same optimizer: plans are those for the one given here."""
+        """The program in the folder ``path``. Weights and callables are given again. The optimizer
+        may differ from the one at compilation: plans are made for the one given here."""
         read = storage.load(path_of(path), source, optimizer, scheduler)
         program = Program.of(read)
         if optimizer is None:

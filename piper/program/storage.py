@@ -1,13 +1,13 @@
-"""A compiled program in a folder: JSON for all that it is, one file for constants. No pickle.
+"""Saves and loads a compiled program in a folder: JSON, and one file for constants. No pickle.
 
 program.json    strategy, settings, facts, names
 graphs.json     each distinct program once
 constants.pt    tensors that the model's code holds outside parameters and buffers
-checksums.json  the checksums of these, by which damage is found
+checksums.json  the checksums of these files, to detect damage
 
-Whoever wrote a folder, reading it runs nothing of it: everything is checked against what it must be
-before it is used, and ``check`` says whether the parts fit each other. Plans are not in it: they
-are made again, so that no file can hold any that the compiler would not make.
+Loading an untrusted folder executes nothing from it: every item is validated before use, and
+``check`` verifies that the parts are consistent. Plans are not saved but made again, so a file
+cannot hold a plan that the compiler would not make.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def save(program: Compiled, folder: Path) -> None:
 
 
 def _with_plain_costs(program: Compiled) -> Settings:
-    """The settings of ``program``, with what the model of costs says in place of the model."""
+    """The settings of ``program``, with the recorded answers of its cost model in its place."""
     if isinstance(program.settings.costs, Costs):
         return program.settings
     asked = Asked(program.settings.costs)
@@ -131,14 +131,14 @@ def load(
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
 ) -> Compiled:
-    """The program in ``folder``; the optimizer must be one that its plans were made for."""
+    """The program in ``folder``. The optimizer must be one that its settings were made for."""
     files = folders.read(folder, _FORMAT, ("program.json", "graphs.json", "constants.pt"))
     with _reading(folder, "constants.pt"):
         constants = _constants(files["constants.pt"])
     with _reading(folder, "program.json"):
         data = parsed(files["program.json"])
         if type(data) is dict:
-            data.setdefault("computation", None)  # earlier ones did not have these
+            data.setdefault("computation", None)  # earlier versions lack these
             data.setdefault("default_dtype", "float32")
         table(data, _PARTS)
         device = _part(data, "device", device_named)
@@ -184,7 +184,7 @@ def _program(
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
 ) -> Compiled:
-    """Everything of a program but its plans."""
+    """A program without plans."""
 
     def part(name: str, kind: Any) -> Any:
         return _part(data, name, lambda item: decode(kind, item))
@@ -231,7 +231,7 @@ def _default_dtype(data: Any) -> torch.dtype:
 
 
 def with_plans(read: C) -> C:
-    """The program that was read, with the plans that follow from its parts."""
+    """``read`` with the plans that lowering makes from its parts."""
     placed = read.strategy.apply(build(read.facts.whole))
     again = placed
     if read.evaluation_facts is not read.facts:
@@ -253,7 +253,7 @@ def with_plans(read: C) -> C:
 
 
 def _facts_to_json(facts: Facts) -> dict[str, Any]:
-    """What a strategy is applied to is written only where it is not the first of the models."""
+    """``whole`` is written only if it differs from the first of the models."""
     same = facts.whole == next(iter(facts.models.values()))
     return {
         "whole": encode(Model | None, None if same else facts.whole),
@@ -272,11 +272,11 @@ def _facts_from_json(data: Any) -> Facts:
 
 def _constants(content: bytes) -> dict[str, dict[str, Tensor]]:
     try:
-        found = torch.load(io.BytesIO(content), weights_only=True)
+        constants = torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
         raise MalformedError(str(error)) from error
-    table(found, ("code", "evaluation_code"))
-    for name, tensors in found.items():
+    table(constants, ("code", "evaluation_code"))
+    for name, tensors in constants.items():
         with within(name):
             if type(tensors) is not dict:
                 raise wrong(tensors, "a table of tensors")
@@ -284,11 +284,11 @@ def _constants(content: bytes) -> dict[str, dict[str, Tensor]]:
                 if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                     raise wrong(type(tensor), "a tensor")
                 string(key)
-    return found
+    return constants
 
 
 class _Graphs:
-    """Distinct programs, numbered as they come."""
+    """Numbers distinct chunk programs in order of appearance."""
 
     def __init__(self) -> None:
         self.items: list[ChunkProgram] = []
@@ -336,7 +336,7 @@ def _code_from_json(
 ) -> Executables:
     data = table(
         {"totals": None} | data if type(data) is dict else data, _CODE
-    )  # an earlier one has none
+    )  # earlier versions lack totals
 
     def numbered(item: Any) -> tuple[ChunkProgram, ...]:
         return tuple(rows(item, lambda n: programs[whole(n, 0, len(programs))]))

@@ -1,1 +1,1 @@
-"""Runs plans: one executor a device, over any way to communicate. It knows no strategy."""
+"""Runs plans: one executor per device, over any transport. It is independent of the strategy."""

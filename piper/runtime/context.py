@@ -1,4 +1,5 @@
-"""The execution context of a plan: one device's slots, and what is known of each in advance."""
+"""The execution context of a plan on one device: its slots, and facts about them that are known
+before a step."""
 
 from __future__ import annotations
 
@@ -24,37 +25,37 @@ from piper.state.device.device_state import DeviceState
 
 @dataclass(slots=True)
 class Scalars:
-    """The scalars of a step."""
+    """The results of a step."""
 
     loss: Tensor | None = None
-    """The sum of the losses and of what they are divided by."""
+    """Two numbers: the sum of the losses, and the sum of the counts that divide them."""
     norm: Tensor | None = None
     """The squared norm of all gradients."""
     load: dict[int, Tensor] = field(default_factory=dict)
-    """By chunk of experts on sorted rows, how many rows each expert has."""
+    """Rows per expert, by chunk of experts on sorted rows."""
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    """By value, the means of the numbers that are reported beside the loss."""
+    """By value, the means of the numbers reported besides the loss."""
     returned: list[Tensor] = field(default_factory=list)
-    """The rows of outputs that this device has, in the order of the plan's ``returned``."""
+    """This device's rows of the outputs, in the order of the plan's ``returned``."""
     finite: bool | None = None
-    """Whether all gradients are, once that was asked."""
+    """Whether all gradients are finite; None until this is checked."""
     ready: torch.cuda.Event | None = None
-    """What to wait for before they are read."""
+    """The event to wait for before reading the results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a computation puts into one slot."""
+    """The results that a computation puts into one slot."""
 
     slot: int
     places: tuple[int, ...]
-    """Which of the program's results."""
+    """Indices among the program's results."""
     bundle: bool
-    """Whether the slot holds a list of them, and not one tensor."""
+    """Whether the slot holds a list of tensors instead of one tensor."""
 
 
 class ExecutionContext:
-    """What the instructions of one plan work on: state, communication, and slots."""
+    """The data that the instructions of one plan work on: state, communication and slots."""
 
     def __init__(
         self, state: DeviceState, comm: Comm, runners: Runners, plan: Plan, code: Executables
@@ -67,12 +68,12 @@ class ExecutionContext:
         self.code = code
         self.slots: list[Any] = [None] * len(plan.slots)
         self.coming: dict[int, Callable[[], Tensor]] = {}
-        """By slot, what reads all-to-alls under way, for those of their stream whose turn comes
-        before the host has taken them in."""
+        """By slot, a function that reads the result of an all-to-all under way. For communications
+        of the same stream that run before the host has completed it."""
         self.counted: dict[int, tuple[weakref.ref[Tensor], tuple[list[int], list[int]]]] = {}
-        """By slot of counts, which rows and gradients that go and come back read: the tensor that
-        was in it, and how many rows go to each device and come from it. The host of a GPU waits for
-        these numbers, so it asks once."""
+        """By slot of received counts: the tensor that was in it, and how many rows go to each
+        device and come from it. The dispatch and combine of rows and of gradients share these
+        numbers. On a GPU the host waits for them, so it reads them once."""
         self.scalars = Scalars()
         self.wanted = self._strides()
         self.constants = {n: x.to(self.where) for n, x in code.constants.items()}
@@ -81,11 +82,12 @@ class ExecutionContext:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """What random operations draw from, seeded for each instruction."""
+        """The generator of random operations, seeded again for each instruction."""
         return torch.Generator(self.where)
 
     def begin(self, given: Sequence[Tensor]) -> None:
-        """Put this device's part of the batch, and the seeds, where the plan expects them."""
+        """Put this device's part of the batch, and the backward's seed gradients, into their
+        slots."""
         self.scalars = Scalars()
         for (slot, value, _, group), rows in zip(self.plan.given, given, strict=True):
             spec = self.code.values[len(group)][value]
@@ -94,23 +96,23 @@ class ExecutionContext:
             self.slots[slot] = seed
 
     def end(self) -> None:
-        """What the plan returns is the caller's; all else that it made it must have let go."""
+        """Pass the plan's returned values to the caller. All other slots must be empty by now."""
         for slot, *_ in self.plan.returned:
             self.scalars.returned.append(self.slots[slot])
             self.slots[slot] = None
         assert all(content is None for content in self.slots)
 
     def abandon(self) -> None:
-        """Let go of everything after a step that failed."""
+        """Free all slots after a failed step."""
         self.slots[:] = [None] * len(self.slots)
         self.coming.clear()
 
     def buffer(self, name: str) -> Tensor:
-        """A buffer of the model, or a constant of its code."""
+        """A buffer of the model, or a constant of its executables."""
         return self.constants[name] if name in self.constants else self.state.buffers[name]
 
     def arrange(self, slot: int, x: Tensor) -> Tensor:
-        """``x``, which is contiguous, with the strides that the slot's readers expect."""
+        """The contiguous ``x`` with the strides that the slot's readers expect."""
         stride = self.wanted.get(slot)
         return x if stride is None else strided_like(x, stride, self.where)
 
@@ -119,43 +121,43 @@ class ExecutionContext:
         return torch.ones(spec.shape, dtype=spec.dtype, device=self.where).div_(seed.parts)
 
     def _strides(self) -> dict[int, tuple[int, ...]]:
-        """For each slot that programs read a tensor from, the strides that they expect."""
-        found: dict[int, tuple[int, ...]] = {}
+        """For each slot from which a program reads a tensor, the strides that it expects."""
+        strides: dict[int, tuple[int, ...]] = {}
         for x in self.plan.instructions:
             if isinstance(x.op, Compute):
                 program = self.code.programs[len(x.group)][x.op.chunk]
                 for ref, slot in self.read(x, x.op).items():
                     if ref.kind not in BUNDLES:
-                        found.setdefault(slot, program.specs[ref].stride)
-        return found
+                        strides.setdefault(slot, program.specs[ref].stride)
+        return strides
 
     def read(self, x: Instruction, op: Compute) -> dict[Ref, int]:
-        """What the slots that a computation reads are to its program."""
+        """The slot of each program argument that a computation reads from slots."""
         function = self.code.programs[len(x.group)][op.chunk].functions[op.which]
         return dict(zip(bundled(function.arguments), x.reads, strict=False))
 
     def written(self, x: Instruction, op: Compute) -> list[Made]:
-        """What a computation puts into each slot that it writes."""
+        """The results that a computation puts into each slot it writes."""
         results = self.code.programs[len(x.group)][op.chunk].functions[op.which].results
         parameters = self.code.pieces[op.chunk].parameters
         kinds = self.plan.slots
         others = iter([slot for slot in x.writes if not kinds[slot].names])
-        found: list[Made] = []
+        made: list[Made] = []
         for ref in bundled(results):
             places = [i for i, r in enumerate(results) if r.kind is ref.kind]
             if ref.kind is Kind.PARAMETER_GRAD:
                 of = {parameters[results[i].index]: i for i in places}
                 grads = [(slot, kinds[slot].names) for slot in x.writes if kinds[slot].names]
-                found += [Made(s, tuple(of[name] for name in names), True) for s, names in grads]
+                made += [Made(s, tuple(of[name] for name in names), True) for s, names in grads]
             elif ref.kind in BUNDLES:
-                found.append(Made(next(others), tuple(places), True))
+                made.append(Made(next(others), tuple(places), True))
             else:
-                found.append(Made(next(others), (results.index(ref),), False))
+                made.append(Made(next(others), (results.index(ref),), False))
         assert next(others, None) is None
-        return found
+        return made
 
     def buffer_maker(self, slot: int) -> Callable[[], Tensor]:
-        """Makes the buffer that the gradients of a bucket are added up in."""
+        """A function that allocates a bucket's gradient accumulation buffer."""
         kind, where = self.plan.slots[slot], self.where
         assert kind.bucket is not None
         layout = self.state.held[kind.bucket].layout
@@ -165,13 +167,14 @@ class ExecutionContext:
         def make() -> Tensor:
             flat = layout.buffer(dtype, where)
             for name in others:
-                layout.view(flat, name).zero_()  # this device computes none of its parts
+                layout.view(flat, name).zero_()  # this device computes no gradient for it
             return flat
 
         return make
 
     def store(self, x: Instruction) -> Callable[[Any], None]:
-        """Keeps what a communication brought, unless nobody reads it: then it is freed already."""
+        """A function that stores a communication's result in its slot. A result without readers is
+        dropped: its slot is already freed."""
         (slot,) = x.writes
         return _forget if slot in x.frees else partial(self.slots.__setitem__, slot)
 

@@ -1,4 +1,5 @@
-"""Random numbers that do not depend on the schedule: every draw has its own seed."""
+"""Random numbers that do not depend on the schedule: every chunk has its own seed for each step and
+microbatch."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from piper.ir.shards import Draw
 
 
 def fold(seed: int, *, step: int, chunk: int, microbatch: int, replica: int = 0) -> int:
-    """The seed of the draws that one chunk makes for one microbatch in one step."""
+    """The seed of one chunk's random numbers for one microbatch in one step."""
     key = struct.pack("<5q", seed, step, chunk, microbatch, replica)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 def skip(draw: Draw, device: torch.device) -> None:
-    """Draw what a dropout of the whole draws."""
+    """Advance the generator by the draws of a dropout on the unsharded tensor."""
     dropout(torch.ones(draw.shape, dtype=draw.dtype, device=device), draw.probability)
 
 
 def seeded(generator: torch.Generator, seed: int) -> AbstractContextManager[None]:
-    """Inside, programs draw from ``seed``, by ``generator``, which is nobody else's: the default
-    generator of the process stays out of it."""
+    """Inside, programs draw from ``generator``, seeded with ``seed``. The process's default
+    generator is not used."""
     generator.manual_seed(seed)
     return drawing_from(generator)

@@ -1,7 +1,7 @@
 """Runs a plan on one device: a generator that yields the communication it must wait for.
 
-When a plan is loaded, every instruction becomes a function of no arguments with everything it needs
-resolved: nothing is looked up by name while a step runs.
+Loading a plan binds every instruction to a function without arguments. All its inputs are resolved
+then, so a step looks up nothing by name.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from piper.runtime.streams.streams import REPORTED, BoundStreams, Streams
 from piper.state.device.device_state import DeviceState
 
 _SMALL = 2**16
-"""Bytes of a message that may be asked for early: a larger one would hold memory of which the plan
-knows nothing, and what the asking takes is little of its time."""
+"""Bytes up to which a receive may be posted early. A larger message would hold memory that the plan
+does not count, and the handshake is a small part of its time."""
 
 
 class ProgramCounter(Protocol):
-    """One number that others may read: the index of the instruction in its plan."""
+    """One number: the index of the current instruction in its plan. Other processes may read it."""
 
     def __getitem__(self, index: int, /) -> int: ...
 
@@ -47,39 +47,40 @@ class ProgramCounter(Protocol):
 
 
 class InstructionError(PiperError):
-    """An instruction failed; the cause is the error that it raised."""
+    """An instruction failed. Its error is the ``__cause__``."""
 
     pc: int | None = None
-    """Where it is in its plan, if that is known."""
+    """The instruction's index in its plan, if known."""
 
 
 class CommunicationError(InstructionError):
-    """A communication failed: most likely because another device did before."""
+    """A communication failed, most likely because another device failed before."""
 
 
 class LoadedInstruction(NamedTuple):
-    """One loaded instruction, and the slots that are freed after it."""
+    """One bound instruction."""
 
     pc: int
     ends: tuple[int, ...]
-    """Communications that are taken to their end before."""
+    """Communications to complete before it runs."""
     execute: BoundInstruction
     frees: tuple[int, ...]
+    """Slots to free after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPlan:
-    """A plan whose instructions are functions over one execution context."""
+    """A plan with its instructions bound to one execution context."""
 
     context: ExecutionContext
     ops: tuple[LoadedInstruction, ...]
     unreported: tuple[LoadedInstruction, ...]
-    """The same without the communication of scalars that only the caller would read."""
+    """``ops`` without the all-reduces of scalars that only the caller reads."""
     bound: BoundStreams
 
 
 class Executor:
-    """One device: its state, its end of the communication, its streams."""
+    """One device: its state, its communication and its streams."""
 
     def __init__(self, state: DeviceState, comm: Comm, streams: Streams, runners: Runners) -> None:
         self.state = state
@@ -87,18 +88,18 @@ class Executor:
         self.runners = runners
         self.streams = streams
         self.running: LoadedPlan | None = None
-        """What was run last."""
+        """The plan that ran last, or runs now."""
         self.at: ProgramCounter = [0]
-        """The program counter, for those who ask from outside; may be shared memory."""
+        """The program counter, for readers outside; may be in shared memory."""
 
     def load(self, plan: Plan, code: Executables, recorder: Recorder | None = None) -> LoadedPlan:
-        """``plan`` ready to be run; every run is timed by ``recorder``, if there is one."""
+        """Binds the instructions of ``plan``. ``recorder``, if given, times every run."""
         context = ExecutionContext(self.state, self.comm, self.runners, plan, code)
         ops: list[LoadedInstruction] = []
         bound = self.streams.bind(plan, context.slots)
         for pc, x in enumerate(plan.instructions):
             last: list[int] = []
-            if isinstance(x.op, Compute):  # which adds to gradients when its program is done
+            if isinstance(x.op, Compute):  # it adds to gradients after its program
                 last = [s for s in x.frees if s in x.reads and not plan.slots[s].names]
                 execute = compute(context, x, x.op, last, bound.free)
             else:
@@ -114,9 +115,9 @@ class Executor:
     def run(
         self, loaded: LoadedPlan, given: list[Tensor], *, report: bool = True
     ) -> Generator[Pending, None, Scalars]:
-        """One step on this device's part of the batch, in the order of the plan's ``given``; the
-        list is emptied, so that the plan alone says how long they are kept. Scalars that no
-        instruction needs are summed up if ``report`` is true."""
+        """One step on ``given``: this device's part of the batch, in the order of the plan's
+        ``given``. Empties the list, so that the plan alone decides when these tensors are freed.
+        Scalars that no instruction reads are all-reduced only if ``report``."""
         self.running = loaded
         context, at = loaded.context, self.at
         free, keeps = loaded.bound.free, loaded.bound.keeps
@@ -180,39 +181,40 @@ class Executor:
 
 
 def _early(ops: Sequence[LoadedInstruction], plan: Plan) -> list[LoadedInstruction]:
-    """Small messages are asked for one computation earlier: what arrives while it runs is taken at
-    once. Otherwise the sender is asked for it when it is needed, and it waits for the answer.
+    """Posts receives of small messages one computation earlier: a message that arrives during the
+    computation is taken at once. Otherwise the sender is asked only when the message is needed, and
+    the device waits for the answer.
 
-    This is not in the plan, whose order all transports follow: only one that tells messages apart
-    by more than their order can ask for them in another."""
-    found: list[LoadedInstruction] = []
-    computation, received = 0, 0  # the index of the last one, and that after the last receive
+    The plan is unchanged: all transports follow its order. Only a transport that tells messages
+    apart by more than their order (``any_order``) can receive in another order."""
+    reordered: list[LoadedInstruction] = []
+    computation, received = 0, 0  # indices: of the last computation, after the last early receive
     for op in ops:
         x = plan.instructions[op.pc]
         small = sum(plan.slots[slot].nbytes for slot in x.writes) <= _SMALL
         if small and _comes_from_others(x) and not x.waits:
             index = max(computation, received)
-            found.insert(index, op)
+            reordered.insert(index, op)
             received = index + 1
         else:
             if x.verb is Verb.COMPUTE:
-                computation = len(found)
-            found.append(op)
-    return found
+                computation = len(reordered)
+            reordered.append(op)
+    return reordered
 
 
 def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedInstruction, ...]:
-    """``ops`` without what sums up scalars that no instruction reads."""
+    """``ops`` without the all-reduces of scalars that no instruction reads."""
     left_out = {
         pc
         for pc, x in enumerate(plan.instructions)
         if x.role in REPORTED and set(x.writes).issubset(x.frees)
     }
-    found = []
+    kept = []
     for pc, ends, execute, frees in ops:
         ends = tuple(other for other in ends if other not in left_out)
-        found.append(LoadedInstruction(pc, ends, _nothing if pc in left_out else execute, frees))
-    return tuple(found)
+        kept.append(LoadedInstruction(pc, ends, _nothing if pc in left_out else execute, frees))
+    return tuple(kept)
 
 
 def _nothing() -> None:
@@ -220,7 +222,8 @@ def _nothing() -> None:
 
 
 def _comes_from_others(x: Instruction) -> bool:
-    """Whether it receives, and not from its own device, which must have sent before."""
+    """Whether it receives only from other devices. A device must send to itself before it
+    receives."""
     if x.verb is not Verb.RECV or not isinstance(x.op, Transfer):
         return False
     return set(x.op.source).isdisjoint(x.op.target)

@@ -1,6 +1,6 @@
-"""Which rows of the global batch a device gets: microbatch by microbatch, then member by member.
+"""The rows of the global batch for each device: split by microbatch, then by group member.
 
-Microbatch m of M is rows ``[m, m + 1) * B / M``; member r of a group of g has row block
+Microbatch m of M is rows ``[m, m + 1) * B / M``. Member r of a group of g has row block
 ``m * g + r`` of ``M * g``. So a strategy computes on the same rows as one device that runs
 ``M * g`` microbatches.
 """
@@ -24,30 +24,31 @@ def cut(
     batch: Sequence[Tensor],
     rows: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """What ``device`` needs of the tensors of the whole batch, in the order of ``plan.given``.
-    ``batch`` may have some of its rows only: those with the numbers ``rows``, in order."""
-    found = []
+    """The parts of the batch that ``device`` needs, in the order of ``plan.given``. With ``rows``,
+    the tensors in ``batch`` hold only the rows with these numbers, in ascending order."""
+    parts = []
     for value, block in _blocks(plan, code, device):
         given = batch[value]
         if block and given.shape[0] != 1:
             start = block.start if rows is None else bisect_left(rows, block.start)
             given = given[start : start + len(block)]
-        found.append(given)
-    return found
+        parts.append(given)
+    return parts
 
 
 def rows_read(plan: Plan, code: Executables, device: int) -> set[int]:
-    """The rows of the batch of which ``device`` needs a tensor."""
+    """The numbers of the batch rows that ``device`` needs."""
     return {row for _, block in _blocks(plan, code, device) for row in block}
 
 
 def block_of(microbatch: int, group: Group, device: int) -> int:
-    """The number of the block of rows that ``device`` has of a microbatch."""
+    """Index of the row block that ``device`` has of a microbatch."""
     return microbatch * len(group) + group.index(device)
 
 
 def _blocks(plan: Plan, code: Executables, device: int) -> Iterator[tuple[int, range]]:
-    """The tensors that a device is given, each with its rows; no rows for what is for all."""
+    """The batch tensors that a device gets, each with its rows; an empty range for a tensor without
+    batch rows, which every device gets whole."""
     made = {value for piece in code.pieces for value in piece.outputs}
     most = {
         n: max((s.shape[0] for v, s in enumerate(specs) if s.shape and v not in made), default=0)

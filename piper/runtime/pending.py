@@ -1,4 +1,4 @@
-"""A communication under way, and what a bound instruction is."""
+"""``Pending``: a communication under way. ``BoundInstruction``: type of a loaded instruction."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from piper.base.handles import Handle
 
 
 class Pending:
-    """A communication under way: what the host has to see through, what is to be done with what it
-    brings, and what it keeps alive until it is over."""
+    """A communication under way: the handles that the host must complete, the function that stores
+    its result, and the objects it keeps alive until it ends."""
 
     __slots__ = ("_finish", "_handles", "_kept", "name")
 
@@ -21,7 +21,7 @@ class Pending:
         finish: Callable[[], None] | None = None,
         keeps: Sequence[Any] = (),
     ) -> None:
-        """``keeps`` is what nothing else refers to while it is being communicated."""
+        """``keeps``: objects in use by the communication that nothing else refers to."""
         self.name = name
         self._handles = tuple(handle for handle in handles if handle is not None)
         self._finish = finish
@@ -29,28 +29,28 @@ class Pending:
 
     @property
     def in_order(self) -> bool:
-        """Whether the current stream's order is all that is needed, and the host has no part."""
+        """Whether stream order alone is sufficient: the host has nothing to wait for."""
         return not self._handles
 
     def keep(self, more: Sequence[Any]) -> None:
-        """Keep more alive until it is over."""
+        """Keep more objects alive until it ends."""
         self._kept += more
 
     def done(self) -> bool:
-        """Whether the host may go on."""
+        """Whether the host may continue."""
         return all(handle.done() for handle in self._handles)
 
     def wait(self) -> None:
-        """Block the host until it may go on; streams are not concerned."""
+        """Block the host until it may continue. Does not affect streams."""
         for handle in self._handles:
             handle.wait()
 
     def release(self) -> None:
-        """Keep nothing alive any more."""
+        """Stop keeping objects alive."""
         self._kept = []
 
     def complete(self) -> None:
-        """Take in what it brings, for the current stream; what it keeps, it keeps on."""
+        """Make the result available to the current stream and store it. Kept objects stay alive."""
         for handle in self._handles:
             handle.join()
         if self._finish is not None:
@@ -59,7 +59,7 @@ class Pending:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """When it was taken up and when it was over, if that is known."""
+        """When it started and when it ended, if all handles know."""
         spans = [handle.span for handle in self._handles]
         known = [span for span in spans if span is not None]
         if not known or len(known) < len(spans):
@@ -67,7 +67,7 @@ class Pending:
         return min(start for start, _ in known), max(end for _, end in known)
 
     def then(self, more: Callable[[], None]) -> Pending:
-        """The same, with something more to do when it is over."""
+        """This communication with one more function to call, first, on completion."""
         finish = self._finish
 
         def both() -> None:
@@ -79,4 +79,4 @@ class Pending:
 
 
 BoundInstruction = Callable[[], Pending | None]
-"""A bound instruction: does its work, or begins a communication."""
+"""Does its work, or begins a communication and returns it."""

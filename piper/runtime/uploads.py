@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU."""
+"""Host-to-device copies of batches."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class Uploads:
-    """Copies to one device. The host waits until what is in its own memory is copied, since whoever
-    gave it may fill it again, and for nothing else: these copies have a stream of their own."""
+    """Copies CPU tensors to one device. The host waits for these copies, since the caller may reuse
+    the memory. It waits for nothing else: the copies run on their own stream."""
 
     def __init__(self, where: torch.device) -> None:
         self._where = where
         self._stream = torch.cuda.Stream(where) if where.type == "cuda" else None
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        """``tensors`` where they are needed, for the current stream."""
+        """``tensors`` on the device, ready for the current stream."""
         if self._stream is None or not any(x.device.type == "cpu" for x in tensors):
             return tensors
         reader = torch.cuda.current_stream(self._where)

@@ -1,1 +1,1 @@
-"""What lasts between steps: parameters, optimizer state, checkpoints."""
+"""State that persists between steps: parameters, buffers, optimizer state, checkpoints."""

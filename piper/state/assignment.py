@@ -1,4 +1,4 @@
-"""What one device is given: its plans, the programs they run, and what it keeps between steps."""
+"""The input of one worker: its plans, their executables, and the description of its state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piper.state.optimizer.training import Training
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """All that a worker must know of a program, which it never sees."""
+    """Everything a worker needs to run a program. The worker never receives the program itself."""
 
     device: int
     plan: Plan
@@ -22,9 +22,9 @@ class Assignment:
     evaluation_plan: Plan
     evaluation_code: Executables
     buckets: tuple[Bucket, ...]
-    """All of the program's."""
+    """All buckets of the program, not only this device's."""
     parameters: Mapping[str, TensorSpec]
-    """The whole parameters, as the programs take them."""
+    """Shapes and dtypes of the unsharded parameters, as the executables take them."""
     order: tuple[str, ...]
-    """The names of parameters and buffers in the model's own order."""
+    """Names of parameters and buffers, in the model's order."""
     training: Training

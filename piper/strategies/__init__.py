@@ -1,4 +1,4 @@
-"""Ready strategies, built from directives alone: whoever reads one can write the next."""
+"""Ready-made strategies and pipeline schedules, built only from public directives."""
 
 from piper.strategies.action import Action
 from piper.strategies.builder import Row, Schedule, folded, looped, straight

@@ -1,4 +1,4 @@
-"""The words of a schedule."""
+"""The actions of a schedule."""
 
 from __future__ import annotations
 

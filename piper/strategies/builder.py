@@ -1,14 +1,14 @@
-"""Writing a schedule: one row for each pipeline rank, filled with verbs; microbatches count up by
-themselves.
+"""Write a schedule: one row per pipeline rank, filled by verbs. Each verb takes the next
+microbatch.
 
     schedule = straight("mine", ranks=2, microbatches=4)
     for rank, row in enumerate(schedule.rows):
         row.forward(rank)                       # the next microbatch of stage ``rank``
-        row.pair(forward=rank, backward=rank)   # two that overlap
+        row.pair(forward=rank, backward=rank)   # two passes that overlap
         ...
 
-A schedule is turned into ``place`` and ``order`` directives, and knows nothing else. Printed, it
-is drawn with passes of equal length.
+A schedule becomes ``place`` and ``order`` directives, nothing else. Printed, it is drawn with
+forward, input and weight passes of equal length.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _MOST_CELLS = 2**18
 
 
 class Row:
-    """What one pipeline rank does, in order; actions in one group overlap.
+    """The actions of one pipeline rank, in order; actions in one group overlap.
 
-    ``stages`` gives, for each stage that the rank holds, the microbatches that it runs there.
+    ``stages`` maps each stage of the rank to the microbatches that the rank runs there.
     """
 
     def __init__(self, stages: Mapping[int, Sequence[int]]) -> None:
@@ -56,13 +56,13 @@ class Row:
         return self
 
     def backward_input(self, stage: int, times: int = 1) -> Row:
-        """The backward for the inputs; that for the weights waits for ``backward_weight``."""
+        """The input backward of the next microbatch; ``backward_weight`` runs its other half."""
         for _ in range(times):
             self.run(self._next(stage, Pass.BI))
         return self
 
     def backward_weight(self, times: int = 1) -> Row:
-        """The backward for the weights that has waited longest."""
+        """The oldest pending weight backward."""
         for _ in range(times):
             if not self._weights:
                 raise DirectiveError("no backward for weights waits on this rank")
@@ -71,11 +71,12 @@ class Row:
         return self
 
     def pair(self, *, forward: int, backward: int) -> Row:
-        """A forward and a backward that overlap: communication of one hides behind the other."""
+        """A forward and a backward that overlap: compute of one hides communication of the
+        other."""
         return self.run(self._next(forward, Pass.F), self._next(backward, Pass.B))
 
     def run(self, *actions: Action) -> Row:
-        """Exactly these, overlapping; the verbs above count for you."""
+        """Exactly these actions, overlapping; the verbs above choose the microbatch for you."""
         if not actions or not all(isinstance(a, Action) for a in actions):
             raise DirectiveError(
                 f"run{actions}: give one or more of Action(stage, which, microbatch)"
@@ -93,7 +94,7 @@ class Row:
 
     @property
     def weights_left(self) -> int:
-        """Backwards for weights that still wait."""
+        """The number of pending weight backwards."""
         return len(self._weights)
 
     def _left(self, stage: int, which: Pass) -> OrderedDict[int, None]:
@@ -144,7 +145,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """The number of stages that the model is cut into."""
+        """The number of stages of the model."""
         return 1 + max(stage for row in self.rows for stage in row.stages)
 
     def directives(
@@ -158,24 +159,24 @@ class Schedule:
         sequence: str | None = None,
         attention: str = "all_to_all",
     ) -> list[Directive]:
-        """Where the stages run and in which order; ``groups`` are the devices of each rank,
-        ``stage`` and ``microbatch`` the tags that ``partition`` and ``split`` make; ``batch``,
-        ``sequence`` and ``attention`` are as in ``place``."""
-        timed(self)  # it goes through
+        """The ``place`` and ``order`` directives of the schedule. ``groups`` are the devices of
+        each rank; ``stage`` and ``microbatch`` are the tags from ``partition`` and ``split``;
+        ``batch``, ``sequence`` and ``attention`` are as in ``place``."""
+        timed(self)  # raises if the schedule deadlocks
         groups = [[rank] for rank in range(self.ranks)] if groups is None else groups
         if len(groups) != self.ranks:
             raise DirectiveError(
                 f"{self.name} has {counted(self.ranks, 'rank')}, but devices are given for "
                 f"{len(groups)}"
             )
-        found: list[Directive] = []
+        directives: list[Directive] = []
         for number in range(self.stages):
             homes = [(r, row) for r, row in enumerate(self.rows) if number in row.stages]
             for rank, row in homes:
                 where: dict[str, int | list[int]] = {stage: number}
-                if len(homes) > 1:  # the stage lives on several ranks, each for some microbatches
+                if len(homes) > 1:  # several ranks hold the stage, each for some microbatches
                     where[microbatch] = list(row.stages[number])
-                found.append(
+                directives.append(
                     place(
                         where,
                         devices=groups[rank],
@@ -190,11 +191,12 @@ class Schedule:
                 [{stage: a.stage, microbatch: a.microbatch, "PASS": a.which.value} for a in group]
                 for group in row.groups
             ]
-            found.append(order(*filters))
-        return found
+            directives.append(order(*filters))
+        return directives
 
     def check(self) -> None:
-        """Every rank does all that it holds, and every stage runs every microbatch once."""
+        """Refuse a schedule in which a rank leaves passes undone, or a stage does not run every
+        microbatch once."""
         if not self.rows:
             raise DirectiveError(f"{self.name} has no ranks")
         for rank, row in enumerate(self.rows):
@@ -213,15 +215,15 @@ class Schedule:
                     "weights undone"
                 )
         for stage in range(self.stages):
-            found = sorted(m for row in self.rows for m in row.stages.get(stage, ()))
-            if len(found) != self.microbatches or found != list(range(self.microbatches)):
+            run = sorted(m for row in self.rows for m in row.stages.get(stage, ()))
+            if len(run) != self.microbatches or run != list(range(self.microbatches)):
                 raise DirectiveError(
-                    f"{self.name}: stage {stage} runs the microbatches {found}, but each of the "
+                    f"{self.name}: stage {stage} runs the microbatches {run}, but each of the "
                     f"{self.microbatches} must pass it once"
                 )
 
     def without_pairs(self) -> Schedule:
-        """The same order with nothing that overlaps: of a pair, one after the other."""
+        """The same order without overlap: the passes of a pair run one after the other."""
         rows = []
         for row in self.rows:
             rows.append(Row(row.stages))
@@ -230,8 +232,8 @@ class Schedule:
         return Schedule(f"{self.name} without pairs", self.microbatches, rows)
 
     def with_weights_apart(self) -> Schedule:
-        """The same, with every whole backward in halves that overlap: nothing waits for the one for
-        weights, so it fills what a collective would leave empty."""
+        """The same, with every whole backward split into halves that overlap. Nothing waits for
+        the weight half, so it fills the time of exposed collectives."""
         rows = []
         for row in self.rows:
             rows.append(Row(row.stages))
@@ -244,7 +246,7 @@ class Schedule:
 
 
 def _halves(action: Action) -> tuple[Action, ...]:
-    """A whole backward in two; anything else as it is."""
+    """A whole backward as BI and BW; any other action unchanged."""
     if action.which is not Pass.B:
         return (action,)
     return action._replace(which=Pass.BI), action._replace(which=Pass.BW)
@@ -276,7 +278,7 @@ def folded(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def check_size(**sizes: int) -> None:
-    """Refuse what is no number, and a schedule that nobody could wait for."""
+    """Refuse sizes that are not positive whole numbers, and schedules that are too large."""
     for what, count in sizes.items():
         positive(what, count)
     if (cells := math.prod(sizes.values())) > _MOST_CELLS:

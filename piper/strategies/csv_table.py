@@ -1,11 +1,11 @@
-"""Schedules as the compute-only tables of ``torch.distributed.pipelining``.
+"""Read and write schedules as the compute-only CSV tables of ``torch.distributed.pipelining``.
 
-    0F0,0F1,,0B0,(0F2;1B0)OVERLAP_F_B,...        a line for each rank, a cell for each step
+    0F0,0F1,,0B0,(0F2;1B0)OVERLAP_F_B,...        one line per rank, one cell per step
     ,1F0,1I0,1W0,...                             F forward, B backward, I and W its two halves
 
-Empty cells are idle steps: they are read as nothing, and written so that a column of a spreadsheet
-is one moment of the schedule on paper. Communication (``0SEND_F3``, ``1UNSHARD``, ``0REDUCE_GRAD``)
-is read as nothing, too: it follows from the computations and the other directives.
+Empty cells are idle steps. The reader ignores them; the writer uses them so that each column is one
+time step. The reader also ignores communication (``0SEND_F3``, ``1UNSHARD``, ``0REDUCE_GRAD``): it
+follows from the computations and the other directives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OVERLAP = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
 
 
 def from_csv(table: str | Path | Iterable[str], *, name: str | None = None) -> Schedule:
-    """The schedule of a table: the path of a file, its text, or its lines."""
+    """The schedule in ``table``: the path of a file, its text, or its lines."""
     if isinstance(table, str) and ("," in table or "\n" in table):
         return from_csv(table.splitlines(), name=name)
     if isinstance(table, str | Path):
@@ -61,13 +61,13 @@ def from_csv(table: str | Path | Iterable[str], *, name: str | None = None) -> S
     microbatches = 1 + max(action.microbatch for action in actions)
     rows = [_row(rank, row) for rank, row in enumerate(groups)]
     schedule = Schedule(name or "table", microbatches, rows)
-    timed(schedule)  # it goes through
+    timed(schedule)  # raises if the schedule deadlocks
     return schedule
 
 
 def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:
     """The table of a schedule, also written to ``path`` if one is given."""
-    timing = timed(schedule, backward=1.0)  # one step for every action
+    timing = timed(schedule, backward=1.0)  # every action takes one step
     width = round(max(cell.end for row in timing.cells for cell in row))
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -91,7 +91,7 @@ def _group(cell: str, rank: int, column: int) -> tuple[Action, ...]:
     text = cell.strip()
     overlap = _OVERLAP.fullmatch(text)
     parts = overlap[1].split(";") if overlap else [text]
-    found = []
+    actions = []
     for part in parts:
         match = _ACTION.fullmatch(part.strip())
         if match is None:
@@ -99,8 +99,8 @@ def _group(cell: str, rank: int, column: int) -> tuple[Action, ...]:
                 f"line {rank + 1}, column {column + 1} of the table: {text!r} is not an action "
                 "such as 0F3, 1B2, 1I2, 1W2 or (0F3;7B1)OVERLAP_F_B"
             )
-        found.append(Action(int(match[1]), _PASSES[match[2]], int(match[3])))
-    return tuple(found)
+        actions.append(Action(int(match[1]), _PASSES[match[2]], int(match[3])))
+    return tuple(actions)
 
 
 def _row(rank: int, groups: list[tuple[Action, ...]]) -> Row:

@@ -1,8 +1,8 @@
-"""What follows the last placed region, and no ``place`` speaks of, joins it: mostly the loss.
+"""Unplaced nodes after the last placed region, usually the loss, join the devices of that region.
 
     PP[0] @0 ─▶ PP[1] @1 ─▶ loss[0]          PP[0] @0 ─▶ PP[1] @1 ─▶ loss[0] @1
 
-A region of a name that others are placed by is not joined: its ``place`` was forgotten.
+A node that shares a tag name with placed nodes does not join: its ``place`` was forgotten.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from piper.ir.dag.dag import PASS, Dag, Node
 
 
 def join_last(dag: Dag) -> Dag:
-    """``dag`` with the nodes placed that follow the last placed region of their microbatch."""
+    """``dag``, with the nodes after the last placed region of their microbatch placed."""
     last: dict[int, Node] = {}
     names: set[str] = set()
     for node in dag.nodes:

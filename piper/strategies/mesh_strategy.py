@@ -1,4 +1,4 @@
-"""``mesh``: pipeline, data, tensor, context and expert parallelism, as plain directives."""
+"""``mesh``: pipeline, data, tensor, context and expert parallelism as plain directives."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ STRAIGHT: dict[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "dualpipe": dualpipe,
 }
-"""One stage a rank."""
+"""One stage per rank."""
 FOLDED: dict[str, Callable[[int, int], Schedule]] = {
     "zb-v": zb_v,
     "v-half": v_half,
     "dualpipev": dualpipev,
 }
-"""Two stages a rank, in a V."""
+"""Two stages per rank, in a V."""
 LOOPED: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": interleaved,
     "breadth-first": breadth_first,
 }
-"""Any number of stages a rank."""
+"""Any number of stages per rank."""
 
 
 class MeshLayout(Enum):
-    """Which devices are neighbours."""
+    """Which devices have consecutive numbers."""
 
     PIPELINE_INNER = "pipeline-inner"
-    """Ranks of one pipeline have neighbouring numbers."""
+    """The ranks of one pipeline have consecutive numbers."""
     PIPELINE_OUTER = "pipeline-outer"
-    """Replicas of one stage have neighbouring numbers: experts dispatch and combine within a
+    """The replicas of one stage have consecutive numbers: experts dispatch and combine within a
     machine."""
 
 
 def schedule_named(name: str, ranks: int, microbatches: int, virtual: int | None) -> Schedule:
-    """The schedule of that name, however it is spelled: ZB-V, zb_v, zbv."""
+    """The schedule ``name``; case and punctuation do not matter: ZB-V, zb_v, zbv."""
     plain = {_letters(known): known for known in (*STRAIGHT, *FOLDED, *LOOPED)}
-    found = plain.get(_letters(name))
-    if found is None:
+    kind = plain.get(_letters(name))
+    if kind is None:
         raise DirectiveError(f"schedule={name!r} is unknown: one of {', '.join(plain.values())}")
-    if found in LOOPED:
-        return LOOPED[found](ranks, microbatches, 2 if virtual is None else virtual)
-    stages = 1 if found in STRAIGHT else 2
+    if kind in LOOPED:
+        return LOOPED[kind](ranks, microbatches, 2 if virtual is None else virtual)
+    stages = 1 if kind in STRAIGHT else 2
     if virtual not in (None, stages):
         raise DirectiveError(
-            f"virtual={virtual}: {found} has {counted(stages, 'stage')} a rank; for others use "
+            f"virtual={virtual}: {kind} has {counted(stages, 'stage')} a rank; for others use "
             f"{' or '.join(LOOPED)}"
         )
-    return {**STRAIGHT, **FOLDED}[found](ranks, microbatches)
+    return {**STRAIGHT, **FOLDED}[kind](ranks, microbatches)
 
 
 def _letters(name: str) -> str:
@@ -100,19 +100,19 @@ def mesh(
 ) -> Strategy:
     """``pp`` pipeline ranks of ``dp`` * ``cp`` * ``tp`` devices each.
 
-    The regions named ``regions`` are cut into stages ``by`` their cost, which ``schedule`` orders:
-    the name of one of ours, or your own for ``pp`` ranks. Every stage is replicated over its ``dp``
-    devices with ``zero``, each copy of the state divided ``within`` so many. The regions named
-    ``experts`` are divided over ``ep`` of the ``dp`` * ``cp`` * ``tp`` devices, which also divide
-    their rows, and replicated over the rest with ``expert_zero``, which is ``zero`` unless given;
-    ``capacity`` is as in ``piper.shard``.
+    The regions named ``regions`` are cut into stages, balanced ``by`` cost. ``schedule`` orders the
+    stages: a schedule's name, or your own ``Schedule`` for ``pp`` ranks. Every stage is replicated
+    over its ``dp`` devices with ``zero``; ``within`` devices shard one copy of the state (HSDP).
+    The regions named ``experts`` are sharded over ``ep`` of the ``dp`` * ``cp`` * ``tp`` devices,
+    which also shard their rows, and replicated over the rest with ``expert_zero`` (default
+    ``zero``); ``capacity`` is as in ``piper.shard``.
     ``tp`` devices shard the parameters that the model declares, or ``parameters`` (as in
-    ``piper.shard``), with ``sequence_parallel`` also activations between them; ``cp`` devices shard
-    the sequence, with ``attention`` as in ``piper.place``. Devices along ``tp`` have neighbouring
-    numbers, then those along ``cp``.
-    ``virtual`` is the number of stages a rank, for schedules that leave it open. ``microbatches``
-    is 1 without a pipeline, 2 * ``pp`` with one, or as many as a schedule of your own has. Without
-    a pipeline the model needs no regions.
+    ``piper.shard``), and with ``sequence_parallel`` also the activations between them. ``cp``
+    devices shard the sequence, with ``attention`` as in ``piper.place``. Devices along ``tp`` have
+    consecutive numbers, then those along ``cp``.
+    ``virtual`` is the number of stages per rank, for schedules that leave it open. The default of
+    ``microbatches`` is 1 without a pipeline, 2 * ``pp`` with one, or that of your own schedule.
+    Without a pipeline the model needs no regions.
     """
     for name, value in (("pp", pp), ("dp", dp), ("tp", tp), ("cp", cp), ("ep", ep)):
         positive(name, value)
@@ -169,7 +169,7 @@ def _schedule(
         if value is not None:
             positive(name, value)
     if isinstance(schedule, str):
-        usual = 1 if pp == 1 else 2 * pp  # every schedule of ours can run these
+        usual = 1 if pp == 1 else 2 * pp  # every built-in schedule can run these
         return schedule_named(schedule, pp, microbatches or usual, virtual)
     if not isinstance(schedule, Schedule):
         raise DirectiveError(f"schedule={schedule!r} is neither a name nor a Schedule")
@@ -184,7 +184,7 @@ def _schedule(
 
 
 def _group(rank: int, pp: int, dp: int, inner: int, layout: str | MeshLayout) -> list[int]:
-    """The devices of one pipeline rank: ``dp`` times ``inner`` neighbours."""
+    """The devices of one pipeline rank: ``dp`` times ``inner`` consecutive devices."""
     try:
         kind = MeshLayout(layout)
     except ValueError:

@@ -1,6 +1,6 @@
 """A strategy: a list of directives, applied in order, that can be added, printed, saved and read.
 
-Reads two forms of JSON: its own (``to_json``), and that of the published system, whose objects say
+Reads two JSON formats: its own (``to_json``), and that of uw-syfi/piper, with the fields
 ``filter``, ``device``, ``bucket_size``, ``shard_grads``, ``shard_params``, ``dim_name`` and
 ``num_microbatches``.
 """
@@ -58,7 +58,7 @@ class Strategy:
         object.__setattr__(self, "directives", given)
 
     def apply(self, dag: Dag) -> Dag:
-        """``dag`` after all directives, checked. What follows the last placed region joins it."""
+        """``dag`` after all directives, verified. Nodes after the last placed region join it."""
         after = dag
         for directive in self.directives:
             after = directive.apply(after, check=False)
@@ -66,20 +66,20 @@ class Strategy:
         try:
             verify(after)
         except DirectiveError:
-            for _ in self.steps(dag):  # again, to name the directive that went wrong
+            for _ in self.steps(dag):  # again, to name the failing directive
                 pass
             raise
         return after
 
     def policies(self, default: RematPolicy) -> tuple[RematPolicy, ...]:
-        """All that regions may recompute by: the ``default``, and what directives say. Costs of
-        computing nothing again are always wanted, to compare with."""
+        """All remat policies in use: the ``default`` and those of the directives. NONE is always
+        included, because costs are compared with it."""
         said = {policy for directive in self.directives for policy in directive.policies}
         return tuple(p for p in RematPolicy if p in {RematPolicy.NONE, default, *said})
 
     def as_in(self, placed: Dag) -> Strategy:
-        """The same strategy with every partition as it came out in ``placed``, whatever it is by:
-        for a model in evaluation mode, whose parameters are where training has them."""
+        """The same strategy, with the stage sizes of every partition fixed as in ``placed``. Used
+        for evaluation, where parameters stay where training has placed them."""
 
         def counted(partition: Partition) -> Partition:
             tag, into = partition.tag, partition.into
@@ -112,7 +112,7 @@ class Strategy:
 
     @staticmethod
     def from_json(data: str | Sequence[Mapping[str, Any]]) -> Strategy:
-        """The strategy that ``to_json``, or a file of the published system, wrote."""
+        """The strategy from ``to_json``, or from the JSON format of uw-syfi/piper."""
         items = data
         try:
             if isinstance(data, str):
@@ -154,12 +154,12 @@ def _read(item: Any, at: int) -> Directive:
 
 
 def _where(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A filter as JSON has it: null stands for a tag that must be absent."""
+    """A filter from JSON: null means that the tag must be absent."""
     return {name: "-" if value is None else value for name, value in given.items()}
 
 
 def _devices(fields: dict[str, Any]) -> Any:
-    """The devices of a directive that says ``device``, one or several."""
+    """The devices from the field ``device``, one or several."""
     given = fields.pop("device")
     if "devices" in fields:
         raise KeyError("both 'device' and 'devices' are given: leave one out")
@@ -183,7 +183,7 @@ def _replicate(fields: dict[str, Any]) -> Directive:
 
 
 def _shard(fields: dict[str, Any]) -> Directive:
-    fields.pop("devices", None)  # the published form repeats where the region is placed
+    fields.pop("devices", None)  # uw-syfi/piper repeats the region's devices here
     return shard(fields.pop("where"), **fields)
 
 

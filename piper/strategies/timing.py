@@ -1,8 +1,8 @@
-"""A schedule on paper: how long it takes and what it holds if passes take fixed times and sending
-takes none, the way schedules are drawn and compared in the literature.
+"""Time a schedule with fixed pass lengths and free communication, as the literature draws and
+compares schedules: its duration, bubble and activations.
 
-A pair is one block here: it starts when both halves can, takes as long as both, and what they make
-is there when it ends.
+A pair is one block: it starts when both passes can, takes the sum of both, and its outputs are
+available when it ends.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from piper.view.grid import Cell, Grid, GridLine
 
 
 class RankRow(Protocol):
-    """What one pipeline rank does: groups of actions that overlap."""
+    """The actions of one pipeline rank: groups of actions that overlap."""
 
     @property
     def groups(self) -> Sequence[tuple[Action, ...]]: ...
 
 
 class TimedSchedule(Protocol):
-    """What is read of a schedule."""
+    """The part of a schedule that timing reads."""
 
     @property
     def name(self) -> str: ...
@@ -43,32 +43,32 @@ class TimedSchedule(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """When everything runs."""
+    """The start and end of every action."""
 
     schedule: TimedSchedule
     cells: tuple[tuple[Cell, ...], ...]
-    """For each rank, its groups in their order."""
+    """For each rank, its groups in order."""
 
     @property
     def bubble(self) -> float:
-        """How long the rank that waits longest waits between its first pass and its last."""
+        """The longest idle time of any rank between its first and its last pass."""
         return max(
             row[-1].end - row[0].start - sum(cell.busy for cell in row) for row in self.cells
         )
 
     @property
     def activations(self) -> tuple[int, ...]:
-        """For each rank, the most stages times microbatches whose activations it holds at once:
-        from a forward's start to the end of the last backward of the same."""
-        found = []
+        """For each rank, the peak number of (stage, microbatch) pairs whose activations it holds.
+        A pair is held from the start of its forward to the end of its last backward."""
+        peaks = []
         for row in self.schedule.rows:
             live = peak = 0
             for group in row.groups:
                 live += sum(action.which is Pass.F for action in group)
                 peak = max(peak, live)
                 live -= sum(action.which in (Pass.B, Pass.BW) for action in group)
-            found.append(peak)
-        return tuple(found)
+            peaks.append(peak)
+        return tuple(peaks)
 
     @property
     def grid(self) -> Grid:
@@ -94,8 +94,8 @@ def timed(
     backward_weight: float = 1.0,
     backward: float | None = None,
 ) -> Timing:
-    """Run ``schedule`` with passes of these lengths; a whole backward takes as long as its two
-    halves, if nothing else is said."""
+    """Time ``schedule`` with these pass lengths. By default a whole backward takes as long as its
+    two halves."""
     schedule.check()
     for name, value in (
         ("forward", forward),
@@ -146,7 +146,7 @@ def timed(
 
 
 def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """What must be done before ``action``; of each entry, one of its ways."""
+    """The actions that must finish before ``action``; one alternative of each entry is enough."""
     stage, which, microbatch = action
     if which is Pass.F:
         return [(Action(stage - 1, Pass.F, microbatch),)] if stage else []

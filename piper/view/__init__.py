@@ -1,1 +1,1 @@
-"""What other packages made, shown to a person. Nothing here changes what is done."""
+"""Display the results of other packages. Nothing here changes how a program runs."""

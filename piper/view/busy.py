@@ -1,5 +1,4 @@
-"""How a device spends a step: computing, communicating beside it, communicating and nothing else,
-waiting."""
+"""The time of a device in a step: compute, communication (hidden or exposed) and waiting."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ class Busy:
     computing: float
     communicating: float
     exposed: float
-    """Communicating while nothing is computed."""
+    """Communication without concurrent compute."""
     idle: float
-    """Computing nothing."""
+    """Time without compute; includes ``exposed``."""
 
     def text(self, seconds: float) -> str:
-        """The same as shares of a step of so many seconds."""
+        """The same as shares of a step of ``seconds``."""
         waits = (self.idle - self.exposed) / seconds
         return (
             f"computes {self.computing / seconds:.1%}, exposed communication "
@@ -41,7 +40,7 @@ class Busy:
 
 
 def busy_of(plan: Plan, spans: TimedSpans, seconds: float) -> Busy:
-    """How the device of ``plan`` spends a step of so many seconds."""
+    """The times of a device with ``plan`` in a step of ``seconds``."""
     computing: list[tuple[float, float]] = []
     talking: list[tuple[float, float]] = []
     for i, pc in enumerate(spans.pcs):
@@ -56,16 +55,16 @@ def busy_of(plan: Plan, spans: TimedSpans, seconds: float) -> Busy:
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The time that any of ``spans`` covers, as spans that do not touch."""
-    found: list[tuple[float, float]] = []
+    """The union of ``spans``, as sorted spans that do not touch."""
+    merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def length(spans: Sequence[tuple[float, float]]) -> float:
-    """Of spans that do not overlap."""
+    """The total length of spans that do not overlap."""
     return sum(end - start for start, end in spans)

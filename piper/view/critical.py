@@ -1,8 +1,8 @@
-"""The critical path: the instructions that the end of a step waited for, one after another.
+"""The critical path: the chain of instructions that determines the end of a step.
 
-From the instruction that ends last, always back to the one whose end let it start: one that it
-waited for, the one before it on its stream, or, for a communication, the same of another
-participant.
+The path starts at the instruction that ends last. Each step goes back to the instruction whose end
+allowed this one to start: one that it waited for, the previous one on its stream, or, for a
+communication, such an instruction of another participant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PathStep = tuple[int, int]
 
 
 class TimedSpans(Protocol):
-    """When the instructions of a device ran."""
+    """The start and end of a device's instructions."""
 
     @property
     def pcs(self) -> Sequence[int]: ...
@@ -29,7 +29,7 @@ class TimedSpans(Protocol):
 
 
 def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[PathStep]:
-    """The steps on the path; ``plans`` and ``spans`` are those of each device."""
+    """The steps on the path; ``plans`` and ``spans`` have one entry per device."""
     before = [_before(plan, one) for plan, one in zip(plans, spans, strict=True)]
     participants: dict[int, list[PathStep]] = {}
     for device, (plan, one) in enumerate(zip(plans, spans, strict=True)):
@@ -41,33 +41,33 @@ def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[PathStep
     if not every:
         return set()
     _, device, i = max(every)
-    found: set[PathStep] = set()
+    path: set[PathStep] = set()
     step: PathStep | None = (device, i)
-    while step is not None and step not in found:
-        found.add(step)
+    while step is not None and step not in path:
+        path.add(step)
         device, i = step
         x = plans[device].instructions[spans[device].pcs[i]]
         ends = participants[x.node] if x.verb in COMMUNICATING else [step]
         together = [s for s in ends if _overlap(spans, s, step)]
-        found.update(s for s in together if s[0] == device)
+        path.update(s for s in together if s[0] == device)
         earlier = [(d, b) for d, j in together for b in before[d][j]]
-        earlier = [s for s in earlier if s not in found]
+        earlier = [s for s in earlier if s not in path]
         step = max(earlier, key=lambda s: spans[s[0]].end[s[1]], default=None)
-    return found
+    return path
 
 
 def _overlap(spans: Sequence[TimedSpans], a: PathStep, b: PathStep) -> bool:
-    """Whether two ends of a communication may be of one instance."""
+    """Whether two participants of a communication may be in one instance: they overlap in time."""
     one, other = spans[a[0]], spans[b[0]]
     return one.start[a[1]] <= other.end[b[1]] and other.start[b[1]] <= one.end[a[1]]
 
 
 def _before(plan: Plan, spans: TimedSpans) -> list[list[int]]:
-    """For each instruction those that it could not start before: the last on its stream, those it
-    waits for, and the last that was issued before it and ended before it started."""
+    """The predecessors of each instruction: the previous one on its stream, its waits, and the one
+    issued right before it, if that ended before this started."""
     at = {pc: i for i, pc in enumerate(spans.pcs)}
     last: dict[str, int] = {}
-    found: list[list[int]] = []
+    before: list[list[int]] = []
     for i, pc in enumerate(spans.pcs):
         x = plan.instructions[pc]
         row = [at[w] for w in x.waits if w in at]
@@ -75,6 +75,6 @@ def _before(plan: Plan, spans: TimedSpans) -> list[list[int]]:
             row.append(last[x.stream])
         if i and spans.end[i - 1] <= spans.start[i]:
             row.append(i - 1)
-        found.append(row)
+        before.append(row)
         last[x.stream] = i
-    return found
+    return before

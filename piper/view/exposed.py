@@ -1,4 +1,4 @@
-"""How much of a communication shows: the time in which its device computes nothing."""
+"""Exposed communication: the time in which a device communicates and does not compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from piper.ir.ops import Collective, Compute
 
 
 class Span(NamedTuple):
-    """When a device was at a node of the DAG."""
+    """The time in which a device ran a node of the DAG."""
 
     node: int
     start: float
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """Seconds of communication, and of these the seconds that nothing covers."""
+    """Seconds of communication, and how many of them no compute hides."""
 
     seconds: float
     exposed: float
@@ -31,18 +31,17 @@ class Exposure:
         return Exposure(self.seconds + other.seconds, self.exposed + other.exposed)
 
     def times(self, devices: int) -> Exposure:
-        """That of so many devices that do the same."""
+        """The sum over ``devices`` equal devices."""
         return Exposure(self.seconds * devices, self.exposed * devices)
 
     @property
     def share(self) -> float:
-        """The exposed part of the whole; 0 if there is nothing to cover."""
+        """The exposed share of all communication; 0 if there is none."""
         return self.exposed / self.seconds if self.seconds else 0.0
 
 
 def all_to_all(dag: Dag, spans: Sequence[Span]) -> Exposure:
-    """How much of the all-to-all dispatch and combine is exposed, on a device that was at these
-    nodes."""
+    """The exposure of the all-to-all dispatch and combine on a device with these spans."""
     total = exposed = 0.0
     computing = _together(s for s in spans if isinstance(dag.nodes[s.node].op, Compute))
     starts = [start for start, _ in computing]
@@ -59,14 +58,14 @@ def all_to_all(dag: Dag, spans: Sequence[Span]) -> Exposure:
 
 
 def _together(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """When any of them runs, in order: those of several streams may overlap."""
-    found: list[tuple[float, float]] = []
+    """The union of ``spans``, in order: spans of several streams may overlap."""
+    merged: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda s: s.start):
-        if found and span.start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], span.end)
+        if merged and span.start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], span.end)
         else:
-            found.append((span.start, span.end))
-    return found
+            merged.append((span.start, span.end))
+    return merged
 
 
 def _is_all_to_all(dag: Dag, node: int) -> bool:

@@ -1,10 +1,10 @@
-"""Who does what when, drawn in a terminal: a line for each device, time from left to right.
+"""A schedule drawn in a terminal: one line per device, time from left to right.
 
     rank 0  0F0 0F1         0B0----     0B1----   33% idle
     rank 1      1F0 1B0---- 1F1 1B1----           33% idle
 
-A pass is as wide as it is long; where nothing stands, nothing runs. Two that overlap share a cell,
-``0F3+1B1====``. On a terminal the passes have colours, and the drawing fits its width.
+The width of a pass is its duration; blank columns are idle. Two overlapping passes share a cell,
+``0F3+1B1====``. On a terminal the passes have colours, and the drawing fits the width.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from piper.ir.passes import Pass
 
-if TYPE_CHECKING:  # every worker imports this file, and draws nothing
+if TYPE_CHECKING:  # every worker imports this file, but draws nothing
     from rich.text import Text
 
 _COLOURS = {Pass.F: "blue", Pass.B: "green", Pass.BI: "cyan", Pass.BW: "yellow"}
 LETTERS = {Pass.F: "F", Pass.B: "B", Pass.BI: "I", Pass.BW: "W"}
 _WIDEST = 2000
-"""Columns, where no terminal sets a limit."""
+"""The most columns, if no terminal sets a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Cell:
     labels: tuple[str, ...]
     passes: tuple[Pass, ...]
     busy: float
-    """How long something is computed between start and end."""
+    """The time of compute between start and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridLine:
-    """What one device does."""
+    """The passes of one device."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -46,7 +46,7 @@ class GridLine:
 
 @dataclass(frozen=True)
 class Grid:
-    """Lines over a common time."""
+    """Lines with a common time axis."""
 
     title: str
     lines: tuple[GridLine, ...]
@@ -56,36 +56,36 @@ class Grid:
         return max((cell.end for line in self.lines for cell in line.cells), default=0.0)
 
     def idle(self, line: GridLine) -> float:
-        """The share of the whole time in which nothing of ``line`` runs."""
+        """The share of the whole time in which ``line`` is idle."""
         return 1 - sum(cell.busy for cell in line.cells) / self.end if self.end else 0.0
 
     def text(self, width: int | None = None) -> Text:
-        """Drawn, at most ``width`` columns wide."""
+        """The drawing, at most ``width`` columns wide."""
         from rich.text import Text
 
         name = max((len(line.name) for line in self.lines), default=0)
         room = (width or _WIDEST) - name - len("   100% idle")
         scale = min(self._natural(), max(1, room) / self.end) if self.end else 1.0
         total = round(self.end * scale)
-        found = Text(no_wrap=True)
+        drawing = Text(no_wrap=True)
         if self.title:
-            found.append(f"{self.title}\n", style="bold")
+            drawing.append(f"{self.title}\n", style="bold")
         for i, line in enumerate(self.lines):
-            found.append("\n" if i else "")
-            found.append(f"{line.name:<{name}}  ", style="dim")
+            drawing.append("\n" if i else "")
+            drawing.append(f"{line.name:<{name}}  ", style="dim")
             column = 0
             for cell in line.cells:
                 start, end = round(cell.start * scale), round(cell.end * scale)
-                found.append(" " * (start - column))
+                drawing.append(" " * (start - column))
                 for part, style in _drawn(cell, end - start):
-                    found.append(part, style=style)
+                    drawing.append(part, style=style)
                 column = end
-            found.append(" " * (total - column))
-            found.append(f" {self.idle(line):4.0%} idle", style="dim")
-        return found
+            drawing.append(" " * (total - column))
+            drawing.append(f" {self.idle(line):4.0%} idle", style="dim")
+        return drawing
 
     def _natural(self) -> float:
-        """Columns for a unit of time such that all labels fit, but for a few very short cells."""
+        """Columns per unit of time at which the labels of nine in ten cells fit."""
         wanted = sorted(
             (len("+".join(cell.labels)) + 1) / (cell.end - cell.start)
             for line in self.lines
@@ -105,7 +105,8 @@ class Grid:
 
 
 def _drawn(cell: Cell, width: int) -> Iterator[tuple[str, str]]:
-    """The parts of a cell with their styles; a blank column at the end keeps neighbours apart."""
+    """The parts of a cell with their styles; a blank column at the end separates it from the
+    next."""
     if width <= 0:
         return
     label = "+".join(cell.labels)

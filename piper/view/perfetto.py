@@ -1,8 +1,7 @@
-"""A step as a trace in the JSON form that Perfetto and chrome://tracing read.
+"""A step as a trace in the JSON format of Perfetto and chrome://tracing.
 
-Every device is a process, every stream a thread; a slice is named after the node of the DAG and
-carries all that is known of it. Memory is a counter. Communications of one node are joined by flow
-arrows.
+A device is a process, a stream is a thread. A slice has the name of its DAG node and all its
+attributes. Memory is a counter. Flow arrows join the sends and receives of one node.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _MICRO = 1e6
 
 
 class Inner(NamedTuple):
-    """Something that ran inside an instruction: a kernel."""
+    """A kernel that ran inside an instruction."""
 
     device: int
     """The index of the device in the first run."""
@@ -32,30 +31,31 @@ class Inner(NamedTuple):
 
 def trace_events(run: Run, first_process: int = 0) -> list[dict[str, Any]]:
     """The events of ``run``; its devices are processes from ``first_process`` on."""
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for number, device in enumerate(run.devices):
         process = first_process + number
         name = f"{run.title}: {device.name}" if run.title else device.name
-        found.append(_named("process_name", name, process))
-        found.append({**_named("process_sort_index", "", process), "args": {"sort_index": process}})
+        events.append(_named("process_name", name, process))
+        order = {"sort_index": process}
+        events.append({**_named("process_sort_index", "", process), "args": order})
         for moment, nbytes in device.memory:
             held = {"name": "memory", "ph": "C", "pid": process, "ts": moment * _MICRO}
-            found.append({**held, "args": {"bytes": nbytes}})
+            events.append({**held, "args": {"bytes": nbytes}})
     for thread, row in enumerate(run.rows):
-        found.append(_named("thread_name", row.stream, first_process + row.device, thread))
+        events.append(_named("thread_name", row.stream, first_process + row.device, thread))
     flows: dict[int, list[Event]] = {}
     for event in run.events:
-        found.append(_slice(run, event, first_process))
+        events.append(_slice(run, event, first_process))
         if event.kind in ("send", "recv"):
             flows.setdefault(event.node, []).append(event)
     for node, ends in flows.items():
         if {event.kind for event in ends} == {"send", "recv"}:
-            found += [_flow(run, event, node, first_process) for event in ends]
-    return found
+            events += [_flow(run, event, node, first_process) for event in ends]
+    return events
 
 
 def write_trace(path: Path, *runs: Run, inner: Iterable[Inner] = ()) -> None:
-    """Write one file with all ``runs``, below one another; ``inner`` belongs to the first."""
+    """Write one file with all ``runs``, one below the other; ``inner`` belongs to the first."""
     events: list[dict[str, Any]] = list(_inner(inner))
     first = 0
     for run in runs:
@@ -69,25 +69,25 @@ def write_trace(path: Path, *runs: Run, inner: Iterable[Inner] = ()) -> None:
 
 def _inner(inner: Iterable[Inner]) -> Iterator[dict[str, Any]]:
     threads: dict[tuple[int, str], int] = {}
-    for one in inner:
-        key = one.device, one.row
+    for kernel in inner:
+        key = kernel.device, kernel.row
         if key not in threads:
             threads[key] = _FIRST_INNER + len(threads)
-            yield _named("thread_name", f"kernels, {one.row}", one.device, threads[key])
+            yield _named("thread_name", f"kernels, {kernel.row}", kernel.device, threads[key])
         yield {
-            "name": f"{one.node}: {one.name}",
+            "name": f"{kernel.node}: {kernel.name}",
             "cat": "kernel",
             "ph": "X",
-            "pid": one.device,
+            "pid": kernel.device,
             "tid": threads[key],
-            "ts": one.start * _MICRO,
-            "dur": (one.end - one.start) * _MICRO,
-            "args": {"node": one.node, "kernel": one.name},
+            "ts": kernel.start * _MICRO,
+            "dur": (kernel.end - kernel.start) * _MICRO,
+            "args": {"node": kernel.node, "kernel": kernel.name},
         }
 
 
 _FIRST_INNER = 10**6
-"""Numbers of threads beyond those of streams."""
+"""The first thread number of kernels, above the numbers of streams."""
 
 
 def _slice(run: Run, event: Event, first: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""A step that ran, or was simulated, as a picture needs it: who did what when, and what it held.
+"""A measured or simulated step in the form that views need: events, streams and memory over time.
 
-Simulated and measured steps become the same ``Run``, so that every picture can show either, or two
-of them side by side.
+Both kinds of steps become a ``Run``, so every view can show either, or two side by side.
 """
 
 from __future__ import annotations
@@ -12,32 +11,32 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One instruction on one device, and when it ran."""
+    """One instruction on one device, with its times."""
 
     row: int
     """The index of its stream in ``Run.rows``."""
     start: float
-    """Seconds from the begin of the step."""
+    """Seconds from the start of the step."""
     end: float
     name: str
-    """The node of the DAG, as texts and errors call it."""
+    """The name of the DAG node, as in printed DAGs and errors."""
     node: int
     pc: int
-    """In the device's plan."""
+    """The program counter in the device's plan."""
     kind: str
     """"F", "B", "BI", "BW", "send", "recv", "all_reduce", ..., or "update"."""
     microbatch: int | None
     stage: str
-    """Empty if it belongs to none."""
+    """Empty if it has no stage."""
     directive: str
-    """The one that made the node or changed it last, as written."""
+    """The directive that made the node or last changed it, as written."""
     tags: str
-    """All of the node's tags, "layer 3, PP 1, MB 0"."""
+    """The node's tags, for example "layer 3, PP 1, MB 0"."""
     nbytes: int = 0
-    """What a communication moves."""
+    """Bytes of a communication."""
     flops: int = 0
     critical: bool = False
-    """Whether the step would end sooner if this did."""
+    """Whether it is on the critical path of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,13 @@ class StreamRow:
 
 @dataclass(frozen=True, slots=True)
 class ShownDevice:
-    """One device, or several that do the same, and what each holds."""
+    """One device, or several equal ones, and the memory of each."""
 
     name: str
     memory: tuple[tuple[float, int], ...] = ()
-    """Bytes from a moment on, in the order of time."""
+    """(seconds, bytes held from then on), in order of time."""
     limit: int | None = None
-    """Bytes that it has."""
+    """Bytes of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ class Run:
     seconds: float
     devices: tuple[ShownDevice, ...]
     rows: tuple[StreamRow, ...]
-    """Those of one device stand together, in the order of ``devices``."""
+    """Grouped by device, in the order of ``devices``."""
     events: tuple[Event, ...]
-    """In the order of rows, and within a row of begin; those of one row do not overlap."""
+    """Sorted by row, then by start; the events of one row do not overlap."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What is known of the whole: a name and its figure, to be read."""
+    """Figures of the whole step, by name, formatted for people."""

@@ -1,4 +1,4 @@
-"""What every step that can be looked at has in common, simulated or measured."""
+"""The base class of simulated and measured steps: it writes pages and traces."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Shown(ABC):
 
     @abstractmethod
     def run(self, title: str | None = None) -> Run:
-        """The step as pictures need it."""
+        """The step as a ``Run``, for pages and traces."""
 
     def show(self, path: str | Path, *, beside: Shown | None = None) -> None:
-        """Write a page, one file that needs no server, that shows the step; ``beside`` is another
-        one to compare it with."""
+        """Write a page with the timeline of the step: one file, no server. ``beside`` is another
+        step to compare it with."""
         others = [] if beside is None else [beside.run()]
         Path(path).write_text(timeline_page(self.run(), *others), encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""When the instructions of one device ran, and how that becomes a picture.
+"""The times of a device's instructions, and how they become a ``Run``.
 
-``run_of`` puts together what the plan, the DAG and the clock know of each instruction. The same
-serves simulated and measured steps.
+``run_of`` combines the plan, the DAG and the times of each instruction. It serves simulated and
+measured steps.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from piper.view.runs import Event, Run, ShownDevice, StreamRow
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """One device's instructions: their program counters, and when each began and
-    ended, in seconds from the begin of the step."""
+    """One device's instructions: their program counters, and the start and end of each, in seconds
+    from the start of the step."""
 
     pcs: tuple[int, ...]
     start: tuple[float, ...]
     end: tuple[float, ...]
 
     def memory(self, over_time: Sequence[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
-        """Bytes held from a moment on: an instruction takes what it writes when it starts, and
-        what it frees goes when it ends."""
-        found: list[tuple[float, int]] = []
+        """(seconds, bytes held from then on): an instruction allocates its outputs when it starts,
+        and its frees happen when it ends."""
+        held: list[tuple[float, int]] = []
         now = 0.0
         for i, pc in enumerate(self.pcs):
             beside, after = over_time[pc]
             now = max(now, self.start[i])
-            found.append((now, beside))
+            held.append((now, beside))
             if after != beside:
                 now = max(now, self.end[i])
-                found.append((now, after))
-        return tuple(found)
+                held.append((now, after))
+        return tuple(held)
 
 
 def run_of(
@@ -87,7 +87,7 @@ def run_of(
 
 
 class _Describe:
-    """What is known of the nodes of a step."""
+    """Makes events from the nodes and instructions of a step."""
 
     def __init__(self, step: LoweredStep) -> None:
         self._dag = step.dag

@@ -1,6 +1,6 @@
-"""When everything of a step runs in the simulated execution that ordered the plans.
+"""The times of all nodes of a step in the simulated execution that ordered the plans.
 
-Printed, it is a grid of the computations: a pass of a stage for one microbatch is one cell.
+Printed, it is a grid of the computations: one cell per pass of a stage for one microbatch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _Key = tuple[tuple[object, ...], Pass, int]
 
 @dataclass(frozen=True)
 class Timetable:
-    """The DAG's nodes, by number, in the ``order`` in which they are issued, and when each starts
-    and ends."""
+    """The DAG's nodes, by number, in issue ``order``, and the start and end of each."""
 
     dag: Dag
     classes: RankClasses
@@ -43,7 +42,7 @@ class Timetable:
 
     @cached_property
     def grid(self) -> Grid:
-        """The computations of each class of devices."""
+        """The computations of each rank equivalence class."""
         lines = (
             GridLine(f"device {group_text(members)}", self._cells(spans))
             for members, spans in zip(self.classes.members, self.spans, strict=True)
@@ -52,16 +51,16 @@ class Timetable:
 
     @cached_property
     def spans(self) -> tuple[list[Span], ...]:
-        """The nodes of each class of devices, as they are issued."""
-        found: tuple[list[Span], ...] = tuple([] for _ in self.classes.members)
+        """The nodes of each rank equivalence class, in issue order."""
+        spans: tuple[list[Span], ...] = tuple([] for _ in self.classes.members)
         for number in self.order:
-            for place in self.classes.touched(self.dag.nodes[number].devices):
-                found[place].append(Span(number, self.start[number], self.end[number]))
-        return found
+            for c in self.classes.touched(self.dag.nodes[number].devices):
+                spans[c].append(Span(number, self.start[number], self.end[number]))
+        return spans
 
     @property
     def all_to_all(self) -> Exposure:
-        """How much of the all-to-all dispatch and combine is exposed, over all devices."""
+        """The exposure of the all-to-all dispatch and combine, summed over all devices."""
         rows = zip(self.classes.members, self.spans, strict=True)
         parts = (all_to_all(self.dag, spans).times(len(members)) for members, spans in rows)
         return sum(parts, start=Exposure(0.0, 0.0))
@@ -70,20 +69,20 @@ class Timetable:
         return str(self.grid)
 
     def _cells(self, spans: Sequence[Span]) -> tuple[Cell, ...]:
-        """A cell for each stage, pass and microbatch, or for two of them that overlap; where more
-        do, nothing orders them, and each has a cell for every time it is taken up."""
+        """One cell per stage, pass and microbatch, or per two of them that overlap. If more than
+        two overlap, nothing orders them: each then has one cell per uninterrupted run."""
         runs: list[tuple[_Key, Cell]] = []
         whole: dict[_Key, Cell] = {}
         for span in spans:
             key = self._key(span.node)
             if key is None:
                 continue
-            one = Cell(span.start, span.end, (_label(key),), (key[1],), span.end - span.start)
+            cell = Cell(span.start, span.end, (_label(key),), (key[1],), span.end - span.start)
             if runs and runs[-1][0] == key:
-                runs[-1] = key, _joined(runs[-1][1], one)
+                runs[-1] = key, _joined(runs[-1][1], cell)
             else:
-                runs.append((key, one))
-            whole[key] = _joined(whole[key], one) if key in whole else one
+                runs.append((key, cell))
+            whole[key] = _joined(whole[key], cell) if key in whole else cell
         cells: list[Cell] = []
         for keys in _overlapping(whole):
             if len(keys) <= 2:
@@ -107,7 +106,7 @@ def _label(key: _Key) -> str:
 
 
 def _joined(a: Cell, b: Cell) -> Cell:
-    """Two pieces of the same."""
+    """Two pieces of one cell, joined."""
     return replace(a, start=min(a.start, b.start), end=max(a.end, b.end), busy=a.busy + b.busy)
 
 
@@ -116,13 +115,13 @@ def _paired(a: Cell, b: Cell) -> Cell:
 
 
 def _overlapping(cells: Mapping[_Key, Cell]) -> list[list[_Key]]:
-    """Keys whose times overlap, directly or by way of others."""
-    found: list[list[_Key]] = []
+    """Groups of keys whose times overlap, directly or through others."""
+    groups: list[list[_Key]] = []
     until = float("-inf")
     for key, cell in sorted(cells.items(), key=lambda item: item[1].start):
-        if found and cell.start < until:
-            found[-1].append(key)
+        if groups and cell.start < until:
+            groups[-1].append(key)
         else:
-            found.append([key])
+            groups.append([key])
         until = max(until, cell.end)
-    return found
+    return groups

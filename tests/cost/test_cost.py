@@ -407,7 +407,7 @@ def test_the_example_in_the_docstring_is_read() -> None:
         ("", "[[machines]]"),
         ("[[machines]]\ndevice = 'H999'", "no device 'H999'; known: A10,"),
         ("[[machines]]\ndevice = 'H100'\ninside = 'string'", "no link 'string'; known:"),
-        ("[[machines]]\ndevice = 'H100'\nspeed = 3", "'speed', which nobody reads"),
+        ("[[machines]]\ndevice = 'H100'\nspeed = 3", "unknown keys: 'speed'"),
         ("[[machines]]\ndevice = 'H100'\ndevices = 0", "devices must be a whole number from 1"),
         ("[[machines]]\ndevices = 2", "device must be the name"),
         ("[[machines]]\ndevice = ['H100']\ndevices = 2", "has 2 devices, but names 1"),

@@ -407,7 +407,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda f: (f / FIRST).write_bytes(b""), "it is no safetensors file, or cut off"),
     "cut": (
         lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
-        "its place in the file is not one of its size",
+        "its data_offsets do not fit its size or the file",
     ),
     "overlap": (with_header(at_the_same_place), "are said to lie in the same bytes"),
     "dimensions": (

@@ -1,1 +1,1 @@
-"""From one graph to chunks, each cut into its passes."""
+"""Cuts the exported graph into chunks, and each chunk into its passes."""

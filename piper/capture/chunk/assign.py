@@ -1,8 +1,8 @@
-"""To which chunk each op of the exported graph belongs.
+"""Assigns each op of the exported graph to a chunk.
 
 A chunk is a maximal run of ops with one stack of regions. Ops outside any region join the chunk
-that feeds them, or their first user; what depends on no parameter, no input and nothing random is
-constant and belongs to no chunk.
+that feeds them, or the chunk of their first user. An op that depends on no parameter, no input and
+no random draw is constant and belongs to no chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from piper.capture.trace.export import Exported
 
 
 def constants_of(exported: Exported) -> set[fx.Node]:
-    """Ops that depend on no parameter, no input and nothing random; results are never constant."""
+    """Ops that depend on no parameter, input or random draw; results are never constant."""
     fixed = {n for n, name in exported.buffers.items() if name not in exported.updates}
     returned = (exported.loss, exported.count, *exported.outputs)
     results = {*returned, *exported.updates.values()}
@@ -34,8 +34,8 @@ def constants_of(exported: Exported) -> set[fx.Node]:
 def assign(
     exported: Exported, constants: set[fx.Node], closed: frozenset[Region]
 ) -> tuple[dict[fx.Node, int], list[tuple[Region, ...]]]:
-    """The chunk of every op that is not constant, and the regions of every chunk. No op outside
-    joins a region in ``closed``."""
+    """The chunk of every op that is not constant, and the region stack of every chunk. Ops outside
+    a region in ``closed`` do not join it."""
     ops = [n for n in exported.graph.nodes if n.op == "call_function" and n not in constants]
     changing = {node for node, name in exported.buffers.items() if name in exported.updates}
     in_model = [n for n in ops if tags_of(n.meta)[:1] not in ((), (exported.loss_region,))]
@@ -44,7 +44,7 @@ def assign(
     waiting: dict[fx.Node, int] = {}
 
     def joined(home: int) -> int:
-        """The chunk ``home``, or, if that is closed, one after it that is in no region."""
+        """The chunk ``home``; if it is closed, the last chunk, which is then outside any region."""
         if not closed.intersection(tags[home]):
             return home
         if tags[-1]:
@@ -56,7 +56,7 @@ def assign(
         feeders = [homes[arg] for arg in node.all_input_nodes if arg in homes]
         if node.target is operator.getitem:
             if feeders:
-                homes[node] = feeders[0]  # else with its op, below
+                homes[node] = feeders[0]  # else assigned with its op, below
         elif stack:
             if not tags or tags[-1] != stack:
                 tags.append(stack)
@@ -65,14 +65,14 @@ def assign(
             homes[node] = joined(max(feeders))
         elif not in_model or closed:
             if not tags:
-                tags.append(())  # no region in the model: it is one chunk
+                tags.append(())  # the first chunk is in no region
             homes[node] = joined(len(tags) - 1) if in_model else 0
         elif changing.isdisjoint(node.all_input_nodes):
             waiting[node] = max(0, len(tags) - 1)
         else:
-            homes[node] = max(0, len(tags) - 1)  # what it reads may soon be overwritten
+            homes[node] = max(0, len(tags) - 1)  # the buffer it reads may soon be overwritten
     for node, nearest in reversed(waiting.items()):
-        # fed by the batch and parameters alone: with its first user
+        # reads only the batch and parameters: joins its first user
         users = [u for user in node.users for u in (user.users if not has_tensor(node) else [user])]
         homes[node] = min((homes[user] for user in users if user in homes), default=nearest)
     for node in ops:
@@ -82,8 +82,8 @@ def assign(
 
 
 def update_after_last_read(exported: Exported, homes: dict[fx.Node, int]) -> None:
-    """Where a chunk still reads a buffer's old content after the new one is computed, let that
-    chunk, not the one that computes it, be the one that replaces it."""
+    """Move a buffer's update to the last chunk that reads its old content, if that chunk runs after
+    the one that computes the new content."""
     for placeholder, name in exported.buffers.items():
         new = exported.updates.get(name)
         if new is None:

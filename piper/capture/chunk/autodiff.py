@@ -1,8 +1,8 @@
-"""A chunk's body goes in; its joint forward and backward graph comes out, traced once.
+"""Turns a chunk's body into its joint forward and backward graph, traced once.
 
-``differentiate`` walks the chunks forward to learn which values carry gradient, then backward to
-learn which receive one, and traces each distinct chunk with exactly those. Nothing at run time
-uses the autograd engine.
+``differentiate`` walks the chunks forward to find the values that depend on trained parameters,
+then backward to find the values that receive a gradient, and traces each distinct chunk for exactly
+these. The autograd engine does not run at run time.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Demand:
     outputs: tuple[Stride | None, ...]
     """For each output that receives a gradient from later chunks, the gradient's strides."""
     apart: tuple[bool, ...]
-    """Inputs that later chunks make a gradient of too: what each use here gives is left apart, to
-    be added to theirs one after another."""
+    """Inputs for which later chunks make a gradient too: the terms of the uses here stay separate,
+    and are added to that gradient one after another."""
     changing: tuple[bool, ...]
-    """Buffers whose content some chunk replaces: the backward cannot read them again."""
+    """Buffers that some chunk updates: the backward cannot read their old content again."""
 
 
 def differentiate(
@@ -61,7 +61,7 @@ def differentiate(
         )
     received: dict[int, Stride] = {cut.loss: cut.values[cut.loss].spec.stride}
     joints: dict[tuple[str, Demand], Joint] = {}
-    found: list[Joint] = []
+    in_reverse: list[Joint] = []
     for chunk in reversed(cut.chunks):
         demand = Demand(
             parameters=tuple(trained(name) for name in chunk.parameters),
@@ -77,17 +77,17 @@ def differentiate(
             except Exception as error:
                 raise explain(error, f"the backward of region {chunk.name}") from error
         joint = joints[key]
-        found.append(joint)
+        in_reverse.append(joint)
         for ref, node in joint.gradients:
             if ref.kind is Kind.INPUT_GRAD:
                 value, term = chunk.inputs[ref.index], node.meta["val"]
                 received[value] = _summed(received.get(value), term)
-    return tuple(reversed(found))
+    return tuple(reversed(in_reverse))
 
 
 def _traced(body: Body, demand: Demand, compiler: Compiler) -> Joint:
-    """``trace``; an autograd function is traced twice, since its code is Python's and may compute
-    something else each time."""
+    """``trace``. A body with an autograd function is traced twice, since its Python code may
+    compute something else each time."""
     functions = functions_of(body.module.graph)
     if not functions:
         return trace(body, demand, compiler)
@@ -109,7 +109,7 @@ def _text(joint: Joint) -> str:
 
 
 def _summed(before: Stride | None, term: Tensor) -> Stride:
-    """The strides of a sum with strides ``before`` and one more ``term``."""
+    """The strides of the sum of a tensor with strides ``before`` and ``term``."""
     if before is None:
         return tuple(term.stride())
     first, other = (
@@ -164,14 +164,14 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         primals, tangents = args[:n_primals], list(args[n_primals:])
         first_input = body.parameters + body.buffers
         with traceback.annotate({_PHASE: True}):
-            # a copy of a changing buffer, so that what the backward reads can be kept
+            # copy changing buffers, so that their old content can be saved for the backward
             now = [
                 x.clone() if i in changing else x
                 for i, x in enumerate(primals, start=-body.parameters)
             ]
             results = body.module(*now)
-        # The engine adds the gradient that an input has already before its uses here, in the order
-        # of one undivided backward: from there on the terms are found.
+        # The engine starts from the gradient that an input already has and adds one term for each
+        # use here, in the order of an uncut backward. `_terms` reads the terms off these additions.
         heads = [results[i] for i in outputs] + [primals[first_input + i] for i in apart]
         sources = [primals[_position(ref, first_input)] for ref in wanted]
         if not heads or not sources:
@@ -200,9 +200,9 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         *(Ref(Kind.OUTPUT_GRAD, i) for i in outputs),
         *(Ref(Kind.INPUT_GRAD, i) for i in apart),
     ]
-    found = _label(module.graph, refs, body, wanted)
+    labelled = _label(module.graph, refs, body, wanted)
     compiler.rewrite(module)
-    return replace(found.moved_to(module.graph), changing=frozenset(changing))
+    return replace(labelled.moved_to(module.graph), changing=frozenset(changing))
 
 
 def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> Joint:
@@ -210,7 +210,7 @@ def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> J
     begun = {ref: node for node, ref in zip(placeholders, refs, strict=True) if ref in wanted}
     arguments = {n: ref for n, ref in zip(placeholders, refs, strict=True) if ref not in wanted}
     for number, (node, ref) in enumerate(arguments.items()):
-        # torch's partitioner tells the ends of a joint graph by these names
+        # torch's partitioner recognizes the inputs of a joint graph by these names
         node.target = f"{'tangents' if ref.kind is Kind.OUTPUT_GRAD else 'primals'}_{number + 1}"
         node.name = node.target
     results: Any = graph.output_node().args[0]
@@ -242,7 +242,7 @@ def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> J
 
 
 def _terms(begun: fx.Node, total: fx.Node) -> list[fx.Node]:
-    """What was added to ``begun``, one after another, until it was ``total``."""
+    """The terms that were added to ``begun``, in order, to make ``total``."""
     terms = []
     while begun is not total:
         (step,) = begun.users
@@ -267,7 +267,7 @@ def _position(ref: Ref, first_input: int) -> int:
 def _tracing(body: Body) -> Iterator[FakeTensorMode]:
     values = (node.meta.get("val") for node in body.module.graph.nodes)
     mode = next(x.fake_mode for x in values if isinstance(x, FakeTensor))
-    # oneDNN's recurrent layer hands its backward a workspace that no graph can hold
+    # oneDNN's LSTM passes its backward a workspace that a graph cannot hold
     recurrent = any(node.target is torch.ops.aten.lstm.input for node in body.module.graph.nodes)
     plain = _without_onednn() if recurrent else nullcontext()
     with torch.enable_grad(), traceback.preserve_node_meta(), plain:
@@ -299,7 +299,7 @@ def _leaves(body: Body, needs: tuple[bool, ...]) -> list[Tensor]:
 
 
 def _erase_detach(module: fx.GraphModule) -> None:
-    """No engine runs these graphs, so there is nothing to detach from."""
+    """Erase detach and alias: the autograd engine never runs these graphs."""
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
         if node.target in (aten.detach.default, aten.alias.default):
@@ -309,8 +309,8 @@ def _erase_detach(module: fx.GraphModule) -> None:
 
 
 def _conjugate_numbers(module: fx.GraphModule) -> None:
-    """The backward of a product with a complex number conjugates a tensor that holds it, and in the
-    graph the number itself stands for that tensor."""
+    """Fold conj and clone of complex numbers. The backward of a product with a complex number
+    conjugates a tensor that holds it; the graph has the number itself in place of that tensor."""
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
         if node.target in (aten._conj.default, aten.clone.default) and _is_complex(node.args[0]):

@@ -1,4 +1,4 @@
-"""What a cut model consists of: chunks, the values between them, and a body for each chunk."""
+"""The parts of a cut model: chunks, the values between them, and a body for each chunk."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from piper.ir.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ChunkValue:
-    """A tensor of one microbatch that a chunk takes: a batch input, or what a chunk made."""
+    """A tensor of one microbatch: an input from the batch, or the output of a chunk."""
 
     index: int
     name: str
     spec: TensorSpec
     producer: int | None
-    """The chunk that makes it; None for a tensor of the batch."""
+    """The chunk that computes it; None for a tensor of the batch."""
     placements: tuple[AxisPlacement, ...] = ()
-    """Along the axes where it is not replicated."""
+    """Its placement along each axis where it is not replicated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
     """A chunk's forward as a function ``(*parameters, *buffers, *inputs) -> (*outputs, *updates)``.
 
-    Chunks whose bodies have equal ``key`` do the same on different tensors.
+    Chunks whose bodies have equal ``key`` run the same computation on different tensors.
     """
 
     module: fx.GraphModule
@@ -49,7 +49,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A maximal run of ops with one stack of regions, and what its body's arguments are."""
+    """A maximal run of ops with one stack of regions, and the names of its body's arguments."""
 
     index: int
     tags: tuple[Region, ...]
@@ -60,9 +60,9 @@ class Chunk:
     updates: tuple[str, ...]
     body: Body
     segments: tuple[Segment, ...] = ()
-    """Which part of a region it is under tensor and context parallelism, one for each axis."""
+    """Its segment of the region under tensor and context parallelism, one for each axis."""
     draws: Draws | None = None
-    """Of a segment that draws random numbers."""
+    """The random draws of its segment, if it has any."""
     gathered: tuple[Gathered, ...] = ()
 
     @property
@@ -80,11 +80,11 @@ class Cut:
     count: int | None
     outputs: tuple[int, ...]
     updates: frozenset[str]
-    """The buffers that some chunk gives a new content."""
+    """The buffers that some chunk updates."""
 
 
 def refuse_empty(cut: Cut, regions: Mapping[Region, str], loss_region: Region) -> None:
-    """A region that no chunk is in would never match a filter: say so now."""
+    """Raise for a region without a chunk: no filter would ever match it."""
     held = {region for chunk in cut.chunks for region in chunk.tags}
     for region, where in regions.items():
         if region not in held and region != loss_region:

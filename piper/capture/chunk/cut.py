@@ -1,8 +1,8 @@
-"""The exported graph goes in; chunks, cut where regions begin and end, come out.
+"""Cuts the exported graph into chunks at the borders of its regions.
 
 Every edge between chunks is a value that depends on the batch or on parameters and runs from an
-earlier chunk to a later one. What depends on neither is computed again in each chunk that uses it,
-and so is what is made of the batch alone and larger than that.
+earlier chunk to a later one. Each chunk recomputes the constants it uses, and values that depend on
+the batch alone and are larger than their sources (``recomputing``).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Builder:
         inputs = [n for n in taken if n in self.numbers]
         outputs = [n for n in members if self._leaves(n)]
         updates = {name: n for name, n in exported.updates.items() if n in inside}
-        # a buffer that is only written is the chunk's as well
+        # a buffer that the chunk only writes is an argument as well
         written = [n for n, name in exported.buffers.items() if name in updates and n not in taken]
         buffers = [n for n in taken if n in exported.buffers] + written
         # a tied parameter has one placeholder for each of its paths, but is one argument
@@ -108,15 +108,15 @@ class _Builder:
         )
 
     def _recomputed_for(self, members: list[fx.Node]) -> set[fx.Node]:
-        """What the chunk computes for itself."""
-        found: set[fx.Node] = set()
+        """The ops that the chunk recomputes for ``members``."""
+        needed: set[fx.Node] = set()
         stack = [arg for node in members for arg in node.all_input_nodes if arg in self.recomputed]
         while stack:
             node = stack.pop()
-            if node not in found:
-                found.add(node)
+            if node not in needed:
+                needed.add(node)
                 stack.extend(arg for arg in node.all_input_nodes if arg in self.recomputed_by)
-        return found
+        return needed
 
 
 def body_of(
@@ -127,8 +127,8 @@ def body_of(
     outputs: list[fx.Node],
     updates: list[fx.Node],
 ) -> Body:
-    """A function of what ``nodes`` read from outside; ``parameters`` have numbers, and those with
-    the same number are one."""
+    """``nodes`` as a function of the values they read from outside. ``parameters`` gives each
+    node's argument number; tied parameters share one."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     first: dict[int, fx.Node] = {}
@@ -160,7 +160,7 @@ def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
 
 
 def body_key(graph: fx.Graph) -> str:
-    """A text equal for two graphs just when they compute the same function."""
+    """A text that is equal for two graphs exactly when their ops and argument specs are equal."""
     number: dict[fx.Node, str] = {}
     lines = []
     for node in graph.nodes:

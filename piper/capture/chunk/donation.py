@@ -1,4 +1,4 @@
-"""Inputs that nobody but one chunk needs: its backward may write its results over them."""
+"""Marks inputs that only one chunk needs: its backward may write its results over them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from piper.ir.passes import Kind, Pass, Ref
 
 
 def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkProgram, ...]:
-    """The programs, with every input that all chunks using a program own marked as consumed.
+    """The programs, with an input marked as consumed if every chunk that uses the program owns it.
 
-    A chunk owns an input that another chunk made for it alone: no other chunk takes it, it is no
-    result of the step, its producer keeps nothing in the same storage, and the chunk itself passes
-    no view of it on.
+    A chunk owns an input that another chunk made for it alone: no other chunk reads it, it is not a
+    result of the step, its producer keeps nothing in the same storage, and no result of the
+    chunk's forward is a view of it.
     """
     readers = Counter(value for chunk in cut.chunks for value in set(chunk.inputs))
     results = {cut.loss, cut.count, *cut.outputs}
@@ -51,18 +51,18 @@ def private_results(function: Function) -> tuple[Ref, ...]:
 
 
 def _fresh_outputs(program: ChunkProgram) -> list[int]:
-    """Outputs that share storage with nothing else and that the program's backward ignores."""
+    """Outputs that share storage with nothing else and that the backward does not read."""
     read_back = {ref for f in program.functions.values() for ref in f.arguments}
     private = private_results(program.functions[Pass.F])
     return [ref.index for ref in private if ref.kind is Kind.OUTPUT and ref not in read_back]
 
 
 def _inputs_passed_on(program: ChunkProgram) -> set[int]:
-    """Inputs in whose storage a result of the forward lives on."""
+    """Inputs whose storage a result of the forward shares."""
     forward = program.functions[Pass.F]
     graph = forward.module.graph
     placeholders = graph.find_nodes(op="placeholder")
     refs = dict(zip(placeholders, forward.arguments, strict=True))
     bases = (base_of(node) for node in returned(graph))
-    found = (refs[base] for base in bases if base in refs)
-    return {ref.index for ref in found if ref.kind is Kind.INPUT}
+    shared = (refs[base] for base in bases if base in refs)
+    return {ref.index for ref in shared if ref.kind is Kind.INPUT}

@@ -1,17 +1,17 @@
-"""Regions of experts: what is in them, and what is around them.
+"""Narrows expert regions: sorting, combining and reshapes at their ends move out of them.
 
     tagged   [ sort ─▶ rows ─▶ grouped_mm ─▶ gate ─▶ grouped_mm ─▶ weigh, sort back ]
     after      sort ─▶ rows ─▶ [grouped_mm ─▶ gate ─▶ grouped_mm] ─▶ weigh, sort back
 
-A region whose only parameters are those of grouped products is narrowed to these products and what
-lies between them: it takes rows and offsets and makes rows. The sorting before and the combination
-after become part of what is around it, so that expert parallelism moves rows and nothing else.
+A region whose only parameters are those of grouped products is narrowed to these products and the
+ops between them: it takes rows and row counts and makes rows. The sorting before and the
+combination after move out of the region, so that expert parallelism moves only rows.
 
     tagged   [ [experts * rows] ─▶ [experts, rows] ─▶ bmm ─▶ gate ─▶ bmm ─▶ [experts * rows] ]
     after      [experts * rows] ─▶ [experts, rows] ─▶ [bmm ─▶ gate ─▶ bmm] ─▶ [experts * rows]
 
-A region whose parameters have one weight for each expert loses the reshapes at its ends that give
-its values a dimension of experts and take it away.
+A region whose parameters have one weight for each expert loses the reshapes at its ends that add
+and remove the expert dimension.
 """
 
 from __future__ import annotations
@@ -39,28 +39,30 @@ aten = torch.ops.aten
 
 
 def narrow_expert_regions(exported: Exported) -> frozenset[Region]:
-    """Narrow the regions of ``exported`` whose parameters are those of grouped products, or weights
-    of experts; these regions."""
+    """Narrow the regions of ``exported`` whose parameters belong to grouped products or are stacked
+    by expert; return these regions."""
     grouped = _by_region(exported, {GROUPED_MM})
-    found = {region for region, products in grouped.items() if _narrow(exported, region, products)}
+    narrowed = {
+        region for region, products in grouped.items() if _narrow(exported, region, products)
+    }
     for region in _by_region(exported, _BATCHED):
         if region not in grouped and _release_reshapes(exported, region):
-            found.add(region)
-    return frozenset(found)
+            narrowed.add(region)
+    return frozenset(narrowed)
 
 
 def _by_region(exported: Exported, targets: Collection[object]) -> dict[Region, list[fx.Node]]:
-    """Calls of these operators by the innermost region that they are in."""
-    found: dict[Region, list[fx.Node]] = {}
+    """Calls of these operators by their innermost region."""
+    calls: dict[Region, list[fx.Node]] = {}
     for node in exported.graph.nodes:
         stack = tags_of(node.meta) if node.target in targets else ()
         if stack:
-            found.setdefault(stack[-1], []).append(node)
-    return found
+            calls.setdefault(stack[-1], []).append(node)
+    return calls
 
 
 def sorted_rows(body: Body) -> SortedRows | None:
-    """What a chunk is, if it takes offsets and rows and makes rows."""
+    """``SortedRows`` of a chunk that takes row counts and rows and makes rows; else None."""
     graph = body.module.graph
     products = graph.find_nodes(op="call_function", target=GROUPED_MM)
     offsets = {node.args[2] for node in products}
@@ -69,15 +71,15 @@ def sorted_rows(body: Body) -> SortedRows | None:
     (ends,) = offsets
     if ends.target is not EXPERT_OFFSETS:
         return None
-    found = ends.args[0]
+    counts = ends.args[0]
     inputs = graph.find_nodes(op="placeholder")[body.parameters + body.buffers :]
-    if found not in inputs or body.updates or len(inputs) < 2:
+    if counts not in inputs or body.updates or len(inputs) < 2:
         return None
-    rows = {node.meta["val"].shape[:1] for node in (*inputs, *returned(graph)) if node != found}
+    rows = {node.meta["val"].shape[:1] for node in (*inputs, *returned(graph)) if node != counts}
     if rows != {(products[0].meta["val"].shape[0],)}:
         return None
     ((count,),) = rows
-    return SortedRows(inputs.index(found), found.meta["val"].shape[0], count)
+    return SortedRows(inputs.index(counts), counts.meta["val"].shape[0], count)
 
 
 def _narrow(exported: Exported, region: Region, products: list[fx.Node]) -> bool:
@@ -97,7 +99,7 @@ def _narrow(exported: Exported, region: Region, products: list[fx.Node]) -> bool
         for user in weight.users
         if user in members
     ):
-        return False  # something else has parameters too
+        return False  # another op reads parameters too
     ends = _count(graph, ends, products)
     _use_offsets(gathered, ends, products)
     inside = [node for node in graph.nodes if region in tags_of(node.meta)]
@@ -110,8 +112,8 @@ def _narrow(exported: Exported, region: Region, products: list[fx.Node]) -> bool
 
 
 def _release_reshapes(exported: Exported, region: Region) -> bool:
-    """Let reshapes at the ends of a region out of it that give values a dimension of experts, and
-    that take it away; whether there are any."""
+    """Move reshapes that add or remove the expert dimension at a region's ends out of it; return
+    whether there were any."""
     inside = [node for node in exported.graph.nodes if region in tags_of(node.meta)]
     members = set(inside)
     used = {arg for node in inside for arg in node.all_input_nodes if arg in exported.parameters}
@@ -137,19 +139,19 @@ def _release_reshapes(exported: Exported, region: Region) -> bool:
 
 
 def _keep(graph: fx.Graph, region: Region, inside: list[fx.Node], core: set[fx.Node]) -> None:
-    """Of what is ``inside`` a region, keep the ``core`` in it."""
+    """Keep only the ``core`` of the ops ``inside`` a region in it."""
     span = _span(graph, inside)
     after = _descendants(core, set(span)) - core
     _reorder(span, core, after)
     for node in inside:
         if node not in core:
-            stack = tuple(one for one in tags_of(node.meta) if one != region)
+            stack = tuple(tag for tag in tags_of(node.meta) if tag != region)
             node.meta = with_tags(node.meta, stack)
 
 
 def _count(graph: fx.Graph, ends: fx.Node, products: list[fx.Node]) -> fx.Node:
-    """Let the products have their offsets from the counts of rows, which is what can be told of
-    the rows of several devices."""
+    """Make the products read offsets computed from row counts, since only counts can describe rows
+    of several devices; return these offsets."""
     with graph.inserting_after(ends):
         counts = graph.call_function(EXPERT_COUNTS, (ends,))
     with graph.inserting_after(counts):
@@ -162,18 +164,18 @@ def _count(graph: fx.Graph, ends: fx.Node, products: list[fx.Node]) -> fx.Node:
 
 
 def _weights(exported: Exported, inside: Iterable[fx.Node]) -> list[fx.Node]:
-    """What depends on parameters and nothing else: transposed, or cast."""
-    found: dict[fx.Node, None] = {}
+    """Ops that depend on parameters alone, such as transposes and casts."""
+    derived: dict[fx.Node, None] = {}
     for node in inside:
         args = node.all_input_nodes
-        if args and all(arg in exported.parameters or arg in found for arg in args):
-            found[node] = None
-    return list(found)
+        if args and all(arg in exported.parameters or arg in derived for arg in args):
+            derived[node] = None
+    return list(derived)
 
 
 def _gathers(node: fx.Node, weights: list[fx.Node], ends: fx.Node, products: list[fx.Node]) -> bool:
-    """Whether it takes what a parameter has for each row's expert: a bias. The experts of rows
-    are those that the offsets were counted from."""
+    """Whether ``node`` indexes a parameter, such as a bias, by each row's expert. These must be the
+    experts that the offsets were counted from."""
     if node.target is not aten.index.Tensor:
         return False
     of, *experts = node.all_input_nodes
@@ -190,7 +192,7 @@ def _gathers(node: fx.Node, weights: list[fx.Node], ends: fx.Node, products: lis
 
 
 def _is_sorted(node: fx.Node) -> bool:
-    """Whether these are the experts of sorted rows, and not those of rows as they come."""
+    """Whether ``node`` holds the experts of sorted rows, not of rows in their original order."""
     node = _origin(node)
     if node.target is operator.getitem and node.args[1] == 0:
         return _origin(node.args[0]).target in _SORTS
@@ -201,7 +203,7 @@ def _is_sorted(node: fx.Node) -> bool:
 
 
 def _sorted_by(order: fx.Node) -> fx.Node | None:
-    """What is in order when it is taken in this one."""
+    """The value that ``order`` sorts when it is used as an index."""
     if order.target is operator.getitem and order.args[1] == 1:
         order = _origin(order.args[0])
         return _origin(order.args[0]) if order.target in _SORTS else None
@@ -209,7 +211,7 @@ def _sorted_by(order: fx.Node) -> fx.Node | None:
 
 
 def _origin(node: Any) -> fx.Node:
-    """What has the same elements in the same order, further up."""
+    """The earliest ancestor with the same elements in the same order."""
     assert isinstance(node, fx.Node)
     while node.target in _SAME and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -230,7 +232,7 @@ _SAME = frozenset(
 
 
 def _use_offsets(gathered: list[fx.Node], ends: fx.Node, products: list[fx.Node]) -> None:
-    """Find the expert of a row by the offsets, which are all that is known of it elsewhere."""
+    """Find each row's expert by the offsets: other devices know nothing else about it."""
     rows = products[0].meta["val"].shape[0]
     for node in gathered:
         node.target = EXPERT_ROWS
@@ -238,25 +240,25 @@ def _use_offsets(gathered: list[fx.Node], ends: fx.Node, products: list[fx.Node]
 
 
 def _descendants(of: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
     pending = list(of)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in seen:
+            seen.add(node)
             pending.extend(user for user in node.users if user in among)
-    return found
+    return seen
 
 
 def _span(graph: fx.Graph, inside: list[fx.Node]) -> list[fx.Node]:
-    """All ops from the first of the region to its last."""
+    """All ops from the first to the last one ``inside`` a region."""
     nodes = list(graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     return nodes[order[inside[0]] : order[inside[-1]] + 1]
 
 
 def _reorder(span: list[fx.Node], core: set[fx.Node], after: set[fx.Node]) -> None:
-    """What is before the core, the core, and what needs it."""
+    """Order the span: ops before the core, the core, then the ops that need it."""
     place = span[0].prev
     before = [node for node in span if node not in core and node not in after]
     middle = [node for node in span if node in core]

@@ -12,7 +12,7 @@ from piper.ir.passes import Ref
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Forward and backward of a chunk in one graph; every end of it is named by a ``Ref``."""
+    """A chunk's forward and backward in one graph; a ``Ref`` names each argument and result."""
 
     graph: fx.Graph
     arguments: dict[fx.Node, Ref]
@@ -21,10 +21,10 @@ class Joint:
     results: tuple[tuple[Ref, fx.Node], ...]
     gradients: tuple[tuple[Ref, fx.Node], ...]
     changing: frozenset[int] = frozenset()
-    """Buffers that have other contents when the backward runs."""
+    """Buffers whose content has changed by the time the backward runs."""
 
     def moved_to(self, graph: fx.Graph) -> Joint:
-        """This joint on a rewritten ``graph`` with the same ends in the same order."""
+        """This joint on a rewritten ``graph`` with the same arguments and results, in order."""
         names = {node.name for node in self.forward}
         refs = [ref for ref, _ in (*self.results, *self.gradients)]
         pairs = tuple(zip(refs, returned(graph), strict=True))

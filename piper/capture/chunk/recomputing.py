@@ -1,5 +1,5 @@
-"""Values made of the batch alone that are larger than what they are made of, such as the mask of an
-attention: every chunk that reads one computes it for itself, and no device sends it.
+"""Values that depend on the batch alone and are larger than their sources, such as attention masks.
+Every chunk that reads one recomputes it, so that no device sends it.
 
     attention_mask [4, 2048] ─▶ mask [4, 1, 2048, 2048] ─▶ layer[0]
                                                         └▶ layer[1], on another device
@@ -18,15 +18,15 @@ from piper.capture.trace.export import Exported
 from piper.ir.tensors import TensorSpec
 
 _FLOPS = 8
-"""By matrix products, for each element of a value that is computed again."""
+"""The most FLOPs of matrix products for each element of a recomputed value."""
 
 
 def recomputed_of(
     exported: Exported, constants: Collection[fx.Node], homes: dict[fx.Node, int]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The values that every chunk which reads them computes for itself, and the ops that these may
-    be computed by. They, and what nothing else needs, have no chunk in ``homes`` any more; a chunk
-    of nothing else keeps them."""
+    """The values that each reading chunk recomputes, and the ops that may take part in that.
+    Removes these values, and ops that only they need, from ``homes``, except in a chunk that would
+    be left empty."""
     derived = _derived(exported, constants)
     made = {
         node
@@ -52,8 +52,9 @@ def recomputed_in(
     constants: Collection[fx.Node],
     moves: Collection[fx.Node],
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The same within one device's share of a chunk, for its segments: what is larger than the
-    ``inputs`` that it is made of, with what nothing else reads, and what it may be computed by."""
+    """The same for the segments of one device's share of a chunk: values larger than the ``inputs``
+    that they are computed from, with ops that only such values read; and all ops that may take part
+    in recomputing them."""
     by: dict[fx.Node, None] = {}
     known = {*inputs, *constants}
     for node in graph.nodes:
@@ -70,8 +71,7 @@ def recomputed_in(
 
 
 def is_cheap(node: fx.Node, sources: Collection[fx.Node]) -> bool:
-    """Whether a value is larger than those of ``sources`` that it is computed from, by few
-    operations."""
+    """Whether a value takes few FLOPs and is larger than the ``sources`` it is computed from."""
     if not isinstance(node.meta.get("val"), Tensor):
         return False
     ops = ancestors([node], sources)
@@ -87,8 +87,8 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _derived(exported: Exported, constants: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Ops that depend on the batch, but on no parameter, nothing random and no buffer that
-    changes; results are not among them."""
+    """Ops that depend on the batch, but on no parameter, random draw or changing buffer; without
+    the results of the step."""
     known = {n for n, name in exported.buffers.items() if name not in exported.updates}
     known.update(exported.inputs, constants)
     results = {exported.loss, exported.count, *exported.outputs, *exported.updates.values()}

@@ -1,8 +1,8 @@
-"""What the forward keeps for the backward: the choice between memory and recomputing.
+"""Chooses the activations that the forward saves for the backward: memory against recomputation.
 
-``choose`` takes a joint graph and a policy and returns the forward's ops to keep. Parameters,
-buffers, inputs and outputs are there anyway and are never counted as saved; a view is never saved
-where its base is; what is random is saved, never drawn again.
+``choose`` takes a joint graph and a policy and returns the forward ops to save. Parameters,
+buffers, inputs and outputs are kept anyway and never count as saved. The base of a view is saved in
+place of the view. Random draws are saved, never drawn again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from piper.ir.passes import Kind, Ref, RematPolicy
 
 
 def choose(joint: Joint, policy: RematPolicy) -> tuple[Joint, tuple[fx.Node, ...]]:
-    """The joint graph (perhaps simplified) and the ops of its forward to keep for the backward."""
+    """The joint graph (perhaps simplified) and the forward ops to save for the backward."""
     match policy:
         case RematPolicy.NONE:
             kept = _read_by_backward(joint)
@@ -45,8 +45,8 @@ def _read_by_backward(joint: Joint) -> list[fx.Node]:
 
 
 def _fixed(joint: Joint) -> set[fx.Node]:
-    """Ops that depend on buffers alone, or on these and the batch if they make more of it than it
-    is: cheaper to compute again than to keep per microbatch."""
+    """Ops that depend on buffers alone, or on buffers and the batch if the result is larger than
+    its sources: cheaper to recompute than to keep for each microbatch."""
     trained = {ref.index for ref, _ in joint.gradients if ref.kind is Kind.INPUT_GRAD}
     buffers, inputs = (
         {node for node, ref in joint.arguments.items() if ref.kind is kind}
@@ -67,8 +67,8 @@ def _fixed(joint: Joint) -> set[fx.Node]:
 
 
 def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
-    """torch's partitioner chooses; it may also simplify, hence the new graph."""
-    # here, since workers never capture, and what this imports takes 18 MiB
+    """The choice of torch's partitioner, on a new graph since it may also simplify."""
+    # imported here: it takes 18 MiB, and workers never capture
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -76,7 +76,7 @@ def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
         return joint, []
     module = fx.GraphModule(torch.nn.Module(), _copied(joint.graph))
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    # it shares equal expressions, and takes some random ops for equal ones
+    # its common subexpression elimination would merge some random ops
     shares = not any(is_random(node) for node in module.graph.nodes)
     with config.patch(cse=shares):
         forward, _ = min_cut_rematerialization_partition(
@@ -94,8 +94,8 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
-    """``kept`` with bases for views, and with all that the backward depends on but could not
-    compute again: random draws, and copies of buffers that change."""
+    """``kept`` with bases in place of views, plus all that the backward needs but cannot recompute:
+    random draws, and copies of changing buffers."""
     stops = {*joint.arguments, *(base_of(node) for node in kept)}
     rebuilt = ancestors((node for _, node in joint.gradients), stops)
     changing = {n for n, ref in joint.arguments.items() if is_changing(joint, ref)}
@@ -106,11 +106,11 @@ def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def is_changing(joint: Joint, ref: Ref) -> bool:
-    """Whether ``ref`` is a buffer that has other contents when the backward runs."""
+    """Whether ``ref`` is a buffer whose content has changed by the time the backward runs."""
     return ref.kind is Kind.BUFFER and ref.index in joint.changing
 
 
 def _is_draw(node: fx.Node) -> bool:
-    """Whether the node is a tensor that a random op made."""
+    """Whether the node is a tensor result of a random op."""
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(source, fx.Node) and is_random(source) and has_tensor(node)

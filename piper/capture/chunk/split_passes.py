@@ -1,8 +1,9 @@
-"""A joint graph is cut into the passes F, B, BI and BW, each a function of its own.
+"""Cuts a joint graph into the passes F, B, BI and BW, each a function of its own.
 
-BI and BW are B divided: BI computes the gradients of the inputs, BW those of the parameters from
-what BI computed on the way. All passes of a chunk use the same saved tensors, so a schedule may
-choose for every microbatch anew; those that BW does not read can go after BI.
+BI and BW together are B: BI computes the gradients of the inputs, BW those of the parameters from
+intermediate results of BI. All passes of a chunk use the same saved tensors, so a schedule may
+choose between B and BI + BW for each microbatch. Saved tensors that BW does not read can be freed
+after BI.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ NamedNodes = list[tuple[Ref, fx.Node]]
 
 
 class Passes:
-    """The programs of joint graphs, each made once."""
+    """The programs of joint graphs, each built once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, RematPolicy], tuple[Joint, ChunkProgram]] = {}
 
     def of(self, joint: Joint, policy: RematPolicy) -> ChunkProgram:
         """The program of ``joint`` under ``policy``."""
-        key = id(joint), policy  # which is no other's while the graph is kept
+        key = id(joint), policy  # unique, since the joint graph is kept
         if key not in self._made:
             self._made[key] = joint, split(joint, policy)
         return self._made[key][1]
 
 
 def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:
-    """The program of a chunk, with the forward keeping what ``policy`` says."""
+    """The program of a chunk whose forward saves the activations that ``policy`` chooses."""
     joint, kept = choose(joint, policy)
     outputs = [end for end in joint.results if end[0].kind is Kind.OUTPUT]
     inputs = [end for end in joint.gradients if end[0].kind is Kind.INPUT_GRAD]
@@ -61,7 +62,7 @@ def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:
     ]
     start = {node: ref for node, ref in joint.arguments.items() if ref.kind in _FORWARD_ARGUMENTS}
     functions = {Pass.F: _function(joint, start, [*joint.results, *saved])}
-    # a tensor that is several things at once is taken under the name that costs least
+    # a tensor with several names is read under the cheapest: argument, output, then saved
     known = {node: ref for ref, node in (*saved, *reversed(outputs))} | joint.arguments
     if joint.gradients:
         functions[Pass.B] = _function(joint, known, list(joint.gradients))
@@ -85,15 +86,15 @@ def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:
 
 
 def _copied(functions: Iterable[Function]) -> dict[Ref, TensorSpec]:
-    """The gradients of parameters as passes make them: one that was copied has other strides than
-    in the joint graph. All passes copy the same ones."""
-    found = {}
+    """The specs of parameter gradients as the passes make them: a copied gradient has other strides
+    than in the joint graph. All passes copy the same ones."""
+    made_specs = {}
     for function in functions:
         made: Any = function.module.graph.output_node().args[0]
         for ref, node in zip(function.results, made, strict=True):
             if ref.kind is Kind.PARAMETER_GRAD:
-                found[ref] = TensorSpec.of(node.meta["val"])
-    return found
+                made_specs[ref] = TensorSpec.of(node.meta["val"])
+    return made_specs
 
 
 _FORWARD_ARGUMENTS = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
@@ -104,7 +105,7 @@ def _numbered(kind: Kind, nodes: Iterable[fx.Node]) -> NamedNodes:
 
 
 def _read(targets: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """What a function from some of ``known`` to ``targets`` reads or computes."""
+    """The nodes that a function from ``known`` to ``targets`` reads, and ``targets``."""
     needed = ancestors(targets, known)
     return {arg for node in needed for arg in node.all_input_nodes}.union(targets)
 
@@ -114,7 +115,7 @@ def _bi_saved(
 ) -> NamedNodes:
     """The tensors that BI computes and BW reads."""
     first = ancestors((node for _, node in inputs), known)
-    # an op with several results is one computation: all that it makes counts as computed
+    # an op with several results is one computation: all its results count as computed
     first |= {item for node in first if not has_tensor(node) for item in node.users}
     targets = [node for _, node in parameters]
     second = ancestors((node for node in targets if node not in first), {*known, *first})
@@ -125,7 +126,7 @@ def _bi_saved(
 
 
 def _private(bi_saved: NamedNodes, inputs: NamedNodes) -> set[Ref]:
-    """The tensors saved by BI that are not, or do not share storage with, an input's gradient."""
+    """The tensors saved by BI that share no storage with an input's gradient."""
     shared = {base_of(node) for _, node in inputs}
     return {ref for ref, node in bi_saved if node not in shared}
 
@@ -133,8 +134,8 @@ def _private(bi_saved: NamedNodes, inputs: NamedNodes) -> set[Ref]:
 def _function(
     joint: Joint, known: dict[fx.Node, Ref], ends: NamedNodes, private: Collection[Ref] = ()
 ) -> Function:
-    """The function from those of ``known`` that it needs to ``ends``; ``private`` are arguments
-    that nobody else holds."""
+    """The function to ``ends`` from the nodes of ``known`` that it needs; ``private`` are arguments
+    without another reference."""
     targets = [node for _, node in ends]
     used = _read(targets, known)
     sources = {node: ref for node, ref in known.items() if node in used}
@@ -158,8 +159,9 @@ def _function(
 def _own_gradients(
     module: fx.GraphModule, arguments: list[Ref], others: list[Ref], results: list[Ref]
 ) -> None:
-    """Copy a parameter's gradient that shares storage with anything that outlives the call
-    (``others`` among the arguments) or with itself, so that it can be added to in place."""
+    """Copy each parameter gradient that overlaps itself or shares storage with another result or
+    with an argument in ``others``, which outlives the call, so that gradient accumulation can add
+    to it in place."""
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     taken = {n for n, ref in zip(placeholders, arguments, strict=True) if ref in others}

@@ -1,1 +1,1 @@
-"""The programs of chunks: what a worker runs, and how it is saved."""
+"""The programs of chunks: how workers compile and run them, and how they are saved."""

@@ -1,7 +1,7 @@
 """The four passes of a chunk as pure functions whose arguments and results have names.
 
-``Ref`` says what an argument or result is in terms of the chunk: its third parameter, its first
-saved tensor, the gradient of its second output. An executor needs nothing else to run a pass.
+``Ref`` names an argument or result in terms of the chunk: its third parameter, its first saved
+tensor, the gradient of its second output. An executor needs nothing else to run a pass.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from piper.ir.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One pass: a pure graph, what its arguments and results are, and what it costs."""
+    """One pass: a pure graph, the refs of its arguments and results, and its costs."""
 
     module: fx.GraphModule
     arguments: tuple[Ref, ...]
     results: tuple[Ref, ...]
     flops: int
     moved: int
-    """Bytes that its operations read and write, each by itself."""
+    """Bytes that its operations read and write, without fusion."""
     moved_fused: int
-    """The same if all but matrix products and the like are fused."""
+    """The same if all operations but matrix products, convolutions and attentions are fused."""
     workspace: int
-    """Bytes it needs for a while beside its arguments and results."""
+    """Bytes that it needs while it runs, beside its arguments and results."""
     random: bool
     """Whether it draws from the device's default generator."""
     consumes: frozenset[Ref] = frozenset()
-    """Arguments that nothing reads after it, so that it may write its results over them."""
+    """Arguments that nothing reads later: the pass may write its results over them."""
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.arguments))}) -> ({', '.join(map(str, self.results))})"
@@ -40,20 +40,20 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ChunkProgram:
-    """All passes of one distinct chunk. A pass that has nothing to compute is absent."""
+    """All passes of one distinct chunk. A pass with nothing to compute is absent."""
 
     functions: Mapping[Pass, Function]
     specs: Mapping[Ref, TensorSpec]
-    """Every tensor that any pass takes or makes."""
+    """The argument and result tensors of all passes."""
 
     @property
     def saved(self) -> tuple[TensorSpec, ...]:
-        """The tensors made by the forward only to be kept for the backward."""
+        """The tensors that the forward saves for the backward."""
         return tuple(spec for ref, spec in self.specs.items() if ref.kind in SAVED)
 
     @property
     def bi_saved(self) -> tuple[TensorSpec, ...]:
-        """The tensors that BI keeps for BW."""
+        """The tensors that BI saves for BW."""
         return tuple(spec for ref, spec in self.specs.items() if ref.kind is Kind.BI_SAVED)
 
     @property
@@ -62,11 +62,11 @@ class ChunkProgram:
 
     @property
     def saved_for_bw_bytes(self) -> int:
-        """Of the saved ones, those that BW reads."""
+        """Bytes of the saved tensors that BW reads."""
         return sum(spec.nbytes for ref, spec in self.specs.items() if ref.kind is Kind.SAVED_FOR_BW)
 
     def consuming(self, refs: set[Ref]) -> ChunkProgram:
-        """This program, free to overwrite ``refs`` in the last backward pass that reads them."""
+        """This program, allowed to overwrite ``refs`` in the last backward pass that reads them."""
         later = set(self.functions[Pass.BW].arguments) if Pass.BW in self.functions else set()
         kept = {Pass.F: refs, Pass.B: set(), Pass.BI: later, Pass.BW: set()}
         functions = {
@@ -76,7 +76,7 @@ class ChunkProgram:
         return replace(self, functions=functions)
 
     def held(self, reader: Pass) -> tuple[Ref, ...]:
-        """What must stay alive after the forward, besides state, until ``reader`` has run."""
+        """The tensors, besides state, that stay alive from the forward until ``reader`` has run."""
         function = self.functions.get(reader)
         state = (Kind.PARAMETER, Kind.BUFFER)
         return tuple(r for r in function.arguments if r.kind not in state) if function else ()

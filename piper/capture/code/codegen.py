@@ -1,8 +1,8 @@
-"""Pure graphs become callables, by way of a ``Compiler``.
+"""A ``Compiler`` turns pure graphs into callables.
 
-Every callable takes one list and empties it, so that an argument can be freed as soon as it has
-been used for the last time, and returns its results in order. Some results can be written where the
-caller wants them. A compiler also says in which ops it wants a chunk to be traced.
+Every callable takes its arguments in one list, empties the list, so that each argument can be freed
+after its last use, and returns its results in order. It can write some results into tensors of the
+caller. A compiler also chooses the decompositions with which chunks are traced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Compiler(Protocol):
     """A way to trace and to run graphs."""
 
     remat: RematPolicy
-    """What the backward computes again unless the user says otherwise."""
+    """The default policy of activation checkpointing."""
 
     def decompositions(self) -> Decompositions: ...
 
@@ -45,14 +45,14 @@ class Compiler(Protocol):
         """Simplify a joint graph in place before it is cut into passes."""
 
     def into(self, function: Function) -> tuple[int, ...]:
-        """Results that the callable can write into contiguous tensors of the caller's: these may
-        be given after the arguments, one for each or None."""
+        """Results that the callable can write into contiguous tensors of the caller. These tensors
+        may follow the arguments: one for each such result, or None."""
 
     def compile(self, function: Function, which: Pass) -> Runner: ...
 
 
 class Eager:
-    """Runs the ops one by one, as PyTorch itself would: bit for bit the same results."""
+    """Runs the ops one by one, as PyTorch would: results are the same bit for bit."""
 
     remat = RematPolicy.NONE
 
@@ -119,18 +119,18 @@ _DIRECT: Mapping[object, Callable[..., Any]] = {
     _ATEN.transpose.int: torch.transpose,
     _ATEN.unsqueeze.default: torch.unsqueeze,
     _ATEN.where.self: torch.where,
-    # Real tensors may have other strides than the fake ones that were traced (gradients of batch
-    # norms and of attention have): where a view is not possible, this copies.
+    # Real tensors may have other strides than the traced fake tensors (gradients of batch norm and
+    # of attention do): reshape copies where a view is not possible.
     _ATEN._unsafe_view.default: torch.reshape,
     _ATEN.view.default: torch.reshape,
     **EAGER,
 }
-"""The commonest ops by torch's own functions, and ours by the functions that they are: the same
-kernels for half the time of a call."""
+"""Torch functions for the most common ops, and the Python functions of Piper's own ops: the same
+kernels at half the call overhead."""
 
 
 class Inductor:
-    """Compiles each graph with TorchInductor, with the passes ``torch.compile`` would run."""
+    """Compiles each graph with TorchInductor and the passes that ``torch.compile`` runs."""
 
     remat = RematPolicy.MIN_CUT
 
@@ -149,10 +149,10 @@ class Inductor:
         values = (node.meta.get("val") for node in joint.graph.nodes)
         first = next(value for value in values if isinstance(value, FakeTensor))
         mode = first.fake_mode
-        # whether to pad products is decided by timing them, and each process would by its own
+        # Inductor decides by timing whether to pad products: processes could decide differently
         with V.set_fake_mode(mode), inductor_config.patch(shape_padding=False):
             joint_graph_passes(joint, input_device=first.device)
-        # some of these passes trace replacements under a fake mode of their own
+        # some of these passes trace replacements under their own fake mode
         FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*fakes)
         keep_strides(joint.graph, before)
 
@@ -166,7 +166,7 @@ class Inductor:
         graph = fx.Graph()
         graph.output(graph.graph_copy(function.module.graph, {}))
         results = graph.output_node()
-        # the other passes were traced with the strides that this one's results have now
+        # the other passes were traced with the present strides of these results
         results.meta["user_visible_output_idxs"] = list(range(len(function.results)))
         gpu = gpu_for(graph)
         name_gpu(graph, gpu)
@@ -178,18 +178,18 @@ class Inductor:
         values = [node.meta.get("val") for node in graph.nodes]
         context = TracingContext(next(x.fake_mode for x in values if isinstance(x, FakeTensor)))
         context.fw_metadata = _Donation(consumed)  # type: ignore[assignment]
-        # Inductor's cache does not look at donations when it compares graphs
+        # the key of Inductor's cache does not include donations
         tag = compiler_config.patch(cache_key_tag=f"piper consumes {consumed}")
         with tracing(context), tag:
-            # no input is called static, since Inductor does not look at the alignment of those, and
-            # parameters may begin anywhere in a flat buffer
+            # no input is declared static: Inductor does not check the alignment of static inputs,
+            # and parameters may begin anywhere in a flat buffer
             runner: Runner = compile_fx_inner(module, fakes, is_backward=which is not Pass.F)
         return runner if not function.random else _drawing(runner, seeds)
 
 
 def _drawing(run: Runner, seeds: Sequence[Callable[[], Tensor]]) -> Runner:
-    """What Inductor made of a graph that is given ``seeds``; without any, it draws itself, which it
-    does from the default generator alone."""
+    """``run`` with ``seeds`` as its last arguments. Without seeds the code draws by itself, always
+    from the default generator, which is exchanged for the call."""
 
     def given(arguments: list[Any]) -> Sequence[Tensor]:
         arguments += [draw() for draw in seeds]
@@ -204,20 +204,21 @@ def _drawing(run: Runner, seeds: Sequence[Callable[[], Tensor]]) -> Runner:
 
 @dataclass(frozen=True, slots=True)
 class _Donation:
-    """What Inductor reads of AOTAutograd's metadata: arguments whose memory it may reuse."""
+    """The part of AOTAutograd's metadata that Inductor reads: arguments whose memory it may
+    reuse."""
 
     bw_donated_idxs: list[int]
 
 
 class CompilerName(Enum):
-    """The names by which ``compiler=`` is given."""
+    """The values of ``compiler=``."""
 
     EAGER = "eager"
     INDUCTOR = "inductor"
 
 
 def compiler_named(name: str) -> Compiler:
-    """The compiler that ``compiler=name`` stands for."""
+    """The compiler that ``compiler=name`` selects."""
     known: dict[str, type[Compiler]] = {
         CompilerName.EAGER.value: Eager,
         CompilerName.INDUCTOR.value: Inductor,
@@ -233,7 +234,7 @@ def compile_program(program: ChunkProgram, compiler: Compiler) -> dict[Pass, Run
 
 
 class Runners:
-    """Callables for programs' passes, each compiled once, when it is first asked for."""
+    """Callables for programs' passes, each compiled once, at its first use."""
 
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
@@ -249,8 +250,8 @@ class Runners:
 
 
 class _Boxed(CodeGen):
-    """Generates ``def forward(self, args)``, which takes its arguments out of a list; the last
-    ones, ``optional`` of them, need not be there."""
+    """Generates ``def forward(self, args)``, which unpacks and clears the list ``args``. The last
+    ``optional`` arguments may be left out."""
 
     def __init__(self, optional: int) -> None:
         super().__init__()

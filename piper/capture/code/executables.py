@@ -1,5 +1,5 @@
-"""What a worker runs: the programs of all chunks at the shapes of each size of group, and the names
-of their ends. It needs no more of a captured model."""
+"""The part of a captured model that a worker needs: the programs of all chunks, at the shapes of
+each group size, and the names of their arguments and results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from piper.ir.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ChunkSignature:
-    """The names of a chunk's ends, as its programs number them."""
+    """The names of a chunk's arguments and results, in the order of its programs' refs."""
 
     name: str
     parameters: tuple[str, ...]
@@ -27,27 +27,28 @@ class ChunkSignature:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     draws: Draws | None = None
-    """If it is a segment that draws random numbers, which."""
+    """The random draws of its segment, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Executables:
-    """What chunks do, at the shapes of each size of group."""
+    """The programs of all chunks, at the shapes of each group size."""
 
     pieces: tuple[ChunkSignature, ...]
     programs: Mapping[int, tuple[ChunkProgram, ...]]
-    """By size of group, one for each chunk; equal chunks share one object."""
+    """By group size, one for each chunk; equal chunks share one object."""
     values: Mapping[int, tuple[TensorSpec, ...]]
-    """By size of group, the values between chunks; the batch's tensors come first."""
+    """By group size, the values between chunks; the batch's tensors come first."""
     loss: int
     count: int | None
     outputs: Mapping[str, int]
-    """The values that are reported beside the loss, by name."""
+    """The values reported beside the loss, by name."""
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, TensorSpec]
-    """The whole parameters, by name, as the programs take them."""
+    """The specs of the unsharded parameters, by name, as the programs take them."""
     totals: Totals | None = None
-    """What the programs take of the whole batch: values after those of the batch's tensors."""
+    """Sums over the whole batch that the programs take: values after those of the batch's
+    tensors."""
 
     @staticmethod
     def of(
@@ -77,7 +78,7 @@ class Executables:
 
 
 def outputs_of(captured: Captured) -> dict[str, int]:
-    """The values that are reported beside the loss, by name."""
+    """The values reported beside the loss, by name."""
     if captured.output_tree.spec is None:
         return {}
     return dict(captured.output_tree.put(captured.cut.outputs))

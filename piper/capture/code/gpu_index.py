@@ -1,4 +1,4 @@
-"""Which GPU a graph is for: each process has one of its own, and traces before it knows which."""
+"""Sets the GPU of a graph: each process has its own GPU, and traces before it knows which."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 
 def gpu_for(graph: fx.Graph) -> torch.device | None:
-    """The one that this process computes on now, if the graph is for a GPU."""
+    """The current GPU of this process, if the graph runs on a GPU."""
     values = (node.meta.get("val") for node in graph.nodes)
     if not any(isinstance(x, Tensor) and x.device.type == "cuda" for x in values):
         return None
@@ -20,7 +20,7 @@ def gpu_for(graph: fx.Graph) -> torch.device | None:
 
 
 def name_gpu(graph: fx.Graph, gpu: torch.device | None) -> None:
-    """Name ``gpu`` where any is named, which is the one that was current when this was traced."""
+    """Replace every GPU that the graph names, which was current at tracing, by ``gpu``."""
     if gpu is None:
         return
 
@@ -33,7 +33,7 @@ def name_gpu(graph: fx.Graph, gpu: torch.device | None) -> None:
 
 
 def move_values(module: fx.GraphModule, gpu: torch.device | None) -> None:
-    """Let the values of a graph that names ``gpu`` be there."""
+    """Move the fake values of a graph to ``gpu``, which its ops name."""
     starts = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     fakes = [x for x in starts if isinstance(x, FakeTensor) and x.device.type != "cpu"]
     if gpu is None or all(x.device == gpu for x in fakes):

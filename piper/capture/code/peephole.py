@@ -1,7 +1,7 @@
-"""Pure graphs that do less for the same bits: for who runs their ops one by one.
+"""Peephole rewrites of pure graphs that run op by op; results stay the same bit for bit.
 
-What changes no bit of any result is left out, and matrix products that are results can be written
-into tensors of the caller's.
+Ops that change no bit of any result are left out. Matrix products that are results can be written
+into tensors of the caller.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _ATEN = torch.ops.aten
 
 
 def leave_out(graph: fx.Graph) -> None:
-    """Without what changes no bit of any result: transposes that undo each other; first powers, as
-    in the gradient of a square; divisions of copies of a number, as in the gradient of a mean."""
+    """Remove ops that change no bit of any result: transposes that undo each other; first powers,
+    as in the gradient of a square. Divide an expanded number before it is expanded, as in the
+    gradient of a mean."""
     for node in graph.find_nodes(op="call_function", target=_ATEN.t.default):
         (inner,) = node.args
         if isinstance(inner, fx.Node) and inner.target is _ATEN.t.default:
@@ -43,30 +44,31 @@ def _form(node: fx.Node) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _looks_at_values(node: fx.Node) -> bool:
-    """Whether it is the same to a node if an argument is expanded or written out. Where another is
-    not contiguous, the form of the result, and so the order of later sums, would be another."""
+    """Whether a node makes the same result from an expanded argument as from a contiguous one. With
+    another argument that is not contiguous, the result's strides, and so the order of later sums,
+    would change."""
     if node.target not in (_ATEN.add.Tensor, _ATEN.mul.Tensor, _ATEN.sub.Tensor):
         return False
     return all(given.meta["val"].is_contiguous() for given in node.all_input_nodes)
 
 
 def _use_instead(node: fx.Node, other: Any) -> None:
-    """Results stay what they are: tensors of their own."""
+    """Replace ``node`` by ``other``, except in results, which stay tensors of their own."""
     node.replace_all_uses_with(other, lambda user: user.op != "output")
 
 
 def products_of(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Results that are matrix products which nothing else uses, by their places."""
+    """Results that are matrix products with no other use, by result index."""
     (results,) = graph.output_node().args
     assert isinstance(results, (list, tuple))
-    found: dict[int, fx.Node] = {}
+    products: dict[int, fx.Node] = {}
     for place, result in enumerate(results):
         node = result
         while _is(node, _ATEN.t.default) and _is(node.args[0], _ATEN.t.default):
             node = node.args[0].args[0]
         if _is(node, _ATEN.mm.default) and results.count(result) == 1:
-            found[place] = node
-    return found
+            products[place] = node
+    return products
 
 
 def _is(node: Any, target: OpOverload) -> bool:
@@ -74,7 +76,7 @@ def _is(node: Any, target: OpOverload) -> bool:
 
 
 def write_into(graph: fx.Graph, places: Sequence[int]) -> None:
-    """Let products be written into tensors that are given last."""
+    """Make the products at ``places`` write into tensors that are passed last."""
     output = graph.output_node()
     (results,) = output.args
     assert isinstance(results, (list, tuple))

@@ -1,8 +1,8 @@
 """Programs as plain data: every op by its name, every tensor by shape, strides and dtype.
 
-No pickle and no source code: what is read back can only be operators that torch, or a library that
-the reader has imported, knows by these names. Graphs become Python source before they run, so that
-nothing of a file gets there but identifiers, registered operators and plain values.
+No pickle and no source code: a file can only name operators that torch, or a library imported by
+the reader, has registered. Graphs become Python source before they run; only identifiers,
+registered operators and plain values of a file get into that source.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def spec_to_json(spec: TensorSpec) -> Json:
 
 def spec_from_json(data: Json) -> TensorSpec:
     shape, stride, kind = row(data, 3)
-    found = TensorSpec(counts(shape), counts(stride), dtype(kind))
-    if len(found.shape) != len(found.stride):
+    spec = TensorSpec(counts(shape), counts(stride), dtype(kind))
+    if len(spec.shape) != len(spec.stride):
         raise MalformedError(
-            f"{shown(data)} has {len(found.shape)} sizes, {len(found.stride)} strides"
+            f"{shown(data)} has {len(spec.shape)} sizes, {len(spec.stride)} strides"
         )
-    if max(found.nbytes, found.numel * found.dtype.itemsize) >= _MOST_BYTES:
-        raise MalformedError(f"a tensor of sizes {shown(list(found.shape))} is too large to exist")
-    return found
+    if max(spec.nbytes, spec.numel * spec.dtype.itemsize) >= _MOST_BYTES:
+        raise MalformedError(f"a tensor of sizes {shown(list(spec.shape))} is too large to exist")
+    return spec
 
 
 def program_to_json(program: ChunkProgram) -> Json:
@@ -76,7 +76,7 @@ def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
         for place, item in enumerate(rows(data["specs"])):
             with within(place):
                 ref, spec = row(item, 2)
-                if specs.setdefault(_ref(ref), found := spec_from_json(spec)) is not found:
+                if specs.setdefault(_ref(ref), read := spec_from_json(spec)) is not read:
                     raise MalformedError(f"{ref} is there twice")
     functions = {}
     with within("functions"):
@@ -147,7 +147,7 @@ def _check_ends(
     results: tuple[Ref, ...],
     specs: Mapping[Ref, TensorSpec],
 ) -> None:
-    """What goes in and comes out of a graph is what is said of it elsewhere."""
+    """Check that a graph's arguments and results agree with ``specs``."""
     taken = graph.find_nodes(op="placeholder")
     made = graph.output_node().args[0]
     assert isinstance(made, list | tuple)
@@ -241,15 +241,16 @@ def _node_from_json(
                 raise MalformedError("getitem takes one of several results by its number")
             return graph.create_node("call_function", operator.getitem, given, name=name)
         case "call_function":
-            found = operator_named(string(target))
-            check_arguments(found, given, named)
-            return graph.create_node("call_function", found, given, named, name=name)
+            overload = operator_named(string(target))
+            check_arguments(overload, given, named)
+            return graph.create_node("call_function", overload, given, named, name=name)
         case _:
             raise wrong(op, "placeholder, call_function or output")
 
 
 def _identifier(name: Json) -> str:
-    """A name that can stand in Python source and means nothing there by itself."""
+    """``name``, if it is safe in Python source: an identifier without leading ``__``, no
+    keyword."""
     if type(name) is not str or not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise wrong(name, "a name of letters, digits and underscores")
     return name
@@ -356,12 +357,12 @@ def _value_to_json(value: Any) -> Json:
 def _value_from_json(data: Json, mode: FakeTensorMode, device: torch.device) -> Any:
     if isinstance(data, dict):
         table(data, ("several",))
-        found = []
+        values = []
         for item in rows(data["several"]):
             if isinstance(item, dict):
                 raise wrong(item, "a tensor's sizes, strides and dtype, or null")
-            found.append(None if item is None else _value_from_json(item, mode, device))
-        return tuple(found)
+            values.append(None if item is None else _value_from_json(item, mode, device))
+        return tuple(values)
     spec = spec_from_json(data)
     with mode:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)

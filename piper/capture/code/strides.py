@@ -1,4 +1,4 @@
-"""Results that have the same strides after a compiler's passes as before."""
+"""Keeps the strides of a graph's results the same across a compiler's passes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Strides = list[tuple[int, ...] | None]
 
 
 def strides_of(graph: fx.Graph) -> Strides:
-    """Those of each result that is a tensor."""
+    """The strides of each result; None if it is not a tensor."""
     results: Any = graph.output_node().args[0]
     values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in results]
     return [x.stride() if isinstance(x, Tensor) else None for x in values]
 
 
 def keep_strides(graph: fx.Graph, wanted: Strides) -> None:
-    """Copy each result that has other strides than ``wanted``: chunks that read it were traced with
-    these. A product that is padded for speed, for one, is a slice of a wider one."""
+    """Copy each result whose strides differ from ``wanted``: the chunks that read it were traced
+    with these. For example, a product that is padded for speed is a slice of a wider one."""
     end = graph.output_node()
     given: Any = end.args[0]
     results = list(given)
-    for i, (found, strides) in enumerate(zip(strides_of(graph), wanted, strict=True)):
-        if strides is None or found == strides:
+    for i, (present, strides) in enumerate(zip(strides_of(graph), wanted, strict=True)):
+        if strides is None or present == strides:
             continue
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
         back = sorted(range(len(order)), key=order.__getitem__)

@@ -1,9 +1,8 @@
-"""What a step takes of the whole batch before it begins: the numbers by which means are divided.
+"""Sums over the whole batch, computed before a step: the divisors of token-weighted means.
 
-A mean over the targets that count is divided by their number in the whole batch, which no part of
-it knows. It follows from the batch alone, so that it is computed before the step, part by part, and
-is given to every part with the rows.
-"""
+A mean over the counted targets is divided by their number in the whole batch, which no single part
+of the batch determines. It depends on the batch alone: it is computed before the step, part by
+part, and is passed to every part with its rows."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ class Totals:
     """Sums over the whole batch, as a function of one of its equal parts."""
 
     program: ChunkProgram
-    """From the tensors of a part to what is summed over all parts."""
+    """From the tensors of a part to the terms that are summed over all parts."""
     means: tuple[bool, ...]
-    """Which of the sums are divided by the number of parts."""
+    """Whether each sum is divided by the number of parts."""
     parts: int
-    """In how many parts the program takes a batch."""
+    """The number of parts of a batch, each one call of the program."""
     complete: bool
-    """Whether the loss counts nothing but what they count: rows that do not are as good as
-    absent."""
+    """Whether the loss counts only what these sums count: rows that add nothing to them have no
+    effect on it."""
 
     def of(self, batch: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The totals of a batch of ``rows`` rows."""
@@ -40,7 +39,7 @@ class Totals:
         )
 
     def part(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What one part adds."""
+        """The terms of one part."""
         function = self.program.functions[Pass.F]
         module = _on(function.module, tensors[0].device)
         with torch.no_grad():
@@ -49,7 +48,7 @@ class Totals:
             ]
 
     def summed(self, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """The totals from what each part adds."""
+        """The totals from the terms of each part."""
         each = zip(*(parts[i] for i in sorted(parts)), strict=True)
         sums = [torch.stack(list(terms)).sum(0) for terms in each]
         return [
@@ -63,12 +62,12 @@ def _rows(batch: Sequence[Tensor], rows: int, start: int, size: int) -> list[Ten
 
 
 def _for_all(x: Tensor) -> Tensor:
-    """In a shape in which no dimension is taken for the rows of the batch."""
+    """``x`` in a shape with no dimension that could be taken for the rows of the batch."""
     return x.unsqueeze(0) if x.dim() else x
 
 
 def _on(module: fx.GraphModule, device: torch.device) -> Any:
-    """``module`` for tensors of another device than it was traced on."""
+    """``module`` for tensors on ``device``, which may differ from the one it was traced on."""
     made = [node for node in module.graph.nodes if "device" in node.kwargs]
     if all(node.kwargs["device"] == device for node in made):
         return module

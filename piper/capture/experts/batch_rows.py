@@ -1,12 +1,12 @@
-"""Where the rows of the batch are in the values between chunks.
+"""Finds the rows of the batch in the values between chunks.
 
-Devices that divide the batch have the first of so many parts of a value's rows, the second and so
-on. That is a part of the tensor only if rows are the outermost factor of one of its dimensions:
-``[rows, seq, 64]`` may be flattened to ``[rows * seq, 64]``, but transposed before that, every part
-has something of every row. Nor do rows lie as in the batch that were put into slots of experts.
+Devices that share the batch hold consecutive equal parts of a value's rows. Such a part is a slice
+of the tensor only if rows are the outermost factor of one of its dimensions: ``[rows, seq, 64]``
+may be flattened to ``[rows * seq, 64]``, but if it is transposed first, every slice has a part of
+every row. Rows in expert slots are not in batch order either.
 
-Rows in such an order of their own can be sharded otherwise where each is computed by itself, and
-must then come back to as many devices as gave them their order.
+Rows in an order of their own can be sharded differently where each row is computed by itself. They
+must then return to as many devices as put them in that order.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from piper.ir.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of a value are."""
+    """The dimension and the order of a value's rows."""
 
     dim: int | None = None
-    """The dimension that they divide, if any."""
+    """The dimension along which they can be sharded, if any."""
     order: int | None = None
-    """The chunk that put them into an order of its own; None if they lie one after another, as in
-    the batch."""
+    """The chunk that put them into an order of its own; None for the order of the batch."""
 
 
 def rows_of(cut: Cut, rows: int, other: Cut | None = None) -> dict[int, Rows]:
-    """Of every value between chunks; ``rows`` is how many a tensor of the batch has. ``other`` is
-    the same model for another number of rows, if there is one."""
+    """The rows of every value between chunks; a tensor of the batch has ``rows``. ``other`` is the
+    same model at another number of rows, if there is one."""
     made = {value for chunk in cut.chunks for value in chunk.outputs}
     layouts: dict[int, _Followed] = {}
     known: dict[tuple[str, tuple[_Followed, ...]], tuple[_Followed, ...]] = {}
@@ -66,35 +65,35 @@ class _Followed:
 
     layout: DimLayout
     lost: bool = False
-    """Whether its rows went into an operation that does not treat each by itself, or of which
-    nothing is known, and may be elsewhere."""
+    """Whether its rows passed an operation that mixes rows or has no rule, so that their dimension
+    is a guess."""
 
 
 def _varying(cut: Cut, other: Cut) -> dict[int, int]:
-    """By value, the only dimension whose size depends on the number of rows."""
-    found = {}
+    """By value, the dimension whose size depends on the number of rows, where there is only one."""
+    varying = {}
     for value, (mine, its) in enumerate(zip(cut.values, other.values, strict=True)):
         shapes = zip(mine.spec.shape, its.spec.shape, strict=False)
         dims = [dim for dim, (a, b) in enumerate(shapes) if a != b]
         if len(dims) == 1 and len(mine.spec.shape) == len(its.spec.shape):
-            found[value] = dims[0]
-    return found
+            varying[value] = dims[0]
+    return varying
 
 
 def _by_expert(cut: Cut) -> dict[int, Rows]:
-    """Of rows that are sorted by expert."""
-    found: dict[int, Rows] = {}
+    """The rows of values that are sorted by expert."""
+    by_value: dict[int, Rows] = {}
     for chunk in cut.chunks:
         rows = sorted_rows(chunk.body)
         if rows is not None:
             counts = chunk.inputs[rows.counts]
             values = (v for v in (*chunk.inputs, *chunk.outputs) if v != counts)
-            found |= dict.fromkeys(values, Rows(0, chunk.index))
-    return found
+            by_value |= dict.fromkeys(values, Rows(0, chunk.index))
+    return by_value
 
 
 class _Orders:
-    """In which order rows lie."""
+    """Finds the order of the rows in each value."""
 
     def __init__(self, cut: Cut, varying: Mapping[int, int]) -> None:
         self.found: dict[int, Rows] = {}
@@ -102,12 +101,12 @@ class _Orders:
         self._known: dict[tuple[str, _Dims, _Dims], bool] = {}
 
     def add(self, maker: Chunk, value: int, followed: _Followed) -> None:
-        """Find out about a value that a chunk makes, after all that the chunk reads."""
-        found, dim = _rows(followed.layout), self._varying.get(value)
+        """Find the rows of a value of ``maker``; the values that ``maker`` reads come first."""
+        rows, dim = _rows(followed.layout), self._varying.get(value)
         counts = dim is not None and _counts(self._cut.values[value].spec)
-        if followed.lost and (found != Rows(0) or dim or counts):
-            found = None  # with the batch first it would be as everywhere
-        self.found[value] = found or self._ordered(maker, dim)
+        if followed.lost and (rows != Rows(0) or dim or counts):
+            rows = None  # a guess holds only for the usual layout, rows first, and no indices
+        self.found[value] = rows or self._ordered(maker, dim)
 
     def _ordered(self, maker: Chunk, dim: int | None) -> Rows:
         orders = {self.found[v].order for v in maker.inputs if v in self._varying}
@@ -116,7 +115,7 @@ class _Orders:
         return Rows(dim, order if keeps else maker.index)
 
     def _keeps(self, chunk: Chunk) -> bool:
-        """Whether it computes each row by itself, wherever that lies in what varies."""
+        """Whether ``chunk`` computes each row by itself, with rows along the varying dimensions."""
         reads, makes = (
             tuple(self._varying.get(v) for v in values) for values in (chunk.inputs, chunk.outputs)
         )
@@ -130,28 +129,29 @@ _Dims = tuple[int | None, ...]
 
 
 def _counts(spec: TensorSpec) -> bool:
-    """Whether it may say where rows are, which is so only where they were counted."""
+    """Whether a value may hold positions of rows, which are valid only where the rows were
+    counted."""
     return not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
 
 
 def _row_by_row(body: Body, reads: _Dims, makes: _Dims) -> bool:
-    """Whether a body treats each row by itself, where rows are these dimensions of its inputs and
-    outputs."""
+    """Whether a body treats each row by itself, with rows along the dimensions ``reads`` of its
+    inputs and ``makes`` of its outputs."""
     graph = body.module.graph
     first = body.parameters + body.buffers
-    found: dict[fx.Node, Layouts] = {}
+    layouts: dict[fx.Node, Layouts] = {}
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         dim = reads[i - first] if i >= first else None
-        found[node] = DimLayout.of(
+        layouts[node] = DimLayout.of(
             node.meta["val"].shape, None if dim is None else {dim: Axis.ROWS}
         )
     try:
         for node in graph.nodes:
             if node.op == "call_function":
-                found[node] = layouts_of(node, found)
+                layouts[node] = layouts_of(node, layouts)
     except (Mixed, UnknownOperation):
         return False
-    results = [found[node] for node in returned(graph)[: body.outputs]]
+    results = [layouts[node] for node in returned(graph)[: body.outputs]]
     return all(
         isinstance(layout, DimLayout) and _rows(layout) == Rows(dim)
         for layout, dim in zip(results, makes, strict=True)
@@ -161,45 +161,45 @@ def _row_by_row(body: Body, reads: _Dims, makes: _Dims) -> bool:
 def _followed(body: Body, given: tuple[_Followed, ...], rows: int) -> tuple[_Followed, ...]:
     """The layouts of a body's outputs, from those of its inputs."""
     graph = body.module.graph
-    found: dict[fx.Node, Layouts] = {}
+    layouts: dict[fx.Node, Layouts] = {}
     lost: set[fx.Node] = set()
     first = body.parameters + body.buffers
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         plain = DimLayout.of(node.meta["val"].shape)
         followed = _Followed(plain) if i < first else given[i - first]
-        found[node] = followed.layout
+        layouts[node] = followed.layout
         if followed.lost:
             lost.add(node)
     for node in graph.nodes:
         if node.op == "call_function":
             try:
-                found[node] = layouts_of(node, found)
+                layouts[node] = layouts_of(node, layouts)
             except (Mixed, UnknownOperation) as why:
-                found[node] = _guesses(node.meta["val"], rows)
-                outermost = all(_outermost(found[arg]) for arg in node.all_input_nodes)
+                layouts[node] = _guesses(node.meta["val"], rows)
+                outermost = all(_outermost(layouts[arg]) for arg in node.all_input_nodes)
                 if isinstance(why, Mixed) or not outermost:
                     lost.add(node)
             if not lost.isdisjoint(node.all_input_nodes):
                 lost.add(node)
-    results = [(found[node], node in lost) for node in returned(graph)[: body.outputs]]
+    results = [(layouts[node], node in lost) for node in returned(graph)[: body.outputs]]
     return tuple(_Followed(x, was) for x, was in results if isinstance(x, DimLayout))
 
 
 def _outermost(layouts: Layouts) -> bool:
-    """Whether rows, if there are any, are the first dimension, where they are looked for first."""
+    """Whether rows, if there are any, are along dimension 0, where a guess puts them."""
     if isinstance(layouts, DimLayout):
         return _rows(layouts) in (Rows(), Rows(0))
     return all(x is None or _outermost(x) for x in layouts)
 
 
 def _guess(value: Tensor, rows: int) -> DimLayout:
-    """The layout of what comes from the batch, or from an operation of which nothing is known."""
+    """The layout of a tensor of the batch, or of the result of an operation without a rule."""
     first = bool(value.shape) and value.shape[0] == rows
     return DimLayout.of(value.shape, {0: Axis.ROWS} if first else None)
 
 
 def _guesses(made: object, rows: int) -> Layouts:
-    """The same of one tensor, or of several."""
+    """The same for one tensor, or for several."""
     if isinstance(made, Tensor):
         return _guess(made, rows)
     if not isinstance(made, list | tuple):
@@ -208,8 +208,7 @@ def _guesses(made: object, rows: int) -> Layouts:
 
 
 def _rows(layout: DimLayout) -> Rows | None:
-    """Where rows lie one after another; None if something counts slower than they do in their
-    dimension."""
+    """The dimension of the rows; None if another factor is outside of them in that dimension."""
     for number, dim in enumerate(layout.dims):
         for place, factor in enumerate(dim):
             if factor.axis is Axis.ROWS:

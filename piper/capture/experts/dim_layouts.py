@@ -1,8 +1,8 @@
-"""Where the experts and the rows of a region are in the dimensions of a tensor.
+"""Tracks the experts and rows of a region in the dimensions of a tensor.
 
 A dimension is a product of factors, outermost first: ``[experts, rows, 64]`` flattened over its
-first two dimensions has one that is experts x rows. Reshaping regroups factors; what would take
-experts or rows apart, or put one of them against something else, raises ``Mixed``.
+first two dimensions has one dimension experts x rows. Reshaping regroups factors. An operation that
+splits experts or rows, or pairs them with another factor, raises ``Mixed``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fractions import Fraction
 
 
 class Axis(Enum):
-    """What a device has its own part of."""
+    """The axes along which devices hold different parts."""
 
     EXPERTS = "experts"
     ROWS = "rows"
@@ -36,7 +36,7 @@ class Factor:
     size: int
     axis: Axis | None = None
     repeated: bool = False
-    """Whether the tensor has the same elements all along it, as after ``expand``."""
+    """Whether all elements along it are the same, as after ``expand``."""
 
 
 Dim = tuple[Factor, ...]
@@ -50,17 +50,17 @@ class DimLayout:
 
     @staticmethod
     def of(shape: Sequence[int], axes: dict[int, Axis] | None = None) -> DimLayout:
-        """A tensor whose dimensions ``axes`` are the experts or the rows."""
+        """The layout of a tensor with experts or rows along the dimensions in ``axes``."""
         named = axes or {}
         return DimLayout(tuple(_dim(size, named.get(i)) for i, size in enumerate(shape)))
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The experts and rows it has, in the order of its dimensions."""
+        """Its axes, in the order of its dimensions."""
         return tuple(f.axis for dim in self.dims for f in dim if f.axis is not None)
 
     def axis(self, dim: int) -> Axis | None:
-        """The first of experts and rows that a dimension holds."""
+        """The outermost axis in a dimension, if any."""
         return next((f.axis for f in self.dims[dim] if f.axis is not None), None)
 
     def plain(self, dims: Iterable[int]) -> None:
@@ -71,12 +71,12 @@ class DimLayout:
                 raise Mixed(axis)
 
     def at(self, dim: int, new: Sequence[Dim]) -> DimLayout:
-        """With the dimensions ``new`` where ``dim`` was."""
+        """This layout with the dimensions ``new`` in place of ``dim``."""
         where = dim % len(self.dims)
         return DimLayout((*self.dims[:where], *new, *self.dims[where + 1 :]))
 
     def with_rows(self, times: Fraction) -> DimLayout:
-        """The same with another number of rows."""
+        """This layout with ``times`` as many rows."""
         return DimLayout(
             tuple(
                 tuple(
@@ -91,20 +91,20 @@ class DimLayout:
         return tuple(math.prod(_shared(f, ways) for f in dim) for dim in self.dims)
 
     def viewed(self, shape: Sequence[int]) -> DimLayout:
-        """The same elements in the same order, in dimensions of another ``shape``."""
+        """The layout of a view with another ``shape``."""
         left = _merged(f for dim in self.dims for f in dim)
         dims = []
         for size in shape:
             dim, left = _take(left, size)
             dims.append(dim)
         for factor in left:
-            if factor.axis is not None:  # one row, and no dimension left for it
+            if factor.axis is not None:  # an axis of size 1, and no dimension left for it
                 raise Mixed(factor.axis)
         return DimLayout(tuple(dims))
 
 
 def broadcast(layouts: Sequence[DimLayout]) -> DimLayout:
-    """The layout of what an elementwise operation makes of ``layouts``."""
+    """The layout of an elementwise operation's result from operands with ``layouts``."""
     rank = max(len(layout.dims) for layout in layouts)
     dims = []
     for i in range(rank, 0, -1):
@@ -117,7 +117,7 @@ def broadcast(layouts: Sequence[DimLayout]) -> DimLayout:
 
 
 def once(layout: DimLayout) -> DimLayout:
-    """``layout``, if no pair of experts or of rows meets in it."""
+    """``layout``, if it has experts at most once and rows at most once."""
     axes = layout.axes
     for axis in axes:
         if axes.count(axis) > 1:
@@ -126,7 +126,7 @@ def once(layout: DimLayout) -> DimLayout:
 
 
 def matched(a: Dim, b: Dim) -> Dim:
-    """A dimension in which the elements of ``a`` and ``b`` meet one by one."""
+    """The dimension of an elementwise operation on dimensions ``a`` and ``b``."""
     if a == b or not b:
         return a
     if not a:
@@ -155,19 +155,19 @@ def _shared(factor: Factor, ways: int) -> int:
 
 
 def _merged(factors: Iterable[Factor]) -> list[Factor]:
-    """Plain neighbours as one."""
-    found: list[Factor] = []
+    """``factors`` with adjacent plain ones merged."""
+    merged: list[Factor] = []
     for factor in factors:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and last.axis is factor.axis is None and last.repeated == factor.repeated:
-            found[-1] = Factor(last.size * factor.size, None, factor.repeated)
+            merged[-1] = Factor(last.size * factor.size, None, factor.repeated)
         else:
-            found.append(factor)
-    return found
+            merged.append(factor)
+    return merged
 
 
 def _take(factors: list[Factor], size: int) -> tuple[Dim, list[Factor]]:
-    """The first of ``factors`` that make up a dimension of ``size``, and the rest."""
+    """The leading ``factors`` that make up a dimension of ``size``, and the rest."""
     taken: list[Factor] = []
     left = list(factors)
     if size == 1 and left and left[0].size == 1:
@@ -189,7 +189,7 @@ def _take(factors: list[Factor], size: int) -> tuple[Dim, list[Factor]]:
 
 
 def _take_plain(taken: list[Factor], left: list[Factor], size: int) -> tuple[Dim, list[Factor]]:
-    """The same where repeated factors and others must be taken apart together."""
+    """The same where repeated and other factors must be split together."""
     count = 0
     whole = 1
     while whole % size:

@@ -1,11 +1,12 @@
 """Proves that a region treats each expert and each row by itself.
 
-The region's forward goes in with a layout for each argument; the layout of every value comes out,
-or an error that names the operation and the line where experts or rows meet. A function of each
-row alone has a derivative of each row alone, so that the backward needs no proof of its own.
+``prove_separate`` takes the region's forward and a layout for each argument. It returns the layout
+of every value, or raises an error that names the operation and the line that mixes experts or rows.
+The derivative of a function of each row alone is also one of each row alone: the backward needs no
+proof of its own.
 
-An operation is known by a rule, or it is taken apart with torch's own decompositions until every
-part is known. One that is neither is refused by name.
+An operation has a rule, or torch's own decompositions split it until every part has one. Any other
+operation is refused by name.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ _CURES = {
 def prove_separate(
     graph: fx.Graph, given: Mapping[fx.Node, DimLayout], region: str
 ) -> dict[fx.Node, Layouts]:
-    """The layout of every value of ``graph``, whose placeholders have those ``given``."""
-    found: dict[fx.Node, Layouts] = dict(given)
+    """The layout of every value of ``graph``; ``given`` has those of its placeholders."""
+    layouts: dict[fx.Node, Layouts] = dict(given)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         frames = user_frames(node.meta.get("stack_trace") or "")
         at = f"\n{frames}\n" if frames else "; "
         try:
-            found[node] = layouts_of(node, found)
+            layouts[node] = layouts_of(node, layouts)
         except Mixed as mixed:
             raise CaptureError(
                 f"region {region} mixes {mixed.axis.value}: {node.target} does not treat each "
@@ -63,15 +64,15 @@ def prove_separate(
                 "with elementwise operations, reductions, reshapes and matrix products; one of "
                 "your own that is elementwise says so: custom_op(tags=(torch.Tag.pointwise,))"
             ) from None
-    return found
+    return layouts
 
 
 class UnknownOperation(Exception):  # noqa: N818 - becomes an error where the region is known
-    """An operation without a rule, that torch cannot take apart."""
+    """An operation that has no rule and that torch cannot decompose."""
 
 
 def layouts_of(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
-    """The layout of what an operation makes, or an exception that says why there is none."""
+    """The layout of an operation's result; raises ``Mixed`` or ``UnknownOperation``."""
     if node.target is operator.getitem:
         made = known[node.args[0]]  # type: ignore[index]
         index = node.args[1]
@@ -103,16 +104,16 @@ def _axes(layouts: Layouts) -> bool:
 
 @cache
 def _decompositions() -> Any:
-    return dict(core_aten_decompositions())  # torch makes the table anew each time, slowly
+    return dict(core_aten_decompositions())  # torch rebuilds the table at each call, slowly
 
 
 def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
-    """The layout of what ``node`` makes, from the operations that it consists of."""
+    """The layout of the result of ``node``, from its decomposition."""
     inputs = node.all_input_nodes
     fakes = [arg.meta["val"] for arg in inputs]
     if not all(isinstance(fake, FakeTensor) for fake in fakes):
         raise UnknownOperation(str(node.target))
-    # of a single row, torch's decompositions would not show which dimension it is
+    # twice the rows: decompositions would not show the dimension of a single row
     given = [_tensor(known[arg]).with_rows(Fraction(2)) for arg in inputs]
 
     def call(*tensors: Tensor) -> Any:
@@ -128,24 +129,24 @@ def _taken_apart(node: fx.Node, known: Mapping[fx.Node, Layouts]) -> Layouts:
         try:
             with hushed_loggers():
                 parts = make_fx(call, decomposition_table=_decompositions())(*examples).graph
-        except (RuntimeError, ValueError, TypeError, IndexError):  # it names the number of rows
+        except (RuntimeError, ValueError, TypeError, IndexError):  # it fixes the row count
             raise UnknownOperation(str(node.target)) from None
     if any(part.target is node.target for part in parts.nodes):
         raise UnknownOperation(str(node.target))
-    found: dict[fx.Node, Layouts] = dict(
+    layouts: dict[fx.Node, Layouts] = dict(
         zip(parts.find_nodes(op="placeholder"), given, strict=True)
     )
     for part in parts.nodes:
         if part.op == "call_function":
-            found[part] = layouts_of(part, found)
+            layouts[part] = layouts_of(part, layouts)
         elif part.op == "get_attr":
-            found[part] = plain_layouts(part.meta["val"])
+            layouts[part] = plain_layouts(part.meta["val"])
     made = parts.output_node().args[0]
     half = Fraction(1, 2)
     if isinstance(made, fx.Node):
-        return _tensor(found[made]).with_rows(half)
+        return _tensor(layouts[made]).with_rows(half)
     return tuple(
-        _tensor(found[x]).with_rows(half) if isinstance(x, fx.Node) else None
+        _tensor(layouts[x]).with_rows(half) if isinstance(x, fx.Node) else None
         for x in pytree.tree_leaves(made)
     )
 

@@ -1,4 +1,4 @@
-"""What is known of single operations: where experts and rows are in what they make."""
+"""The rules of single operations: where experts and rows are in their results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from piper.capture.operators.grouped_mm import EXPERT_OFFSETS, EXPERT_ROWS, GROU
 
 aten = torch.ops.aten
 Layouts = DimLayout | tuple[DimLayout | None, ...]
-"""What an operation makes: one tensor, or several."""
+"""Of an operation's result: one tensor, or several."""
 
-_WHOLE = 1 << 62  # an end of a slice beyond this means the last element, however many there are
+_WHOLE = 1 << 62  # a slice that ends beyond this ends with the last element, whatever the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class OperatorCall:
     op: OpOverload
     arguments: Mapping[str, Any]
     value: Any
-    """The fake tensor, or tensors, that it makes."""
+    """The fake tensor, or tensors, that it returns."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -46,7 +46,7 @@ class OperatorCall:
         return next(x for x in self.arguments.values() if isinstance(x, DimLayout))
 
     def dims(self, name: str = "dim") -> list[int]:
-        """The dimensions that an argument names; all of them if it names none."""
+        """The dimensions in an argument; all dimensions if it has none."""
         rank = len(self.first.dims)
         given = self.arguments.get(name)
         if given is None or given == []:
@@ -55,7 +55,7 @@ class OperatorCall:
 
 
 def plain_layouts(value: Any) -> Layouts:
-    """The layout of what has neither experts nor rows."""
+    """The layout of a value with neither experts nor rows."""
     if isinstance(value, Tensor):
         return DimLayout.of(value.shape)
     if not isinstance(value, list | tuple):
@@ -67,7 +67,7 @@ Rule = Callable[[OperatorCall], Layouts]
 
 
 def rule_of(op: object) -> Rule | None:
-    """How an operation treats experts and rows, if that is known."""
+    """How an operation treats experts and rows; None if it has no rule."""
     if not isinstance(op, OpOverload):  # an autograd function
         return None
     rule = _RULES.get(op) or _RULES.get(op.overloadpacket)
@@ -91,13 +91,13 @@ def _same(call: OperatorCall) -> DimLayout:
 
 
 def _whole(call: OperatorCall) -> Layouts:
-    """Over all elements."""
+    """A reduction over all elements."""
     call.first.plain(range(len(call.first.dims)))
     return plain_layouts(call.value)
 
 
 def _reduced(call: OperatorCall) -> Layouts:
-    """One element in place of all along some dimensions."""
+    """A reduction along some dimensions."""
     dims = call.dims()
     call.first.plain(dims)
     one = [()] if call["keepdim"] else []
@@ -108,7 +108,7 @@ def _reduced(call: OperatorCall) -> Layouts:
 
 
 def _along(name: str) -> Rule:
-    """An operation that looks along some dimensions, and leaves the others as they are."""
+    """An operation along some dimensions that leaves the others unchanged."""
 
     def rule(call: OperatorCall) -> Layouts:
         dims = call.dims(name)
@@ -173,7 +173,7 @@ def _sliced(call: OperatorCall) -> Layouts:
 
 
 def _padded(call: OperatorCall) -> DimLayout:
-    """More elements at the ends of the last dimensions, which come from no others."""
+    """Padding at the ends of the last dimensions; modes other than constant copy elements."""
     pad, layout = call["pad"], call.first
     if call.arguments.get("mode", "constant") != "constant":
         layout.plain(range(len(layout.dims)))
@@ -213,7 +213,7 @@ def _product(call: OperatorCall) -> DimLayout:
 
 
 def _normalized(call: OperatorCall) -> Layouts:
-    """Over the last dimensions, then scaled by a weight and shifted by a bias of those."""
+    """A normalization over the last dimensions, with a weight and a bias of their shape."""
     last = len(call["normalized_shape"])
     rank = len(call.first.dims)
     call.first.plain(range(rank - last, rank))
@@ -223,7 +223,7 @@ def _normalized(call: OperatorCall) -> Layouts:
 
 
 def _gathered(call: OperatorCall) -> DimLayout:
-    """Elements picked along one dimension by an index that has the others too."""
+    """Elements picked along one dimension by an index with the same other dimensions."""
     index: DimLayout = call["index"]
     dim = call["dim"]
     call.first.plain([dim])
@@ -241,12 +241,12 @@ def _embedded(call: OperatorCall) -> DimLayout:
     table, indices = call["weight"], call["indices"]
     table.plain([0])
     if call["scale_grad_by_freq"] and Axis.ROWS in indices.axes:
-        raise Mixed(Axis.ROWS)  # in its backward, which counts them
+        raise Mixed(Axis.ROWS)  # its backward counts equal indices over all rows
     return DimLayout((*indices.dims, table.dims[1]))
 
 
 def _grouped(call: OperatorCall) -> DimLayout:
-    """Each row by the weight of its expert."""
+    """The product of each row with its expert's weight."""
     x, weight, offsets = call["x"], call["weight"], call["offsets"]
     _refuse_unsorted(offsets, weight)
     x.plain([1])
@@ -257,13 +257,13 @@ def _grouped(call: OperatorCall) -> DimLayout:
 
 
 def _of_experts(call: OperatorCall) -> DimLayout:
-    """What each row's expert has."""
+    """For each row, the entry of its expert."""
     _refuse_unsorted(call["offsets"], call.first)
     return DimLayout(((Factor(call["rows"], Axis.ROWS),), *call.first.dims[1:]))
 
 
 def _refuse_unsorted(offsets: DimLayout, of: DimLayout) -> None:
-    """Offsets and weights are both of all experts, in their order."""
+    """Offsets and weights must both cover all experts, in the same order."""
     if offsets.dims[0] != of.dims[0] or of.axis(0) is not Axis.EXPERTS:
         raise Mixed(Axis.EXPERTS)
 

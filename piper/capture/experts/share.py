@@ -1,8 +1,8 @@
-"""A region of experts, traced for a device that holds only some of them, or has other rows.
+"""An expert region, traced for a device that holds only some of the experts, or has other rows.
 
-Captured, a region takes ``[experts, rows, ...]`` and all parameters; after the dispatch a device
-has ``[experts / ways, ways * rows, ...]`` and its part of the parameters. The region's own ops are
-traced again at these shapes, once it is proved that they treat each expert and each row by itself.
+A captured region takes ``[experts, rows, ...]`` and all parameters. After the all-to-all dispatch a
+device has ``[experts / ways, ways * rows, ...]`` and its shard of the parameters. The region's ops
+are traced again at these shapes, after a proof that they treat each expert and each row by itself.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Shape = tuple[int, ...]
 def trace_share(
     chunk: Chunk, joint: Joint, ways: int, dim: int, rows: int | None, compiler: Compiler
 ) -> Joint:
-    """The joint graph of one device's share of ``chunk``, whose own joint graph is ``joint``. Of
-    rows that are sorted by expert, ``rows`` is the most that a device may get."""
-    found = sorted_rows(chunk.body)
-    if found is not None:
+    """The joint graph of one device's share of ``chunk``, whose own joint graph is ``joint``. If
+    rows are sorted by expert, ``rows`` is the most that a device may receive."""
+    sorting = sorted_rows(chunk.body)
+    if sorting is not None:
         assert rows is not None
-        body = sorted_share(chunk, found, ways, dim, rows)
+        body = sorted_share(chunk, sorting, ways, dim, rows)
     else:
         body = _share(chunk, ways, dim)
     return _traced(body, joint, compiler)
@@ -56,9 +56,9 @@ def trace_share(
 def with_rows(
     captured: Captured, dims: Mapping[int, int], parts: int, of: int, passes: Passes
 ) -> Captured:
-    """``captured``, which is as one of ``of`` devices sees the model, with chunks of experts as one
-    of ``parts`` devices does that divide the same rows; ``dims`` is the dimension of experts of
-    their parameters, by chunk. Nothing else can run there."""
+    """``captured`` has the shapes of one of ``of`` devices. Return it with its expert chunks at the
+    shapes of one of ``parts`` devices that share the same rows. ``dims`` gives the expert dimension
+    of their parameters, by chunk. Only these chunks can run in the result."""
     times = Fraction(of, parts)
     chunks, values = list(captured.chunks), list(captured.cut.values)
     joints, programs = list(captured.joints), list(captured.programs)
@@ -85,12 +85,12 @@ def with_rows(
 
 
 def _resized(chunk: Chunk, dim: int, times: Fraction, of: int, parts: int) -> Body:
-    """The chunk's body with another number of rows."""
-    found = sorted_rows(chunk.body)
+    """The chunk's body with ``times`` as many rows."""
+    sorting = sorted_rows(chunk.body)
     first = chunk.body.parameters + chunk.body.buffers
-    rows = found.rows if found else chunk.body.fakes()[first].shape[1]
+    rows = sorting.rows if sorting else chunk.body.fakes()[first].shape[1]
     if (rows * times).denominator > 1:
-        which = "sorted by expert" if found else "for each expert"
+        which = "sorted by expert" if sorting else "for each expert"
         fits = [str(n) for n in range(1, parts + 1) if rows * of % n == 0]
         raise CaptureError(
             f"region {chunk.name} has {rows} rows {which} on each of {counted(of, 'device')}, "
@@ -98,13 +98,13 @@ def _resized(chunk: Chunk, dim: int, times: Fraction, of: int, parts: int) -> Bo
             "Change the batch, the sequence or the capacity of an expert, or leave axes out of "
             "shard(batch=)"
         )
-    given = _given(chunk.body, dim) if found is None else sorted_layouts(chunk.body, found, dim)
+    given = _given(chunk.body, dim) if sorting is None else sorted_layouts(chunk.body, sorting, dim)
     layouts = prove_separate(chunk.body.module.graph, given, chunk.name)
     return _at_shapes(chunk, given, layouts, lambda layout: layout.with_rows(times).shape(1))
 
 
 def _traced(body: Body, joint: Joint, compiler: Compiler) -> Joint:
-    """The joint graph of a body that stands for the one of ``joint``."""
+    """The joint graph of ``body``, with the same arguments and gradients as ``joint``."""
     outputs = [node.meta["val"] for node in returned(body.module.graph)[: body.outputs]]
     taken, wanted = set(joint.arguments.values()), {ref for ref, _ in joint.gradients}
     demand = Demand(
@@ -124,18 +124,18 @@ def _packed(x: torch.Tensor) -> Shape:
 
 
 def _share(chunk: Chunk, ways: int, dim: int) -> Body:
-    """The chunk's body at the shapes of one share."""
+    """The chunk's body at the shapes of one of ``ways`` shares."""
     body = chunk.body
     given = _given(body, dim)
     layouts = prove_separate(body.module.graph, given, chunk.name)
     made = _at_shapes(chunk, given, layouts, lambda layout: layout.shape(ways))
     for before, after in zip(returned(body.module.graph), returned(made.module.graph), strict=True):
         shape = before.meta["val"].shape
-        found = tuple(after.meta["val"].shape)
-        if layouts[before] != _expert_major(shape) or found != _expert_major(shape).shape(ways):
+        actual = tuple(after.meta["val"].shape)
+        if layouts[before] != _expert_major(shape) or actual != _expert_major(shape).shape(ways):
             raise CaptureError(
                 f"region {chunk.name} mixes experts: on one of {ways} shares it makes "
-                f"{list(found)}, not {list(dispatched_shape(shape, ways))} with the experts first "
+                f"{list(actual)}, not {list(dispatched_shape(shape, ways))} with the experts first "
                 "and their rows second; do the dispatch and the combination outside"
             )
     return made
@@ -147,7 +147,7 @@ def _at_shapes(
     layouts: Mapping[fx.Node, Layouts],
     shape: Callable[[DimLayout], Shape],
 ) -> Body:
-    """The chunk's body where a value with a layout has another ``shape``."""
+    """The chunk's body with every value at the ``shape`` that follows from its layout."""
     body = chunk.body
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -174,11 +174,11 @@ def _at_shapes(
         ) from error
     for node, copied in copies.items():
         layout = layouts[node]
-        found = tuple(copied.meta["val"].shape) if isinstance(layout, DimLayout) else ()
-        if isinstance(layout, DimLayout) and found != shape(layout):
+        made_shape = tuple(copied.meta["val"].shape) if isinstance(layout, DimLayout) else ()
+        if isinstance(layout, DimLayout) and made_shape != shape(layout):
             raise CaptureError(
                 f"region {chunk.name} cannot run on a share of its experts: {node.target} makes "
-                f"{list(found)} there, not {list(shape(layout))}; leave its sizes to its "
+                f"{list(made_shape)} there, not {list(shape(layout))}; leave its sizes to its "
                 "inputs (broadcasting, -1)"
             )
     key = f"{body.key} at {[list(fake.shape) for fake in fakes]}"
@@ -188,15 +188,15 @@ def _at_shapes(
 def _given(body: Body, dim: int) -> dict[fx.Node, DimLayout]:
     """The layout of each argument: experts along ``dim`` of parameters, expert-major inputs."""
     first = body.parameters + body.buffers
-    found = {}
+    layouts = {}
     for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
         shape = node.meta["val"].shape
-        found[node] = (
+        layouts[node] = (
             DimLayout.of(shape, {dim: Axis.EXPERTS}) if i < body.parameters
             else _expert_major(shape) if i >= first
             else DimLayout.of(shape)
         )  # fmt: skip
-    return found
+    return layouts
 
 
 def _expert_major(shape: Sequence[int]) -> DimLayout:

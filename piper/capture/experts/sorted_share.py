@@ -1,9 +1,10 @@
-"""A region of experts on sorted rows, traced for a device that holds only some of the experts.
+"""An expert region on sorted rows, traced for a device that holds only some of the experts.
 
     rows from all devices ─▶ sorted by expert ─▶ the region's own operations ─▶ sorted back
 
-A device gets rows from several, each device's sorted by expert, and how many are for which expert;
-there is room for ``rows`` of them, and what is after the last is never read.
+A device receives rows from several devices, each device's rows sorted by expert, and their counts
+by expert and device. It has room for ``rows`` rows; memory after the last received row is never
+read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 
 
 def dispatched_shape(shape: Sequence[int], ways: int) -> tuple[int, ...]:
-    """The shape of an expert-major tensor after the dispatch between ``ways`` devices."""
+    """The shape of an expert-major tensor after the all-to-all dispatch among ``ways`` devices."""
     experts, rows, *rest = shape
     return (experts // ways, rows * ways, *rest)
 
@@ -98,7 +99,8 @@ def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int
 
 
 def sorted_layouts(body: Body, found: SortedRows, dim: int) -> dict[fx.Node, DimLayout]:
-    """The layout of each argument: experts along ``dim`` of parameters, rows first in inputs."""
+    """The layout of each argument: experts along ``dim`` of parameters and 0 of the counts, rows
+    along 0 of the other inputs."""
     layouts = {}
     first = body.parameters + body.buffers
     for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):

@@ -1,1 +1,1 @@
-"""Functions of torch that are replaced while a model is traced."""
+"""Functions of torch and transformers that are intercepted or rewritten when a model is traced."""

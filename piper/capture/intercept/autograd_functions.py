@@ -1,7 +1,7 @@
-"""``torch.autograd.Function`` in a model: its own backward is what trains it.
+"""``torch.autograd.Function`` in a model: training uses the function's own backward.
 
-While a model is exported, each call is one op that nothing looks into; in the exported graph it is
-the call again, which tracing follows, forward and backward, where its chunk is differentiated.
+During export, each call is one opaque op. In the exported graph it is the call again, and tracing
+follows its forward and backward when its chunk is differentiated.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from piper.capture.intercept.outside_effects import attributes_of_class, numbers
 
 _NAMESPACE = "piper_functions"
 _REGISTERED = "GeneratedBackwardFor_"
-"""What torch calls the backward of an op that was given one by ``register_autograd``."""
-_CONTROL_FLOW = "torch._higher_order_ops"  # is refused for what it is, elsewhere
+"""The prefix of torch's classes for backwards that ``register_autograd`` added to an op."""
+_CONTROL_FLOW = "torch._higher_order_ops"  # refusals.py refuses control flow
 _PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """``function.apply`` as a function from the tensors among its arguments to those it returns;
-    all else that it is given is ``constants``."""
+    """``function.apply`` as a function from its tensor arguments to the tensors it returns. All
+    other arguments are ``constants``."""
 
     function: Any
     spec: pytree.TreeSpec
     constants: tuple[Any, ...]
     """The arguments, flat; None for each tensor."""
     tensors: tuple[bool, ...]
-    """Which of them are tensors."""
+    """Which of the flat arguments are tensors."""
     autocast: tuple[tuple[str, torch.dtype], ...]
-    """The kinds of devices for which it is called under autocast, and to what."""
+    """The device types with autocast enabled at the call, and their autocast dtypes."""
     __name__: str
-    """What a graph calls it: the same for the same call."""
+    """The name in a graph: equal for equal calls."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x for x in pytree.tree_leaves(self.whole(tensors)) if isinstance(x, Tensor)]
 
     def whole(self, tensors: Sequence[Tensor]) -> Any:
-        """What the function returns."""
+        """The function's whole result, tensors and other values."""
         source = iter(tensors)
         leaves = [
             next(source) if is_tensor else constant
@@ -63,15 +63,15 @@ class FunctionCall:
 
 
 class Functions:
-    """The autograd functions that a model calls while it is exported."""
+    """The autograd functions that a model calls during export, as ops."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self.inside = False
-        """Whether the function itself is running."""
+        """Whether an autograd function is running, so that calls inside it are plain calls."""
         self._library = library
         self._calls: dict[str, FunctionCall] = {}
         self._results: dict[str, tuple[list[Any], pytree.TreeSpec]] = {}
-        """What each returned when it last ran."""
+        """The leaves and structure that each call last returned, by name."""
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
         """Call ``function`` as one op."""
@@ -86,14 +86,14 @@ class Functions:
         return form.unflatten([next(made) if isinstance(x, Tensor) else x for x in results])
 
     def _named_apart(self, call: FunctionCall) -> FunctionCall:
-        """``call``, which has no name of another function that is called alike."""
+        """``call``, renamed if another function already has its name."""
         name = call.__name__
         while name in self._calls and self._calls[name].function is not call.function:
             name += "_"
         return replace(call, __name__=name)
 
     def restore(self, graph: fx.Graph) -> None:
-        """Make calls of the ops that stand for them."""
+        """Replace the ops in ``graph`` by the calls that they stand for."""
         for node in graph.nodes:
             if getattr(node.target, "namespace", None) == _NAMESPACE:
                 node.target = self._calls[node.target._schema.name.partition("::")[2]]
@@ -123,7 +123,7 @@ class Functions:
 
 
 def _described(function: Any, leaves: list[Any], spec: pytree.TreeSpec) -> FunctionCall:
-    """A call of ``function``, named after all of it that is not a tensor."""
+    """A call of ``function``. Its name is a digest of everything but the tensors."""
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             raise CaptureError(
@@ -149,8 +149,8 @@ def functions_of(graph: fx.Graph) -> list[Any]:
 
 
 def state_of(functions: Sequence[Any]) -> dict[str, Any]:
-    """The numbers, in lists and dicts too, that the code of autograd functions reads outside of its
-    arguments: attributes of their classes, and globals."""
+    """The numbers (also in lists and dicts) that autograd functions read beside their arguments:
+    class attributes and globals."""
     read: dict[str, Any] = {}
     for function in functions:
         own = numbers_of(attributes_of_class(function))
@@ -163,7 +163,7 @@ def state_of(functions: Sequence[Any]) -> dict[str, Any]:
 
 
 def warn_of_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Warn of the state that tracing autograd functions changed, and say whether it did."""
+    """Warn of state that changed while autograd functions were traced. Returns whether any did."""
     changed = [name for name, value in before.items() if after.get(name) != value]
     for name in changed:
         warn(
@@ -176,14 +176,14 @@ def warn_of_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool
 
 @contextmanager
 def function_ops() -> Iterator[Functions]:
-    """Inside, there can be ops that stand for autograd functions."""
+    """Inside, ops that stand for autograd functions can be registered."""
     with torch.library._scoped_library(_NAMESPACE, "FRAGMENT") as library:
         yield Functions(library)
 
 
 @contextmanager
 def kept_whole(functions: Functions) -> Iterator[None]:
-    """Inside, autograd functions are called as ops: tracing would go through their forward and lose
+    """Inside, autograd functions are called as ops: tracing would follow their forward and lose
     their backward."""
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ def kept_whole(functions: Functions) -> Iterator[None]:
             return super(base, cls).apply(*args, **kwargs)
         return functions.call(cls, args)
 
-    base: Any = torch.autograd.function._SingleLevelFunction  # what Function.apply defers to
+    base: Any = torch.autograd.function._SingleLevelFunction  # Function.apply calls its apply
     base.apply = classmethod(apply)
     try:
         yield

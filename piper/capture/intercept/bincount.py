@@ -1,8 +1,8 @@
 """``torch.bincount`` with a fixed number of bins.
 
-Its result has as many elements as ``minlength`` says, or more if a number is larger. While a model
-is traced it has just as many: numbers of experts, which routers count, are below their number. A
-larger one is an error when the step runs.
+In torch, the result has ``minlength`` elements, or more if the input has a larger number. In a
+captured step it has exactly ``minlength`` elements: routers count expert indices, which are below
+the number of experts. A larger number is an error when the step runs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.overrides import TorchFunctionMode
 
 @torch.library.custom_op("piper::bincount", mutates_args=())
 def bincount(x: Tensor, bins: int) -> Tensor:
-    """How often each number below ``bins`` occurs in ``x``, in which there is no other."""
-    if x.is_cuda:  # where an index out of bounds is an error that no host waits for
+    """How often each number below ``bins`` occurs in ``x``; larger numbers are an error."""
+    if x.is_cuda:  # an index out of bounds is a device-side error: the host does not wait
         return x.new_zeros(bins, dtype=torch.int64).scatter_add_(
             0, x.long(), torch.ones_like(x, dtype=torch.int64)
         )
-    found = torch.bincount(x, minlength=bins)
-    if len(found) > bins:
+    counts = torch.bincount(x, minlength=bins)
+    if len(counts) > bins:
         raise RuntimeError(
-            f"torch.bincount(..., minlength={bins}) was given the number {len(found) - 1}: in a "
+            f"torch.bincount(..., minlength={bins}) was given the number {len(counts) - 1}: in a "
             "captured step the result has minlength elements, so give it at least one more"
         )
-    return found
+    return counts
 
 
 @bincount.register_fake
@@ -36,7 +36,7 @@ def _(x: Tensor, bins: int) -> Tensor:
 
 
 class FixedCounts(TorchFunctionMode):
-    """Lets ``torch.bincount(x, minlength=...)`` have a fixed number of bins."""
+    """While active, ``torch.bincount(x, minlength=...)`` has exactly ``minlength`` bins."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

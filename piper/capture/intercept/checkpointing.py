@@ -1,7 +1,7 @@
-"""``torch.utils.checkpoint`` while a model is traced: a plain call of its function.
+"""``torch.utils.checkpoint`` becomes a plain call of its function while a model is traced.
 
-What is saved and what is computed again is decided chunk by chunk (``remat``), so the request has
-no effect of its own; where it was made is noted, so that the author can be told.
+``remat`` decides for each chunk what is saved and what is recomputed, so the call has no effect of
+its own. Its line is recorded, so that a warning can name it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from piper.capture.blame import calling_line
 
 @contextmanager
 def plain_checkpoints() -> Iterator[list[str]]:
-    """Call checkpointed functions as they are; yields the lines that ask, which grows meanwhile."""
+    """Call checkpointed functions directly. Yields a list that collects the calling lines."""
     lines: list[str] = []
 
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""Random operations draw from a generator of their own, which the caller of a program names.
+"""Random operations of a program draw from a generator that the caller names (``drawing_from``).
 
 The default generator belongs to the process: other threads draw from it while a step runs. Most
-operations take a generator. For the others (attention with dropout on GPUs, custom operations, and
-what Inductor compiled, unless it draws seeds alone) there is only the default one: its state is
-exchanged while the operation runs.
+operations take a generator. The others (attention with dropout on GPUs, custom operations, and
+Inductor's code, unless it draws only seeds) use the default generator: its state is swapped while
+the operation runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _exchanging = threading.RLock()
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Inside, in this thread, random operations of programs draw from ``generator``."""
+    """Inside, random operations of programs in this thread draw from ``generator``."""
     token = _current.set(generator)
     try:
         yield
@@ -36,15 +36,15 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def draw_privately(graph: fx.Graph) -> None:
-    """Let the random operations of ``graph`` draw from the generator that is named when it runs."""
+    """Make the random operations of ``graph`` draw from the generator named at run time."""
     for node in graph.nodes:
         if node.op == "call_function" and is_random(node):
             node.target = _Drawing(node.target)
 
 
 def take_seeds(graph: fx.Graph) -> list[Callable[[], Tensor]]:
-    """Let a graph of Inductor's be given the seeds that it draws, as its last arguments; what draws
-    them. None if it draws anything else."""
+    """Turn the seeds that a graph for Inductor draws into its last arguments. Returns the functions
+    that draw them; an empty list, with the graph unchanged, if it draws anything else."""
     drawn = [x for x in graph.nodes if x.op == "call_function" and is_random(x)]
     if any(str(node.target) != _SEEDS for node in drawn):
         return []
@@ -97,7 +97,7 @@ def _with_generator(operation: OpOverload) -> Callable[..., Any]:
 
 
 def _taking_generator(operation: OpOverload) -> OpOverload | None:
-    """``operation``, or the overload of it that takes a generator as well."""
+    """The overload of ``operation`` that also takes a generator, if any."""
     packet = operation.overloadpacket
     mine = [(x.name, str(x.type)) for x in operation._schema.arguments]
     for overload in (operation, *(getattr(packet, name) for name in packet.overloads())):
@@ -110,8 +110,8 @@ def _taking_generator(operation: OpOverload) -> OpOverload | None:
 
 @contextmanager
 def default_exchanged() -> Iterator[None]:
-    """Inside, the default generator is in the state of the one named by ``drawing_from``; what
-    other threads draw meanwhile is of that state, too."""
+    """Inside, the default generator has the state of the one named by ``drawing_from``. Draws of
+    other threads meanwhile come from that state too."""
     generator = _current.get()
     if generator is None:
         yield
@@ -135,7 +135,7 @@ def _default(device: torch.device) -> torch.Generator:
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """``aten.native_dropout``, bit for bit: it takes no generator, but what it is made of does."""
+    """``aten.native_dropout``, bit for bit, built from operations that take a generator."""
     generator = _current.get()
     if generator is None or train is False or p == 1 or not x.numel():  # nothing is drawn
         return torch.native_dropout(x, p, train)
@@ -151,7 +151,7 @@ def _bernoulli(x: Tensor, p: float) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """``torch.dropout`` in training, with what it draws."""
+    """``torch.dropout`` in training, with the same draws, from the named generator."""
     generator = _current.get()
     if x.device.type == "cuda" and 0 < p < 1:
         return _native_dropout(x, p, True)[0]
@@ -159,7 +159,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def _like(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operation such as ``rand_like``, by what it fills a new tensor with."""
+    """An operation such as ``rand_like``: ``fill`` fills a new tensor from the generator."""
 
     def made(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return fill(torch.empty_like(x, **kwargs), *args, generator=_current.get())
@@ -176,4 +176,4 @@ _OWN: Mapping[OpOverload, Callable[..., Any]] = {
     _ATEN.randint_like.default: _like(lambda x, high, **g: x.random_(0, high, **g)),
     _ATEN.randint_like.low_dtype: _like(lambda x, low, high, **g: x.random_(low, high, **g)),
 }
-"""Operations that take no generator, as operations that do; and dropout's, by the quickest call."""
+"""Replacements, with a generator, of operations without one; dropout by its fastest call."""

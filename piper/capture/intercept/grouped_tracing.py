@@ -1,4 +1,4 @@
-"""While a model is traced, and in what was traced, grouped products are those of ``grouped.py``."""
+"""Replaces grouped matrix products by those of ``operators/grouped_mm.py``, in a traced model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from piper.capture.operators.grouped_mm import GROUPED_MM, grouped_mm
 
 
 class OurProducts(TorchFunctionMode):
-    """While a model is traced, products of rows sorted by expert are ours: torch's own have shapes
-    in few dtypes."""
+    """While active, torch's products of rows sorted by expert become Piper's ``grouped_mm``: torch
+    can trace its own in few dtypes only."""
 
     def __torch_function__(
         self,
@@ -29,8 +29,8 @@ class OurProducts(TorchFunctionMode):
             offsets, bias, dtype = (named.get(name) for name in _NAMES)
             same = dtype is None or dtype == x.dtype
             if (x.dim(), weight.dim()) == (2, 3) and offsets is not None and same:
-                made = grouped_mm(x, weight, offsets)
-                return made if bias is None else made + bias
+                product = grouped_mm(x, weight, offsets)
+                return product if bias is None else product + bias
         return func(*args, **given)
 
 
@@ -39,7 +39,7 @@ _NAMES = ("offs", "bias", "out_dtype")
 
 
 def use_ours(graph: fx.Graph) -> None:
-    """Let products of rows sorted by expert that ``transformers`` makes for tracing be ours."""
+    """Replace the grouped product that ``transformers`` uses for tracing by ``grouped_mm``."""
     for node in graph.nodes:
         if str(node.target) == "transformers.grouped_mm_fallback.default":
             node.target, node.kwargs = GROUPED_MM, {}

@@ -1,9 +1,9 @@
-"""The attention of ``transformers``, traced, becomes the op that the same model calls eagerly.
+"""Traced attention of ``transformers`` becomes the call that the same model makes eagerly.
 
-That library, whenever it is traced, writes a causal mask out as a tensor and repeats the shared
-key and value heads; run eagerly, it passes ``is_causal`` and ``enable_gqa`` instead. The mask does
-not depend on data, so its values can be looked at here and the eager call restored: the same
-numbers as eagerly, and kernels that skip the masked half.
+When traced, the library materializes a causal mask and repeats shared key and value heads. When run
+eagerly, it passes ``is_causal`` and ``enable_gqa`` instead. The mask does not depend on data, so it
+is evaluated here and the eager call restored. Results equal the eager ones, and kernels skip the
+masked half.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from piper.capture.graphs import is_random
 
 aten = torch.ops.aten
 _LIBRARY = "transformers."
-_LARGEST = 1 << 28  # elements; a larger mask is left as it is rather than written out
+_LARGEST = 1 << 28  # elements; a larger mask is not evaluated and stays as it is
 
 
 def restore_eager_attention(graph: fx.Graph) -> None:
-    """Replace constant causal masks in the library's attention by ``is_causal=True``."""
+    """Replace constant causal masks in the attention of transformers by ``is_causal=True``."""
     causal: dict[fx.Node, bool] = {}
     target = aten.scaled_dot_product_attention.default
     for node in graph.find_nodes(op="call_function", target=target):
@@ -54,7 +54,7 @@ def _call_causal(node: fx.Node) -> None:
 
 
 def _unrepeated(node: object) -> fx.Node | None:
-    """``x`` where ``node`` repeats its heads: ``x[:, :, None].expand(...).reshape(...)``."""
+    """``x`` if ``node`` repeats its heads: ``x[:, :, None].expand(...).reshape(...)``."""
     chain = (
         (aten._unsafe_view.default, aten.view.default),
         (aten.clone.default,),

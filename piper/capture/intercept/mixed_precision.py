@@ -1,10 +1,11 @@
-"""``precision="bf16"``: what ``torch.autocast`` computes in fp32 is computed in fp32.
+"""``precision="bf16"``: operations that ``torch.autocast`` computes in fp32 compute in fp32.
 
 Parameters and inputs are bf16 when a model is traced. Losses, softmax, exponentials and sums take
-fp32 copies and stay fp32; products of both dtypes are bf16 again. The lists are those of autocast
-for CUDA, on every device. It differs in two points. Norms, and sums along some dimensions, compute
-in fp32 and return the dtype of their input: the residual stream, which stages send, stays bf16. And
-a product of fp32 tensors alone, which the model asked for itself, stays fp32.
+fp32 copies and return fp32; products of mixed dtypes compute in bf16. The operation lists are those
+of CUDA autocast, on every device. There are two differences from autocast. Norms, and sums along
+some dimensions, compute in fp32 and return the dtype of their input, so that the residual stream,
+which stages send, stays bf16. A product of fp32 tensors only, which the model chose itself, stays
+fp32.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _HOMES = (torch, Tensor, F, torch.special, torch.linalg)
 
 
 def _functions(names: str) -> frozenset[Callable[..., Any]]:
-    """The functions and methods of these names, wherever torch has them."""
-    found: Iterable[Any] = (getattr(home, n, None) for n in names.split() for home in _HOMES)
-    return frozenset(function for function in found if function is not None)
+    """The functions and methods of these names, in all of torch's namespaces."""
+    candidates: Iterable[Any] = (getattr(home, n, None) for n in names.split() for home in _HOMES)
+    return frozenset(function for function in candidates if function is not None)
 
 
 _WIDE = _functions(
@@ -37,9 +38,9 @@ _WIDE = _functions(
     "triplet_margin_loss triplet_margin_with_distance_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits ctc_loss gumbel_softmax"
 )
-"""What is given fp32 copies."""
+"""Functions that take fp32 copies of their arguments."""
 _WIDE_RESULT = _functions("softmax log_softmax softmin sum prod cumsum cumprod")
-"""What has an argument for the dtype that it computes in and returns."""
+"""Functions with an argument for the dtype that they compute in and return."""
 _SUMS = _functions("sum")
 _NARROW = _functions(
     "linear bilinear matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv addr addbmm baddbmm "
@@ -48,23 +49,23 @@ _NARROW = _functions(
     "multi_head_attention_forward lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell "
     "rnn_relu_cell _grouped_mm grouped_mm"
 )
-"""What computes in bf16 when it is given both."""
+"""Functions that compute in bf16 if their arguments have mixed dtypes."""
 _ALIKE = _functions(
     "layer_norm group_norm rms_norm instance_norm addcdiv addcmul atan2 cross dot grid_sample lerp "
     "index_put index_add index_copy scatter scatter_add masked_scatter"
 )
-"""What takes one dtype only: the wider one."""
+"""Functions that need arguments of one dtype: fp32 if they are mixed."""
 _WRITES = _functions(
     "__setitem__ index_put_ index_add_ index_copy_ scatter_ scatter_add_ masked_scatter_ "
     "addcdiv_ addcmul_ lerp_"
 )
-"""What writes into its first argument, whose dtype stays."""
+"""Functions that write into their first argument, whose dtype stays."""
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class MixedPrecision(TorchFunctionMode):
-    """While it is active, each operation computes in the precision that autocast would choose for
-    a model whose parameters are bf16."""
+    """While active, each operation computes in the precision that autocast would choose, for a
+    model with bf16 parameters."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,7 +89,7 @@ class MixedPrecision(TorchFunctionMode):
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    """The floating-point tensors of ``tree``, but for those of float64, which are left alone."""
+    """The bf16, fp16 and fp32 tensors of ``tree``; float64 is left alone."""
     tensors = (x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor))
     return [x for x in tensors if x.dtype in (*_LOW, torch.float32)]
 

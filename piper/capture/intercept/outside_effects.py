@@ -1,5 +1,5 @@
-"""What a forward draws and changes outside of the graph that is traced: the generators of random
-numbers that tracing cannot follow, and attributes of modules.
+"""Side effects of a forward that tracing cannot follow: draws from random generators outside the
+graph, and changed attributes of modules.
 """
 
 from __future__ import annotations
@@ -21,45 +21,46 @@ from piper.capture.blame import user_name
 def generators_now() -> dict[str, object]:
     """The state of the generators that tracing cannot follow."""
     numpy = sys.modules.get("numpy")
-    with _disable_current_modes():  # else the state would be traced, and kept with the program
+    with _disable_current_modes():  # else tracing would record the state as a constant
         torch_state = torch.get_rng_state().numpy().tobytes()
-    found: dict[str, object] = {
+    states: dict[str, object] = {
         "Python's random": random.getstate(),
         "torch's generator for the CPU outside of tracing": torch_state,
     }
     if numpy is not None:
-        found["numpy.random"] = str(numpy.random.get_state())
-    return found
+        states["numpy.random"] = str(numpy.random.get_state())
+    return states
 
 
 def attributes_of(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """The buffers, and the plain numbers (in lists and dicts, too) and tensors, of all modules and
-    of their classes."""
-    found: dict[tuple[str, str], Any] = {}
+    """The buffers, tensor attributes and plain numbers (also in lists and dicts) of all modules and
+    their classes, by module path and name."""
+    attributes: dict[tuple[str, str], Any] = {}
     for path, owner in module.named_modules():
         own = {k: v for k, v in vars(owner).items() if k not in _HOOKS}
         own = {**attributes_of_class(type(owner)), **own}
         plain = {k: v for k, v in own.items() if isinstance(v, Tensor)}
         for name, value in {**plain, **numbers_of(own), **owner._buffers}.items():
             if value is not None:
-                found[path, name] = value
-    return found
+                attributes[path, name] = value
+    return attributes
 
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
-"""Where torch keeps what is called with a module: no numbers of the model's."""
+"""The attributes that hold a module's hooks; they are not state of the model."""
 
 
 def numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain numbers among ``attributes``, and copies of the lists and dicts of such."""
+    """The plain numbers among ``attributes``, and copies of its lists and dicts of numbers or
+    strings."""
     numbers = {k: v for k, v in attributes.items() if isinstance(v, int | float)}
     return numbers | {k: copy.copy(v) for k, v in attributes.items() if _is_of_numbers(v)}
 
 
 def attributes_of_class(kind: type) -> dict[str, Any]:
-    """What a class says of all its instances; nothing of torch's own."""
+    """The class attributes of ``kind`` and its base classes, except torch's."""
     own = [k for k in reversed(kind.__mro__) if k.__module__.partition(".")[0] != "torch"]
-    return {k: v for one in own for k, v in vars(one).items() if not k.startswith("__")}
+    return {k: v for base in own for k, v in vars(base).items() if not k.startswith("__")}
 
 
 def _is_of_numbers(x: object) -> bool:
@@ -71,9 +72,10 @@ def _is_of_numbers(x: object) -> bool:
 def assigned(
     module: nn.Module, before: dict[tuple[str, str], Any], frozen: list[str]
 ) -> dict[str, Tensor]:
-    """The buffers that were assigned anew, which are put back. Another tensor is refused; a number
-    may only count, so its name is added to ``frozen``."""
-    found: dict[str, Tensor] = {}
+    """The new tensors of buffers that the forward reassigned, by path; the old buffers are put
+    back. Any other reassigned tensor is refused. A changed number may be a mere counter, so its
+    name is added to ``frozen`` instead."""
+    reassigned: dict[str, Tensor] = {}
     for (path, name), old in before.items():
         owner = module.get_submodule(path)
         new = owner._buffers[name] if name in owner._buffers else getattr(owner, name, None)
@@ -88,6 +90,6 @@ def assigned(
                 f"the attribute {user_name(full, {})!r} changes from one call to the next, and "
                 "capture would freeze it: make it a buffer (register_buffer)"
             )
-        found[full] = new
+        reassigned[full] = new
         owner._buffers[name] = old
-    return found
+    return reassigned

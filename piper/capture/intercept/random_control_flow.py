@@ -1,7 +1,7 @@
-"""Control flow by a random number, such as the choice of layers to leave out (layerdrop).
+"""Control flow that depends on a random number, such as the choice of dropped layers (layerdrop).
 
-A step is planned before anything is drawn. Where no draw can change the choice, since its
-probability is 0 or 1, it is made; any other is refused in the user's own line.
+A step is planned before any random number is drawn. If the probability is 0 or 1, the branch is
+known and is taken; any other is refused, and the error names the user's line.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from piper.base.errors import CaptureError
 from piper.capture.blame import calling_line
 
 _UNIFORM = (torch.rand, torch.rand_like)
-"""What draws from [0, 1)."""
+"""Functions that draw from [0, 1)."""
 _BELOW = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 _NOT_BELOW = (torch.ge, torch.Tensor.ge, torch.Tensor.__ge__)
 
 
 class DecideDraws(TorchFunctionMode):
-    """While it is active, ``if torch.rand([]) < p`` is decided for a ``p`` of 0 or 1, and an error
-    for any other."""
+    """While active, decides ``if torch.rand([]) < p`` for ``p`` = 0 or 1, and refuses it for any
+    other ``p``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._drawn: dict[int, Tensor] = {}
         self._compared: dict[int, tuple[Tensor, bool | None]] = {}
-        """Comparisons of what was drawn, and how they come out, if always alike."""
+        """Comparisons of drawn numbers with their outcomes; None if the outcome is random."""
 
     def __torch_function__(
         self,
@@ -60,7 +60,7 @@ class DecideDraws(TorchFunctionMode):
 
 
 def _outcome(func: Callable[..., Any], bound: Sequence[Any]) -> bool | None:
-    """Whether a number of [0, 1) is below ``bound``, or not below it; None if that depends."""
+    """The outcome of comparing a number in [0, 1) with ``bound``; None if it can be either."""
     if len(bound) != 1 or not isinstance(bound[0], int | float) or 0 < bound[0] < 1:
         return None
     return (bound[0] >= 1) == (func in _BELOW)

@@ -1,4 +1,4 @@
-"""What a loss may return: one scalar, or a sum and what it is divided by."""
+"""Checks of a loss: it takes the output and the targets, and returns one scalar or (sum, count)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from piper.capture.graphs import ancestors
 
 
 def refuse_uncallable(loss: object, targets: Sequence[Any]) -> None:
-    """Refuse what cannot be called as a loss with these targets."""
+    """Refuse a loss that cannot be called with the model's output and ``targets``."""
     if isinstance(loss, type):
         raise CaptureError(f"loss={loss.__name__} is a class: give an instance, {loss.__name__}()")
     if not callable(loss):
         raise CaptureError(f"loss={loss!r} cannot be called: give a function (output, *targets)")
     try:
         wanted = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (TypeError, ValueError):  # a builtin that does not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         wanted.bind(None, *targets)
@@ -37,15 +37,15 @@ def refuse_uncallable(loss: object, targets: Sequence[Any]) -> None:
 
 
 def check_loss(loss: Any) -> tuple[Tensor, ...]:
-    """The parts of what a loss returned."""
+    """The loss's result as a tuple, (mean,) or (sum, count); anything else is refused."""
     parts = loss if isinstance(loss, tuple) else (loss,)
     good = len(parts) in (1, 2) and all(isinstance(x, Tensor) and x.numel() == 1 for x in parts)
     good = good and (len(parts) == 1 or not (parts[1].is_complex() or parts[1].dtype == torch.bool))
     if not good or not parts[0].is_floating_point():
-        found = [_described(x) for x in parts]
+        given = [_described(x) for x in parts]
         raise CaptureError(
             "the loss must return one real scalar (a mean over the microbatch) or a pair of "
-            f"scalars (sum, count); it returned {found[0] if len(found) == 1 else found}"
+            f"scalars (sum, count); it returned {given[0] if len(given) == 1 else given}"
         )
     return parts
 
@@ -57,8 +57,8 @@ def _described(x: Any) -> str:
 
 
 def refuse_metric(count: fx.Node, step: nn.Module, parameters: Mapping[fx.Node, str]) -> None:
-    """A count follows from the batch: what follows from trained parameters is a metric, and to
-    divide by it would scale the loss and all gradients."""
+    """Refuse a count that depends on trained parameters. A count depends on the batch only; such a
+    value is a metric, and dividing by it would scale the loss and all gradients."""
     trained = {user_name(n, {}) for n, p in step.named_parameters() if p.requires_grad}
     behind = ancestors([count], ())
     for node, name in parameters.items():

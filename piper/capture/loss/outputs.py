@@ -1,4 +1,4 @@
-"""What a step reports beside its loss: tensors that are chosen from what the model returned."""
+"""The results of a step beside its loss: tensors selected from the model's output."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from torch import Tensor
 from piper.base.errors import CaptureError
 
 Outputs = Callable[..., Any]
-"""A function of what the loss is given, the model's output and the targets."""
+"""A function of the loss's arguments: the model's output and the targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOutputs:
-    """The tensors that ``choose`` names: numbers, of which a step reports the mean, and tensors
-    whose first dimension are the ``rows`` of a microbatch, which an evaluation returns."""
+    """The tensors that ``choose`` names. Scalars: a step reports their mean. Tensors whose
+    dimension 0 is the ``rows`` of a microbatch: an evaluation returns them."""
 
     choose: Outputs
     rows: int | None
-    """How many rows a microbatch has; None if only numbers are wanted."""
+    """Rows of a microbatch; None if only scalars are wanted."""
 
     def __call__(self, output: Any, *targets: Any) -> dict[str, Tensor]:
-        found = self.choose(output, *targets)
-        named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-        if not named or not all(isinstance(x, Tensor) for x in found.values()):
+        chosen = self.choose(output, *targets)
+        named = isinstance(chosen, Mapping) and all(isinstance(name, str) for name in chosen)
+        if not named or not all(isinstance(x, Tensor) for x in chosen.values()):
             raise CaptureError(
-                f"outputs= returns {_said(found)}: it must return a dict of tensors by name, "
+                f"outputs= returns {_said(chosen)}: it must return a dict of tensors by name, "
                 "such as {'logits': output.logits}"
             )
         if self.rows is not None:
-            for name, x in found.items():
+            for name, x in chosen.items():
                 if x.dim() and x.shape[0] != self.rows:
                     raise CaptureError(
                         f"the output {name!r} has shape {list(x.shape)}, and a microbatch on one "
                         f"device has {self.rows} rows: the first dimension of an output must be "
                         "the rows of the batch, or it must be a single number"
                     )
-        # copies: an output may be an input, or share its memory with what is still computed on
-        wanted = {name: x for name, x in found.items() if self.rows is not None or not x.dim()}
+        # copies: an output may be an input, or share memory with a tensor still in use
+        wanted = {name: x for name, x in chosen.items() if self.rows is not None or not x.dim()}
         return {name: x.detach().clone() for name, x in wanted.items()}
 
 
-def _said(found: Any) -> str:
-    if not isinstance(found, Mapping):
-        return "a tensor" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-    others = {name: x for name, x in found.items() if not isinstance(x, Tensor)}
-    name, x = next(iter(others.items()), next(iter(found.items())))
+def _said(chosen: Any) -> str:
+    if not isinstance(chosen, Mapping):
+        return "a tensor" if isinstance(chosen, Tensor) else f"a {type(chosen).__name__}"
+    others = {name: x for name, x in chosen.items() if not isinstance(x, Tensor)}
+    name, x = next(iter(others.items()), next(iter(chosen.items())))
     return f"a {type(x).__name__} under the name {name!r}"

@@ -1,4 +1,4 @@
-"""The loss that a model computes itself: what is trained where no ``loss=`` is given."""
+"""The loss in a model's own output, which is trained if no ``loss=`` is given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
 def loss_or_own(loss: Loss | None, targets: Sequence[Any]) -> Loss:
-    """``loss``, or that of the model's own output, which takes no targets."""
+    """``loss``, or, without one, the loss in the model's output, which takes no targets."""
     if loss is not None:
         return loss
     if isinstance(targets, Sequence) and len(targets):
@@ -25,7 +25,8 @@ def loss_or_own(loss: Loss | None, targets: Sequence[Any]) -> Loss:
 
 
 def refuse_counted(inputs: Sequence[Any] | Mapping[str, Any]) -> None:
-    """A number is captured as it is, and the labels of a batch are counted anew for each."""
+    """Refuse a plain number as ``num_items_in_batch``: capture would fix it, but each batch has its
+    own count of labels."""
     count = inputs.get("num_items_in_batch", 1) if isinstance(inputs, Mapping) else 1
     if not isinstance(count, Tensor) and count != 1:
         raise CaptureError(
@@ -36,8 +37,8 @@ def refuse_counted(inputs: Sequence[Any] | Mapping[str, Any]) -> None:
 
 
 def own_loss(output: Any) -> Tensor:
-    """The loss in a model's output: its ``loss``, as models of transformers return it if they are
-    given labels, or the whole output if it is one tensor."""
+    """The loss in a model's output: its ``loss`` (transformers models return one if they get
+    labels), or the output itself if it is one tensor."""
     if isinstance(output, Tensor):
         if output.numel() != 1:
             raise CaptureError(
@@ -45,11 +46,11 @@ def own_loss(output: Any) -> Tensor:
                 "which is no loss: give loss=, a function (output, *targets), and targets="
             )
         return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(found, Tensor):
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
         raise CaptureError(
             f"the model returns no loss: its output is a {type(output).__name__} without one; give "
             "loss=, a function (output, *targets), or what the model computes its loss from "
             "(inputs={..., 'labels': ...} for a model of transformers)"
         )
-    return found
+    return loss

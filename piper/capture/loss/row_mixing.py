@@ -1,9 +1,9 @@
-"""Whether a loss is a mean over rows of which each is computed by itself.
+"""Whether a loss is a mean over rows, with each row computed independently.
 
-Only then do the parts of a batch (microbatches, replicas) add up to the whole. The exported step
-goes in; what comes out is the first operation on the way to the loss in which rows meet, or that is
-not linear in a mean over them. Silence proves nothing: of an operation that is not known, and of
-what rows do among experts, nothing is said.
+Only then do the parts of a batch (microbatches, replicas) add up to the whole batch. The exported
+step enters; the first operation before the loss that mixes rows, or is not linear in a mean over
+rows, leaves. A result of None proves nothing: operations without a rule, and the mixing of rows in
+experts, are not judged.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ aten = torch.ops.aten
 
 
 class Meeting(Enum):
-    """How rows of a batch meet."""
+    """How an operation mixes rows of a batch."""
 
     STATISTICS = "statistics"
     """Batch normalization in training."""
     ROWS = "rows"
-    """A row is computed from other rows."""
+    """It computes a row from other rows."""
     MEAN = "mean"
-    """Something that is not linear is computed from a sum or mean over rows."""
+    """It is not linear in a sum or mean over rows."""
     OFFSETS = "offsets"
-    """A tensor of the batch says where others begin and end, and is cut like rows."""
+    """It reads offsets, a tensor of the batch that would be cut like rows."""
 
     __hash__ = object.__hash__
 
@@ -98,8 +98,8 @@ _CONVOLUTIONS = (aten.convolution, aten.conv1d, aten.conv2d, aten.conv3d)
 def row_mixing(
     graph: fx.Graph, inputs: Collection[fx.Node], rows: Collection[fx.Node], loss: fx.Node
 ) -> RowMixing | None:
-    """The first operation behind ``loss`` that needs the whole batch, whose tensors are ``inputs``;
-    ``rows`` are those that have its rows."""
+    """The first operation before ``loss`` that needs the whole batch. ``inputs`` are the tensors of
+    the batch; dimension 0 of those in ``rows`` is the batch."""
     walk = _Walk(inputs, rows)
     needed = ancestors([loss], ())
     for node in graph.nodes:
@@ -109,15 +109,16 @@ def row_mixing(
 
 
 class _Walk:
-    """Goes through a graph once, in its order."""
+    """One pass over a graph, in its order."""
 
     def __init__(self, inputs: Collection[fx.Node], rows: Collection[fx.Node]) -> None:
         self._rows = rows
         self._batch = set(inputs)
-        """What follows from the batch alone."""
+        """Nodes that depend on the batch only."""
         self.states: dict[fx.Node, _State] = {}
         self._apart: dict[str, Layouts | None] = {}
-        """The layouts of operations that had to be taken apart."""
+        """A cache of the layouts of operations without a rule, which are decomposed; None if that
+        fails."""
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -190,7 +191,7 @@ class _Walk:
             return _UNKNOWN if joined is None else _State(_Kind.ROWS, joined)
         with_rows = [x for x in layouts if self.states[x].kind is _Kind.ROWS]
         if packet in _PRODUCTS and len(with_rows) == 1:
-            return _UNKNOWN  # a table that is repeated for every row has as many
+            return _UNKNOWN  # the other may be a table repeated for every row
         if (packet in _ACROSS or _is_pointwise(node)) and _is_real(node):
             return self._mixed(node, Meeting.ROWS)
         return _UNKNOWN
@@ -219,7 +220,8 @@ class _Walk:
         return known
 
     def _is_offsets(self, node: fx.Node) -> bool:
-        """Whether it cuts or adds up a tensor of the batch with one number a row."""
+        """Whether ``node`` slices or accumulates an integer tensor of the batch with one number per
+        row."""
         first = node.args[0]
         return (
             isinstance(first, fx.Node)
@@ -237,14 +239,14 @@ class _Walk:
 
 
 def _trains(node: fx.Node) -> bool:
-    """Whether a batch normalization takes its statistics from the batch."""
+    """Whether a batch norm uses the statistics of the batch."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return bool(given.get("training", given.get("train", "update" in str(node.target))))
 
 
 def _simple(layouts: Layouts) -> Layouts:
-    """Where rows are, and of all else sizes alone."""
+    """The layouts with rows kept apart and all other neighbouring factors merged."""
     if not isinstance(layouts, DimLayout):
         return tuple(x and DimLayout(tuple(map(_sizes, x.dims))) for x in layouts)
     return DimLayout(tuple(map(_sizes, layouts.dims)))
@@ -266,7 +268,7 @@ def _is_single(node: fx.Node) -> bool:
 
 
 def _reduces(node: fx.Node, packet: Any) -> bool:
-    """Whether it is a sum or a mean, or a loss that is one."""
+    """Whether ``node`` is a sum or a mean, or a loss that returns one."""
     if packet in _SUMS:
         return True
     names = [a.name for a in getattr(getattr(node.target, "_schema", None), "arguments", ())]
@@ -281,7 +283,7 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _sums_over_rows(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> bool:
-    """Whether a product sums over the rows of both: ``x.T @ y``."""
+    """Whether a product sums over the rows of both arguments: ``x.T @ y``."""
     tensors = [layouts[x] for x in node.all_input_nodes]
     if len(tensors) != 2 or node.target not in (aten.mm.default, aten.matmul.default):
         return False
@@ -294,7 +296,7 @@ def _sums_over_rows(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> bool:
 
 
 def _joined(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> DimLayout | None:
-    """Rows after rows: as many times the rows of the batch."""
+    """The layout of equal layouts concatenated along rows: a multiple of the rows of the batch."""
     parts = [layouts[x] for x in node.all_input_nodes]
     first = parts[0]
     dim = node.args[1] if len(node.args) > 1 else 0
@@ -312,7 +314,8 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _elementwise(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> DimLayout:
-    """Rows meet their own rows; what is the same for every part may be as large as they are."""
+    """The layout of an elementwise operation. Rows must be in the same dimension of all arguments
+    that have them; arguments without rows may have the same size there."""
     shape = node.meta["val"].shape
     made = DimLayout.of(shape)
     with_rows: dict[int, Dim] = {}
@@ -332,7 +335,7 @@ def _elementwise(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> DimLayout
 
 
 def _attended(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> DimLayout:
-    """Attention within each row."""
+    """The layout of attention, which is within each row."""
     shape = node.meta["val"].shape
     made = DimLayout.of(shape, {0: Axis.ROWS})
     for x in node.all_input_nodes:

@@ -1,14 +1,14 @@
-"""Means over the elements of a batch that count become those of the whole batch.
+"""Weighted means, such as token-weighted losses, become means over the whole batch.
 
-A step is computed part by part (microbatches, replicas) and averaged over the parts. A mean over
-all elements of a part comes out right. One that is divided by a number that depends on the batch
-does not: ``cross_entropy`` with ignored targets, ``(x * mask).sum() / mask.sum()``. Here such a
-number D is replaced by what it is for the whole batch, divided by the number of parts P:
+A step is computed part by part (microbatches, replicas) and averaged over the parts. This is exact
+for a mean over all elements of a part. It is wrong if the divisor depends on the data:
+``cross_entropy`` with ignored targets, ``(x * mask).sum() / mask.sum()``. Here such a divisor D_i
+is replaced by its value D for the whole batch, divided by the number of parts P:
 
     sum_i / D_i    becomes    sum_i / (D / P)    whose mean over the parts is    sum / D
 
-D must follow from the batch alone, and be computed of sums over rows: then the sums of the whole
-batch are inputs of the step (``Totals``). If nothing is ignored, D / P is D_i, bit for bit.
+D must depend on the batch only, and be computed from sums over rows: the sums over the whole batch
+then become inputs of the step (``Totals``). If nothing is ignored, D / P equals D_i, bit for bit.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ _KEEP_DEGREE = (
 )  # fmt: skip
 _MEAN, _SUM = 1, 2
 _MOST = 1 << 20
-"""The most elements of a total."""
+"""Limit on the elements of a total."""
 
 
 class _Kind(Enum):
-    """How something that follows from the batch alone depends on its rows."""
+    """How rows enter a value that is computed from the batch only."""
 
     FIXED = auto()
-    """It is the same for every part."""
+    """The same for every part."""
     ROWS = auto()
-    """It has rows, each computed by itself."""
+    """It has rows, and each row is computed from that row only."""
     ADDED = auto()
-    """That of the whole batch is the sum of the parts', or their mean."""
+    """The value for the whole batch is the sum or the mean of the parts' values."""
     DERIVED = auto()
-    """It is computed of such sums and means."""
+    """Computed from such sums and means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class _Known:
     kind: _Kind
     layout: Layouts = ()
     degree: int = 0
-    """Of what power of the number of rows it grows: 1 for a sum over rows, 0 for a mean."""
+    """It grows as this power of the number of rows: 1 for a sum over rows, 0 for a mean."""
 
 
 _FIXED = _Known(_Kind.FIXED)
@@ -83,24 +83,24 @@ _FIXED = _Known(_Kind.FIXED)
 
 @dataclass(frozen=True, slots=True)
 class MeanEnds:
-    """The ends of an exported step that say what depends on what."""
+    """The inputs and results of an exported step that the rewrite needs."""
 
     inputs: Mapping[fx.Node, str]
     """The tensors of the batch."""
     rows: Collection[fx.Node]
-    """Those of them that have its rows."""
+    """The inputs whose dimension 0 is the batch."""
     loss: fx.Node
     results: Collection[fx.Node]
-    """What is averaged over the parts."""
+    """Results that are averaged over the parts."""
     kept: Collection[fx.Node] = ()
-    """Results that are sums already: what they depend on stays as it is."""
+    """Results that are sums already: nodes that they depend on stay unchanged."""
 
 
 def take_whole_means(
     graph: fx.Graph, ends: MeanEnds, parts: int
 ) -> tuple[dict[fx.Node, str], Totals | None]:
-    """Rewrite ``graph``, a step on one of ``parts`` equal parts of a batch. Returns the inputs that
-    it takes besides, with names, and how they are computed."""
+    """Rewrite ``graph``, a step on one of ``parts`` equal parts of a batch. Returns its additional
+    inputs, with names, and how they are computed."""
     rewriting = _Rewriting(graph, ends, parts)
     scope = ancestors(ends.results, ()) - ancestors(ends.kept, ())
     for node in list(graph.nodes):
@@ -110,18 +110,18 @@ def take_whole_means(
 
 
 class _Rewriting:
-    """Goes through a graph once, in its order."""
+    """One pass over a graph, in its order."""
 
     def __init__(self, graph: fx.Graph, ends: MeanEnds, parts: int) -> None:
         self._graph, self._ends, self._parts = graph, ends, parts
         self._place = returned(graph).index(ends.loss)
         self._known: dict[fx.Node, _Known] = {}
         self._varies: set[fx.Node] = set()
-        """What depends on rows."""
+        """Nodes that depend on rows."""
         self._totals: dict[fx.Node, fx.Node] = {}
-        """By what is summed, the input that has the total."""
+        """For each summed node, the input that holds its total."""
         self._counted: set[fx.Node] = set()
-        """What is divided by a total."""
+        """Nodes that are divided (or multiplied) by a total."""
         self._last = [*graph.find_nodes(op="placeholder")][-1]
         for node in ends.inputs:
             value = node.meta["val"]
@@ -146,7 +146,7 @@ class _Rewriting:
     def _of_batch(self, node: fx.Node) -> bool:
         return all(x in self._known for x in node.all_input_nodes) and not is_random(node)
 
-    # what follows from the batch alone
+    # nodes that depend on the batch only
 
     def _state(self, node: fx.Node) -> _Known | None:
         given = [self._known[x] for x in node.all_input_nodes]
@@ -201,10 +201,11 @@ class _Rewriting:
             return -degrees[0]
         return max(degrees) if node.target in _KEEP_DEGREE else 0
 
-    # what becomes that of the whole batch
+    # rewrites to values of the whole batch
 
     def _mean_over_targets(self, node: fx.Node) -> None:
-        """Cross entropy, if its targets are of the batch: a sum, divided by how many count."""
+        """Rewrite a mean cross entropy over targets of the batch: a sum, divided by the number of
+        targets that are not ignored (or by the sum of their class weights)."""
         if node.target not in (*_ENTROPIES, *_NLL):
             return
         schema = node.target._schema.arguments
@@ -237,14 +238,14 @@ class _Rewriting:
         self._counted.add(self._after(node, aten.div.Tensor, count))
 
     def _targets(self, target: fx.Node, ignored: Any, at: fx.Node) -> fx.Node:
-        """How many targets count."""
+        """The number of targets that are not ignored."""
         counts = self._call(aten.ne.Scalar, (target, ignored), at)
         count = self._call(aten.sum.default, (counts,), at)
         self._known[count] = _Known(_Kind.ADDED, degree=1)
         return count
 
     def _classes(self, target: fx.Node, ignored: Any, classes: int, at: fx.Node) -> fx.Node:
-        """How many targets are of each class; at the end, how many are ignored."""
+        """The number of targets of each class; the last element is the number of ignored ones."""
         flat = self._call(aten.reshape.default, (target, [-1]), at)
         none = self._call(aten.eq.Scalar, (flat, ignored), at)
         which = self._call(aten.masked_fill.Scalar, (flat, none, classes), at)
@@ -255,7 +256,7 @@ class _Rewriting:
         return count
 
     def _divided(self, node: fx.Node) -> None:
-        """What is read of sums over rows becomes that of the whole batch."""
+        """Replace arguments of ``node`` that are sums over rows by those of the whole batch."""
         for index, x in enumerate(node.args):
             if isinstance(x, fx.Node) and self._is_summed(x):
                 self._replace(node, index, x)
@@ -274,7 +275,8 @@ class _Rewriting:
         )
 
     def _is_count(self, node: fx.Node, x: fx.Node) -> bool:
-        """Whether a caller gives what is counted in the whole batch, as transformers does."""
+        """Whether ``node`` divides by the whole batch's count, given by the caller as an input
+        (``num_items_in_batch`` of transformers)."""
         while x.target in _CASTS and isinstance(x.args[0], fx.Node):
             x = x.args[0]
         given = self._ends.inputs.get(x, "").endswith("['num_items_in_batch']")
@@ -308,7 +310,7 @@ class _Rewriting:
             self._counted.add(last)
 
     def _degree(self, node: fx.Node) -> int:
-        """Of what power of the number of rows a value grows, as far as its operations show."""
+        """The power of the number of rows that a value grows as, inferred from its operations."""
         known = self._known.get(node)
         if known is not None and known.kind in (_Kind.ADDED, _Kind.DERIVED):
             return known.degree
@@ -334,7 +336,7 @@ class _Rewriting:
     # nodes
 
     def _whole(self, x: fx.Node, at: fx.Node) -> fx.Node:
-        """What ``x`` is for the whole batch."""
+        """The value of ``x`` for the whole batch."""
         known, value = self._known.get(x), x.meta["val"]
         if known is None or known.kind in (_Kind.FIXED, _Kind.ROWS):
             return x
@@ -360,7 +362,7 @@ class _Rewriting:
         return self._totals[x]
 
     def _share(self, x: fx.Node, dtype: torch.dtype, power: int, at: fx.Node) -> fx.Node:
-        """``x`` divided by a power of the number of parts: exact, if it is a multiple."""
+        """``x`` divided by a power of the number of parts; exact if ``x`` is a multiple of it."""
         wide = self._cast(x, torch.float64, at)
         parts = float(self._parts ** abs(power))
         target = aten.div.Tensor if power > 0 else aten.mul.Tensor
@@ -386,7 +388,7 @@ class _Rewriting:
         return node
 
     def _after(self, node: fx.Node, target: Any, by: fx.Node) -> fx.Node:
-        """Put an operation between ``node`` and all who read it; its dtype stays."""
+        """Insert an operation between ``node`` and its readers; the dtype stays."""
         dtype = node.meta["val"].dtype
         readers = list(node.users)
         with self._graph.inserting_after(node):
@@ -400,7 +402,7 @@ class _Rewriting:
         return last
 
     def _retype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """``node`` again in ``dtype``, if its arguments have changed that."""
+        """``node`` cast back to ``dtype``, if its new arguments changed its dtype."""
         node.meta["val"] = _made(node)
         if node.meta["val"].dtype is dtype:
             return node
@@ -413,13 +415,13 @@ class _Rewriting:
         return last
 
     def _results(self, node: fx.Node, last: fx.Node) -> None:
-        """``last`` depends on rows like ``node``."""
+        """Mark ``last``, and the readers of ``node``, as depending on rows if ``node`` does."""
         for x in (node, *node.users, last):
             if node in self._varies:
                 self._varies.add(x)
 
     def _all_counted(self, node: fx.Node) -> bool:
-        """Whether rows get into ``node`` only where they are divided by a total."""
+        """Whether rows enter ``node`` only through values that are divided by a total."""
         if node in self._counted:
             return True
         terms = [x for x in node.all_input_nodes if x in self._varies]
@@ -462,7 +464,7 @@ class _Rewriting:
 
 
 def _sizes(node: fx.Node) -> set[int]:
-    """Numbers of elements that a reduction may have gone over: of its first dimensions."""
+    """Element counts that a reduction may have covered: products of the leading dimensions."""
     while isinstance(node, fx.Node) and _is_scalar(node) and node.args:
         first = node.args[0]
         if not isinstance(first, fx.Node):

@@ -1,1 +1,1 @@
-"""Piper's own operators, and operators by the names that files have for them."""
+"""Piper's own operators, and the lookup of operators by their names in files."""

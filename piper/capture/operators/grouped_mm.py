@@ -1,9 +1,9 @@
 """Grouped matrix products: rows sorted by expert, each multiplied by its expert's weight.
 
-``offsets[i]`` is where the rows of expert i end, so that only contents depend on the data, never a
-shape. Torch's own products leave the rows after the last offset undefined; here they are zero.
-These operators have shapes for tracing and a backward, are exact on a CPU in every dtype, and are
-torch's fused kernels on a GPU in bf16.
+The rows of expert i end at ``offsets[i]``, so no shape depends on the data. Torch's own products
+leave the rows after the last offset undefined; here they are zero. These operators can be traced
+and differentiated. They are exact on a CPU in every dtype, and use torch's fused kernels on a GPU
+in bf16.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OURS = "piper::"
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``x`` [rows, k] by ``weight`` [experts, k, n]: [rows, n]."""
     if _fused(x):
-        made: Tensor = torch._grouped_mm(_packed(x), _aligned(weight), offs=offsets)
-        return made.masked_fill_(_after(offsets, len(x)), 0)
+        fused: Tensor = torch._grouped_mm(_packed(x), _aligned(weight), offs=offsets)
+        return fused.masked_fill_(_after(offsets, len(x)), 0)
     if _captured(x):
         out = x.new_zeros(x.shape[0], weight.shape[2])
-        for mine, one in zip(_members(offsets, len(x)), weight, strict=True):
-            out = torch.where(mine, x @ one, out)
+        for mine, matrix in zip(_members(offsets, len(x)), weight, strict=True):
+            out = torch.where(mine, x @ matrix, out)
         return out
     out = x.new_empty(x.shape[0], weight.shape[2])
     end = 0
@@ -60,11 +60,11 @@ def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op(_OURS + "expert_rows", mutates_args=())
 def expert_rows(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """For each row, what ``x`` [experts, ...] has for its expert."""
+    """For each row, its expert's entry of ``x`` [experts, ...]; zero after the last offset."""
     places = torch.arange(rows, device=x.device, dtype=offsets.dtype)
     expert = torch.searchsorted(offsets, places, right=True, out_int32=True)
-    found = x.index_select(0, expert.clamp_(max=len(x) - 1))
-    return found.masked_fill_((places >= offsets[-1]).view(-1, *(1,) * (x.dim() - 1)), 0)
+    entries = x.index_select(0, expert.clamp_(max=len(x) - 1))
+    return entries.masked_fill_((places >= offsets[-1]).view(-1, *(1,) * (x.dim() - 1)), 0)
 
 
 @torch.library.custom_op(_OURS + "expert_sums", mutates_args=())
@@ -72,29 +72,27 @@ def expert_sums(x: Tensor, offsets: Tensor) -> Tensor:
     """The sum over each expert's rows of ``x`` [rows, ...]: [experts, ...]."""
     starts = torch.cat([offsets.new_zeros(1), offsets])
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    found = torch.segment_reduce(wide, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
-    return found.to(x.dtype)
+    sums = torch.segment_reduce(wide, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
+    return sums.to(x.dtype)
 
 
 @torch.library.custom_op(_OURS + "expert_counts", mutates_args=())
 def expert_counts(offsets: Tensor) -> Tensor:
-    """How many rows each expert has, [experts, 1]."""
+    """The number of rows of each expert, [experts, 1]."""
     return offsets.diff(prepend=offsets.new_zeros(1)).unsqueeze(1)
 
 
 @torch.library.custom_op(_OURS + "expert_offsets", mutates_args=())
 def expert_offsets(counts: Tensor) -> Tensor:
-    """Where the rows of each expert end, whichever of the devices in ``counts`` [experts, devices]
-    they are from."""
+    """The end of each expert's rows, from all devices in ``counts`` [experts, devices]."""
     return counts.sum(1).cumsum(0, dtype=torch.int32)
 
 
 @torch.library.custom_op(_OURS + "regroup", mutates_args=())
 def regroup(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """How rows that came from several devices are sorted by expert. ``counts`` [experts, devices]
-    says how many came for which expert from which device; they lie by device, and then by expert,
-    with room for ``rows``. The order in which they are taken, and that in which they are put
-    back."""
+    """The permutation that sorts rows received from several devices by expert, and its inverse.
+    ``counts`` [experts, devices] has the number of rows for each expert from each device. The rows
+    are ordered by device, then by expert, in a buffer of ``rows`` rows."""
     ends = counts.t().flatten().cumsum(0)
     places = torch.arange(rows, device=counts.device)
     expert = torch.searchsorted(ends, places, right=True, out_int32=True)
@@ -177,17 +175,17 @@ EXPERT_SUMS = torch.ops.piper.expert_sums.default
 REGROUP = torch.ops.piper.regroup.default
 
 EAGER: Mapping[object, Callable[..., Any]] = {
-    one._opoverload: one._init_fn
-    for one in (
+    operator._opoverload: operator._init_fn
+    for operator in (
         grouped_mm, grouped_outer, expert_rows, expert_sums, expert_counts, expert_offsets, regroup
     )
 }  # fmt: skip
-"""What each of these operators does, without the way through torch's dispatcher."""
+"""The Python function of each operator, which bypasses torch's dispatcher."""
 
 
 @register_flop_formula(torch.ops.piper.grouped_mm)
 def _product_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """As if every row had an expert."""
+    """An upper bound: every row is assumed to have an expert."""
     return int(2 * x[0] * weight[1] * weight[2])
 
 
@@ -197,7 +195,7 @@ def _outer_flops(x: Any, y: Any, *_: Any, **__: Any) -> int:
 
 
 def working_memory(node: fx.Node) -> int:
-    """Bytes that one of these operators needs while it runs, beside what it makes."""
+    """Temporary bytes that one of these operators needs while it runs, beyond its results."""
     if node.op != "call_function" or not str(node.target).startswith("piper."):
         return 0
     made, taken = node.meta["val"], [x.meta["val"] for x in node.all_input_nodes]
@@ -217,18 +215,18 @@ def working_memory(node: fx.Node) -> int:
 
 
 def _fused(x: Tensor) -> bool:
-    """Whether torch has a kernel that needs no offsets on the host."""
+    """Whether torch has a kernel that does not need the offsets on the host."""
     return x.is_cuda and x.dtype is torch.bfloat16
 
 
 def _captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which the host cannot know the offsets: then each
-    expert is given all rows."""
+    """Whether a CUDA graph is being captured. The host cannot read the offsets then, so each expert
+    computes all rows."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _members(offsets: Tensor, rows: int) -> Iterator[Tensor]:
-    """For each expert, which rows are its, as a column."""
+    """For each expert, a mask [rows, 1] of its rows."""
     places = torch.arange(rows, device=offsets.device).unsqueeze(1)
     start: Tensor | int = 0
     for end in offsets:
@@ -241,17 +239,17 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _aligned(weight: Tensor) -> Tensor:
-    """``weight`` where the kernel can read it: in a flat buffer it may begin anywhere."""
+    """``weight`` aligned for the kernel; in a flat buffer it may begin at any address."""
     return weight.clone() if weight.data_ptr() % 16 else weight
 
 
 def _after(offsets: Tensor, rows: int) -> Tensor:
-    """Which rows are after the last offset, as a column."""
+    """A mask [rows, 1] of the rows after the last offset."""
     return (torch.arange(rows, device=offsets.device) >= offsets[-1]).unsqueeze(1)
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Each expert that has rows, with where they begin and end."""
+    """Each expert that has rows, with the start and end of its rows."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:

@@ -1,15 +1,15 @@
-"""Causal attention of two parts of a sequence, its head and its tail, to all keys before them.
+"""Causal attention for context parallelism: each device has a head part and a tail part.
 
 Device i of n has the queries of parts i and 2n - 1 - i of 2n. They see i + 1 and 2n - i parts of
-the keys: 2n + 1 on every device, of the 4n that two parts have with all keys.
+the keys: 2n + 1 on every device, out of 4n without the causal mask.
 
     n = 2       keys 0 1 2 3               keys 0 1 2 3
     device 0  part 0 #         device 1  part 1 # #
               part 3 # # # #             part 2 # # #
 
-One operation, since which parts these are is data: the shapes are the same on all devices. CPUs
-slice the keys; GPUs have kernels for sequences of different lengths, which need no look at the rank
-by the host.
+The rank is a tensor, so this is one operation with the same shapes on all devices. On a CPU it
+slices the keys. On a GPU it uses kernels for sequences of different lengths, and the host never
+reads the rank.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from torch.utils.flop_counter import register_flop_formula
 
 aten = torch.ops.aten
 _BOTTOM_RIGHT = 2
-"""The causal mask of torch's memory-efficient kernels whose last query sees the last key."""
+"""The causal mask type of torch's memory-efficient kernels in which the last query sees the last
+key."""
 _ALIGNED = 8
-"""Of how many numbers their heads must be a multiple."""
+"""The head width of those kernels must be a multiple of this."""
 
 
 @torch.library.custom_op("piper::head_tail_attention", mutates_args=())
 def head_tail_attention(
     query: Tensor, key: Tensor, value: Tensor, rank: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What device ``rank`` has of the attention, and what its backward needs of the
-    softmax. ``query`` is ``[batch, heads, head and tail, width]``, ``key`` and ``value`` have the
-    whole sequence, and perhaps fewer heads."""
+    """The attention of device ``rank``'s queries, and the log-sum-exp of the softmax for the
+    backward. ``query`` is ``[batch, heads, head and tail, width]``. ``key`` and ``value`` have the
+    whole sequence, and may have fewer heads (grouped-query attention)."""
     key, value = _repeated(query, key), _repeated(query, value)
     if query.device.type == "cpu":
-        made = [
+        parts = [
             aten._scaled_dot_product_flash_attention_for_cpu(
                 q, key[:, :, :seen], value[:, :, :seen], attn_mask=_mask(q, seen), scale=scale
             )
             for q, seen in _parts(query, key, rank)
         ]
-        return torch.cat([x for x, _ in made], 2), torch.cat([x for _, x in made], 2)
+        return torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 2)
     packed = _Packed(query, key, rank)
-    found, sums, *_ = aten._efficient_attention_forward(
+    attended, sums, *_ = aten._efficient_attention_forward(
         packed.queries(query),
         packed.keys(key),
         packed.keys(value),
@@ -57,7 +58,7 @@ def head_tail_attention(
         True,
         scale=scale,
     )
-    return packed.unpacked(found), sums
+    return packed.unpacked(attended), sums
 
 
 @head_tail_attention.register_fake
@@ -84,11 +85,12 @@ def head_tail_attention_backward(
     rank: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, and of all keys and values as far as these queries see them."""
+    """The gradients of the queries, and the share of these queries in the gradients of all keys and
+    values."""
     heads = key.shape[1]
     key, value = _repeated(query, key), _repeated(query, value)
     if query.device.type == "cpu":
-        found = _backward_by_parts(gradient, query, key, value, made, sums, rank, scale)
+        gradients = _backward_by_parts(gradient, query, key, value, made, sums, rank, scale)
     else:
         packed = _Packed(query, key, rank)
         for_queries, for_keys, for_values, _ = aten._efficient_attention_backward(
@@ -107,8 +109,8 @@ def head_tail_attention_backward(
             False,
             scale=scale,
         )
-        found = packed.unpacked(for_queries), packed.added(for_keys), packed.added(for_values)
-    return found[0], _summed(found[1], heads), _summed(found[2], heads)
+        gradients = packed.unpacked(for_queries), packed.added(for_keys), packed.added(for_values)
+    return gradients[0], _summed(gradients[1], heads), _summed(gradients[2], heads)
 
 
 @head_tail_attention_backward.register_fake
@@ -133,8 +135,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *saved, rank = ctx.saved_tensors
-    found = head_tail_attention_backward(gradient, *saved, rank, ctx.scale)
-    return *found, None, None
+    gradients = head_tail_attention_backward(gradient, *saved, rank, ctx.scale)
+    return *gradients, None, None
 
 
 head_tail_attention.register_autograd(_backward, setup_context=_keep)
@@ -152,8 +154,8 @@ def _backward_flops(_: torch.Size, query: torch.Size, key: torch.Size, *__: Any,
 
 
 def _products(query: torch.Size, key: torch.Size) -> int:
-    """Multiplications of queries with the keys that they see, a part of which is seen whole or not
-    at all."""
+    """Multiplications of queries with the keys they see. A part of the keys on the causal diagonal
+    counts as a whole part."""
     batch, heads, own, width = query
     part = own // 2
     return batch * heads * part * (key[2] + part) * width
@@ -191,14 +193,14 @@ def _backward_by_parts(
 
 
 def _parts(query: Tensor, key: Tensor, rank: Tensor) -> list[tuple[Tensor, int]]:
-    """The two parts of the queries, and how many keys each sees."""
+    """The two parts of the queries, each with the number of keys it sees."""
     head, tail = query.chunk(2, 2)
     first = (int(rank) + 1) * head.shape[2]
     return [(head, first), (tail, key.shape[2] + head.shape[2] - first)]
 
 
 def _mask(query: Tensor, seen: int) -> Tensor:
-    """Of the last ``seen`` keys, none behind a query."""
+    """The additive causal mask [queries, seen keys] in which the last query sees the last key."""
     rows = query.shape[2]
     hidden = torch.full((rows, seen), -math.inf, dtype=query.dtype)
     return hidden.triu(seen - rows + 1)
@@ -210,12 +212,12 @@ def _repeated(query: Tensor, x: Tensor) -> Tensor:
 
 
 def _summed(x: Tensor, heads: int) -> Tensor:
-    """The gradient of heads that were repeated."""
+    """The gradient of ``heads`` heads, summed over their repetitions."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
 
 
 class _Packed:
-    """Heads and tails of a batch as sequences of different lengths, one after another."""
+    """Head and tail parts of a batch, concatenated as sequences of different lengths."""
 
     def __init__(self, query: Tensor, key: Tensor, rank: Tensor) -> None:
         self._batch, self._width = query.shape[0], query.shape[3]
@@ -237,16 +239,16 @@ class _Packed:
         return self._aligned(x.transpose(1, 2).flatten(0, 1).unsqueeze(0))
 
     def keys(self, x: Tensor) -> Tensor:
-        """The keys that the head sees, then those that the tail sees."""
+        """The keys that the head part sees, then the keys that the tail part sees."""
         return self.queries(x.index_select(2, self._at))
 
     def unpacked(self, x: Tensor) -> Tensor:
-        """The other way round."""
+        """The inverse of ``queries``."""
         apart = x.squeeze(0).unflatten(0, (self._batch, -1)).transpose(1, 2)
         return apart[..., : self._width].contiguous()
 
     def added(self, x: Tensor) -> Tensor:
-        """The gradient of keys that both see."""
+        """The gradients of all keys, summed over head and tail."""
         apart = self.unpacked(x)
         shape = list(apart.shape)
         shape[2] = self._whole

@@ -1,8 +1,8 @@
-"""Operators by the names that files have for them, and whether arguments fit one.
+"""Operators by their names in files, and checks of their arguments.
 
-A file may name an operator of torch's for tensors, one of Piper's own, or one that a library which
-this process has imported has registered; and nothing else that ``torch.ops`` can be asked for:
-no function that loads a library, reads a file, or talks to other processes.
+A file may name a tensor operator of torch, an operator of Piper, or one that an imported library
+has registered. All else in ``torch.ops`` is refused: functions that load a library, read a file, or
+talk to other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from piper.capture.operators import head_tail_attention as head_tail  # noqa: F4
 
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.\w+", re.ASCII)
 _FOR_MODELS = frozenset({"aten", "prims", "rngprims", "inductor_prims", "quantized_decomposed"})
-"""Torch's namespaces of pure functions on tensors."""
+"""Torch's namespaces of pure tensor functions."""
 # fmt: off
 _NOT_FOR_MODELS = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_caffe2", "_dtensor", "_inductor_test",
@@ -34,14 +34,15 @@ _NOT_FOR_MODELS = frozenset({
     "static_runtime", "streams", "symm_mem", "torch_c10d", "vulkan_prepack", "xnnpack",
 })
 # fmt: on
-"""Torch's other namespaces: what is in none of the two is somebody else's library."""
+"""Torch's other namespaces, which are refused. A namespace in neither set belongs to another
+library."""
 _NOT_PURE = frozenset({"aten.from_file.default"})
-"""Reads a file."""
+"""Operators in allowed namespaces that are refused: this one reads a file."""
 
 
 @cache
 def operator_named(name: str) -> OpOverload:
-    """The operator that a file calls ``name``: ``aten.add.Tensor``."""
+    """The operator of a name such as ``aten.add.Tensor``."""
     if not _NAME.fullmatch(name):
         raise MalformedError(
             f"{shown(name)} is not the name of an operator, such as aten.add.Tensor"
@@ -56,19 +57,21 @@ def operator_named(name: str) -> OpOverload:
         raise MalformedError(
             f"the operation {name} is unknown here: import the library that defines it first"
         )
-    found = getattr(getattr(getattr(torch.ops, space), packet), overload)
-    if not isinstance(found, OpOverload) or (space in _FOR_MODELS and found._schema.is_mutable):
+    operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    if not isinstance(operator, OpOverload) or (
+        space in _FOR_MODELS and operator._schema.is_mutable
+    ):
         raise MalformedError(f"a program must not call the operation {name}")
-    return found
+    return operator
 
 
 def _registered(qualified: str) -> bool:
-    """Whether it is in torch's dispatcher: ``torch.ops`` knows more than that."""
+    """Whether torch's dispatcher has the operator; ``torch.ops`` resolves more names than that."""
     return torch._C._dispatch_has_kernel(qualified)
 
 
 def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that the operator's schema has no place for."""
+    """Refuse arguments that do not fit the operator's schema."""
     wanted = _parameters(operator)
     named = {name: (fits, kind) for name, fits, kind, *_ in wanted}
     places = [name for name, *_, keyword, _ in wanted if not keyword]
@@ -97,7 +100,7 @@ Fits = Callable[[Any], bool]
 
 @cache
 def _parameters(operator: OpOverload) -> tuple[tuple[str, Fits, str, bool, bool], ...]:
-    """Each argument's name, what fits it, its type, whether it is by keyword only, and needed."""
+    """Each argument's name, type check, type, and whether it is keyword-only and required."""
     return tuple(
         (a.name, _fits(a.real_type), str(a.real_type), a.kwarg_only, not a.has_default_value())
         for a in operator._schema.arguments
@@ -117,7 +120,7 @@ def _fits(kind: Any) -> Fits:
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    # Torch makes tensors of numbers, and an undefined one of None: a missing attention bias.
+    # Torch turns numbers into tensors, and None into an undefined one: a missing attention bias.
     "TensorType": (fx.Node, bool, int, float, complex, NoneType),
     "IntType": (int, fx.Node),
     "SymIntType": (int, fx.Node),
@@ -131,5 +134,5 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "LayoutType": (torch.layout,),
     "MemoryFormatType": (torch.memory_format,),
 }
-"""What fits where. A generator, a storage or an object of a class fits nowhere: a program has
-none."""
+"""The Python types that fit each schema type. Generators, storages and class objects fit none: a
+program has none."""

@@ -1,1 +1,1 @@
-"""Tensor and context parallelism: the graph of one device of an axis."""
+"""Tensor and context parallelism: the graph of one device along an axis."""

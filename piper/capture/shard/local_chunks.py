@@ -1,5 +1,5 @@
-"""One device's share of a chunk as chunks of their own: what lies between two redistributions, and
-the redistributions themselves."""
+"""Cuts one device's share of a chunk into segments: computations, and the redistributions between
+them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class Sharding:
     axis: str
     ways: int
     stride: int
-    """How far apart neighbours along the axis are."""
+    """The distance between neighbours along the axis, in mesh positions."""
     parameters: Mapping[str, ParameterShard]
     sequence: int | None = None
-    """The dimension along which what would be replicated between its parts is sharded instead."""
+    """Sequence parallelism: the dimension along which partial sums are scattered, not
+    replicated."""
     split: int | None = None
-    """The dimension along which the tensors of the batch are sharded."""
+    """Context parallelism: the dimension along which the tensors of the batch are sharded."""
     context: ContextAttention | None = None
-    """How attention is computed then."""
+    """How attention is computed under context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalChunk:
-    """A segment, before its values have numbers."""
+    """A segment whose values are not numbered yet."""
 
     segment: Segment
     body: Body | None
@@ -48,7 +49,7 @@ class LocalChunk:
     draws: Draws | None
 
     def name(self, output: fx.Node) -> str:
-        """What is redistributed keeps its name, with a dash."""
+        """A redistributed value has the name of its source with a prime."""
         return output.name if self.body is not None else f"{output.args[0]}'"
 
 
@@ -68,7 +69,7 @@ class LocalChunks:
         if local.rank is not None:
             self._buffers[local.rank] = RANK + sharding.axis
         self.inputs = local.arguments[first:]
-        """What the chunk itself takes."""
+        """The inputs of the whole chunk."""
         self._updates = dict(zip(local.results[body.outputs :], chunk.updates, strict=True))
         self._ends = set(local.results)
         self._count = 0
@@ -131,7 +132,7 @@ class LocalChunks:
         return Segment(number, it.axis, it.ways, sharded, {n: it.parameters[n] for n in names})
 
     def _draws(self, nodes: list[fx.Node]) -> Draws | None:
-        """Where the segment with ``nodes`` is in what the chunk draws."""
+        """The position of the segment with ``nodes`` in the random draws of the chunk."""
         drawn = self._share.draws
         mine = [i for i, (node, _) in enumerate(drawn) if node in set(nodes)]
         if not mine:
@@ -153,25 +154,26 @@ class LocalChunks:
         return any(user not in inside and user.op != "output" for user in node.users)
 
     def _constants_of(self, nodes: list[fx.Node]) -> set[fx.Node]:
-        """What the segment computes for itself."""
-        found: set[fx.Node] = set()
+        """The constants that the segment recomputes."""
+        needed: set[fx.Node] = set()
         share = self._share
         stack = [a for n in nodes for a in n.all_input_nodes if a in share.constants]
         while stack:
             node = stack.pop()
-            if node.op == "call_function" and node not in found:
-                found.add(node)
+            if node.op == "call_function" and node not in needed:
+                needed.add(node)
                 stack += [a for a in node.all_input_nodes if a in share.recomputed_by]
-        return found
+        return needed
 
 
 def _levels(local: Local) -> dict[fx.Node, int]:
-    """How many redistributions lie before each operation: even where devices compute the same, odd
-    where they compute on shards. What reads nothing is computed where it is read."""
+    """The level of each operation, which grows with each redistribution before it: even where all
+    devices compute the same, odd where they compute on shards. An operation that reads only
+    constants has the level of its first reader."""
     levels: dict[fx.Node, int] = {}
     ends = set(local.results)
     free: dict[fx.Node, None] = {}
-    """Operations that read nothing but constants, such as the noise of a dropout."""
+    """Operations that read only constants, such as the noise of a dropout."""
     for node in local.graph.nodes:
         if node.op != "call_function" or (node in local.constants and node not in ends):
             continue

@@ -1,8 +1,8 @@
-"""The graph of one device's share while it is built: operations on local values, and values brought
-from one layout along the axis into another.
+"""Builds the graph of one device's share: operations on local values, and redistributions of values
+between layouts along the axis.
 
-What is gathered, scattered or sent to everyone lies in a first dimension of its own while it moves:
-its maker packs it, its reader unpacks it.
+A value that is gathered, scattered or exchanged all-to-all has the parts in an additional first
+dimension while it moves: its producer packs it, its reader unpacks it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MOVES = {
     (Shard, Replicate, True): (Move.ALL_GATHER, Move.REDUCE_SCATTER),
     (Shard, Shard, True): (Move.ALL_TO_ALL, Move.ALL_TO_ALL),
 }
-"""By the layout in which a value is made, that in which it is read, and whether the reader computes
-on shards: what the forward does, and what the backward does with its gradient."""
+"""By the layout in which a value is made, the layout in which it is read, and whether the reader
+computes on shards: the move of the forward, and the move of the gradient in the backward."""
 
 
 class LocalGraph:
-    """A graph on one of the devices along ``axis``."""
+    """The graph of one device along ``axis``."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device, axis: ShardAxis) -> None:
         self._mode, self._device, self._axis, self._ways = mode, device, axis, axis.ways
@@ -51,7 +51,7 @@ class LocalGraph:
         """Operations that devices compute on different shards."""
         self.moves: dict[fx.Node, Redistribution] = {}
         self.constants: set[fx.Node] = set()
-        """What depends on no parameter and no input."""
+        """Values that depend on no parameter and no input."""
         self.rank_node: fx.Node | None = None
 
     def argument(self, name: str, whole: FakeTensor, placement: LocalLayout) -> fx.Node:
@@ -67,7 +67,7 @@ class LocalGraph:
         return local
 
     def rank(self) -> fx.Node:
-        """The device's place along the axis."""
+        """The device's index along the axis."""
         if self.rank_node is None:
             last = self.graph.find_nodes(op="placeholder")[-1]
             with self.graph.inserting_after(last):
@@ -78,8 +78,8 @@ class LocalGraph:
         return self.rank_node
 
     def call(self, target: Any, args: tuple[Any, ...], sharded: bool, **kwargs: Any) -> fx.Node:
-        """An operation on local values, which devices compute on shards or all alike."""
-        value = self._on_fakes(target, args, kwargs)  # which may fail, and leaves nothing then
+        """An operation on local values; ``sharded`` if devices compute it on different shards."""
+        value = self._on_fakes(target, args, kwargs)  # first: if it fails, the graph is unchanged
         local = self.graph.call_function(target, args, kwargs)
         local.meta["val"] = value
         if sharded:
@@ -87,7 +87,7 @@ class LocalGraph:
         return local
 
     def placed(self, local: fx.Node, placement: LocalLayout, like: fx.Node | None = None) -> None:
-        """Note that ``local`` is placed so, and along earlier axes like ``like``."""
+        """Record the placement of ``local``; along earlier axes it is that of ``like``."""
         earlier = placements_of(local if like is None else like)
         others = [p for p in earlier if p.axis != self._axis.name]
         if isinstance(placement, Shard | ShardedSections):
@@ -105,15 +105,15 @@ class LocalGraph:
         before: bool,
         after: bool,
     ) -> fx.Node:
-        """``local``, which is placed as ``made``, as ``wanted``; ``before`` and ``after`` say
-        whether its maker and its reader compute on shards."""
+        """``local``, redistributed from ``made`` to ``wanted``; ``before`` and ``after`` say
+        whether its producer and its reader compute on shards."""
         fixed = local in self.constants or not differentiable(local)
         if made == REPLICATED and not before and after and isinstance(wanted, Shard) and fixed:
             return self.slice(local, wanted.dim)
         packed = local
         if isinstance(wanted, Shard):
             packed = self._pack(local, wanted.dim, before)
-        elif not local.meta["val"].is_contiguous():  # its memory has more than what is sent
+        elif not local.meta["val"].is_contiguous():  # its storage is more than its elements
             packed = self._contiguous(local, before)
         moves = _MOVES[type(plain(made)), type(wanted), after]
         args: Any = (packed, moves[0], self._ways)
@@ -129,7 +129,7 @@ class LocalGraph:
         return moved
 
     def slice(self, x: fx.Node, dim: int) -> fx.Node:
-        """This device's part of what is the same everywhere and has no gradient."""
+        """This device's part of a value that is equal on all devices and has no gradient."""
         size = x.meta["val"].shape[dim] // self._axis.parts
         at = self.positions(self.rank(), size)
         if self._axis.head_tail:
@@ -141,7 +141,8 @@ class LocalGraph:
         return part
 
     def part(self, x: fx.Node, placement: Shard | ShardedSections) -> fx.Node:
-        """The same of each of several equal sections, if these are sharded each for itself."""
+        """The same along ``placement``, which may have equal sections that are sharded
+        separately."""
         dim = placement.dim
         if not isinstance(placement, ShardedSections):
             return self.slice(x, dim)
@@ -152,7 +153,7 @@ class LocalGraph:
         return self.call(aten.reshape.default, (part, together), True)
 
     def positions(self, part: fx.Node, size: int) -> fx.Node:
-        """Where the elements of a part are in the whole."""
+        """The positions in the whole of the elements of a part."""
         own = self._constant(aten.arange.default, size, device=self._device)
         first = self._constant(aten.mul.Tensor, part, size)
         return self._constant(aten.add.Tensor, own, first)
@@ -166,11 +167,11 @@ class LocalGraph:
         """``x`` with its parts along ``dim`` in another order."""
         size = x.meta["val"].shape[dim] // len(order)
         parts = self.call(aten.split.Tensor, (x, size, dim), sharded)
-        found = [self.call(operator.getitem, (parts, part), sharded) for part in order]
-        return self.call(aten.cat.default, (found, dim), sharded)
+        ordered = [self.call(operator.getitem, (parts, part), sharded) for part in order]
+        return self.call(aten.cat.default, (ordered, dim), sharded)
 
     def _pack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
-        """``x`` with its shards along ``dim`` in a first dimension."""
+        """``x`` with its shards along ``dim`` in an additional first dimension."""
         if self._axis.head_tail:
             x = self._permuted(x, dim, self._axis.dealt, sharded)
         shape = list(x.meta["val"].shape)
@@ -185,7 +186,7 @@ class LocalGraph:
         return self.call(aten.clone.default, (x,), sharded, memory_format=contiguous)
 
     def _unpack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
-        """The other way round."""
+        """The inverse of ``_pack``."""
         shape = list(x.meta["val"].shape)
         rest = list(range(1, len(shape)))
         moved = self.call(aten.permute.default, (x, [*rest[:dim], 0, *rest[dim:]]), sharded)
@@ -198,7 +199,7 @@ class LocalGraph:
         return self._permuted(whole, dim, [dealt.index(i) for i in range(len(dealt))], sharded)
 
     def _unpack_sections(self, x: fx.Node, packed: ShardedSections, sharded: bool) -> fx.Node:
-        """The sections of a fused weight's result, each with the parts of all devices."""
+        """The sections of a fused weight's result, each joined from the parts of all devices."""
         sizes = [n // self._ways for n in packed.sections]
         parts = self.call(aten.split_with_sizes.default, (x, sizes, packed.dim + 1), sharded)
         whole = [
@@ -208,7 +209,7 @@ class LocalGraph:
         return self.call(aten.cat.default, (whole, packed.dim), sharded)
 
     def shape(self, whole: Tensor, placement: LocalLayout) -> tuple[int, ...]:
-        """The shape of a shard; that of an uneven dimension is padded."""
+        """The shape of a shard; an uneven dimension is padded."""
         shape = list(whole.shape)
         if isinstance(placement, Shard | ShardedSections):
             shape[placement.dim] = -(-shape[placement.dim] // self._ways)
@@ -221,7 +222,7 @@ class LocalGraph:
 
 
 def _moved(x: Tensor, move: Move, ways: int) -> Tensor:
-    """A tensor of the shape that a move makes; its contents come from elsewhere."""
+    """A tensor of the shape that a move makes; collectives provide the contents at run time."""
     if move is Move.ALL_GATHER:
         return x.unsqueeze(0).expand(ways, *x.shape).clone()
     if move in (Move.REDUCE_SCATTER, Move.SELECT):
@@ -230,18 +231,18 @@ def _moved(x: Tensor, move: Move, ways: int) -> Tensor:
 
 
 def placements_of(local: fx.Node) -> tuple[AxisPlacement, ...]:
-    """How a value of a local graph lies along the axes where it is not replicated."""
-    found: tuple[AxisPlacement, ...] = local.meta.get("placements", ())
-    return found
+    """The placements of a local value along the axes where it is not replicated."""
+    placements: tuple[AxisPlacement, ...] = local.meta.get("placements", ())
+    return placements
 
 
 def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:
-    """What a redistribution looks like to autograd: a function of the same shapes."""
+    """A function with the shapes of a redistribution, for autograd."""
     return lambda x: _moved(x, move, ways)
 
 
 def plain(placement: LocalLayout) -> Placement:
-    """The placement that the rules know."""
+    """The placement as torch's rules know it."""
     return Shard(placement.dim) if isinstance(placement, ShardedSections) else placement
 
 

@@ -1,6 +1,6 @@
-"""How an operation reads its inputs along an axis, and how what it makes is placed: as the inputs
-are made if there is a rule for that, otherwise in the cheapest way for which there is one; if there
-is none, from what is gathered.
+"""Chooses the placements in which an operation reads its inputs along an axis, and so that of its
+result: the inputs as they are made, if there is a rule for that; otherwise the cheapest placements
+for which there is a rule; if there is none, all inputs are gathered.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _PASS_PARTIAL = {
     aten.unflatten.int,
     aten.alias.default,
 }
-"""What a partial sum may pass before it is reduced: it is reduced once, where it is made."""
+"""Operations that a partial sum may pass unreduced, unless another reader had it reduced."""
 _ADD = {aten.add.Tensor, aten.sub.Tensor}
 _TRIED = 512
-"""Ways to read the inputs of an operation, before they are all gathered."""
+"""The most combinations of input placements that are tried before all inputs are gathered."""
 _COMBINED = 10_000
-"""Where there are more ways than this, as for a concatenation of many, only those are tried that
-place all inputs alike."""
+"""With more combinations than this, as for a concatenation of many tensors, only those that place
+all inputs alike are tried."""
 
 
 class Placing:
-    """What is known so far of the placements in one graph."""
+    """The placements of one graph's values that are known so far."""
 
     def __init__(
         self, rules: Rules, axis: ShardAxis, resolved: Callable[[Tensor], Placement]
@@ -59,28 +59,28 @@ class Placing:
         self._rules, self._axis, self.resolved = rules, axis, resolved
         self._ways, self._parts = axis.ways, axis.parts
         self.made: dict[fx.Node, Any] = {}
-        """How each node is placed."""
+        """The placement of each node."""
         self.whole: dict[fx.Node, Any] = {}
         """Fake tensors of the whole, by node."""
         self.fixed: set[fx.Node] = set()
         """Parameters and buffers, and heads of parameters."""
         self.reduced: set[fx.Node] = set()
-        """Partial sums that were reduced already, for some reader."""
+        """Partial sums that were already reduced for some reader."""
         self.gathered: list[fx.Node] = []
-        """Operations for which no rule was found."""
+        """Operations without a rule, which read gathered inputs."""
         self.free: set[fx.Node] = set()
-        """What every device can have as a whole without communication."""
+        """Values that every device can have whole without communication."""
 
     def of(self, node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
-        """How an operation reads its inputs, and how what it makes is placed."""
+        """The placements in which an operation reads its inputs, and that of its result."""
         now = {x: self.made[x] for x in node.all_input_nodes}
         if all(p == REPLICATED for p in now.values()):
             return now, alike(self.whole[node], REPLICATED)
         if any(isinstance(p, ShardedSections) for p in now.values()):
             apart = {x: p if isinstance(p, ShardedSections) else REPLICATED for x, p in now.items()}
-            found = self._packed(node, apart)
-            if found is not None:
-                return apart, found
+            packed = self._packed(node, apart)
+            if packed is not None:
+                return apart, packed
             now = {x: REPLICATED if isinstance(p, ShardedSections) else p for x, p in now.items()}
         partial = [x for x, p in now.items() if isinstance(p, Partial)]
         passes = not any(x in self.reduced for x in partial) and (
@@ -100,8 +100,8 @@ class Placing:
     def _search(
         self, node: fx.Node, now: dict[fx.Node, Any]
     ) -> tuple[dict[fx.Node, Any], Placements]:
-        """The cheapest way to read the inputs for which there is a rule; of equals, that which
-        shards most."""
+        """The cheapest input placements for which there is a rule; among equals, the ones that
+        shard most."""
         choices = [self._choices(x, placement) for x, placement in now.items()]
         rows: Iterable[Sequence[Placement]] = itertools.product(*choices)
         if math.prod(map(len, choices)) > _COMBINED:
@@ -130,13 +130,13 @@ class Placing:
         return list(dict.fromkeys([now, REPLICATED, *map(Shard, dims)]))
 
     def _costs(self, now: dict[fx.Node, Any], row: Sequence[Placement]) -> tuple[int, int, int]:
-        """Of equal costs, what shards most; of these, not the rows: heads part again before the
-        product that merges them, which may be wider."""
+        """Bytes; then replicated inputs; then inputs sharded by rows: these would be redistributed
+        to sharded heads before the product that merges heads, where they may be wider."""
         total = sum(self._cost(x, p) for x, p in zip(now, row, strict=True))
         return total, sum(p == REPLICATED for p in row), sum(p == Shard(0) for p in row)
 
     def _cost(self, x: fx.Node, placement: Placement) -> int:
-        """Bytes that reading a value so communicates, in both directions."""
+        """Bytes communicated, in forward and backward, to read a value in ``placement``."""
         made, whole = self.made[x], self.whole[x]
         if isinstance(made, Partial):
             made = self.resolved(whole)
@@ -151,7 +151,7 @@ class Placing:
         if all(p == REPLICATED for p in needs.values()):
             return alike(self.whole[node], REPLICATED)
         if isinstance(node.target, FunctionCall):
-            return None  # nothing is known of its backward
+            return None  # there is no rule for its backward
         padded: set[int] = set()
         for x, placement in needs.items():
             if isinstance(placement, Shard) and isinstance(self.whole[x], Tensor):
@@ -172,9 +172,9 @@ class Placing:
         return made
 
     def _fits(self, whole: Any, made: Any, padded: Collection[int]) -> bool:
-        """Whether shards placed so are even, and partial sums are sums. Where the inputs have
-        ``padded`` dimensions of these sizes, the result has one of them too: nothing is summed
-        over padding."""
+        """Whether shards placed so are even, and partial results are sums, or the mean of a single
+        result. If the inputs have ``padded`` dimensions of these sizes, the result must be sharded
+        along one of such a size: nothing is summed over padding."""
         if isinstance(made, tuple):
             pairs = zip(whole, made, strict=True)
             return all(p is None or (self._fits(x, p, padded) and p != MEAN) for x, p in pairs)
@@ -184,8 +184,8 @@ class Placing:
         return made in ((REPLICATED, SUM, MEAN) if not padded else ())
 
     def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
-        """The placement of what is made of a fused weight's sections, up to where they part; None
-        where they cannot stay packed."""
+        """The placement of a result computed from a fused weight's sections, up to the operation
+        that splits them; None if they cannot stay packed."""
         first = next(p for p in now.values() if isinstance(p, ShardedSections))
         whole = self.whole[node]
         if node.target in SPLITS and dim_of(node, 2) == first.dim:

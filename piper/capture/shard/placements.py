@@ -1,4 +1,4 @@
-"""How a value lies along one axis of a mesh, in torch's words."""
+"""The placement of a value along one mesh axis, in DTensor's terms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch.distributed.tensor import Replicate
 from piper.ir.layouts import Placement
 
 Placements = Placement | tuple["Placements | None", ...]
-"""Of one tensor, or of an operation with several results."""
+"""Of one tensor, or of each result of an operation."""
 
 REPLICATED = Replicate()

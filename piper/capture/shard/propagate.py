@@ -1,12 +1,12 @@
-"""From a chunk's graph, and how its parameters and inputs are sharded along an axis, to the graph
+"""Turns a chunk's graph, with placements of its parameters and inputs along an axis, into the graph
 of one device's share: every operation at local shapes, and a redistribution wherever a value is
 read in another layout than it is made in.
 
     x R ─▶ linear(w S(0)) ─▶ S ─▶ linear(w S(1)) ─▶ P ─▶ [all_reduce] ─▶ R ─▶ add
 
-Only the forward is propagated. The gradient of a value follows from its layout: S for S, R for P,
-and for R a partial sum where a sharded computation reads it, else R. So every redistribution of the
-forward is one of the backward too, and ``differentiate`` makes the backward of the shares.
+Only the forward is propagated. The layout of a gradient follows from that of its value: S for S, R
+for P, and for R a partial sum if a sharded computation reads it, else R. So each redistribution of
+the forward is also one of the backward, and ``differentiate`` makes the backward of the shares.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Local:
     """Operations that devices along the axis compute on different shards."""
     moves: dict[fx.Node, Redistribution]
     constants: frozenset[fx.Node]
-    """What segments compute for themselves: it depends on no parameter and no input, or on inputs
-    without gradients alone, of which it is larger."""
+    """Values that each segment recomputes: they depend on no parameter and no input, or only on
+    inputs without gradients that are smaller."""
     recomputed_by: frozenset[fx.Node]
-    """What constants may be computed by."""
+    """The operations that may take part in recomputing constants."""
     placements: tuple[LocalLayout, ...]
-    """Of the results."""
+    """The placements of the results."""
     rank: fx.Node | None
-    """The device's place along the axis, if it is needed."""
+    """The device's index along the axis, if it is needed."""
     draws: tuple[tuple[fx.Node, Draw | None], ...]
-    """What draws random numbers, in the order of the whole; None for what is no dropout."""
+    """Operations that draw random numbers, in the order of the whole; None if not a dropout."""
     gathered: tuple[Gathered, ...]
 
 
@@ -80,20 +80,20 @@ def propagate(
     split: Sequence[int | None],
     name: str,
 ) -> Local:
-    """The share of ``body`` on each of the devices along ``axis``. ``given`` are the
-    placements of its arguments, ``wanted`` those of its results where they are not open,
-    ``resolved`` what becomes of a partial sum; ``split`` are dimensions along which inputs are
-    sharded that all devices have whole; ``name`` is for errors."""
-    found = _Propagation(body, rules, axis, given, resolved, name)
-    found.split(split)
-    for node in found.nodes():
-        found.visit(node)
-        found.note(node)
-    return found.finished(wanted)
+    """The share of ``body`` on each device along ``axis``. ``given`` are the placements of its
+    arguments, ``wanted`` those of its results, None where they are open. ``resolved`` gives the
+    placement of a reduced partial sum. ``split`` are the dimensions along which to shard inputs
+    that all devices have whole. ``name`` is for errors."""
+    propagation = _Propagation(body, rules, axis, given, resolved, name)
+    propagation.split(split)
+    for node in propagation.nodes():
+        propagation.visit(node)
+        propagation.note(node)
+    return propagation.finished(wanted)
 
 
 class _MisfitError(Exception):
-    """An operation names sizes, or the like, that are those of the whole."""
+    """An operation has sizes, or similar arguments, of the whole."""
 
 
 class _Propagation:
@@ -116,10 +116,10 @@ class _Propagation:
         self._forms: dict[tuple[fx.Node, LocalLayout, bool], fx.Node] = {}
         self._draws: list[tuple[fx.Node, Draw | None]] = []
         self._derived: set[fx.Node] = set()
-        """What is computed of parameters alone: those who compute on shards do it again, so that
-        its gradient is summed with that of the parameters, once a step."""
+        """Values computed from parameters alone. Sharded computations recompute them, so that their
+        gradients are summed with those of the parameters, once a step."""
         self._wholes: dict[fx.Node, fx.Node] = {}
-        """Inputs without gradients that all devices have whole, although they are split."""
+        """The whole of split inputs without gradients, and of values computed from them."""
         self._source = rewritten(body.module.graph, given, axis)
         self._inputs: list[fx.Node] = []
         placeholders = self._source.find_nodes(op="placeholder")
@@ -136,7 +136,7 @@ class _Propagation:
         self._arguments = tuple(self._local[node] for node in placeholders)
 
     def split(self, dims: Sequence[int | None]) -> None:
-        """Take this device's part of inputs that all devices have whole, along ``dims``."""
+        """Take this device's part, along ``dims``, of inputs that all devices have whole."""
         for node, dim in zip(self._inputs, dims, strict=True):
             if dim is not None:
                 if not differentiable(self._local[node]):
@@ -171,14 +171,14 @@ class _Propagation:
             self._compute(node, dict.fromkeys(node.all_input_nodes, REPLICATED), whole)
 
     def note(self, node: fx.Node) -> None:
-        """Say on the local value how it is placed."""
+        """Record the placement of ``node`` on its local value."""
         made = self._made[node]
         if isinstance(made, Placement | ShardedSections):
             self._out.placed(self._local[node], made, node)
             self._note_free(node)
 
     def _note_free(self, node: fx.Node) -> None:
-        """Note what is made of split inputs that are there as a whole too: so is this."""
+        """Mark ``node`` as free if it depends only on free values and constants."""
         free, constants = self._placing.free, self._out.constants
         read = node.all_input_nodes
         known = all(x in free or self._local[x] in constants for x in read)
@@ -187,7 +187,7 @@ class _Propagation:
             free.add(node)
 
     def _of_whole(self, node: fx.Node, placement: Placement) -> fx.Node:
-        """Another part of what every device can compute as a whole, without communication."""
+        """``node`` in ``placement``, from the whole that every device computes for itself."""
         if isinstance(placement, Shard):
             return self._out.slice(self._of_whole(node, REPLICATED), placement.dim)
         if node not in self._wholes:
@@ -224,7 +224,8 @@ class _Propagation:
             self._emit(node, node.target, args, kwargs, sharded)
 
     def _dropped_out(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> bool:
-        """A dropout on a shard: this device's part of what the whole would have drawn."""
+        """Emit a dropout on a shard, with this device's part of the whole's noise; or return
+        False."""
         if node.target is not aten.dropout.default or not isinstance(made, Shard):
             return False
         whole = self._whole[node]
@@ -254,7 +255,7 @@ class _Propagation:
         return bool(inputs) and known and not is_random(node)
 
     def _rewrite(self, node: fx.Node) -> bool:
-        """Compute ``node`` otherwise than the whole does, where shards must."""
+        """Emit the form of ``node`` that is special to shards; return whether there is one."""
         placed = {
             x: self._placing.resolved(self._whole[x]) if isinstance(p, Partial) else p
             for x, p in ((x, self._made[x]) for x in node.all_input_nodes)
@@ -264,14 +265,14 @@ class _Propagation:
             placed |= weight
             self._placing.fixed.add(node)
         local = _Read(self, placed)
-        found = (
+        rewrite = (
             on_shards(node, placed, local, self)
             or causal_shards(node, placed, local, self)
             or own_head(node, local, self)
         )
-        if found is None:
+        if rewrite is None:
             return False
-        self._local[node], self._made[node] = found.local, found.placement
+        self._local[node], self._made[node] = rewrite.local, rewrite.placement
         return True
 
     def call(self, target: Any, *args: Any, sharded: bool = True) -> fx.Node:
@@ -289,7 +290,7 @@ class _Propagation:
         return self._out.redistributed(local, made, wanted, before=True, after=sharded)
 
     def _form(self, node: fx.Node, placement: Any, sharded: bool) -> fx.Node:
-        """``node`` at local shapes as one reader needs it, who computes on shards or not."""
+        """The local value of ``node`` in ``placement``, for a reader that is ``sharded`` or not."""
         made, local = self._made[node], self._local[node]
         if placement is None or isinstance(made, tuple):
             return local
@@ -300,7 +301,7 @@ class _Propagation:
         if made == placement and (made != REPLICATED or made_sharded == sharded or plain):
             return local
         if made == REPLICATED == placement and made_sharded:
-            return local  # what shards make that is the same everywhere has no gradient
+            return local  # a sharded computation's replicated result has no gradient
         key = node, placement, sharded
         if key not in self._forms:
             if node in self._placing.free and isinstance(placement, Placement):
@@ -311,7 +312,7 @@ class _Propagation:
             elif made == REPLICATED == placement and node in self._derived:
                 self._forms[key] = self._again(node)
             else:
-                if node in self._placing.fixed:  # what is moved is a value
+                if node in self._placing.fixed:  # only values move: copy it
                     local = self._out.call(aten.clone.default, (local,), made_sharded)
                 moved = self._out.redistributed(
                     local, made, placement, before=made_sharded, after=sharded
@@ -322,14 +323,14 @@ class _Propagation:
         return self._forms[key]
 
     def _without_padding(self, moved: fx.Node, node: fx.Node, made: Any, sharded: bool) -> fx.Node:
-        """What was gathered of a dimension that the devices do not share evenly."""
+        """``moved`` without the padding of a gathered dimension that is not divisible."""
         if not isinstance(made, Shard) or self._whole[node].shape[made.dim] % self._ways == 0:
             return moved
         size = self._whole[node].shape[made.dim]
         return self._out.call(aten.slice.Tensor, (moved, made.dim, 0, size), sharded)
 
     def _again(self, node: fx.Node) -> fx.Node:
-        """What is computed of parameters, for those who compute on shards."""
+        """A value computed from parameters, recomputed for a sharded reader."""
         args, kwargs = pytree.tree_map_only(
             fx.Node, lambda x: self._form(x, REPLICATED, True), (node.args, dict(node.kwargs))
         )
@@ -360,12 +361,12 @@ class _Propagation:
         except ValueError:
             if target not in (aten.view.default, aten._unsafe_view.default):
                 raise
-            return self._out.call(aten.reshape.default, args, sharded)  # moved, it lies otherwise
+            return self._out.call(aten.reshape.default, args, sharded)  # other strides, once moved
 
     def _parting(
         self, node: fx.Node, packed: ShardedSections, target: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Where the sections of a fused weight part: their sizes on a shard."""
+        """The call with the shard's section sizes, if it splits the sections of a fused weight."""
         local = [n // self._ways for n in packed.sections]
         if target in SPLITS and dim_of(node, 2) == packed.dim:
             return aten.split_with_sizes.default, (args[0], local, packed.dim), {}
@@ -377,7 +378,7 @@ class _Propagation:
         return target, args, kwargs
 
     def _check(self, node: fx.Node, local: fx.Node) -> None:
-        """What is made on a shard must have its shape."""
+        """Raise ``_MisfitError`` if a local result does not have the shape of its shard."""
         made = self._made[node]
         values = local.meta["val"]
         pairs = zip(values, made, strict=True) if isinstance(made, tuple) else [(values, made)]
@@ -419,7 +420,7 @@ class _Propagation:
         )
 
     def _gathered(self, node: fx.Node) -> Gathered:
-        """What an operation without a rule costs: gathers, and the sums of gradients."""
+        """The cost of an operation without a rule: gathers, and reductions of gradients."""
         nbytes = 0
         for x in node.all_input_nodes:
             moved = self._made[x] != REPLICATED and x not in self._placing.free
@@ -429,7 +430,7 @@ class _Propagation:
         return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)
 
     def _natural(self, node: fx.Node) -> LocalLayout:
-        """How a result is placed if its readers leave it open: as it is made, or a sum of it."""
+        """The placement of a result that readers leave open: as made; a partial sum is reduced."""
         made = self._made[node]
         if isinstance(made, Partial):
             return self._placing.resolved(self._whole[node])
@@ -437,7 +438,7 @@ class _Propagation:
 
 
 class _Read(Mapping[fx.Node, fx.Node]):
-    """Local values as a rewrite reads them."""
+    """Local values in the placements that a rewrite reads."""
 
     def __init__(self, of: _Propagation, placed: Mapping[fx.Node, Any]) -> None:
         self._of, self._placed = of, placed
@@ -453,7 +454,7 @@ class _Read(Mapping[fx.Node, fx.Node]):
 
 
 def _other_sections(made: LocalLayout, wanted: LocalLayout) -> bool:
-    """Whether other sections of a dimension are sharded each for itself."""
+    """Whether ``made`` and ``wanted`` shard different sections of a dimension."""
     if isinstance(made, ShardedSections) and isinstance(wanted, Shard):
         return made.dim == wanted.dim
     return isinstance(wanted, ShardedSections)

@@ -1,4 +1,4 @@
-"""Sizes written into operations (``view``, ``expand``, ``zeros``) become those of a shard."""
+"""Replaces sizes in an operation's arguments (``view``, ``expand``, ``zeros``) by a shard's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where torch's rules for shards do not ask enough: what is checked before one is believed."""
+"""Additional checks for operations on which torch's sharding rules check too little."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from piper.ir.layouts import Placement
 aten = torch.ops.aten
 
 _MEAN = 1
-"""The number of a reduction."""
+"""``reduction=`` of a loss."""
 _OF_THE_RESULT = frozenset({aten.unsqueeze.default, aten.stack.default})
-"""Operations whose dimension is one of the result's."""
+"""Operations whose ``dim`` counts the dimensions of the result."""
 _ARITHMETIC = frozenset({"mul", "div", "add", "sub", "rsub", "mul_", "div_", "add_", "sub_"})
 
 
 def from_the_front(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The same dimension, counted from the first one: some rules take -1 for none that exists."""
+    """The arguments with a ``dim`` that is not negative: some rules take -1 for no dimension."""
     names, given = _named(func, args, kwargs)
     first, dim = given.get(names[0]) if names else None, given.get("dim")
     if func in _OF_THE_RESULT or not isinstance(first, Tensor) or type(dim) is not int or dim >= 0:
@@ -44,10 +44,10 @@ def apart(
     kwargs: Mapping[str, Any],
     placement: Callable[[Tensor], Placement],
 ) -> bool:
-    """Whether shards are computed apart from each other, as far as torch's rule does not ask."""
+    """Whether shards can be computed independently, as far as torch's rule does not check it."""
     _, given = _named(func, args, kwargs)
     if func in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
-        # shards have different numbers of targets that count, or weights of them
+        # shards have different numbers, or weights, of counted targets
         return bool(given["reduction"] != _MEAN)
     if func is aten.gather.default:
         x, index = given["self"], given["index"]
@@ -57,21 +57,21 @@ def apart(
         if not isinstance(here, Shard) or here != there or here.dim == given["dim"]:
             return False
         return bool(x.shape[here.dim] == index.shape[here.dim])
-    # how often an index is there, no shard knows
+    # no shard knows how often an index occurs
     return func is not aten.embedding.default or not given.get("scale_grad_by_freq")
 
 
 def _named(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """The names of the arguments of an operation, and those that are given."""
+    """The names of an operation's arguments, and the given arguments by name."""
     names = [argument.name for argument in func._schema.arguments]
     return names, {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class Numbers(TorchDispatchMode):
-    """Notes the numbers that the parts of a composite operation compute with. On a shard they are
-    others than on the whole where they come from sizes."""
+    """Records the numbers that the parts of a composite operation compute with. Numbers that come
+    from sizes differ between a shard and the whole."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
-"""Tensor parallelism on a cut model: chunks whose parameters are sharded along an axis are replaced
-by their segments, at the shapes of one device's share.
+"""Tensor parallelism on a cut model: replaces chunks that are sharded along an axis by their
+segments, at the shapes of one device's share.
 
     layer ─▶      norm ─▶ [R -> R] ─▶ attention ─▶ [P -> R] ─▶ add, norm ─▶ [R -> R] ─▶ mlp ─▶ ...
 
-A segment is a chunk like any other, and so is a redistribution, until lowering makes collectives
-of it: order, overlap, memory, remat and BI/BW know nothing of tensor parallelism.
+A segment is a chunk like any other. So is a redistribution, until lowering turns it into
+collectives: order, overlap, memory, remat and BI/BW do not depend on tensor parallelism.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from piper.ir.tensors import TensorSpec
 
 
 def segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:
-    """``cut`` with the chunks in ``shardings`` replaced by their segments, axis after axis."""
+    """``cut`` with the chunks in ``shardings`` replaced by their segments, one axis after
+    another."""
     axes = list(dict.fromkeys(s.axis for row in shardings.values() for s in row))
     origin = list(range(len(cut.chunks)))
     for axis in axes:
@@ -56,12 +57,12 @@ class _Segmenter:
         self._stand_ins: dict[object, Body] = {}
         self._chunks: list[Chunk] = []
         self.origin: list[int] = []
-        """For each chunk, the one that it is a segment of."""
+        """For each new chunk, the index of the old chunk it is a segment of."""
         self._values: list[ChunkValue] = []
         self._numbers: dict[int, int] = {}
-        """By value of the cut, its number now."""
+        """By index of an old value, its new index."""
         self._edges: dict[int, LocalLayout] = {}
-        """How the values between chunks are placed along the axis."""
+        """By index of an old value, its placement along the axis."""
 
     def cut(self) -> Cut:
         old = self._cut
@@ -86,18 +87,18 @@ class _Segmenter:
 
     @cached_property
     def _in_parts(self) -> frozenset[int]:
-        """The values whose first dimension are the parts that a redistribution sends."""
-        found: set[int] = set()
+        """The values whose dimension 0 indexes the parts that a redistribution sends."""
+        values: set[int] = set()
         for chunk in self._cut.chunks:
             for segment in chunk.segments:
                 move = segment.redistribution and segment.redistribution.forward
                 if move in (Move.ALL_TO_ALL, Move.REDUCE_SCATTER, Move.SELECT):
-                    found.update(chunk.inputs)
-        return frozenset(found)
+                    values.update(chunk.inputs)
+        return frozenset(values)
 
     def _wanted(self, value: int, sharding: Sharding) -> Placement | None:
-        """How a value must be placed along the axis that ``sharding`` is along: open where all who
-        read it are sharded in the same way."""
+        """The placement that a value must have along the axis of ``sharding``; None, open, if all
+        its readers are sharded in the same way."""
         if value in (self._cut.loss, self._cut.count, *self._cut.outputs):
             return REPLICATED
         readers = [c.index for c in self._cut.chunks if value in c.inputs]
@@ -106,17 +107,17 @@ class _Segmenter:
 
     def _split(self, value: int, sharding: Sharding) -> int | None:
         """The dimension along which a tensor of the batch is sharded where it is read."""
-        dim, found = sharding.split, self._cut.values[value]
-        if dim is None or found.producer is not None:
+        dim, tensor = sharding.split, self._cut.values[value]
+        if dim is None or tensor.producer is not None:
             return None
         batch = [v.spec.shape for v in self._cut.values if v.producer is None]
         length = next((shape[dim] for shape in batch if len(shape) > dim), None)
-        if len(found.spec.shape) <= dim or found.spec.shape[dim] != length:
+        if len(tensor.spec.shape) <= dim or tensor.spec.shape[dim] != length:
             return None
         axis = _axis(sharding)
         if length % axis.parts:
             raise CaptureError(
-                f"{found.name} has a sequence of {length}, which {axis.ways} devices along "
+                f"{tensor.name} has a sequence of {length}, which {axis.ways} devices along "
                 f"{axis.name} cannot share evenly: pad it to a multiple of {axis.parts}"
             )
         return dim
@@ -175,7 +176,7 @@ class _Segmenter:
                     gathered=gathered if part.body is not None else (),
                 )
             )
-            gathered = gathered if part.body is None else ()  # of the first that computes
+            gathered = gathered if part.body is None else ()  # for the first that computes
         ends = zip(chunk.outputs, local.results, local.placements, strict=False)
         for value, node, placement in ends:
             self._numbers[value] = numbers[node]
@@ -196,19 +197,19 @@ class _Segmenter:
         split = tuple(self._split(value, sharding) for value in chunk.inputs)
         wanted: list[Placement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
         wanted += [REPLICATED] * len(chunk.updates)
-        found = self._propagated(chunk, sharding, given, wanted, split)
+        local = self._propagated(chunk, sharding, given, wanted, split)
         kept = [
             self._beside_parts(value, placement, _axis(sharding).parts) or want
-            for value, placement, want in zip(chunk.outputs, found.placements, wanted, strict=False)
+            for value, placement, want in zip(chunk.outputs, local.placements, wanted, strict=False)
         ]
         if kept != wanted[: len(kept)]:
             wanted[: len(kept)] = kept
-            found = self._propagated(chunk, sharding, given, wanted, split)
-        return found
+            local = self._propagated(chunk, sharding, given, wanted, split)
+        return local
 
     def _beside_parts(self, value: int, placement: LocalLayout, parts: int) -> Placement | None:
-        """Another placement for a value whose first dimension are the parts that a redistribution
-        along another axis sends, if it is sharded along that: every device has all parts."""
+        """Another placement for a value that is sharded along dimension 0, if this indexes the
+        parts that a redistribution along another axis sends: every device has all parts."""
         if placement != Shard(0) or value not in self._in_parts:
             return None
         shape = self._cut.values[value].spec.shape
@@ -240,7 +241,7 @@ class _Segmenter:
         return self._locals[key]
 
     def _stand_in(self, node: fx.Node, ways: int) -> Body:
-        """A body of the shapes of a redistribution, for autograd."""
+        """A body with the shapes of a redistribution, for autograd."""
         source, move, _ = node.args
         assert isinstance(source, fx.Node)
         assert isinstance(move, Move)
@@ -256,7 +257,7 @@ class _Segmenter:
 
 
 def _same(one: Sharding | None, other: Sharding) -> bool:
-    """Whether a value can go from one chunk to another as it is sharded."""
+    """Whether a sharded value can go from one chunk to the other without a redistribution."""
     return one is not None and (_axis(one), one.stride) == (_axis(other), other.stride)
 
 
@@ -265,7 +266,7 @@ def _axis(sharding: Sharding) -> ShardAxis:
 
 
 def _resolved(sequence: int | None, ways: int) -> Callable[[Tensor | TensorSpec], Placement]:
-    """What a partial sum becomes."""
+    """The placement of a reduced partial sum: sharded along ``sequence`` if possible."""
 
     def placement(x: Tensor | TensorSpec) -> Placement:
         if sequence is None or not x.dtype.is_floating_point:

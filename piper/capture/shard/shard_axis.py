@@ -1,7 +1,8 @@
-"""An axis of devices along which values are sharded, and which part of a dimension each has.
+"""An axis of devices along which values are sharded, and the part of a dimension each device has.
 
-Along most axes device i of n has part i of n. Where keys and values are gathered for attention, it
-has parts i and 2n - 1 - i of 2n, head and tail, so that a causal mask leaves all devices as much:
+Along most axes device i of n has part i of n. If keys and values are gathered for attention, it has
+parts i and 2n - 1 - i of 2n, head and tail, so that all devices have equal work under a causal
+mask:
 
     n = 2     0 1 2 3     device 0 has 0 and 3, device 1 has 1 and 2
 """
@@ -22,16 +23,16 @@ class ShardAxis:
 
     @property
     def head_tail(self) -> bool:
-        """Whether a shard is two parts of a dimension."""
+        """Whether a shard consists of two parts of a dimension."""
         return self.context is ContextAttention.ALL_GATHER
 
     @property
     def parts(self) -> int:
-        """Into how many parts a dimension is cut; they must be even."""
+        """The number of parts of a dimension, which must be of equal size."""
         return 2 * self.ways if self.head_tail else self.ways
 
     @property
     def dealt(self) -> list[int]:
-        """The parts of a dimension in the order of the devices that have them."""
+        """The parts of a dimension, ordered by device."""
         last = self.parts - 1
         return [part for i in range(self.ways) for part in (i, last - i)]

@@ -1,9 +1,9 @@
-"""How the output of an operation is sharded, given how its inputs are: torch's own rules, asked
-without DTensors and without a process group.
+"""The placement of an operation's result, from the placements of its inputs: torch's own sharding
+rules, without DTensors and without a process group.
 
-``Rules.ask`` answers for one operation of an exported graph along one axis of a mesh, or says None
-where its inputs would have to be redistributed first. A composite operation (``linear``,
-``matmul``) is taken apart, as torch does, and its parts are asked one after another.
+``Rules.ask`` answers for one operation of an exported graph along one mesh axis, with None if its
+inputs would have to be redistributed first. It decomposes a composite operation (``linear``,
+``matmul``), as torch does, and asks for each part in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from piper.ir.layouts import Placement
 
 
 class Rules:
-    """The rules along one axis."""
+    """The sharding rules along one axis."""
 
     def __init__(self, axis: ShardAxis) -> None:
         self._axis = axis
@@ -46,8 +46,8 @@ class Rules:
         kwargs: Mapping[str, Any],
         given: Mapping[int, Placement],
     ) -> Placements | None:
-        """The placements of what ``target`` makes of fake tensors that are placed as ``given``
-        says by their identity; None if it cannot be computed from shards placed so."""
+        """The placements of the results of ``target``; None if it cannot be computed from shards
+        placed so. ``given`` has the placements of the fake tensors in its arguments, by ``id``."""
         key = _key(target, args, kwargs, given)
         if key not in self._known:
             self._known[key] = self._ask(target, args, kwargs, given)
@@ -80,7 +80,7 @@ class Rules:
         except _UNKNOWN:
             return None
         if asking.numbers != self._on_shards(target, args, kwargs, given, fake.fake_mode):
-            return None  # some come from sizes, such as the number of rows of a mean
+            return None  # a number comes from a size, such as the row count of a mean
         return _each(made, asking.placement)
 
     def _on_shards(
@@ -108,7 +108,7 @@ class Rules:
                 with numbers:
                     target(*local, **named)
         except _UNKNOWN:
-            pass  # sizes among its arguments, which are made fit elsewhere
+            pass  # its arguments have sizes, which `resized` replaces later
         return numbers.numbers
 
 
@@ -125,7 +125,7 @@ def _key(
 
 
 class _RedistributionError(Exception):
-    """An operation needs its inputs placed otherwise."""
+    """An operation needs other placements of its inputs."""
 
 
 _UNKNOWN = (
@@ -135,17 +135,17 @@ _UNKNOWN = (
     ValueError,
     AssertionError,
 )
-"""What the rules raise for what they do not know."""
+"""The exceptions of rules for cases that they do not know."""
 
 
 class _Asking(Numbers):
-    """Runs operations on fake tensors of the whole, and notes how the results are placed."""
+    """Runs operations on fake tensors of the whole, and records the placements of the results."""
 
     def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement], parts: int) -> None:
         super().__init__()
         self._mesh, self._parts = mesh, parts
         self._placed = dict(given)
-        self._alive: list[Tensor] = []  # so that identities stay theirs
+        self._alive: list[Tensor] = []  # so that their ids stay unique
 
     def placement(self, x: Tensor) -> Placement:
         return self._placed.get(id(x), REPLICATED)
@@ -176,12 +176,12 @@ class _Asking(Numbers):
             rules, "op_to_schema_info_for_single_dim_strategy", {}
         ).get(func)
         schema = OpSchema(func, taken, named, schema_info=info or RuntimeSchemaInfo())
-        found = rules.propagate_op_sharding_non_cached(schema)
-        if found.redistribute_schema is not None:
-            pairs = zip(_specs(schema), _specs(found.redistribute_schema), strict=True)
+        answer = rules.propagate_op_sharding_non_cached(schema)
+        if answer.redistribute_schema is not None:
+            pairs = zip(_specs(schema), _specs(answer.redistribute_schema), strict=True)
             if any(had.placements != needs.placements for had, needs in pairs):
                 raise _RedistributionError
-        return found.output_spec
+        return answer.output_spec
 
     def _spec(self, x: Tensor) -> DTensorSpec:
         meta = TensorMeta(x.shape, x.stride(), x.dtype)
@@ -213,8 +213,8 @@ def _each(made: Any, placement: Callable[[Tensor], Placement]) -> Placements:
 
 
 def _grouped(target: object, places: Sequence[Placement]) -> Placements | None:
-    """The weights of all experts may be sharded along what a product makes, or sums over; their
-    biases along what they are added to."""
+    """Expert weights may be sharded along the output or the summed dimension of their product,
+    expert biases along the output dimension."""
     if target is EXPERT_ROWS:
         return Shard(1) if places[0] == Shard(1) else None
     if places == [REPLICATED, Shard(2)]:
@@ -225,7 +225,7 @@ def _grouped(target: object, places: Sequence[Placement]) -> Placements | None:
 def _attention(
     args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
 ) -> Placements | None:
-    """Rows and heads are apart from each other: torch has no one rule for all kernels of it."""
+    """Rows and heads are independent; torch has no single rule for all attention kernels."""
     taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
     places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
     if places[0] not in (Shard(0), Shard(1)) or len(taken["query"].shape) != 4:
@@ -238,8 +238,8 @@ def _attention(
 def _queries(
     args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
 ) -> Placements | None:
-    """Queries are apart from each other if each device has all keys and values; a causal mask that
-    is no tensor is for whole sequences."""
+    """Queries are independent if each device has all keys and values. ``is_causal`` is refused: it
+    means a mask for whole sequences."""
     taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
     places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
     if taken.get("is_causal") or places != [Shard(2), REPLICATED, REPLICATED]:

@@ -1,5 +1,5 @@
-"""How a parameter is sharded that a person calls "column" or "row": the dimension follows from the
-product that it is the weight of, and the sections of a fused weight from where its result is split.
+"""How a parameter is sharded by "column" or "row": the dimension follows from the product whose
+weight it is, the sections of a fused weight from where the product's result is split.
 
     linear(x, w [out, in])                column 0    row 1
     addmm(b, x, w [in, out])              column 1    row 0
@@ -30,36 +30,36 @@ _PRODUCTS: dict[Any, tuple[int, int, int]] = {
     aten.bmm.default: (1, 2, 1),
     GROUPED_MM: (1, 2, 1),
 }
-"""The argument that is the weight, its dimension that the result has, and the one summed over."""
+"""The weight's argument index, its dimension in the result, and its dimension summed over."""
 _BIASES: dict[Any, int] = {aten.linear.default: 2, aten.addmm.default: 0}
 
 
 def weight_shards(
     chunk: Chunk, wanted: Mapping[str, int | Style], ways: int
 ) -> dict[str, ParameterShard]:
-    """The parameters of ``chunk`` that are sharded, and how."""
+    """The shards of the parameters of ``chunk`` in ``wanted``."""
     graph = chunk.body.module.graph
     placeholders = graph.find_nodes(op="placeholder")[: len(chunk.parameters)]
-    found = {}
+    shards = {}
     for name, node in zip(chunk.parameters, placeholders, strict=True):
         if name in wanted:
             shard = _shard(name, node, wanted[name], chunk.name)
             if shard is not None:
                 _check(name, node, shard, ways, chunk.name)
-                found[name] = shard
-    return found
+                shards[name] = shard
+    return shards
 
 
 def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> ParameterShard | None:
     shape = node.meta["val"].shape
-    found = _of_product(node, how, list(range(len(shape))))
-    if found is not None:
-        return found
+    of_product = _of_product(node, how, list(range(len(shape))))
+    if of_product is not None:
+        return of_product
     if len(shape) == 1 and how is Style.ROW:
         return None  # a bias is added once, to the sum
     if len(shape) == 1:
         return ParameterShard(0, _bias_sections(node) if how in (0, Style.COLUMN) else ())
-    for user in node.users:  # a bias of each expert
+    for user in node.users:  # one bias for each expert
         if user.target is EXPERT_ROWS and how in (1, Style.COLUMN):
             return ParameterShard(1, _bias_sections(user))
         if user.target is EXPERT_ROWS and how is Style.ROW:
@@ -73,13 +73,13 @@ def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> Parameter
 
 
 def _of_product(node: fx.Node, how: int | Style, dims: list[int]) -> ParameterShard | None:
-    """How the weight of a product is sharded; ``dims`` are those of the parameter, in the order in
-    which ``node`` has them. None if it is not a weight."""
+    """How the weight of a product is sharded; None if ``node`` is not a weight. ``dims`` are the
+    parameter's dimensions in the order of ``node``."""
     for user in node.users:
         if user.target in TURNS:
-            found = _of_product(user, how, [dims[d] for d in turned(user, len(dims))])
-            if found is not None:
-                return found
+            shard = _of_product(user, how, [dims[d] for d in turned(user, len(dims))])
+            if shard is not None:
+                return shard
         if user.target not in _PRODUCTS:
             continue
         at, out, summed = _PRODUCTS[user.target]
@@ -93,7 +93,7 @@ def _of_product(node: fx.Node, how: int | Style, dims: list[int]) -> ParameterSh
 
 
 def _bias_sections(node: fx.Node) -> tuple[int, ...]:
-    """The sections of the product that a bias is added to, in it or after it."""
+    """The sections of the product to which a bias is added, inside it or after it."""
     for user in node.users:
         at = _BIASES.get(user.target)
         within = at is not None and len(user.args) > at and user.args[at] is node
@@ -104,8 +104,8 @@ def _bias_sections(node: fx.Node) -> tuple[int, ...]:
 
 
 def _is_vocabulary(node: fx.Node) -> bool:
-    """Whether dimension 0 of a parameter are the tokens of an embedding, or the classes of logits
-    that nothing but a loss compares."""
+    """Whether dimension 0 of a parameter indexes the tokens of an embedding, or the classes of
+    logits that only a loss compares."""
     return any(
         (user.target is aten.embedding.default and user.args[0] is node)
         or (user.target is aten.linear.default and user.args[0] is not node and _are_logits(user))
@@ -114,7 +114,7 @@ def _is_vocabulary(node: fx.Node) -> bool:
 
 
 def _are_logits(node: fx.Node) -> bool:
-    """Whether the last dimension stays what it is until the region or a cross entropy ends it."""
+    """Whether the last dimension stays unchanged up to a cross entropy or the region's end."""
     size = node.meta["val"].shape[-1]
     return all(
         user.op == "output"

@@ -1,8 +1,8 @@
-"""What a model and its loss compute, as text: to be compared with that of another program, which
-may have been traced at other sizes of the batch.
+"""The operations of a model and its loss as text, to compare two programs, which may have been
+traced at different batch sizes.
 
-Regions, names of nodes and the order of arguments by name do not matter; operations, the parameters
-that they read and the numbers in them do. What only ``outputs=`` asks for is left out.
+Regions, node names and the order of keyword arguments do not matter. Operations, the parameters
+they read and the numbers in them do. Operations that only ``outputs=`` needs are left out.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class OtherOperation:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Everything that is computed of one microbatch, forward."""
+    """All operations of the forward of one microbatch."""
 
     operations: tuple[str, ...]
-    """One each; ``%3`` is the result of the fourth."""
+    """One line each; ``%3`` is the result of the fourth."""
     places: tuple[str, ...]
-    """Where each stands: the path of its module, "the model", or "the loss"."""
+    """The place of each operation: the path of its module, "the model", or "the loss"."""
     sizes: tuple[int, ...]
-    """Every size of a dimension or a tensor in it: numbers that may depend on the batch."""
+    """All sizes and element counts of its tensors: numbers that may depend on the batch."""
     batch: tuple[tuple[int, ...], ...]
     """The shapes of the microbatch's tensors."""
 
     def difference(self, other: Computation) -> OtherOperation | None:
-        """The first operation in which ``other`` computes something else. Where its microbatches
-        have other sizes, numbers that can follow from these may differ."""
+        """The first operation that differs in ``other``, or None. If the microbatch sizes differ,
+        numbers that can follow from the sizes may differ too."""
         may_differ = _sized(self, other)
-        rows = zip(self.operations, other.operations, other.places, strict=False)
-        for one, two, place in rows:
+        pairs = zip(self.operations, other.operations, other.places, strict=False)
+        for one, two, place in pairs:
             if one != two and not _alike(one, two, may_differ):
                 return _named(place, one, two)
         counts = len(self.operations), len(other.operations)
@@ -74,9 +74,9 @@ def computation_of(
     user_name: Callable[[str], str],
     in_loss: Callable[[Mapping[str, Any]], bool],
 ) -> Computation:
-    """What was exported; ``outputs`` are the results that only ``outputs=`` asks for. ``user_name``
-    gives the user's name of a parameter, and ``in_loss`` says by its metadata whether an operation
-    is the loss's."""
+    """The computation of an exported program. ``outputs`` are the results that only ``outputs=``
+    needs. ``user_name`` maps a parameter to the user's name; ``in_loss`` reads an operation's
+    metadata and says whether it belongs to the loss."""
     ends = {}
     inputs = 0
     for spec in program.graph_signature.input_specs:
@@ -101,7 +101,7 @@ def computation_of(
             operations.append(_line(node, numbers, ends if whole else {}))
             places.append(LOSS_PLACE if in_loss(node.meta) else _module(node, user_name))
             for x in pytree.tree_leaves(node.meta.get("val")):
-                if isinstance(x, Tensor):  # one of a size that the data decides is refused later
+                if isinstance(x, Tensor):  # data-dependent sizes are refused later
                     sizes |= {n for n in (*x.shape, x.numel()) if isinstance(n, int)}
     shapes = [
         tuple(map(int, node.meta["val"].shape))
@@ -112,7 +112,7 @@ def computation_of(
 
 
 def _needed(graph: fx.Graph, outputs: slice) -> set[fx.Node]:
-    """What the results but ``outputs`` depend on, and what changes something."""
+    """The nodes that mutating ops, and results other than ``outputs``, depend on."""
     results = list(pytree.tree_leaves(graph.output_node().args[0]))
     del results[outputs]
     roots = [x for x in results if isinstance(x, fx.Node)]
@@ -160,7 +160,7 @@ def _named(place: str, one: str, two: str) -> OtherOperation:
 
 
 def _alike(one: str, two: str, may_differ: Callable[[float, float], bool]) -> bool:
-    """Whether two operations are the same but for numbers that may differ."""
+    """Whether two operations differ only in numbers that may differ."""
     if _NUMBER.sub("0", _CONTENT.sub("", one)) != _NUMBER.sub("0", _CONTENT.sub("", two)):
         return False
     pairs = [*zip(_NUMBER.findall(one), _NUMBER.findall(two), strict=True)]
@@ -169,8 +169,8 @@ def _alike(one: str, two: str, may_differ: Callable[[float, float], bool]) -> bo
 
 
 def _sized(one: Computation, two: Computation) -> Callable[[float, float], bool]:
-    """Whether a number of ``one`` and a number of ``two`` may be sizes that follow from those of
-    the batch."""
+    """A predicate: may a number of ``one`` and a number of ``two`` differ, because both follow from
+    batch sizes?"""
     if one.batch == two.batch or [*map(len, one.batch)] != [*map(len, two.batch)]:
         return lambda a, b: False
     ratios = {y[0] / x[0] for x, y in zip(one.batch, two.batch, strict=True) if x and x[0]}
@@ -185,7 +185,7 @@ def _sized(one: Computation, two: Computation) -> Callable[[float, float], bool]
     (ratio,) = ratios
 
     def rows(a: float, b: float) -> bool:
-        """Numbers of rows, also rounded (a capacity), their squares, or one part of them."""
+        """Row counts, also rounded (a capacity), their squares, or their reciprocals."""
         if a < 1 and b < 1:
             return math.isclose(a, b * ratio) and sizes(a, b)
         rounded = min(1 + ratio, a * ratio / 8)

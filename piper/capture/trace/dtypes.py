@@ -1,7 +1,8 @@
-"""Dtypes that an operation does not take are refused when a model is captured.
+"""Capture refuses an operation that does not support the dtypes of its arguments.
 
-Fake tensors accept dtypes that real ones refuse: a product of float64 and float32, a softmax of
-integers. So each operation that is given another dtype than a parameter's is tried once, on zeros.
+Fake tensors accept dtypes that real tensors refuse: a product of float64 and float32, a softmax of
+integers. So each operation whose arguments are not all of one dtype of the parameters runs once, on
+zeros.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from piper.capture.graphs import ancestors, is_random
 from piper.ir.tensors import TensorSpec
 
 _SMALL = 2**20
-"""Elements of an operation that takes no time."""
+"""An operation on at most this many elements takes no time."""
 _LARGE = 2**26
-"""Elements of a result that still has room. An operation on several floating-point dtypes that is
-not elementwise is tried up to this size: it almost always fails at once."""
+"""A result of at most this many elements fits in memory. Up to this size, an operation on several
+floating-point dtypes that is not elementwise is tried: it almost always fails at once."""
 
 
 def refuse_dtypes(graph: fx.Graph, names: Mapping[fx.Node, str], usual: set[torch.dtype]) -> None:
-    """Refuse operations of ``graph`` that exist, but not in the dtypes they are given. ``names``
-    says how the ends of the graph are called, the batch first; operations on one of the ``usual``
-    dtypes alone are taken for granted."""
+    """Refuse operations of ``graph`` that torch does not support in the dtypes of their arguments.
+    ``names`` names the graph's inputs, the batch first. Operations whose arguments all have the
+    same dtype, one of ``usual``, are assumed to work."""
     tried: set[tuple[Any, ...]] = set()
     for node in graph.nodes:
         if not _is_plain(node):
@@ -48,7 +49,7 @@ def refuse_dtypes(graph: fx.Graph, names: Mapping[fx.Node, str], usual: set[torc
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether it is an operation of torch's own from tensors to tensors that draws nothing."""
+    """Whether the node is an ATen operation on tensors that draws no random numbers."""
     return (
         isinstance(node.target, OpOverload)
         and node.target.namespace == "aten"
@@ -75,7 +76,7 @@ def _is_quick(node: fx.Node) -> bool:
 
 
 def _failure(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype]) -> Exception | None:
-    """How ``node`` fails on zeros, those of some nodes in other ``dtypes``."""
+    """The error of ``node`` on zeros, or None. ``dtypes`` overrides the dtypes of some inputs."""
 
     def zeros(arg: fx.Node) -> Tensor:
         like = arg.meta["val"]
@@ -88,7 +89,7 @@ def _failure(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype]) -> Exception 
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             node.target(*fx.map_arg(node.args, zeros), **fx.map_arg(dict(node.kwargs), zeros))
-    except Exception as error:  # noqa: BLE001 - it is the answer
+    except Exception as error:  # noqa: BLE001 - the caller reports it
         return error
     return None
 
@@ -100,7 +101,8 @@ def _raise(
     usual: set[torch.dtype],
     error: Exception,
 ) -> None:
-    """Refuse ``node`` if it works once some tensor has another dtype: else it is not the dtype."""
+    """Refuse ``node`` if it works with another dtype of one tensor; otherwise the dtype is not the
+    cause."""
     for tensor, end, name in _origins(tensors, names):
         for dtype in (*sorted(usual, key=str), torch.int64):
             if _failure(node, dict.fromkeys([tensor], dtype)) is None:
@@ -122,7 +124,7 @@ def _named(dtype: torch.dtype) -> str:
 def _origins(
     tensors: list[fx.Node], names: Mapping[fx.Node, str]
 ) -> Iterator[tuple[fx.Node, fx.Node, str]]:
-    """The ends of the graph that ``tensors`` have their dtypes from, in the order of ``names``."""
+    """The graph's inputs that ``tensors`` have their dtypes from, in the order of ``names``."""
     behind = {tensor: ancestors([tensor], ()) for tensor in tensors}
     for end, name in names.items():
         for tensor in tensors:

@@ -1,8 +1,9 @@
-"""Model, loss and one example microbatch go in; one flat functional graph of ATen ops comes out.
+"""Model, loss and one example batch enter; one flat functional graph of ATen ops leaves.
 
-The model is never run on data and never touched: a copy whose tensors are fake is exported with
-its loss. What leaves has no mutation, no module and no control flow; each op carries the regions
-it was traced in; what training must not differentiate is behind an explicit ``detach``.
+The model is never run on data and never changed: a copy with fake tensors is exported with its
+loss, at the shapes of one microbatch. The graph has no mutation, no module and no control flow.
+Each op carries the regions it was traced in. An explicit ``detach`` marks every value that training
+must not differentiate.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ from piper.ir.tensors import overlaps
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One microbatch's step, forward only, as a functional graph and the roles of its ends."""
+    """The forward of one microbatch as a functional graph, and the roles of its ends."""
 
     graph: fx.Graph
     parameters: dict[fx.Node, str]
     buffers: dict[fx.Node, str]
     inputs: dict[fx.Node, str]
-    """The tensors of the batch, by how the caller wrote them."""
+    """The tensors of the batch, named as the caller writes them."""
     loss: fx.Node
     count: fx.Node | None
     outputs: tuple[fx.Node, ...]
@@ -76,19 +77,20 @@ class Exported:
     loss_region: Region
     output_tree: OutputTree
     traced: str
-    """What was traced, as a text to compare with that of another trace."""
+    """A digest of the trace, to compare with another trace."""
     computation: Computation
-    """The same, to compare with that of another program."""
+    """The traced operations, to compare with another program's."""
     checkpoints: tuple[str, ...]
-    """The lines that asked for activation checkpointing (``torch.utils.checkpoint``)."""
+    """The lines that call ``torch.utils.checkpoint``."""
     totals: Totals | None = None
-    """How the last of the inputs are computed from the whole batch, if some are."""
+    """How the last inputs are computed from the whole batch; None if there are no such inputs."""
     mixing: RowMixing | None = None
-    """Why parts of the batch do not add up to the whole, if that is known."""
+    """The first operation that needs the whole batch, so that microbatches do not add up to it;
+    None if none is known."""
 
 
 class _Parts(nn.Module):
-    """The model and, if it is a module, the loss: all that has parameters."""
+    """All modules with parameters: the model, and the loss if it is a module."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -99,24 +101,24 @@ class _Parts(nn.Module):
 
 @dataclass(slots=True)
 class _Seen:
-    """What the traced step notes on the way: torch restores a module's own attributes."""
+    """Notes of the traced step, kept apart because torch restores a module's attributes."""
 
     running: str
-    """Whose code is running: the model's or the loss's."""
+    """The code that is running, as errors name it: the model, the loss, or ``outputs=``."""
     loss_region: Region | None = None
     shared: dict[str, str] = field(default_factory=dict)
-    """For each buffer that lives in another tensor's memory, that tensor."""
+    """For each buffer that shares storage with another tensor, that tensor's path."""
     frozen: list[str] = field(default_factory=list)
-    """Numbers that change from one call to the next."""
+    """Plain numbers that the step changed; the captured step keeps their current values."""
     drawn: list[str] = field(default_factory=list)
-    """Generators of random numbers outside the model that the step drew from."""
+    """Random generators outside the graph that the step drew from."""
     assigned: list[str] = field(default_factory=list)
-    """The buffers to which a new tensor was assigned: the last results of the step."""
+    """Buffers that were assigned a new tensor; their values are the last results of the step."""
     tree: OutputTree = field(default_factory=OutputTree)
 
 
 class _Step(nn.Module):
-    """What is exported: the model, then the loss as a region of its own."""
+    """The exported module: the model, then the loss as a region of its own."""
 
     def __init__(
         self, parts: _Parts, loss: Loss, batch: Batch, outputs: Outputs | None, mixed: bool
@@ -169,7 +171,7 @@ def export(
     dtype: torch.dtype | None = None,
 ) -> Exported:
     """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches. ``dtype``, if
-    given, is what floating-point parameters and inputs are taken in."""
+    given, replaces the dtype of floating-point parameters and inputs."""
     with function_ops() as functions:
         traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
         text = fingerprint(traced.program)
@@ -199,7 +201,8 @@ def export(
 
 
 def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
-    """The step whose means over what counts are those of the whole batch."""
+    """The step with weighted means (over targets that are not ignored) taken over the whole batch,
+    and a note of the first operation that mixes rows."""
     graph = exported.graph
     averaged = exported.outputs if exported.count else (exported.loss, *exported.outputs)
     given = zip(exported.inputs, batch.tensors, strict=True)
@@ -227,7 +230,7 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
 
 
 def _functional(traced: _Trace) -> ExportedProgram:
-    """What was traced, without mutation and blocks."""
+    """The traced program without mutation and without no_grad and autocast blocks."""
     program = traced.program
     try:
         refuse_unsupported(program, traced.paths, traced.names)
@@ -242,9 +245,9 @@ def _functional(traced: _Trace) -> ExportedProgram:
 
 
 def _free_views(graph: fx.Graph) -> None:
-    """Let views copy where they must. Attention may come out in another memory layout when it is
-    differentiated than when it was exported (another kernel where the mask needs a gradient), and
-    a ``contiguous`` that changed nothing at export is no longer there."""
+    """Replace views by reshapes, which copy if they must. When attention is differentiated, its
+    result may have another memory layout than at export (another kernel, if the mask needs a
+    gradient), and export has dropped a ``contiguous`` that changed nothing."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
 
@@ -260,7 +263,7 @@ def trace_text(
     outputs: Outputs | None,
     dtype: torch.dtype | None,
 ) -> str:
-    """What ``export`` would trace, as ``Exported.traced`` has it."""
+    """A digest of what ``export`` would trace, to compare with ``Exported.traced``."""
     with function_ops() as functions:
         traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
     return fingerprint(traced.program)
@@ -268,7 +271,7 @@ def trace_text(
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A step as torch exported it, and how its ends are called."""
+    """A step as torch exported it, and the user's names for its inputs, tensors and modules."""
 
     step: _Step
     program: ExportedProgram
@@ -293,7 +296,7 @@ def _trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     slices = batch.slices(parts)[0]
     paths = [batch.tensor_path(i) for i in range(len(batch.tensors))]
-    # targets are for the loss, which computes in fp32
+    # targets keep their dtype: the loss computes in fp32
     kinds = [None if path.startswith("targets") else dtype for path in paths]
     example = [
         fake_like(_packed(x), mode, device, kind) for x, kind in zip(slices, kinds, strict=True)
@@ -323,12 +326,12 @@ def _trace(
 
 
 def _packed(x: Tensor) -> Tensor:
-    """``x``, or, if several of its elements are one number in memory, a copy where none are."""
+    """``x``, or, if elements of it share memory (``expand``), a contiguous meta tensor like it."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if overlaps(x) else x
 
 
 def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
-    """A loss that is a method of the model becomes the copy's own method."""
+    """If the loss is a method of the model, the same method of the copy."""
     if inspect.ismethod(loss) and loss.__self__ is model:
         return types.MethodType(loss.__func__, skeleton)
     return loss
@@ -348,7 +351,7 @@ def _computation(traced: _Trace) -> Computation:
 def _roles(
     program: ExportedProgram, traced: _Trace, text: str, computation: Computation
 ) -> Exported:
-    """Read off which end of the graph is which, in the user's names."""
+    """Assign a role and the user's name to each input and result of the graph."""
     graph = program.graph
     step, paths, names = traced.step, traced.paths, traced.names
     _drop_asserts(graph)
@@ -411,7 +414,7 @@ def _roles(
 def _refuse_shared_updates(
     step: _Step, updates: Mapping[str, fx.Node], names: Mapping[str, str]
 ) -> None:
-    """A buffer in the memory of another tensor cannot be replaced alone."""
+    """Refuse an update of a buffer that shares storage: it cannot be replaced alone."""
     for path, other in step.seen.shared.items():
         if user_name(path, dict(names)) in updates:
             raise CaptureError(
@@ -421,7 +424,7 @@ def _refuse_shared_updates(
 
 
 def _computed_results(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The graph's results; one that is a parameter, buffer or input itself becomes a copy."""
+    """The graph's results. A result that is itself a parameter, buffer or input becomes a copy."""
     output = graph.output_node()
     for node in graph.find_nodes(op="placeholder"):
         if output in node.users:
@@ -441,7 +444,7 @@ def _drop_asserts(graph: fx.Graph) -> None:
 
 
 def _refuse_dynamic(graph: fx.Graph, model: str) -> None:
-    """A shape that depends on data cannot be planned for."""
+    """Refuse shapes and numbers that depend on data: they cannot be planned."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             dynamic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or (

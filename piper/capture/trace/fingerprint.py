@@ -1,4 +1,5 @@
-"""An exported program as a text: equal for two traces just when they compute the same."""
+"""A digest of an exported program. Two traces have the same digest if and only if they have the
+same operations, regions and constants."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from piper.ir.tensors import TensorSpec
 
 
 def fingerprint(program: ExportedProgram) -> str:
-    """The operations with their regions and all numbers in them, and the constants they read."""
+    """A digest of the operations with their regions and numbers, and of the constants they read."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     lines = [_line(node) for graph in graphs for node in graph.nodes]
     lines += [str(spec) for spec in program.graph_signature.input_specs]
@@ -26,12 +27,12 @@ def fingerprint(program: ExportedProgram) -> str:
 
 def _line(node: fx.Node) -> str:
     marks = (node.meta.get("custom") or {}).items()
-    custom = {name: mark for name, mark in marks if name != LINE}  # files may lie elsewhere
+    custom = {name: mark for name, mark in marks if name != LINE}  # file paths may differ
     return f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {custom}"
 
 
 def content_of(x: Tensor) -> str:
-    """What a tensor is, and, unless it is fake, a digest of its numbers."""
+    """A tensor's spec and, unless it is fake or meta, a digest of its values."""
     if isinstance(x, FakeTensor) or x.is_meta:
         return str(TensorSpec.of(x))
     with unset_fake_temporarily(), torch.no_grad():

@@ -1,6 +1,6 @@
-"""Ops and blocks that functionalization would change, kept as they are while it runs.
+"""Protects ops and blocks that functionalization would change.
 
-``hide`` goes over a freshly exported program, ``restore`` over the functional graph made of it.
+``hide`` rewrites a freshly exported program, ``restore`` the functional graph made from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("piper::dropout", mutates_args=())
 def _dropout(x: Tensor, p: float) -> Tensor:
-    """Training dropout as one functional op: functionalization rewrites ``aten.dropout``, which
-    may alias its input in evaluation, into another op whose rounding differs."""
+    """Training dropout as one functional op. ``aten.dropout`` may alias its input in evaluation, so
+    functionalization rewrites it into an op that rounds differently."""
     return torch.dropout(x, p, True)
 
 
@@ -31,7 +31,7 @@ BLOCKS = (wrap_with_set_grad_enabled, wrap_with_autocast)
 
 class _Block(nn.Module):
     """The body of a ``no_grad`` or ``autocast`` block, run node by node so that each op keeps its
-    own regions; what leaves a ``no_grad`` block is detached, so that the block can be inlined."""
+    own regions. Results of a ``no_grad`` block are detached, so that the block can be inlined."""
 
     def __init__(self, body: fx.GraphModule, stops_gradient: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Block(nn.Module):
 
 
 def hide(module: fx.GraphModule) -> None:
-    """Put training dropout and grad-mode or autocast blocks out of functionalization's sight."""
+    """Hide training dropout and grad-mode or autocast blocks from functionalization."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -58,7 +58,7 @@ def hide(module: fx.GraphModule) -> None:
 
 
 def restore(graph: fx.Graph) -> None:
-    """Undo ``hide`` where it left a mark."""
+    """Turn hidden dropout back into ``aten.dropout``, and make copies differentiable."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.piper.dropout.default:
             node.target = aten.dropout.default
@@ -68,7 +68,8 @@ def restore(graph: fx.Graph) -> None:
 
 
 def _make_differentiable(copy: fx.Node) -> None:
-    """``copy(old, new)``, which autograd does not know, as ``new`` in the shape and type of old."""
+    """Replace ``copy(old, new)``, which autograd lacks, by a clone of ``new`` in the shape and
+    dtype of ``old``."""
     old, new = copy.args[:2]
     assert isinstance(old, fx.Node)
     assert isinstance(new, fx.Node)

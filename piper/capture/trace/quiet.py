@@ -1,4 +1,4 @@
-"""Tracing without torch's remarks, and with those of the user's own code."""
+"""Tracing without torch's warnings and logs; those of the user's code are passed on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from piper.capture.blame import is_internal_file
 
 @contextmanager
 def quiet_tracing() -> Iterator[None]:
-    """Keep each op's metadata while tracing, and torch's remarks about it away from the user.
+    """Preserve each op's metadata while tracing, and hide torch's logs and warnings.
 
-    When tracing fails, torch dumps the graph and logs its own view of the error; Piper raises one
-    of its own. Warnings and output of the model's code are passed on.
+    When tracing fails, torch dumps the graph and logs the error; Piper raises its own error
+    instead. Warnings and stderr of the model's code are passed on.
     """
     said = io.StringIO()
     dumps: list[str] = []
@@ -55,7 +55,7 @@ def _own_warnings_only() -> Iterator[None]:
 
 @contextmanager
 def hushed_loggers() -> Iterator[None]:
-    """Keep to itself what torch logs of an error that is expected."""
+    """Silence torch's loggers, for errors that are expected."""
     known = logging.root.manager.loggerDict
     loggers = [logging.getLogger(name) for name in known if name.split(".")[0] == "torch"]
     handlers = [handler for logger in loggers for handler in logger.handlers]

@@ -1,4 +1,4 @@
-"""Uses of tensors that tracing cannot see are refused where they happen, in the user's own line."""
+"""Refuses uses of tensors that tracing cannot follow; the error names the user's line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from piper.capture.trace.opaque import BLOCKS
 
 
 class RefuseStray(TorchFunctionMode):
-    """While it is active, a parameter from outside ``module`` or a tensor's ``.data`` is an error:
-    the first would silently not be trained, the second would be cut off from its tensor."""
+    """While active, refuses a parameter from outside ``module``, which would silently not be
+    trained; a tensor's ``.data``, which would be cut off from its tensor; gradient hooks; changes
+    of a parameter's ``requires_grad``; and ``torch.Generator`` arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class RefuseStray(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _refuse_toggle(self, args: tuple[Any, ...]) -> None:
-        """Which parameters are trained is decided before a step is traced."""
+        """Refuse to change a parameter's ``requires_grad``: it is fixed before a step is traced."""
         tensor, wanted = args[0], bool(args[1]) if len(args) > 1 else True
         paths = [path for path, mine in self._module.named_parameters() if mine is tensor]
         if paths and tensor.requires_grad != wanted:
@@ -90,7 +91,7 @@ _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad
 def refuse_unsupported(
     program: ExportedProgram, inputs: Sequence[str], names: Mapping[str, str]
 ) -> None:
-    """Refuse writes to parameters, inputs and buffers of several names, and control-flow ops."""
+    """Refuse in-place writes to parameters, inputs and tied buffers, and control-flow ops."""
     roles: dict[str, str] = {}
     specs = program.graph_signature.input_specs
     given = [s.arg.name for s in specs if s.kind is InputKind.USER_INPUT]
@@ -140,7 +141,7 @@ def _visit(module: fx.GraphModule, roles: Mapping[str, str]) -> None:
 
 
 def _through_detach(node: fx.Node) -> bool:
-    """Whether ``node`` looks at something else's memory by way of ``detach``."""
+    """Whether ``node`` is a view made through ``detach`` of a tensor other than a literal."""
     base = base_of(node)
     while node is not base:
         if node.target is torch.ops.aten.detach.default:

@@ -1,5 +1,5 @@
-"""Different parameters in one memory: an update of one would change the other on one device, and
-only there. They are refused; one parameter under two names (a tie) is not such a case."""
+"""Refuses different parameters that share memory: an update of one would change the other, but only
+if both are on the same device. One parameter under two names (a tie) is allowed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from piper.base.errors import CaptureError
 
 
 def refuse_shared_memory(model: nn.Module, names: dict[str, str]) -> None:
-    """Refuse a trained parameter of which another parameter or a buffer has an element too;
-    ``names`` are the paths as the user knows them."""
-    homes: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    """Refuse a trained parameter that shares an element with another parameter or a buffer.
+    ``names`` maps paths to the user's paths."""
+    by_storage: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         real = not tensor.is_meta and not isinstance(tensor, FakeTensor)  # others have no memory
         if real and tensor.layout is torch.strided and tensor.numel():
-            homes[tensor.untyped_storage().data_ptr()].append((path, tensor))
-    for rows in homes.values():
-        for (one, a), (two, b) in combinations(rows, 2):
+            by_storage[tensor.untyped_storage().data_ptr()].append((path, tensor))
+    for sharing in by_storage.values():
+        for (one, a), (two, b) in combinations(sharing, 2):
             if (a.requires_grad or b.requires_grad) and _overlap(a, b):
                 first, second = (names[path].removeprefix("model.") for path in (one, two))
                 raise CaptureError(
@@ -33,7 +33,7 @@ def refuse_shared_memory(model: nn.Module, names: dict[str, str]) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Whether two tensors in the same storage share an element."""
     (low, high), (start, end) = _range(a), _range(b)
     if high <= start or end <= low:
         return False
@@ -48,7 +48,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _range(x: Tensor) -> tuple[int, int]:
-    """The bytes from its first element to the end of its last one."""
+    """The byte range in its storage: start of the first element, end of the last."""
     last = sum((int(n) - 1) * int(by) for n, by in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset()) * x.element_size()
     return start, start + (last + 1) * x.element_size()

@@ -1,4 +1,4 @@
-"""A copy of the model that has its structure and code but no data, to be traced in its place."""
+"""A copy of the model with its structure and code but without data: the copy that is traced."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from piper.capture.trace.shared_memory import refuse_shared_memory
 def fake_like(
     x: Tensor, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None = None
 ) -> FakeTensor:
-    """A fake tensor of the shape, strides and dtype of ``x``, on ``device``; floating-point ones
-    of ``dtype``, if given."""
+    """A fake tensor with the shape, strides and dtype of ``x``, on ``device``. If ``dtype`` is
+    given, it replaces a floating-point dtype."""
     kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
     with mode:
         fake = torch.empty_strided(x.shape, x.stride(), dtype=kind, device=device)
@@ -34,15 +34,16 @@ def skeleton_of(
     called: str,
     dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, dict[str, str]]:
-    """A copy of ``model`` with fake tensors, and each tensor's path to its first path (ties).
+    """A copy of ``model`` with fake tensors, and a map from each tensor's path to its first path
+    (ties).
 
-    ``called`` is what errors call the model; ``dtype``, if given, is that of its floating-point
+    Errors call the model ``called``. ``dtype``, if given, replaces the dtype of its floating-point
     parameters.
     """
     memo: dict[int, Any] = {}
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    # a normalization with running statistics computes with them in their own precision
+    # norms with running statistics compute in the precision of the statistics
     precise = {
         id(p)
         for module in model.modules()
@@ -84,12 +85,12 @@ def skeleton_of(
 
 
 def _refuse_aliases(model: nn.Module, memo: dict[int, Any], names: dict[str, str]) -> None:
-    """Refuse a plain tensor attribute in the storage of a parameter or buffer: the copy would no
-    longer follow it."""
+    """Refuse a plain tensor attribute that shares storage with a parameter or buffer: in the copy
+    it would not follow changes of the parameter."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     owned = {id(tensor) for tensor in state.values()}
     storages = {_storage(t): names[path] for path, t in state.items() if not t.is_meta}
-    for original in memo.get(id(memo), []):  # deepcopy keeps what it copied here
+    for original in memo.get(id(memo), []):  # deepcopy lists the copied originals here
         if not isinstance(original, Tensor) or id(original) in owned or original.is_meta:
             continue
         if original.numel() and _storage(original) in storages:
@@ -105,13 +106,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def shared_buffers(model: nn.Module) -> dict[str, str]:
-    """For each buffer that lives in the memory of another parameter or buffer, that one's path."""
-    homes: dict[int, tuple[str, Tensor]] = {}
+    """For each tensor that shares storage with another parameter or buffer, that one's path."""
+    by_storage: dict[int, tuple[str, Tensor]] = {}
     shared: dict[str, str] = {}
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or not tensor.numel():
             continue
-        other, first = homes.setdefault(_storage(tensor), (path, tensor))
+        other, first = by_storage.setdefault(_storage(tensor), (path, tensor))
         if first is not tensor:
             shared[path], shared[other] = other, path
     return shared

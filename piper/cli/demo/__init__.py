@@ -1,1 +1,1 @@
-"""The demonstration."""
+"""``piper demo``, and a single-device reference run."""

@@ -1,9 +1,9 @@
-"""``piper demo``: a small mixture of experts trained on four devices, beside the same on one.
+"""``piper demo``: trains a small mixture of experts on four devices and, to compare, on one.
 
 Two pipeline stages, each on two devices that split the batch and shard the experts. The model reads
-the source of Python's own standard library, byte by byte, so nothing is downloaded. Every loss is
-compared with that of one device that runs the same rows, in float64, where rounding does not hide a
-mistake.
+the source code of Python's standard library byte by byte, so nothing is downloaded. Every loss is
+compared with that of one device on the same rows, in float64, where rounding does not hide an
+error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCH, SEQ = 16, 64
 
 
 def four_devices(microbatches: int, zero: int) -> Strategy:
-    """Two stages of two devices each; experts sharded, everything else replicated."""
+    """Two stages of two devices each, with experts sharded and the rest replicated."""
     return Strategy(
         [
             partition("layer", into="PP", parts=2),
@@ -73,7 +73,7 @@ def demo(
     """
     output = Output(as_json=False)
     with output.guarded():
-        torch.set_num_threads(1)  # operations this small lose more by waiting than cores gain
+        torch.set_num_threads(1)  # operations are too small to gain from several cores
         torch.manual_seed(seed)
         config = MoEConfig(
             vocab=256,
@@ -111,7 +111,7 @@ def _beside_one(
     seed: int,
     device: str,
 ) -> None:
-    """Train the model under a strategy and, with as many ``microbatches``, on one device."""
+    """Train the model under a strategy, and in ``microbatches`` on one device."""
     batches = ByteBatches(stdlib_bytes(), batch=BATCH, seq=SEQ, seed=seed)
     held_out = ByteBatches(stdlib_bytes(), batch=8 * BATCH, seq=SEQ, split="valid")[0]
     x, y = batches[0]
@@ -149,7 +149,8 @@ def _beside_one(
 def train(
     trainer: Trainer, alone: SingleDevice, batches: ByteBatches, steps: int, console: Console
 ) -> tuple[int, float]:
-    """Train both until done or Ctrl-C; the steps made and the largest difference of a loss."""
+    """Train both until done or Ctrl-C. Returns the number of steps and the largest relative
+    difference of a loss."""
     console.print(f"\n[dim]training for {steps} steps; Ctrl-C stops early[/]")
     console.print("[dim]          four devices     one device[/]")
     bar = Progress(
@@ -158,7 +159,7 @@ def train(
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,  # elsewhere, the lines printed below are enough
+        disable=not console.is_terminal,  # without a terminal, the lines printed below suffice
     )
     worst = 0.0
     try:
@@ -176,7 +177,7 @@ def train(
 
 
 def roomy(model: MoETransformer) -> MoETransformer:
-    """The same weights in a model that drops no token, to be run by plain PyTorch."""
+    """The same weights in a model that drops no tokens, to run in plain PyTorch."""
     config = model.config
     assert isinstance(config, MoEConfig)
     copied = MoETransformer(replace(config, capacity_factor=config.experts / config.top_k))

@@ -1,7 +1,7 @@
-"""The step on one device, made of a captured model's programs alone.
+"""The reference step on one device, from a captured model's programs only.
 
-Microbatches run one after another, each forward then backward; gradients add up; one optimizer
-step follows. Every other way of running a model must give these numbers.
+Microbatches run one after another, each forward then backward. Gradients accumulate, then the
+optimizer steps once. Every other way to run a model must give the same numbers.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from piper.state.weights.weight_files import Init
 
 @dataclass(frozen=True, slots=True)
 class SingleStepResult:
-    """What one step reports."""
+    """The result of one step."""
 
     loss: Tensor
-    """The mean loss over the batch, on the device: reading it waits for the step."""
+    """The mean loss over the batch, on the device. Reading it waits for the step."""
     seconds: float
-    """Time until the step was handed to the device."""
+    """Host time until all work of the step was submitted to the device."""
     outputs: tuple[Any, ...] = ()
     """The model's output for each microbatch, if the capture keeps outputs."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What microbatches add up to."""
+    """Gradients summed over microbatches, and losses, counts and outputs by microbatch."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class SingleDevice:
         seed: int = 0,
         split_backward: bool = False,
     ) -> None:
-        """``model`` gives the weights: its own tensors are trained where they already are on the
-        captured device, copies elsewhere; a model on the meta device needs ``init``. ``loss`` is
-        the loss's module if it has parameters. ``split_backward`` runs BI and BW for B."""
+        """``model`` gives the weights. Tensors that are already on the captured device are trained
+        in place; others are copied. A model on the meta device needs ``init``. ``loss`` is the
+        loss module, if it has parameters. ``split_backward`` runs BI and BW instead of B."""
         self.captured = captured
         self.seed = seed
         self.steps = 0
@@ -90,7 +90,7 @@ class SingleDevice:
         self.optimizer = None if optimizer is None else make(optimizer, trained)
 
     def step(self, *batch: Any) -> SingleStepResult:
-        """Train on one batch: the inputs, then the targets, like the example captured."""
+        """Train on one batch: the inputs, then the targets, like the captured example."""
         start = time.perf_counter()
         loss, gradients, outputs = self.differentiate(*batch)
         for name, gradient in gradients.items():
@@ -104,8 +104,8 @@ class SingleDevice:
     def differentiate(
         self, *batch: Any, order: Iterable[int] | None = None
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Any, ...]]:
-        """Loss, gradients by parameter name and outputs of one batch; nothing is updated but
-        mutated buffers. ``order`` runs the microbatches in another order than 0, 1, 2, ..."""
+        """The loss, the gradients by parameter name, and the outputs of one batch. Updates nothing
+        but mutated buffers. ``order`` is the order of the microbatches, by default 0, 1, 2, ..."""
         microbatches = self._microbatches(batch)
         sums = _Sums()
         for index in range(len(microbatches)) if order is None else order:
@@ -135,8 +135,8 @@ class SingleDevice:
         else:
             sums.counts[index] = values[captured.cut.count]
         if captured.output_tree.spec is not None:
-            found = [values[i] for i in captured.cut.outputs]
-            sums.outputs[index] = captured.output_tree.put(found)
+            outputs = [values[i] for i in captured.cut.outputs]
+            sums.outputs[index] = captured.output_tree.put(outputs)
         values.clear()
         gradients = {captured.cut.loss: seed}
         shared: dict[str, Tensor] = {}
@@ -161,7 +161,8 @@ class SingleDevice:
         values: dict[int, Tensor],
         microbatch: int,
     ) -> dict[Ref, Tensor]:
-        """Run a chunk forward; its outputs join ``values``; return what its backward reads."""
+        """Run a chunk forward and add its outputs to ``values``. Returns the tensors that its
+        backward reads."""
         function = program.functions[Pass.F]
         tensors = {Ref(Kind.INPUT, i): values[value] for i, value in enumerate(chunk.inputs)}
         draws = fold(self.seed, step=self.steps, chunk=chunk.index, microbatch=microbatch)
@@ -184,7 +185,7 @@ class SingleDevice:
         gradients: dict[int, Tensor],
         shared: dict[str, Tensor],
     ) -> None:
-        """Run a chunk backward; its gradients join ``gradients`` and ``shared``."""
+        """Run a chunk backward and add its gradients to ``gradients`` and ``shared``."""
         for i, value in enumerate(chunk.outputs):
             if value in gradients:
                 tensors[Ref(Kind.OUTPUT_GRAD, i)] = gradients.pop(value)
@@ -208,7 +209,7 @@ class SingleDevice:
         tensors: dict[Ref, Tensor],
         last: bool = False,
     ) -> None:
-        """Run one pass on ``tensors`` and state; ``last`` lets go of what it takes."""
+        """Run one pass on ``tensors`` and state. With ``last``, free its inputs."""
         arguments: list[Tensor] = []
         for ref in function.arguments:
             if ref.kind is Kind.PARAMETER:
@@ -238,20 +239,20 @@ class SingleDevice:
         ]
 
     def _check_state(self) -> None:
-        """Refuse another model than the one captured."""
+        """Refuse a model other than the captured one."""
         for chunk, program in zip(self.captured.chunks, self.captured.programs, strict=True):
             wanted = [(Ref(Kind.PARAMETER, i), n) for i, n in enumerate(chunk.parameters)]
             wanted += [(Ref(Kind.BUFFER, i), n) for i, n in enumerate(chunk.buffers)]
             for ref, name in wanted:
-                found = self.parameters.get(name, self.buffers.get(name))
-                if found is None and name.startswith(LOSS_PREFIX):
+                tensor = self.parameters.get(name, self.buffers.get(name))
+                if tensor is None and name.startswith(LOSS_PREFIX):
                     raise PiperError(f"the loss has a parameter {name!r}: give the module, loss=")
-                if found is None:
+                if tensor is None:
                     raise PiperError(f"the model has no {name}: it is not the one captured")
                 spec = program.specs[ref]
-                if (tuple(found.shape), found.dtype) != (spec.shape, spec.dtype):
+                if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                     raise PiperError(
-                        f"{name} is {TensorSpec.of(found)}, but {spec} in the model captured"
+                        f"{name} is {TensorSpec.of(tensor)}, but {spec} in the model captured"
                     )
 
     def _take_state(self, module: nn.Module, prefix: str, init: Init | None) -> None:
@@ -278,7 +279,7 @@ def _held(program: ChunkProgram, backward: tuple[Pass, ...]) -> frozenset[Ref]:
 
 
 def _last_uses(captured: Captured) -> list[list[int]]:
-    """For each chunk, the values that no later chunk and no result needs."""
+    """For each chunk, the values that no later chunk and no result of the step needs."""
     pinned = {captured.cut.loss, captured.cut.count, *captured.cut.outputs}
     last: dict[int, int] = {}
     for chunk in captured.chunks:

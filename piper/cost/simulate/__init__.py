@@ -1,1 +1,1 @@
-"""A step on a cluster that need not exist: plans run in simulated time."""
+"""Simulate a step on a cluster, real or imagined: plans run in simulated time."""

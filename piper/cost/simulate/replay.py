@@ -1,9 +1,9 @@
-"""Plans run in simulated time: streams in order, waits, communication, and what slows what down.
+"""Run plans in simulated time: stream order, waits, communication and contention.
 
-On a GPU the host runs ahead: an instruction starts when it is issued, its stream is free and what
-it waits for is done. On a CPU the host itself computes: nothing is issued while it computes or
-waits. A communication starts when all its participants have come to it. While several share a link,
-or a device computes and communicates, each goes on more slowly.
+On a GPU the host runs ahead: an instruction starts once it is issued, its stream is free and its
+waits are done. On a CPU the host itself computes: it issues nothing while it computes or waits. A
+communication starts when all participants have reached it. Communications that share a link, and
+computation beside communication, slow each other down.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from piper.cost.hardware import Sharing
 
 @dataclass(slots=True)
 class Track:
-    """What one simulated rank does: for each of its instructions, in the order of its plan."""
+    """The instructions of one simulated rank, in plan order. Each list has one entry per
+    instruction."""
 
     streams: list[int]
-    """The number of the stream it runs on."""
+    """The number of its stream."""
     waits: list[tuple[int, ...]]
-    """The instructions, by index in this track, that must be done before."""
+    """The instructions, by index in this track, that must finish first."""
     seconds: list[float]
-    """What it takes if it computes."""
+    """Its duration if it computes."""
     comms: list[int]
-    """The number of the communication if it communicates, otherwise -1."""
+    """The number of its communication; -1 if it computes."""
     synchronous: bool
     issue: float
     start: list[float] = field(default_factory=list)
@@ -37,18 +38,18 @@ class Track:
 
 @dataclass(slots=True)
 class Communication:
-    """A communication of several ranks."""
+    """A communication between ranks, or a copy by one rank."""
 
     seconds: float
     participants: int
     links: int
-    """Which links it uses, as bits."""
+    """The links it uses, as a bit mask."""
     slows: float | None = None
-    """By how much it slows a computation beside it, if its stream has a share of the GPU."""
+    """The slowdown of a concurrent computation, if the communication's stream has an SM share."""
 
 
 def replay(tracks: Sequence[Track], comms: Sequence[Communication], sharing: Sharing) -> None:
-    """Fill in when every instruction starts and ends."""
+    """Fill in the start and end of every instruction."""
     _Replay(tracks, comms, sharing).run()
 
 
@@ -79,11 +80,11 @@ class _Replay:
             self.queues.append({s: items[::-1] for s, items in queues.items()})
         self.host = [0] * len(tracks)
         self.held = [False] * len(tracks)
-        """Whether a synchronous host waits for something to be done."""
+        """Whether a synchronous host waits for an instruction to finish."""
         self.waiting = [[False] * size for size in sizes]
-        """Whether an instruction has come to its communication."""
+        """Whether an instruction has started, or has reached its communication."""
         self.arrived: list[list[tuple[int, int]]] = [[] for _ in comms]
-        # What runs: communications by their number, computations by numbers that follow those.
+        # Running tasks: communications by their number, computations by higher numbers.
         self.rest: dict[int, float] = {}
         self.rate: dict[int, float] = {}
         self.since: dict[int, float] = {}
@@ -118,7 +119,7 @@ class _Replay:
         heapq.heappush(self.events, (at, next(self.numbers), kind, a, b))
 
     def advance(self, rank: int) -> None:
-        """A synchronous host issues what comes next."""
+        """Let a synchronous host issue its next instructions."""
         track = self.tracks[rank]
         while self.host[rank] < len(track.streams):
             i = self.host[rank]
@@ -177,7 +178,7 @@ class _Replay:
             self.push(self.now + seconds, _END, task, 0)
 
     def settle(self, who: list[tuple[int, int]]) -> None:
-        """Find the new pace of all that run on these ranks."""
+        """Update the pace of all tasks that run on these ranks."""
         affected: set[int] = set()
         for rank, _ in who:
             affected |= self.talking[rank]
@@ -192,7 +193,7 @@ class _Replay:
             self.push(self.now + max(0.0, self.rest[task]) / pace, _END, task, self.version[task])
 
     def slowness(self, task: int) -> float:
-        """How many times as long something takes now, beside what else runs."""
+        """The factor by which concurrent tasks slow ``task`` down now."""
         sharing = self.sharing
         if task >= len(self.comms):
             ((rank, _),) = self.who[task]
@@ -230,7 +231,7 @@ class _Replay:
             self.release(rank, i, communicates)
 
     def release(self, rank: int, i: int, communicates: bool) -> None:
-        """What an instruction that is over lets go on."""
+        """Start the instructions that waited for a finished one."""
         track = self.tracks[rank]
         left = self.left[rank]
         for following in self.followers[rank][i]:

@@ -1,7 +1,7 @@
-"""``simulate``: a program's plans run on a cluster that need not exist.
+"""``simulate``: run a program's plans on a simulated cluster.
 
-What comes out is a ``Simulation``: the time of a step, and of everything in it, for each class of
-devices that take the same time for everything.
+The result is a ``Simulation``: the time of a step and of every instruction in it, for each timing
+class, whose devices have equal times.
 """
 
 from __future__ import annotations
@@ -40,57 +40,57 @@ class Simulation(Shown):
     cluster: Cluster = field(repr=False)
     classes: tuple[TimingClass, ...] = field(repr=False)
     spans: tuple[Spans, ...] = field(repr=False)
-    """When each instruction starts and ends, by class."""
+    """The start and end of each instruction, by class."""
     flops: int
-    """Operations of a step, on all devices, without what is computed again."""
+    """Operations of a step on all devices, without recomputation."""
 
     @cached_property
     def seconds(self) -> float:
-        """From the begin of the step to its end."""
+        """The duration of the step."""
         return max((max(row.end) for row in self.spans if row.end), default=0.0)
 
     @property
     def tokens_per_second(self) -> float:
-        """Elements of the first input: tokens, for a language model."""
+        """Elements of the first input per second: tokens, for a language model."""
         return self.step.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """The share of what the devices could compute at best that the model needs."""
+        """Model FLOPs utilization: the model's operations as a share of the devices' peak."""
         dtype = computed_in(self.step.dag.model)
         peaks = (self.cluster.device(d).peak(dtype) for d in self.step.devices)
         return self.flops / (self.seconds * sum(peaks))
 
     @cached_property
     def busy(self) -> tuple[Busy, ...]:
-        """How each class spends the step."""
+        """The time of each class: compute, communication, idle."""
         plans = self.step.plans
         rows = zip(self.classes, self.spans, strict=True)
         return tuple(busy_of(plans[one.plan], spans, self.seconds) for one, spans in rows)
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which a device computes nothing, on average."""
+        """The share of the step in which a device does not compute, on average."""
         return self._mean([one.idle for one in self.busy]) / self.seconds
 
     @property
     def exposed(self) -> float:
-        """Seconds in which a device communicates and computes nothing, on average."""
+        """Seconds of exposed communication per device, on average."""
         return self._mean([one.exposed for one in self.busy])
 
     @property
     def peak(self) -> int:
-        """The most bytes that a device holds."""
+        """The highest peak memory of a device, in bytes."""
         return max(memory.peak for memory in self.step.memory)
 
     @property
     def fits(self) -> bool:
-        """Whether every device has the memory it needs."""
+        """Whether every device has enough memory."""
         rows = zip(self.step.plans, self.step.memory, strict=True)
         return all(m.peak <= self.cluster.device(d).memory for p, m in rows for d in p.devices)
 
     def memory(self, device: int) -> tuple[tuple[float, int], ...]:
-        """Bytes that a device holds, from a moment on."""
+        """The memory of a device over time: (seconds, bytes from then on)."""
         for one, spans in zip(self.classes, self.spans, strict=True):
             if device in one.devices:
                 return spans.memory(self.step.memory[one.plan].over_time)
@@ -98,7 +98,7 @@ class Simulation(Shown):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """The figures, to be read."""
+        """The figures, formatted for people."""
         return {
             "step": seconds_text(self.seconds),
             "tokens/s": f"{self.tokens_per_second:,.0f}",
@@ -133,7 +133,7 @@ class Simulation(Shown):
         }
 
     def run(self, title: str | None = None) -> Run:
-        """The step as pictures need it."""
+        """The step as a ``Run``, for pages and traces."""
         return run_of(
             self.step,
             [(f"device {group_text(one.devices)}", one.plan) for one in self.classes],
@@ -152,13 +152,13 @@ class Simulation(Shown):
         return "\n".join([head, *rows])
 
     def _mean(self, figures: Sequence[float]) -> float:
-        """Over all devices."""
+        """The mean over all devices of a figure per class."""
         weighed = sum(x * len(one.devices) for x, one in zip(figures, self.classes, strict=True))
         return weighed / sum(len(one.devices) for one in self.classes)
 
 
 def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None) -> Simulation:
-    """Run the plans of ``step`` on ``cluster``; what ``costs`` know is taken from there."""
+    """Run the plans of ``step`` on ``cluster``. Times that ``costs`` knows take precedence."""
     if not isinstance(cluster, Cluster):
         raise PiperError(f"cluster={cluster!r} must be a piper.Cluster")
     if not isinstance(costs, CostModel | None):
@@ -171,7 +171,7 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
     sizes = Sizes(dag, step.models)
     tasks = Tasks(dag, sizes, fused=step.fused, optimizer=step.optimizer.state)
     durations = Durations(tasks, cluster if costs is None else Fallback(costs, cluster))
-    # a model of the user's own may tell devices apart that are alike in the cluster
+    # a custom cost model may give equal devices of the cluster different times
     classes = timing_classes(
         step.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
     )
@@ -186,12 +186,12 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
 
 
 def _useful(step: LoweredStep, node: Node) -> int:
-    """Operations of a computation on all its devices, without what is computed again."""
+    """Operations of a computation on all its devices, without recomputation."""
     op, parts = node.compute, node.parts
     model = step.models.get(parts, step.dag.model)
     passes = model.chunks[op.chunk].variants[RematPolicy.NONE].passes
-    found = passes.get(op.which) or passes.get(Pass.B)
-    return found.flops * parts if found else 0
+    facts = passes.get(op.which) or passes.get(Pass.B)
+    return facts.flops * parts if facts else 0
 
 
 def _tracks(
@@ -210,7 +210,7 @@ def _tracks(
             node = step.dag.nodes[x.node]
             track.streams.append(streams.setdefault(x.stream, len(streams)))
             track.waits.append(x.waits)
-            if x.verb is Verb.COPY:  # goes on beside what the host does, and needs nobody else
+            if x.verb is Verb.COPY:  # runs beside the host, without other participants
                 track.seconds.append(0.0)
                 track.comms.append(len(comms))
                 comms.append(Communication(durations.on(node, one.devices[:1]), 1, 0))
@@ -234,8 +234,8 @@ def _tracks(
 
 
 def _share(rules: Mapping[str, StreamRule], stream: str, device: Device) -> float | None:
-    """The part of ``device`` that ``stream`` has to itself, if it has one: as asked for, without
-    rounding up to what a GPU can give."""
+    """The share of the SMs of ``device`` that is reserved for ``stream``, if any: as requested, not
+    rounded up to the sizes that a GPU supports."""
     sms = rules.get(stream, StreamRule()).sms
     if sms is None or device.sms is None:
         return None

@@ -1,8 +1,8 @@
-"""Rank equivalence classes by time: a simulation runs one device of a class for all of it.
+"""Rank equivalence classes by time: a simulation runs one device for its whole class.
 
-Devices with one plan may still differ: in their kind, or in the links that their communications go
-over, or because one they talk to does. ``timing_classes`` tells them apart as far as
-that makes a difference and no further, so that a thousand equal replicas are one class.
+Devices with one plan may still differ: in their kind, in the links of their communications, or
+because a peer differs. ``timing_classes`` separates devices only as far as their times can differ,
+so a thousand equal replicas are one class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from piper.ir.plan.plan import Plan
 
 
 class Participant(NamedTuple):
-    """A class that takes part in a communication, and what it does there."""
+    """A class that takes part in a communication, with its verb."""
 
     number: int
     verb: Verb
@@ -29,7 +29,7 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveInstance:
-    """Devices that communicate with one another, of several sets that do the same."""
+    """One instance of a communication: the devices that communicate with each other."""
 
     participants: Participants
     devices: Group
@@ -38,7 +38,7 @@ class CollectiveInstance:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Who talks to whom in one communication: for each device and verb, its instance."""
+    """The instances of one communication, and the instance of each device and verb."""
 
     instances: tuple[CollectiveInstance, ...]
     of: dict[tuple[int, Verb], int]
@@ -46,11 +46,11 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class TimingClass:
-    """Devices that take the same time for everything."""
+    """Devices with equal times for all instructions."""
 
     devices: Group
     plan: int
-    """The place of their plan."""
+    """The index of their plan."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class TimingClasses:
         """The classes that take part in a communication of class ``number``, itself included, and
         its instance."""
         pattern = self.patterns.of(x)
-        found = pattern.instances[pattern.of[self.classes[number].devices[0], x.verb]]
-        return frozenset(Participant(self._of[d], verb) for d, verb in found.participants), found
+        own = pattern.instances[pattern.of[self.classes[number].devices[0], x.verb]]
+        return frozenset(Participant(self._of[d], verb) for d, verb in own.participants), own
 
 
 class Patterns:
-    """The patterns of communications on a cluster; those of the same groups share one."""
+    """The patterns of communications on a cluster; communications of the same groups share one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -90,10 +90,10 @@ class Patterns:
         )
         key = (*map(id, groups), *(op.replicas if isinstance(op, Transfer) else ()))
         if key not in self._known:
-            self._kept += groups  # their identities are keys
-            found = [self._instance(participants) for participants in instances(op)]
-            of = {end: i for i, one in enumerate(found) for end in one.participants}
-            self._known[key] = Pattern(tuple(found), of)
+            self._kept += groups  # kept alive, because their ids are keys
+            made = [self._instance(participants) for participants in instances(op)]
+            of = {end: i for i, instance in enumerate(made) for end in instance.participants}
+            self._known[key] = Pattern(tuple(made), of)
         return self._known[key]
 
     def _instance(self, participants: Participants) -> CollectiveInstance:
@@ -104,9 +104,9 @@ class Patterns:
 def timing_classes(
     plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False
 ) -> TimingClasses:
-    """The classes of ``plans`` on ``cluster``: the coarsest division of devices such that those of
-    one class have the same plan, the same kind, the same ways, and talk to the same classes; or
-    every device ``apart``."""
+    """The classes of ``plans`` on ``cluster``: the coarsest partition in which the devices of a
+    class have the same plan, kind and links, and communicate with the same classes. With ``apart``
+    every device is its own class."""
     patterns = Patterns(cluster)
     mine = [_patterns(plan, patterns) for plan in plans]
     plan_of = {d: i for i, plan in enumerate(plans) for d in plan.devices}
@@ -117,7 +117,7 @@ def timing_classes(
         marks: dict[tuple[int, int], int] = {}
         distinct: dict[tuple[object, ...], int] = {}
         for device, plan in plan_of.items():
-            found: list[object] = [colour[device]]
+            signature: list[object] = [colour[device]]
             for pattern, verb in mine[plan]:
                 number = pattern.of[device, verb]
                 key = id(pattern), number
@@ -125,8 +125,8 @@ def timing_classes(
                     one = pattern.instances[number]
                     participants = sorted((colour[d], v.value) for d, v in one.participants)
                     marks[key] = distinct.setdefault((one.way, *participants), len(distinct))
-                found.append(marks[key])
-            seen[device] = tuple(found)
+                signature.append(marks[key])
+            seen[device] = tuple(signature)
         finer = _numbered(seen)
         if len(set(finer.values())) == len(set(colour.values())):
             break
@@ -139,16 +139,16 @@ def timing_classes(
 
 
 def _patterns(plan: Plan, patterns: Patterns) -> list[tuple[Pattern, Verb]]:
-    """Every pattern that a plan takes part in, and with which verb."""
-    found: dict[tuple[int, Verb], tuple[Pattern, Verb]] = {}
+    """The patterns that a plan takes part in, each with its verb."""
+    distinct: dict[tuple[int, Verb], tuple[Pattern, Verb]] = {}
     for x in plan.instructions:
         if isinstance(x.op, Transfer | Collective):
             pattern = patterns.of(x)
-            found.setdefault((id(pattern), x.verb), (pattern, x.verb))
-    return list(found.values())
+            distinct.setdefault((id(pattern), x.verb), (pattern, x.verb))
+    return list(distinct.values())
 
 
 def _numbered(marks: dict[int, tuple[object, ...]]) -> dict[int, int]:
-    """Equal marks as equal numbers."""
+    """Numbers for marks; equal marks get equal numbers."""
     numbers: dict[tuple[object, ...], int] = {}
     return {device: numbers.setdefault(mark, len(numbers)) for device, mark in marks.items()}

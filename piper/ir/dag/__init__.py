@@ -1,1 +1,1 @@
-"""The training DAG: nodes, values, what is known of the model, filters and checks."""
+"""The training DAG: nodes, values, model facts, filters and checks."""

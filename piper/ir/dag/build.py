@@ -1,4 +1,4 @@
-"""From a model's facts to its DAG: one node a pass, no device, no microbatch yet."""
+"""Build the DAG from a model's facts: one node per pass, no devices and no microbatches yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from piper.ir.passes import Pass
 
 
 def build(model: Model) -> Dag:
-    """The DAG of one undivided batch: the forwards in order, then the backwards in reverse."""
+    """The DAG of one unsplit batch: the forwards in order, then the backwards in reverse."""
     table = ValueTable(model)
     trained = [c for c in model.chunks if Pass.B in c.variants[model.remat].passes]
     order = [(chunk, Pass.F) for chunk in model.chunks]

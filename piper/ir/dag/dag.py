@@ -1,7 +1,7 @@
-"""The training DAG: typed nodes over groups of devices, joined by values and by order.
+"""The training DAG: typed nodes over groups of devices, joined by values and order edges.
 
-A node is one piece of work that a whole group of devices does together; a group of n devices is
-one node, not n. A DAG is never changed: directives make new ones.
+A node is one operation that a whole group of devices runs together: n devices are one node, not n.
+A DAG is immutable; each directive makes a new one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PASS = "PASS"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A piece of work: what it is, where it runs, what it reads, makes and waits for."""
+    """One operation: its op, devices, stream, reads, writes and order edges."""
 
     op: Op
     tags: Tags
@@ -55,16 +55,16 @@ class Node:
     devices: Group = ()
     """Empty until placed."""
     mesh: Mesh | None = None
-    """Its devices with named axes, if they were placed so."""
+    """Its devices with named axes, if ``place`` got a mesh."""
     replicas: int = 1
-    """How many neighbours among the devices have the same rows and compute the same."""
+    """How many adjacent devices have the same rows and compute the same values."""
     stream: str = COMPUTE
     after: tuple[int, ...] = ()
-    """Nodes that must be done before, besides those whose values it reads."""
+    """Nodes that must finish first, besides the producers of ``reads``."""
     after_by: tuple[int, ...] = ()
-    """For each of ``after``, the entry of the DAG's history that asks for it."""
+    """For each of ``after``, the entry of the DAG's history that orders it."""
     sends: SendRule = P2P
-    """How it sends what other groups read."""
+    """How it sends its values to other groups."""
     ordered_by: int = 0
     """The last entry of the DAG's history that ordered it; 0 if none has."""
     made_by: int = 0
@@ -72,30 +72,30 @@ class Node:
 
     @property
     def parts(self) -> int:
-        """Over how many devices the rows of a microbatch are divided."""
+        """The number of devices over which the rows of a microbatch are sharded."""
         return len(self.devices) // self.replicas
 
     def replica(self, rank: int) -> Group:
-        """Those among whom the rows are divided, member ``rank`` of the devices among them."""
+        """The devices that together hold all rows once, including member ``rank``."""
         step = self.replicas
         return self.devices if step == 1 else self.devices[rank % step :: step]
 
     @property
     def endpoints(self) -> tuple[Group, ...]:
-        """The groups that take part: of a message, who sends and who receives."""
+        """The groups that take part: for a transfer, the source and the target."""
         op = self.op
         return (op.source, op.target) if isinstance(op, Transfer) else (self.devices,)
 
     @property
     def compute(self) -> Compute:
-        """The op of a node that computes: before lowering, every node does."""
+        """The op of a compute node: before lowering, every node is one."""
         assert isinstance(self.op, Compute)
         return self.op
 
 
 @dataclass(frozen=True)
 class Dag:
-    """One whole training step over all devices. Nodes are numbered by their place."""
+    """One whole training step over all devices. A node's number is its index in ``nodes``."""
 
     model: Model
     table: ValueTable
@@ -109,17 +109,17 @@ class Dag:
     shards: Mapping[int, ShardRule] = field(default_factory=dict)
     """By chunk."""
     tensor: Mapping[int, tuple[TensorRule, ...]] = field(default_factory=dict)
-    """By chunk, one for each axis."""
+    """By chunk, one rule per axis."""
     remat: Mapping[int, RematPolicy] = field(default_factory=dict)
-    """By chunk, where it is not the model's own policy."""
+    """By chunk, where it differs from the model's policy."""
     streams: Mapping[str, StreamRule] = field(default_factory=dict)
     extra: tuple[Extra, ...] = ()
-    """Values that lowering added; their numbers follow those of all microbatches."""
+    """Values that lowering added; their numbers follow the values of all microbatches."""
     buckets: tuple[Bucket, ...] = ()
 
     def text(self, *words: str) -> str:
-        """The directives, numbered, then every node on a line. With ``words``, only the lines of
-        nodes that contain one of them, such as ``"MB[0]"`` or ``"send"``."""
+        """The directives, numbered, then one line per node. With ``words``, only the node lines
+        that contain one of them, such as ``"MB[0]"`` or ``"send"``."""
         return text(self, *words)
 
     def __str__(self) -> str:
@@ -132,44 +132,44 @@ class Dag:
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
-        """For each value that a node makes, that node."""
+        """The node that makes each value."""
         return {value: i for i, node in enumerate(self.nodes) for value in node.writes}
 
     def plain(self, value: int) -> int:
-        """The value of the model that a value which lowering added is a form of."""
+        """The model's value that an added value is a form of; other values are returned as is."""
         while value >= self.first_extra:
             value = self.extra[value - self.first_extra].of
         return value
 
     def predecessors(self, number: int) -> list[int]:
-        """The nodes that must be done before node ``number`` starts."""
+        """The nodes that must finish before node ``number`` starts."""
         node = self.nodes[number]
         producers = self.producers
         return [*(producers[v] for v in node.reads if v in producers), *node.after]
 
     @cached_property
     def tag_values(self) -> Mapping[str, frozenset[Tag]]:
-        """Every tag that some node has, and its values."""
-        found: dict[str, set[Tag]] = {}
+        """Every tag of the nodes, and its values."""
+        values: dict[str, set[Tag]] = {}
         for node in self.nodes:
             for name, tag in node.tags.items():
-                found.setdefault(name, set()).add(tag)
-        return {name: frozenset(tags) for name, tags in found.items()}
+                values.setdefault(name, set()).add(tag)
+        return {name: frozenset(tags) for name, tags in values.items()}
 
     def shard(self, chunk: int, parameter: str) -> ShardRule | None:
-        """How a parameter of a chunk is sharded, as one of experts or by tensor parallelism."""
+        """How a chunk's parameter is sharded, by expert or tensor parallelism."""
         if (experts := self.shards.get(chunk)) is not None:
             return experts
         for segment in self.model.chunks[chunk].segments:
-            if (found := segment.parameters.get(parameter)) is not None:
+            if (shard := segment.parameters.get(parameter)) is not None:
                 rule = self.rule(chunk, segment.axis)
                 return ShardRule(
                     rule.ways,
-                    found.dim,
+                    shard.dim,
                     rule.stream,
                     rule.made_by,
                     rule.stride,
-                    found.sections,
+                    shard.sections,
                     rule.axis,
                 )
         return None
@@ -179,8 +179,8 @@ class Dag:
         return next(rule for rule in self.tensor[chunk] if rule.axis == axis)
 
     def copy_of(self, node: Node, rank: int) -> int:
-        """Which of the equal copies of what a node computes its member ``rank`` makes: all that
-        have the same number make one copy together."""
+        """The replica of a node's result that member ``rank`` computes. Members with the same
+        number compute one replica together."""
         place = rank % node.replicas
         if node.replicas > 1 and isinstance(node.op, Compute):
             for rule in self.sharded_along(node.op.chunk):
@@ -188,21 +188,21 @@ class Dag:
         return place
 
     def sharded_along(self, chunk: int) -> tuple[TensorRule, ...]:
-        """The axes along which devices compute a chunk on different shards."""
+        """The rules of the axes along which devices compute a chunk on different shards."""
         segments = self.model.chunks[chunk].segments
         return tuple(self.rule(chunk, s.axis) for s in segments if s.sharded)
 
     def numel(self, chunk: int, parameter: str) -> int:
-        """Numbers in a device's shard of a parameter of a chunk."""
+        """Elements in a device's shard of a chunk's parameter."""
         shape, rule = self.model.parameters[parameter].shape, self.shard(chunk, parameter)
         return shard_numel(shape, rule.dim, rule.ways) if rule else math.prod(shape)
 
     def policy(self, chunk: int) -> RematPolicy:
-        """How much chunk ``chunk`` recomputes."""
+        """The rematerialization policy of ``chunk``."""
         return self.remat.get(chunk, self.model.remat)
 
     def with_nodes(self, changed: Mapping[int, Node]) -> Dag:
-        """This DAG with some nodes replaced, each in its place."""
+        """This DAG with some nodes replaced, by number."""
         nodes = tuple(changed.get(i, node) for i, node in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
@@ -211,7 +211,7 @@ class Dag:
         return replace(self, history=(*self.history, directive))
 
     def label(self, entry: int) -> str:
-        """An entry of the history in short: its place and its name."""
+        """A history entry in short: its number and the directive's name."""
         return f"{entry}:{self.history[entry].split('(')[0].strip()}"
 
 
@@ -232,9 +232,9 @@ _SHORT = {
 
 
 def text(dag: Dag, *words: str) -> str:
-    """The directives, numbered, then every node on a line: number, pass, tags, devices, what it
-    reads -> what it makes, order, and the directive that last moved it. With ``words``, only the
-    lines of nodes that contain one of them."""
+    """The directives, numbered, then one line per node: number, pass, tags, devices, reads ->
+    writes, order edges, and the directive that last changed it. With ``words``, only the node
+    lines that contain one of them."""
     head = [f"# {i}:{directive}" for i, directive in enumerate(dag.history)]
     lines = [f"{i:>3} {_node(dag, node)}" for i, node in enumerate(dag.nodes)]
     if words:
@@ -243,7 +243,7 @@ def text(dag: Dag, *words: str) -> str:
 
 
 def group_text(group: Group) -> str:
-    """A group of devices; a long row of neighbours as its ends."""
+    """A group of devices; a long consecutive range as ``first..last``."""
     if len(group) > 4 and group[-1] - group[0] == len(group) - 1 and group[1] == group[0] + 1:
         return f"{group[0]}..{group[-1]}"
     shown = [str(device) for device in group[:8]]
@@ -256,12 +256,12 @@ def devices_text(group: Group) -> str:
 
 
 def name_of(dag: Dag, number: int) -> str:
-    """A node in the user's own names: its pass and tags."""
+    """A node in the user's names: its pass and tags."""
     return _label(dag, dag.nodes[number])
 
 
 def region_of(dag: Dag, chunk: int) -> str:
-    """A chunk in the user's own names."""
+    """A chunk in the user's names: its tags."""
     tags = dag.model.chunks[chunk].tags
     return " ".join(f"{name}[{index}]" for name, index in tags.items()) or f"chunk {chunk}"
 
@@ -282,13 +282,13 @@ def _label(dag: Dag, node: Node) -> str:
 
 
 def _segment(dag: Dag, node: Node) -> list[str]:
-    """Which part of its region a pass is under tensor parallelism."""
+    """The segment of its region that a pass computes, under tensor parallelism."""
     segments = dag.model.chunks[node.op.chunk].segments if isinstance(node.op, Compute) else ()
     return [f"segment[{'.'.join(str(s.number) for s in segments)}]"] if segments else []
 
 
 def _scalar(dag: Dag, node: Node) -> list[str]:
-    """What a sum over all devices is of."""
+    """The step-wide value (loss, norm, output or load) that a collective makes, if any."""
     if not isinstance(node.op, Collective) or node.writes[0] < dag.first_extra:
         return []
     role = dag.extra[node.writes[0] - dag.first_extra].role

@@ -1,7 +1,7 @@
-"""What the compiler knows of a model: its chunks, the values between them, its parameters.
+"""What the compiler knows about a model: its chunks, the values between them, its parameters.
 
-No tensor and no graph: sizes, costs and who reads what. ``facts_of`` reads them off a captured
-model; a test may write them down by hand.
+Sizes, costs, reads and writes only: no tensors and no graphs. ``piper.capture.facts`` derives them
+from a captured model; tests may write them by hand.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from piper.ir.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class PassFacts:
-    """What one pass of a chunk reads, makes and costs.
+    """What one pass of a chunk reads, writes and costs.
 
-    Saved, kept and handed-off tensors and gradients of parameters count as one bundle each, with
-    index 0; parameters and buffers are state and are not listed.
+    The tensors of one kind in ``BUNDLES`` (SAVED, SAVED_FOR_BW, BI_SAVED, PARAMETER_GRAD) are one
+    reference with index 0. Parameters and buffers are state and are not listed.
     """
 
     reads: tuple[Ref, ...]
@@ -30,26 +30,26 @@ class PassFacts:
     flops: int
     uses_parameters: bool
     workspace: int = 0
-    """Bytes it needs for a while beside what it reads and makes."""
+    """Temporary bytes, beside its reads and writes."""
     last: tuple[Ref, ...] = ()
-    """What it reads that no later pass of the chunk does."""
+    """Its reads that no later pass of the chunk reads."""
     eased: int = 0
-    """Bytes of the workspace that it does not need where nobody else needs those either, and they
-    are let go as soon as they are used."""
+    """Bytes of the workspace that it saves if nothing else uses ``last``: each of these is freed
+    during the pass, right after its last use."""
     moved: int = 0
-    """Bytes that its operations read and write, each by itself."""
+    """Bytes that its operations read and write, unfused."""
     moved_fused: int = 0
-    """The same if all but matrix products and the like are fused."""
+    """The same, with all operations fused except matrix products and the like."""
     housed: int = 0
-    """Bytes more that it needs where the memory of its parameters' gradients is there before it
-    runs, so that others can be added to them later."""
+    """Additional bytes if its parameter gradients are allocated before it runs, so that later
+    gradients can be added to them."""
     private: tuple[Ref, ...] = field(default=(), metadata=ADDED)
     """Results that share memory with no argument and no other result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A chunk's passes under one policy of recomputing."""
+    """A chunk's passes under one rematerialization policy."""
 
     passes: Mapping[Pass, PassFacts]
     saved_bytes: int
@@ -61,7 +61,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFacts:
-    """One chunk: its regions, its parameters, and its inputs and outputs as numbers of values."""
+    """One chunk: its tags, its parameters, and its inputs and outputs as value numbers."""
 
     index: int
     tags: Mapping[str, int]
@@ -69,41 +69,40 @@ class ChunkFacts:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     variants: Mapping[RematPolicy, Variant]
-    """Under each policy that a strategy can choose."""
+    """For each policy that a strategy can choose."""
     changes: tuple[str, ...] = ()
-    """Buffers that its forward gives a new content."""
+    """Buffers that its forward updates."""
     buffers: tuple[str, ...] = ()
     """Buffers that its forward reads."""
     random: bool = False
     """Whether its forward draws random numbers."""
     detached: tuple[str, ...] = ()
-    """Parameters that it reads but makes no gradient of, though other chunks may."""
+    """Parameters that it reads but makes no gradient for; other chunks may."""
     gradients: Mapping[Ref, Stored] = field(default_factory=dict)
-    """How the gradients of its inputs lie that it makes; those that are not here lie as the value
-    does."""
+    """The storage of its input gradients, where it differs from the value's storage."""
     segments: tuple[Segment, ...] = ()
-    """Which part of a region it is under tensor and context parallelism, one for each axis."""
+    """Its segments under tensor and context parallelism, one per axis."""
     sorted_rows: SortedRows | None = None
-    """Of experts whose rows are sorted by expert, how."""
+    """Set for experts whose rows are sorted by expert."""
     products: tuple[str, ...] = field(default=(), metadata=ADDED)
-    """Its matrix products and attentions, with their modules and lines."""
+    """Its matrix products and attentions, with their modules and source lines."""
     gathered: tuple[Gathered, ...] = field(default=(), metadata=ADDED)
-    """Operations that read their inputs gathered, since no rule says how to shard them."""
+    """Operations that read gathered inputs because no rule shards them."""
 
     @property
     def moving(self) -> Segment | None:
-        """The segment that is a redistribution, if it is one."""
+        """The segment that is a redistribution, if there is one."""
         return next((s for s in self.segments if s.redistribution is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a tensor lies in memory."""
+    """The storage of a tensor."""
 
     nbytes: int
     """Bytes of its storage: an expanded dimension takes none."""
     copied: int | None = None
-    """Bytes of the contiguous copy that is sent in its place; None if it is sent as it is."""
+    """Bytes of the contiguous copy that messages carry; None if the tensor is contiguous."""
 
     @staticmethod
     def of(spec: TensorSpec) -> Stored:
@@ -111,13 +110,13 @@ class Stored:
 
     @property
     def sent(self) -> int:
-        """Bytes of a message with it."""
+        """Bytes of the tensor in a message."""
         return self.nbytes if self.copied is None else self.copied
 
     @property
     def dense(self) -> Stored:
-        """How a sum lies whose first term lies so: the same if that has neither gaps nor expanded
-        dimensions."""
+        """The storage of a sum whose first term has this storage: the same if there are no gaps
+        and no expanded dimensions, otherwise contiguous."""
         return self if self.nbytes == self.sent else Stored(self.sent)
 
 
@@ -131,13 +130,12 @@ class ValueFacts:
     copied: int | None = None
     """As in ``Stored``."""
     rows: int | None = None
-    """The dimension that has the rows of the batch, if any."""
+    """The dimension of the batch rows, if any."""
     order: int | None = None
-    """The chunk that put its rows into an order of its own; None if they lie one after another, as
-    in the batch. Devices that shard rows otherwise than that chunk does can only compute each by
-    itself."""
+    """The chunk that reordered its rows; None if they are in batch order. A group that shards the
+    rows differently from that chunk can only run computations that treat each row on its own."""
     placements: tuple[AxisPlacement, ...] = ()
-    """Along the axes of tensor and context parallelism where it is not replicated."""
+    """Along the axes of tensor and context parallelism on which it is not replicated."""
 
     @property
     def stored(self) -> Stored:
@@ -146,20 +144,20 @@ class ValueFacts:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """A parameter as the model has it, not divided."""
+    """A whole (unsharded) parameter of the model."""
 
     shape: tuple[int, ...]
     nbytes: int
     trained: bool
     dtype: torch.dtype = torch.float32
     gradient: torch.dtype = torch.float32
-    """What its gradients are summed in, and, where it is not ``dtype``, what is updated: the
-    parameter itself is then a copy."""
+    """The dtype of gradient sums. Where it differs from ``dtype``, the optimizer updates a master
+    copy of this dtype, and the parameter is a copy of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Chunks in an order that respects every edge; values by number; parameters by name."""
+    """Chunks in topological order; values by number; parameters by name."""
 
     chunks: tuple[ChunkFacts, ...]
     values: tuple[ValueFacts, ...]
@@ -168,24 +166,23 @@ class Model:
     batch: int
     """The size of the whole batch."""
     remat: RematPolicy
-    """The policy of chunks that no directive speaks of."""
+    """The policy of chunks without a ``remat`` directive."""
     count: int | None = None
-    """The value that the sum of losses is divided by, if the loss gives one."""
+    """The value that the sum of losses is divided by, if the loss returns one."""
     buffers: Mapping[str, int] = field(default_factory=dict)
     """Bytes of buffers and constants, by name."""
     outputs: tuple[int, ...] = ()
-    """The values that are reported beside the loss: the mean of single numbers, and the rows of
-    others."""
+    """The values reported beside the loss: scalars as their mean, other values as their rows."""
     declared: Mapping[str, str] = field(default_factory=dict)
-    """How the model itself says that its modules can be sharded, by pattern of their names."""
+    """The model's own tensor parallel plan: how to shard modules, by module name pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that is known of a model in one mode, training or evaluation."""
+    """The facts of a model in one mode, training or evaluation."""
 
     whole: Model
-    """What a strategy is applied to: no region is divided yet."""
+    """The unsharded model, to which a strategy is applied."""
     models: Mapping[int, Model]
-    """Under the strategy, at the shapes of each size of group: of a region whose experts it
-    divides, the costs are those of a share."""
+    """The model under the strategy, by group size, with the shapes of that size. Where experts are
+    sharded, costs are those of one shard."""

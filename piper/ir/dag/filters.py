@@ -1,4 +1,4 @@
-"""Filters: which nodes a directive speaks of.
+"""Filters: which nodes a directive applies to.
 
 A filter is a mapping from tag name to a number, a list or range of numbers, ``"*"`` (has the tag)
 or ``"-"`` (does not have it); ``PASS`` takes the names of passes. The empty filter matches all.
@@ -19,7 +19,7 @@ FilterLike = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """What is asked of one tag: one of ``values``, or, if None, presence or absence."""
+    """A condition on one tag: its value is in ``values``, or, if None, it is present or absent."""
 
     name: str
     values: frozenset[Tag] | None
@@ -54,16 +54,16 @@ class Filter:
 
 
 def select(dag: Dag, where: Filter) -> list[int]:
-    """The numbers of the nodes that match; an unknown tag, or no match at all, is an error."""
+    """The numbers of the matching nodes; an unknown tag or no match is an error."""
     for term in where.terms:
         if term.name not in dag.tag_values:
             raise DirectiveError(
                 f"the filter {where} names an unknown tag {term.name!r}; there are: {_known(dag)}"
             )
-    found = [i for i, node in enumerate(dag.nodes) if where.accepts(node.tags)]
-    if not found:
+    numbers = [i for i, node in enumerate(dag.nodes) if where.accepts(node.tags)]
+    if not numbers:
         raise DirectiveError(f"the filter {where} matches nothing; there are: {_known(dag)}")
-    return found
+    return numbers
 
 
 def _term(name: str, value: Any) -> Term:

@@ -1,6 +1,6 @@
-"""The layouts of all values of a placed DAG as text: one line for each value and group of devices.
+"""The layouts of all values of a placed DAG as text: one line per value and group of devices.
 
-v2 hidden [8, 64]         @0,1,2,3    dp S(0), tp R           and its gradient, which lies alike
+v2 hidden [8, 64]         @0,1,2,3    dp S(0), tp R           its gradient has the same layout
 dw1 layer[0]              @0,1,2,3    dp P(sum), tp R
 bucket0 optimizer state   @0,1,2,3    shard S(0)
 """
@@ -25,11 +25,11 @@ from piper.ir.rules import ShardRule
 
 
 class LayoutLine(NamedTuple):
-    """A value, the devices that have it, and how it lies on them."""
+    """A value, the devices that hold it, and its layout on them."""
 
     value: str
     number: int
-    """Of the value, or of the bucket."""
+    """The number of the value, or of the bucket."""
     devices: Group
     layout: Layout
 
@@ -38,7 +38,7 @@ class LayoutLine(NamedTuple):
 
 
 def layouts_text(dag: Dag, models: Mapping[int, Model]) -> str:
-    """All layouts, one a line; ``models`` are the model's facts at each number of parts."""
+    """All layouts, one per line; ``models`` holds the model's facts by number of parts."""
     return "\n".join(map(str, layout_lines(dag, models)))
 
 
@@ -67,7 +67,7 @@ def layout_lines(dag: Dag, models: Mapping[int, Model]) -> Iterator[LayoutLine]:
 
 
 def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[LayoutLine]:
-    """What a node reads and makes, as it does."""
+    """The layouts of a node's reads and writes."""
     op = node.compute
     reads, writes = dag.table.wire(op.chunk, op.which, dag.policy(op.chunk), op.microbatch)
     for number in (*reads, *writes):
@@ -78,11 +78,11 @@ def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[LayoutLine]:
             case Role.PARAMETER_GRADIENT:
                 yield from _gradients(dag, model, node, number)
             case _:
-                pass  # gradients lie as their activations, and what is saved stays where it is
+                pass  # gradients are laid out as their activations; saved activations do not move
 
 
 def _gradients(dag: Dag, model: Model, node: Node, number: int) -> Iterator[LayoutLine]:
-    """Of a chunk's parameters: one line for all that lie alike."""
+    """The gradients of a chunk's parameters: one line for all with the same layout."""
     chunk = node.compute.chunk
     layout = _rows(node, Partial())
     if (rule := dag.shards.get(chunk)) is not None:
@@ -95,9 +95,9 @@ def _gradients(dag: Dag, model: Model, node: Node, number: int) -> Iterator[Layo
                 along[segment.axis] = Shard(shard.dim)
             elif segment.sharded:
                 along[segment.axis] = Partial()
-        several.setdefault(str(found := layout.along(**along)), found)
-    for found in several.values():
-        yield LayoutLine(f"dw{chunk} {region_of(dag, chunk)}", number, node.devices, found)
+        several.setdefault(str(own := layout.along(**along)), own)
+    for own in several.values():
+        yield LayoutLine(f"dw{chunk} {region_of(dag, chunk)}", number, node.devices, own)
 
 
 def _tensor(dag: Dag, model: Model, node: Node, number: int) -> LayoutLine:
@@ -119,7 +119,7 @@ def _tensor(dag: Dag, model: Model, node: Node, number: int) -> LayoutLine:
 
 
 def _rows(node: Node, across: Placement) -> Layout:
-    """``across`` along the axes that divide the batch, which are the first, and the same along the
+    """``across`` along the axes that shard the batch, which come first; replicated along the
     others."""
     mesh = node.mesh or Mesh(node.devices, dp=len(node.devices))
     sizes = itertools.accumulate((size for _, size in mesh.axes), operator.mul)
@@ -127,7 +127,7 @@ def _rows(node: Node, across: Placement) -> Layout:
 
 
 def _experts(node: Node, rule: ShardRule, across: Placement, dim: int) -> Layout:
-    """The same, but sharded along ``dim`` over those who share the experts."""
+    """The same, but sharded along ``dim`` on the expert parallel axis."""
     mesh = node.mesh or Mesh(node.devices, dp=len(node.devices))
     axes = [n for n, size in mesh.axes if (size, mesh.stride(n)) == (rule.ways, rule.stride)]
     if not axes:

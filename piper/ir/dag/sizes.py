@@ -1,4 +1,4 @@
-"""How many bytes of each value one device holds."""
+"""The bytes of each value on one device, from the DAG and the model's facts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SCALAR = 8
 
 @dataclass(slots=True)
 class Sizes:
-    """Sizes for one DAG. ``models`` holds the model's facts at the shapes that a device sees in
-    a group of that many; they differ in nothing but sizes and costs."""
+    """Sizes for one DAG. ``models`` holds the model's facts by group size, with the shapes that one
+    device of such a group sees; they differ only in sizes and costs."""
 
     dag: Dag
     models: Mapping[int, Model]
@@ -36,12 +36,12 @@ class Sizes:
                 self._groups[value] = size
 
     def nbytes(self, number: int) -> int:
-        """Bytes of a value on each device that holds it. All microbatches' values are alike."""
+        """Bytes of a value on each device that holds it; equal for all microbatches."""
         key = self._key(number)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._nbytes(number)
-        return found
+        nbytes = self._known.get(key)
+        if nbytes is None:
+            nbytes = self._known[key] = self._nbytes(number)
+        return nbytes
 
     def _key(self, number: int) -> tuple[object, ...]:
         """What a value's size depends on."""
@@ -54,27 +54,26 @@ class Sizes:
         return extra.role, of, extra.parts, extra.rows, self._is_sum(number)
 
     def sent(self, number: int) -> int:
-        """Bytes of a value in a message: all of it, also where in memory rows are one."""
+        """Bytes of a value in a message: every element, also where expanded rows share memory."""
         return self._message(number).sent
 
     def copied(self, number: int) -> int:
-        """Bytes of the contiguous copy that is sent in place of a value, or received; 0 where it
-        goes as it is."""
+        """Bytes of the contiguous copy of a value that a message carries; 0 if there is no copy."""
         return self._message(number).copied or 0
 
     def _message(self, number: int) -> Stored:
         key = self._key(number)
-        found = self._messages.get(key)
-        if found is None:
-            found = self._messages[key] = self._stored(number)
-        return found
+        stored = self._messages.get(key)
+        if stored is None:
+            stored = self._messages[key] = self._stored(number)
+        return stored
 
     def given(self, number: int, group: int) -> int:
-        """Bytes of a tensor of the batch on each of ``group`` devices that share its rows."""
+        """Bytes of a batch tensor on each of ``group`` devices that shard its rows."""
         return self._of_model(number, group)
 
     def facts(self, op: Compute, group: int) -> PassFacts:
-        """What is known of a pass at the shapes of a group of that many devices."""
+        """The facts of a pass at the shapes of a group of ``group`` devices."""
         model = self.models.get(group, self.dag.model)
         return model.chunks[op.chunk].variants[self.dag.policy(op.chunk)].passes[op.which]
 
@@ -92,58 +91,59 @@ class Sizes:
                 case ExtraRole.LOSS:
                     return 2 * _SCALAR
                 case ExtraRole.LOAD:
-                    found = dag.model.chunks[extra.of].sorted_rows
-                    assert found is not None
-                    return found.experts * _SCALAR
+                    sorted_rows = dag.model.chunks[extra.of].sorted_rows
+                    assert sorted_rows is not None
+                    return sorted_rows.experts * _SCALAR
                 case ExtraRole.GATHERED:
                     bucket = dag.buckets[extra.of]
-                    kept = bucket.level < 3  # where the parameters are
+                    kept = bucket.level < 3  # the parameters stay whole: nothing is gathered
                     return 0 if kept else self.whole(extra.of) * bucket.dtype.itemsize
         return self._of_model(number, self._groups.get(number, 1))
 
     def whole(self, bucket: int) -> int:
-        """Elements of a bucket that a device has whole; a divided one is padded to even parts."""
+        """Elements of a whole bucket; a sharded one is padded to equal parts."""
         return self.part(bucket, 1) * self.shards(bucket, 1)
 
     def part(self, bucket: int, level: int) -> int:
-        """Elements of a device's part of what ZeRO divides from ``level`` on."""
-        found = self.dag.buckets[bucket]
-        return found.share if self.shards(bucket, level) > 1 else found.elements
+        """Elements of a device's part of the state that ZeRO shards from ``level`` on."""
+        parameters = self.dag.buckets[bucket]
+        return parameters.share if self.shards(bucket, level) > 1 else parameters.elements
 
     def state(self, bucket: int) -> int:
         """Bytes of a bucket's parameters that stay on a device between uses."""
-        found = self.dag.buckets[bucket]
-        elements = self.part(bucket, 3) if found.level == 3 else self.whole(bucket)
-        return elements * found.dtype.itemsize
+        parameters = self.dag.buckets[bucket]
+        elements = self.part(bucket, 3) if parameters.level == 3 else self.whole(bucket)
+        return elements * parameters.dtype.itemsize
 
     def optimizer(self, bucket: int, per_byte: float) -> int:
-        """Bytes of a bucket's optimizer state on a device, ``per_byte`` of what is updated, and
-        that itself where the parameters are a copy of it."""
-        found = self.dag.buckets[bucket]
-        updated = self.part(bucket, 1) * found.gradient.itemsize
-        return int(updated * (per_byte * found.trained + (found.gradient != found.dtype)))
+        """Bytes of a bucket's optimizer state on a device: ``per_byte`` for each updated byte,
+        plus the master copy if there is one."""
+        parameters = self.dag.buckets[bucket]
+        updated = self.part(bucket, 1) * parameters.gradient.itemsize
+        master = parameters.gradient != parameters.dtype
+        return int(updated * (per_byte * parameters.trained + master))
 
     def updating(self, bucket: int, per_byte: float, *, together: bool) -> int:
-        """Bytes that an update takes while it runs, ``per_byte`` of the largest parameter on a
-        device, or of all of them together."""
-        found = self.dag.buckets[bucket]
+        """Temporary bytes of an update: ``per_byte`` for each byte of the largest parameter on a
+        device, or of all parameters if ``together``."""
+        parameters = self.dag.buckets[bucket]
         updated = self.part(bucket, 1)
         if not together:
-            updated = min(updated, max(found.sizes))
-        return int(updated * found.gradient.itemsize * per_byte)
+            updated = min(updated, max(parameters.sizes))
+        return int(updated * parameters.gradient.itemsize * per_byte)
 
     def sharded(self, bucket: int) -> bool:
-        """Whether each replica of a bucket updates a part of its own."""
+        """Whether each device of a bucket updates only its own part (ZeRO 1 and above)."""
         return self.shards(bucket, 1) > 1
 
     def shards(self, bucket: int, level: int) -> int:
-        """Over how many devices that is divided which ZeRO divides from ``level`` on."""
-        found = self.dag.buckets[bucket]
-        return found.within if found.level >= level else 1
+        """The number of shards of the state that ZeRO shards from ``level`` on."""
+        parameters = self.dag.buckets[bucket]
+        return parameters.within if parameters.level >= level else 1
 
     def moved(self, node: Node) -> int:
-        """Bytes of what a communication is about, on each device: of a reduction what goes in, of
-        a gather what comes out; of an all_to_all by counts what goes if all devices get as much."""
+        """Bytes of a communication on each device: the input of a reduction, the output of a
+        gather; for an all_to_all by counts, the bytes if all devices get equally many rows."""
         (made,) = node.writes
         if made >= self._first_extra:
             extra = self.dag.extra[made - self._first_extra]
@@ -164,7 +164,7 @@ class Sizes:
         return max(2, 3 * (len(node.reads) - 1)) * self.nbytes(node.writes[0])
 
     def _is_sum(self, number: int) -> bool:
-        """Whether a value that lowering added is a sum, or came as one."""
+        """Whether a value that lowering added is a sum, or a received sum."""
         extra = self.dag.extra[number - self._first_extra]
         if extra.role is ExtraRole.RECEIVED and extra.of >= self._first_extra:
             return self._is_sum(extra.of)
@@ -193,7 +193,7 @@ class Sizes:
                 return self._lying(value, group).nbytes
 
     def _stored(self, number: int) -> Stored:
-        """How a value lies in memory on each device that holds it."""
+        """The storage of a value on each device that holds it."""
         if number < self._first_extra:
             plain, group = number, self._groups.get(number, 1)
         else:
@@ -205,7 +205,7 @@ class Sizes:
             if extra.rows is not None:
                 rows = self.models.get(group, self.dag.model).values[value.of].shape[0]
                 return Stored(self._lying(value, group).sent // rows * extra.rows)
-            if extra.role is not ExtraRole.RECEIVED:  # put together from rows: contiguous
+            if extra.role is not ExtraRole.RECEIVED:  # assembled from rows: contiguous
                 return Stored(self._lying(value, group).sent)
         value, _ = self.dag.table.value(plain)
         if value.role in _TENSORS:

@@ -1,7 +1,7 @@
-"""The values of a step: what nodes make and read, numbered without being listed.
+"""The values of a step: the reads and writes of its nodes.
 
-Every microbatch has the same values, so a value's number is its place in a table of the model's,
-plus the length of that table times the microbatch.
+Every microbatch has the same values. So one table lists the model's values, and a value's number is
+its index in the table plus the table's length times the microbatch.
 """
 
 from __future__ import annotations
@@ -19,72 +19,72 @@ class Role(Enum):
     """What a value is."""
 
     BATCH = "batch"
-    """A tensor of the batch: there from the start, on every device that wants it."""
+    """A tensor of the batch: present when the step starts, on every device that reads it."""
     SEED = "seed"
     """The gradient of the loss, a constant."""
     ACTIVATION = "activation"
     SAVED = "saved"
     SAVED_FOR_BW = "saved_bw"
-    """What BW reads of what was saved."""
+    """Saved by the forward for the weight backward."""
     BI_SAVED = "bi_saved"
     GRADIENT = "gradient"
-    """What one chunk that reads an activation gives to its gradient, or one term of it."""
+    """The gradient of an activation from one chunk that reads it, or one term of that."""
     PARAMETER_GRADIENT = "parameter gradient"
     """The gradients of a chunk's parameters."""
     TIED_GRADIENT = "tied gradient"
-    """The gradients of those of a chunk's parameters that other chunks use too."""
+    """The gradients of a chunk's tied parameters, which other chunks use too."""
 
     __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
 
 
 class ExtraRole(Enum):
-    """What a value is that lowering added."""
+    """What a value added by lowering is."""
 
     RECEIVED = "received"
-    """A value as another group than its maker's has it."""
+    """A value received by a group other than its producer's."""
     DISPATCHED = "dispatched"
-    """A value after the all-to-all dispatch to experts, each device with its own experts' part."""
+    """A value after the all-to-all dispatch: each device has the part of its own experts."""
     UNCOMBINED = "uncombined"
-    """What experts made, before the all-to-all combine."""
+    """The experts' output, before the all-to-all combine."""
     REDISTRIBUTED = "redistributed"
-    """A value in another layout along an axis of its mesh, which has a number of its own; or such a
-    value once more, for a backward that recomputes."""
+    """A value in another layout along an axis of its mesh, with its own number in the model; or the
+    same again, for a backward that recomputes."""
     ADDED = "added"
-    """The gradient of an activation, as far as it is added up; ``of`` is its first term."""
+    """A partial sum of an activation's gradient; ``of`` is its first term."""
     REDUCED = "reduced"
-    """The summed gradients of a bucket: whole, or a device's part of them."""
+    """The reduced gradients of a bucket: whole, or a device's part."""
     SUMMED = "summed"
-    """A device's part of the gradients of a bucket, summed over all copies of the bucket."""
+    """A device's part of a bucket's gradients, summed over all copies of the bucket."""
     UPDATED = "updated"
-    """The squared norm of a bucket's gradients, when the bucket has been updated."""
+    """The squared norm of a bucket's gradients, available once the bucket is updated."""
     GATHERED = "gathered"
-    """The whole parameters of a bucket that is kept divided."""
+    """The gathered parameters of a sharded bucket."""
     LOSS = "loss"
-    """The sum of the losses of the whole batch, and what it is divided by."""
+    """The sum of the losses of the whole batch, and its divisor."""
     NORM = "norm"
     """The squared norm of all gradients."""
     OUTPUT = "output"
-    """The mean over the whole batch of a number, ``of``, that is reported beside the loss."""
+    """The whole-batch mean of a scalar value, ``of``, that is reported beside the loss."""
     LOAD = "load"
-    """How many rows each expert of a chunk, ``of``, has in the whole batch."""
+    """The number of rows of each expert of a chunk, ``of``, in the whole batch."""
 
     __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A value that lowering added: ``of`` is the value it is a form of, or the bucket."""
+    """A value that lowering added: ``of`` is the value, bucket or chunk it belongs to."""
 
     role: ExtraRole
     of: int
     parts: int = 1
-    """Of a form of an activation, over how many devices its rows are divided."""
+    """For a form of an activation: the number of devices that shard its rows."""
     rows: int | None = None
-    """Of what experts have of rows that come by count, for how many there is room."""
+    """For experts' rows that arrive by count: the capacity in rows."""
 
 
 OF_STEP = (ExtraRole.LOSS, ExtraRole.NORM, ExtraRole.OUTPUT, ExtraRole.LOAD)
-"""What is of the whole step, and of no value and no bucket."""
+"""Roles of step-wide values, which are not forms of one value or bucket."""
 GIVEN = (Role.BATCH, Role.SEED)
 _BUNDLES = {
     Kind.SAVED: Role.SAVED,
@@ -97,8 +97,8 @@ _BUNDLES = {
 @dataclass(frozen=True, slots=True)
 class Value:
     """A value of one microbatch. ``of`` is the number of the model's value for BATCH, SEED,
-    ACTIVATION and GRADIENT, and of the chunk for the others; ``by`` is the chunk that makes it,
-    or -1 for what is given. ``term`` tells the terms of a GRADIENT by one chunk apart."""
+    ACTIVATION and GRADIENT, and of the chunk for the others. ``by`` is the chunk that makes it, or
+    -1 for BATCH and SEED. ``term`` distinguishes several terms of a GRADIENT from one chunk."""
 
     role: Role
     of: int
@@ -107,7 +107,7 @@ class Value:
 
 
 class ValueTable:
-    """All values that some pass of a model may read or make, and which pass does."""
+    """All values that the passes of a model may read or write, and the reads and writes of each."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -115,11 +115,11 @@ class ValueTable:
         self._numbers: dict[Value, int] = {}
         self._makers = {v: chunk.index for chunk in model.chunks for v in chunk.outputs}
         self.terms = _terms(model)
-        """For each of the model's values that has a gradient, the terms of it, in the order in
-        which they are added: that of one undivided backward."""
+        """The terms of each value's gradient, in the order of addition: the order of one unsplit
+        backward."""
         self.ties = tied_chunks(model)
-        """For each chunk with tied parameters, a number that it shares with the chunks that use
-        the same ones."""
+        """For each chunk with tied parameters, a number that it shares with the other users of
+        these parameters."""
         self._wired: dict[
             tuple[int, Pass, RematPolicy], tuple[tuple[int, ...], tuple[int, ...]]
         ] = {}
@@ -135,13 +135,13 @@ class ValueTable:
 
     def value(self, number: int) -> tuple[Value, int]:
         """The value with that number, and its microbatch."""
-        microbatch, place = divmod(number, self.size)
-        return self.values[place], microbatch
+        microbatch, index = divmod(number, self.size)
+        return self.values[index], microbatch
 
     def wire(
         self, chunk: int, which: Pass, policy: RematPolicy, microbatch: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The numbers of what a pass reads and of what it makes."""
+        """The numbers of the values that a pass reads and writes."""
         first = microbatch * self.size
         reads, writes = self._wired[chunk, which, policy]
         return tuple(first + v for v in reads), tuple(first + v for v in writes)
@@ -194,8 +194,8 @@ class ValueTable:
 
 
 def tied_chunks(model: Model) -> dict[int, int]:
-    """The chunks whose tied parameters have all the same users, each with the number of its set of
-    users; other ties are left to the reduction."""
+    """The chunks whose tied parameters all have the same set of users, each with the number of that
+    set. Other tied gradients are summed by the reduction."""
     users: defaultdict[str, set[int]] = defaultdict(set)
     for chunk in model.chunks:
         for name in chunk.parameters:
@@ -203,7 +203,7 @@ def tied_chunks(model: Model) -> dict[int, int]:
                 users[name].add(chunk.index)
     tied = {name: frozenset(chunks) for name, chunks in users.items() if len(chunks) > 1}
     numbers = {chunks: i for i, chunks in enumerate(dict.fromkeys(tied.values()))}
-    found: dict[int, int] = {}
+    ties: dict[int, int] = {}
     for chunks, number in numbers.items():
         sets = {
             tied[name]
@@ -212,14 +212,14 @@ def tied_chunks(model: Model) -> dict[int, int]:
             if name in tied and name not in model.chunks[i].detached
         }
         if sets == {chunks}:
-            found |= dict.fromkeys(chunks, number)
-    return found
+            ties |= dict.fromkeys(chunks, number)
+    return ties
 
 
 def parameters_of(
     model: Model, chunk: ChunkFacts, ties: Mapping[int, int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The trained parameters of a chunk: its own, and those that are tied."""
+    """The trained parameters of a chunk: its own, and its tied ones."""
     trained = [
         name
         for name in chunk.parameters
@@ -239,13 +239,13 @@ def parameters_of(
 
 
 def _terms(model: Model) -> dict[int, list[Value]]:
-    found: defaultdict[int, list[Value]] = defaultdict(list)
+    terms: defaultdict[int, list[Value]] = defaultdict(list)
     for chunk in reversed(model.chunks):
         backward = chunk.variants[model.remat].passes.get(Pass.B)
         for ref in backward.writes if backward else ():
             if ref.kind is Kind.INPUT_GRAD:
-                found[chunk.inputs[ref.index]].append(_term(chunk, ref))
-    return dict(found)
+                terms[chunk.inputs[ref.index]].append(_term(chunk, ref))
+    return dict(terms)
 
 
 def _term(chunk: ChunkFacts, ref: Ref) -> Value:

@@ -1,8 +1,8 @@
-"""What must hold of every DAG, checked after every directive.
+"""The invariants of a DAG, checked after every directive.
 
-Acyclic with its order edges; every value made by exactly one node and before it is used; a chunk's
-passes for one microbatch on one group. What fails is said in the user's names, with the directive
-responsible.
+The DAG with its order edges is acyclic. Exactly one node makes each value, before its first use.
+All passes of a chunk for one microbatch run on one group. An error names the nodes in the user's
+names and the responsible directive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from piper.ir.ops import Compute, Group, same_group
 
 
 def verify(dag: Dag) -> None:
-    """Raise a ``DirectiveError`` that names the place and the directive if ``dag`` cannot run."""
+    """Raise a ``DirectiveError`` that names the nodes and the directive if ``dag`` cannot run."""
     _one_producer(dag)
     _one_place_a_chunk(dag)
     cycle = _cycle(dag)
@@ -46,7 +46,7 @@ def _one_place_a_chunk(dag: Dag) -> None:
 
 
 def _cycle(dag: Dag) -> list[int]:
-    """The nodes of a cycle in order, or nothing."""
+    """The nodes of a cycle in order; empty if there is none."""
     waiting = {i: len(dag.predecessors(i)) for i in range(len(dag.nodes))}
     followers: defaultdict[int, list[int]] = defaultdict(list)
     for i in range(len(dag.nodes)):
@@ -64,7 +64,7 @@ def _cycle(dag: Dag) -> list[int]:
         return []
     path: list[int] = [next(iter(waiting))]
     seen = {path[0]: 0}
-    while True:  # each node left waits for another one that is left
+    while True:  # each remaining node waits for another remaining node
         before = next(p for p in dag.predecessors(path[-1]) if p in waiting)
         if before in seen:
             return list(reversed(path[seen[before] :]))
@@ -73,7 +73,7 @@ def _cycle(dag: Dag) -> list[int]:
 
 
 def _describe(dag: Dag, cycle: list[int]) -> str:
-    """The cycle in the user's names; a run of nodes of one pass and place is one line."""
+    """The cycle in the user's names; consecutive nodes of one pass and group are one line."""
     runs: list[tuple[str, str]] = []
     orders: set[int] = set()
     for number, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
@@ -102,7 +102,7 @@ def _describe(dag: Dag, cycle: list[int]) -> str:
 
 
 def _placed(dag: Dag, number: int) -> str:
-    """A node without the tags that differ inside a stage: what an order speaks about."""
+    """A node as orders refer to it: without the tags that differ inside a stage."""
     node = dag.nodes[number]
     if not isinstance(node.op, Compute):
         return name_of(dag, number)

@@ -1,1 +1,1 @@
-"""One plan for each class of devices: instructions over slots, their text and their checks."""
+"""One plan per rank equivalence class: instructions over slots, their text and their checks."""

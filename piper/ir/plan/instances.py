@@ -1,5 +1,5 @@
 """The instances of a communication: the sets of devices, each with its verb, that communicate with
-one another. One node of the DAG may hold many such sets, side by side."""
+each other. One node of the DAG may hold many instances side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from piper.ir.ops import Collective, Transfer
 from piper.ir.plan.instructions import Verb
 
 Participants = tuple[tuple[int, Verb], ...]
-"""The devices of one instance, each with what it does there."""
+"""The devices of one instance, each with its verb."""
 
 
 def members(participants: Participants) -> tuple[int, ...]:
@@ -18,15 +18,15 @@ def members(participants: Participants) -> tuple[int, ...]:
 
 
 def instance_size(op: Transfer | Collective) -> int:
-    """How many devices take part in each of ``instances``."""
+    """The number of participants of each instance."""
     if isinstance(op, Collective):
         return len(op.groups[0])
     return (len(op.source) + len(op.target)) // math.gcd(*op.parts)
 
 
 def instances(op: Transfer | Collective) -> tuple[Participants, ...]:
-    """The instances of ``op``. Of two groups that differ in size, as few neighbours of each
-    take part in one as have the same of the value."""
+    """The instances of ``op``. An instance of a transfer between groups of different size has the
+    fewest adjacent devices of both groups that hold the same range of the value."""
     if isinstance(op, Collective):
         return tuple(tuple((d, Verb.COLLECTIVE) for d in group) for group in op.groups)
     count = math.gcd(*op.parts)

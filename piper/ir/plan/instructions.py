@@ -1,4 +1,4 @@
-"""Instructions of a plan, and the slots that they read and write."""
+"""The instructions of a plan, and the slots that they read and write."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 
 
 BESIDE = (*COMMUNICATING, Verb.COPY)
-"""What goes on beside the computations after it: whoever needs it done takes it to its end."""
+"""Verbs that run concurrently with later computations, until an instruction waits for them."""
 
 
 class MemoryKind(Enum):
-    """What memory is held by."""
+    """What memory is used for."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
     BUFFERS = "buffers"
     """Buffers of the model, and constants of its code."""
     GRADIENTS = "gradients"
-    """Of parameters, whole or reduced."""
+    """Gradients of parameters, whole or reduced."""
     SAVED = "saved activations"
-    """Kept from a forward for its backward, and from BI for BW."""
+    """Saved by a forward for its backward, and by BI for BW."""
     ACTIVATIONS = "activations"
-    """What flows between chunks, their gradients included."""
+    """Values between chunks, and their gradients."""
     BATCH = "batch"
     COMMUNICATION = "communication"
-    """What was received, dispatched, combined or gathered."""
+    """Received, dispatched, combined or gathered values."""
     WORKSPACE = "workspace"
-    """What one instruction needs while it runs."""
+    """Temporary memory of one instruction."""
 
     __hash__ = object.__hash__  # Enum's own is slow
 
 
 def plain_stream(name: str) -> str:
-    """A stream as directives call it: sending and receiving are two of a plan's."""
+    """A stream's name in directives: a plan has separate streams to send and to receive."""
     return name.removesuffix("/send").removesuffix("/recv")
 
 
@@ -62,102 +62,101 @@ class Given(NamedTuple):
 
     slot: int
     value: int
-    """Which of the model's values it is."""
+    """The number of the model's value."""
     microbatch: int
     group: Group
-    """The devices that share it, each a part of the rows."""
+    """The devices that shard its rows."""
 
 
 class Returned(NamedTuple):
-    """A slot that holds rows of an output when the step has ended: it is the caller's."""
+    """A slot that holds rows of an output when the step has ended; the caller owns it."""
 
     slot: int
     value: int
-    """Which of the model's values it is."""
+    """The number of the model's value."""
     microbatch: int
     group: Group
-    """The devices that share it, each a part of the rows."""
+    """The devices that shard its rows."""
 
 
 class Seed(NamedTuple):
-    """A slot that holds the gradient of one device's loss of one microbatch when the step
+    """A slot that holds the gradient of one device's loss for one microbatch when the step
     begins: one divided by ``parts``."""
 
     slot: int
     value: int
-    """Which of the model's values the loss is."""
+    """The number of the loss among the model's values."""
     group: int
-    """Over how many devices its rows are divided."""
+    """The number of devices that shard its rows."""
     parts: int
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a slot holds, and in whose memory."""
+    """The content of a slot, and its memory."""
 
     holder: MemoryKind
-    """What its memory counts as."""
+    """The kind that its memory counts as."""
     nbytes: int
-    """Bytes of what it holds."""
+    """Bytes of its content."""
     own: int
-    """Bytes of memory that come and go with it: fewer than it holds if some lie in other slots,
-    more if there are gaps."""
+    """Bytes allocated and freed with the slot: fewer than ``nbytes`` if part of the content is in
+    other slots, more if there are gaps."""
     bucket: int | None = None
-    """The bucket whose gradients it holds in the bucket's layout, or whose parameters."""
+    """The bucket whose parameters, or whose gradients in the bucket's layout, it holds."""
     names: tuple[str, ...] = ()
-    """The parameters whose gradients it holds; what else is in a bucket's layout is zero."""
+    """The parameters whose gradients it holds; the rest of a bucket's layout is zero."""
     dtypes: tuple[torch.dtype, ...] = ()
-    """What each of these gradients is cast to and summed in."""
+    """The dtype that each of these gradients is cast to and summed in."""
     lies_in: tuple[int, ...] = ()
-    """Slots of buckets that its gradients are put into and added up in, those of the same names."""
+    """Bucket slots into which its gradients are written and accumulated, by parameter name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One thing that a device does. A slot that is read and written is changed in place; one that
-    is allocated or in ``adds`` is there when it is written, any other is new."""
+    """One instruction of a device. A slot in both ``reads`` and ``writes`` is changed in place. A
+    slot in ``allocates`` or ``adds`` exists before it is written; any other written slot is new."""
 
     verb: Verb
     node: int
     name: str
     stream: str
     op: Op
-    """What is done, with whom."""
+    """The operation and its devices."""
     role: ExtraRole | None = None
-    """What a communication makes, or, for UNCOMBINED, takes."""
+    """The role of a communication's output, or, for UNCOMBINED, of its input."""
     of: int = 0
-    """The model's value, or the bucket, that a communication or a copy is about."""
+    """The model's value, or the bucket, of a communication or a copy."""
     group: Group = ()
-    """The devices among whom the rows of what is computed are divided."""
+    """The devices that shard the rows of a computation."""
     reads: tuple[int, ...] = ()
-    """A pass reads what its program takes, in this order; then gathered parameters, and gradients
-    that it adds its own of the same names to."""
+    """A pass reads the arguments of its program, in this order; then gathered parameters, and
+    gradients to which it adds its own, by parameter name."""
     writes: tuple[int, ...] = ()
     adds: tuple[int, ...] = ()
-    """Those of ``writes`` that hold something already, to which the result is added."""
+    """The slots of ``writes`` to whose content the result is added."""
     allocates: tuple[int, ...] = ()
-    """Slots whose memory is made before: gradients are put into it, and later ones added."""
+    """Slots allocated before it runs: it writes gradients into them, and later ones are added."""
     frees: tuple[int, ...] = ()
-    """Slots that nobody uses after it: they go when it, and all before it that use them, are
-    done."""
+    """Slots without later users; freed once this and all earlier users finish."""
     waits: tuple[int, ...] = ()
-    """Program counters of instructions that must be done before: of other streams, since order
-    within a stream is implied; of its own, communications that bring what it uses or hold what must
-    be let go first."""
+    """Program counters of instructions that must finish first. On other streams: any, since order
+    within a stream is implied. On its own stream: communications that bring its inputs, or that
+    hold memory which must be freed first."""
     ends: tuple[int, ...] = ()
-    """Those of ``waits`` that are communications or copies which nobody before has waited for: they
-    are taken to their end. What nobody waits for at all is, at the end of the step."""
+    """The communications and copies of ``waits`` that no earlier instruction has waited for: this
+    one completes them. The end of the step completes those that no instruction waits for."""
     buckets: tuple[int, ...] = ()
-    """The buckets on which the optimizer steps, or of whose gradients the norm is taken."""
+    """The buckets that the optimizer updates, or whose gradient norm is taken."""
     ranks: tuple[tuple[str, int], ...] = ()
-    """The place of the device along axes, where a computation depends on it."""
+    """The device's rank along the axes on which a computation depends."""
     weights: tuple[float, ...] = ()
-    """By how much each loss, or other number, counts in their sum; what is read after the losses
-    are counts."""
+    """The weight of each loss, or other scalar, in the sum. The reads after the losses are
+    counts."""
 
 
 class PlanParts(NamedTuple):
-    """What a plan consists of: see ``Plan``."""
+    """The fields of a ``Plan``."""
 
     devices: Group
     instructions: tuple[Instruction, ...]

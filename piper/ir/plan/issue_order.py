@@ -1,4 +1,4 @@
-"""The order in which all nodes of a step are issued, and when, in simulated time."""
+"""The order in which all nodes of a step are issued, with simulated times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class IssueOrder:
-    """Nodes in the order in which they are issued, and when each starts and ends."""
+    """Nodes in issue order, and the start and end of each, by node number."""
 
     order: tuple[int, ...]
     start: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""A lowered step: its DAG, its plans and their memory."""
+"""A lowered step: its DAG, its plans and their peak memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from piper.ir.rules import OptimizerCost, StreamRule
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """Everything that lowering found out."""
+    """The result of lowering."""
 
     dag: Dag
     classes: RankClasses
@@ -27,11 +27,11 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class LoweredStep:
-    """A lowered step with all that simulation and pictures read of a program."""
+    """A lowered step with everything that the simulator and the views read from a program."""
 
     dag: Dag
     models: Mapping[int, Model]
-    """What is known of the model at the shapes of each size of group."""
+    """The model's facts by group size, with the shapes of that size."""
     plans: tuple[Plan, ...]
     memory: tuple[Memory, ...]
     streams: Mapping[str, StreamRule]
@@ -40,7 +40,7 @@ class LoweredStep:
     tokens: int
     """Elements of the first input of the batch."""
     fused: bool
-    """Whether a compiler fuses operations."""
+    """Whether the operations are compiled and fused."""
     optimizer: OptimizerCost
 
     @property

@@ -1,4 +1,4 @@
-"""The memory of a class of devices over one step."""
+"""The memory of a rank equivalence class over one step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from piper.ir.plan.instructions import MemoryKind
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one class of devices, in bytes."""
+    """The memory of each device of one class, in bytes."""
 
     devices: tuple[int, ...]
     parameters: int
     optimizer: int
     peak: int
-    """The most that is held at one time, state included."""
+    """Peak bytes, state included."""
     peak_at: int
-    """The instruction during which it is held."""
+    """The instruction at which the peak is reached."""
     at_peak: Mapping[MemoryKind, int]
-    """The peak, by what holds it."""
+    """The peak by memory kind."""
     over_time: tuple[tuple[int, int], ...]
-    """Bytes held beside each instruction, and when what it frees is gone; state included."""
+    """For each instruction, bytes held before and after its frees; state included, its workspace
+    not."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{h.value} {bytes_text(n)}" for h, n in self.at_peak.items() if n)

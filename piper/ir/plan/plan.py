@@ -1,8 +1,8 @@
-"""One plan for each class of devices: small frozen instructions over numbered slots.
+"""One plan per rank equivalence class: small frozen instructions over numbered slots.
 
-A plan is all a worker needs besides the programs and its state: what to run in which order on
-which stream with whom, what to wait for, which slots are allocated, read, written, added to and
-freed, and what lies in each of them. Nobody who reads it derives any of this again.
+A worker needs a plan, the programs and its state, nothing else. A plan states the order, stream,
+participants and waits of each instruction; the slots it allocates, reads, writes, adds to and
+frees; and the content of each slot. No reader derives any of this again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORMAT = Format("plan", 4)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the devices of one class do in one step."""
+    """The instructions of one class of devices for one step."""
 
     devices: Group
     instructions: tuple[Instruction, ...] = field(metadata=COLUMNS)
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def first_slots(self) -> tuple[int, ...]:
-        """The slots that hold something when the step begins."""
+        """The slots that are filled when the step begins."""
         return (*(given.slot for given in self.given), *(seed.slot for seed in self.seeds))
 
     def __str__(self) -> str:
@@ -46,11 +46,11 @@ class Plan:
 
     @staticmethod
     def parse(text: str) -> Plan:
-        """The plan that was printed as ``text``."""
+        """The plan that prints as ``text``."""
         return Plan(*plan_text.parse(text))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data, in which what instructions have in common is written once."""
+        """The plan as plain data; values that instructions share are written once."""
         return _FORMAT.headed(encode(Plan, self))
 
     @staticmethod
@@ -62,7 +62,7 @@ class Plan:
             else:
                 check_limits(data)
             content = _FORMAT.content(data)
-            found: Plan = decode(Plan, content)
+            plan: Plan = decode(Plan, content)
         except MalformedError as error:
             raise PiperError(f"the plan cannot be read: {error}") from None
-        return found
+        return plan

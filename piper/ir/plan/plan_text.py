@@ -1,14 +1,15 @@
 """A plan as text and back: ``parse(text(parts)) == parts``.
 
-What the slots hold, what is there when the step begins and what is the caller's when it has ended,
-then one instruction a line:
+First the slots, then the slots given when the step begins, the seeds and the slots returned when it
+ends, then one instruction per line:
 
     9 [pp/send] send 0->1 layer[0] MB[0]: s9 ->  frees s9 waits 2! 6 # 14 0/1->1/1 dim 0 received 5
 
-is number 9, on the stream ``pp/send``, reads slot 9 and frees it, after instruction 6 and after
-communication 2, which it takes to its end; it is node 14 of the DAG, and is about value 5. A pass
-is written like ``3F0``: chunk 3, forward, microbatch 0. ``+s3`` is added to. After the devices of
-a message stands how many neighbours have the same part.
+This is instruction 9, on stream ``pp/send``. It waits for instruction 6 and completes
+communication 2 (``2!``), then reads slot 9 and frees it. It is node 14 of the DAG and sends
+value 5. ``0/1->1/1``: the source and the target, each followed by how many adjacent devices hold
+the same part. A pass is written like ``3F0``: chunk 3, forward, microbatch 0. ``+s3``: the result
+is added to slot 3.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from piper.ir.plan.instructions import (
 
 _SAID = {Verb.SEND: "send ", Verb.RECV: "send ", Verb.UPDATE: "update "}
 _SAID |= {Verb.ADD: "add ", Verb.COPY: "copy "}
-"""How the names of nodes begin, where the verb says it already."""
+"""Prefixes of node names that repeat the verb; they are not written."""
 _HEAD = "plan of devices "
 _MOST = 10**6
-"""Numbers that a range may stand for."""
+"""The most numbers that a range may stand for."""
 _DIGITS = 18
 
 
 def text(plan: PlanParts) -> str:
-    """The plan, to be read by people and by ``parse``."""
+    """The plan as text, for people and for ``parse``."""
     lines = [_HEAD + _numbers(plan.devices)]
     same: dict[Slot, list[int]] = {}
     for number, slot in enumerate(plan.slots):
@@ -117,7 +118,7 @@ def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
 
 
 def _numbers(row: Iterable[int]) -> str:
-    """Numbers with commas; three and more that follow each other as the first and the last."""
+    """Numbers with commas; three or more consecutive ones as ``first-last``."""
     runs: list[list[int]] = []
     for number in row:
         if runs and runs[-1][1] + 1 == number:
@@ -172,7 +173,7 @@ _OPS = {
 
 
 def parse(written: str) -> PlanParts:
-    """What ``text`` wrote."""
+    """The plan that ``text`` wrote."""
     head, *lines = written.strip().splitlines() or [""]
     with _reading(head):
         if not head.startswith(_HEAD):
@@ -185,17 +186,17 @@ def parse(written: str) -> PlanParts:
     instructions: list[Instruction] = []
     for line in lines:
         with _reading(line):
-            if found := _SLOTS.fullmatch(line):
-                slots |= dict.fromkeys(_range(found["row"]), _parsed_slot(found))
-            elif found := _GIVEN.fullmatch(line):
-                word, *numbers, group = found.groups()
+            if match := _SLOTS.fullmatch(line):
+                slots |= dict.fromkeys(_range(match["row"]), _parsed_slot(match))
+            elif match := _GIVEN.fullmatch(line):
+                word, *numbers, group = match.groups()
                 slot, value, microbatch = map(_int, numbers)
                 if word == "given":
                     given.append(Given(slot, value, microbatch, _range(group)))
                 else:
                     returned.append(Returned(slot, value, microbatch, _range(group)))
-            elif found := _SEED.fullmatch(line):
-                seeds.append(Seed(*map(_int, found.groups())))
+            elif match := _SEED.fullmatch(line):
+                seeds.append(Seed(*map(_int, match.groups())))
             else:
                 instructions.append(_parsed(line))
     if missing := slots.keys() ^ range(len(slots)):
@@ -213,60 +214,60 @@ def _reading(line: str) -> Iterator[None]:
         raise PiperError(f"this is not a line of a plan: {shown(line, 200)} ({why})") from None
 
 
-def _parsed_slot(found: re.Match[str]) -> Slot:
-    nbytes, own, bucket = _int(found["nbytes"]), found["own"], found["bucket"]
+def _parsed_slot(match: re.Match[str]) -> Slot:
+    nbytes, own, bucket = _int(match["nbytes"]), match["own"], match["bucket"]
     names: list[str] = []
     dtypes: list[torch.dtype] = []
-    for part in re.findall(rf", ((?:{_JSON}|{_WORD}| )+)", found["names"]):
+    for part in re.findall(rf", ((?:{_JSON}|{_WORD}| )+)", match["names"]):
         dtype, *row = re.findall(rf"{_JSON}|{_WORD}", part)
         names += map(_unquoted, row)
         dtypes += [DTYPES[dtype]] * len(row)
     return Slot(
-        MemoryKind(found["holder"]),
+        MemoryKind(match["holder"]),
         nbytes,
         nbytes if own is None else _int(own),
         None if bucket is None else _int(bucket),
         tuple(names),
         tuple(dtypes),
-        _range(found["lies_in"] or ""),
+        _range(match["lies_in"] or ""),
     )
 
 
 def _parsed(line: str) -> Instruction:
-    found = _INSTRUCTION.fullmatch(line)
-    if found is None:
-        raise ValueError("it begins like none")
-    verb = Verb(found["verb"])
-    what = _OPS[verb].fullmatch(found["op"])
+    match = _INSTRUCTION.fullmatch(line)
+    if match is None:
+        raise ValueError("it matches no kind of line")
+    verb = Verb(match["verb"])
+    what = _OPS[verb].fullmatch(match["op"])
     if what is None:
-        raise ValueError(f"a {verb.value} is not {found['op']!r}")
+        raise ValueError(f"a {verb.value} is not {match['op']!r}")
     op, role, of, group = _parsed_op(verb, what)
-    waits = (found["waits"] or "").split()
+    waits = (match["waits"] or "").split()
     return Instruction(
         verb=verb,
-        node=_int(found["node"]),
-        name=_unquoted(found["name"], _SAID.get(verb, "")),
-        stream=_unquoted(found["stream"]),
+        node=_int(match["node"]),
+        name=_unquoted(match["name"], _SAID.get(verb, "")),
+        stream=_unquoted(match["stream"]),
         op=op,
         role=role,
         of=of,
         group=group,
         ranks=_ranks(what.groups()[4]) if verb is Verb.COMPUTE else (),
-        reads=tuple(_integers(found["reads"])),
-        writes=tuple(_integers(found["writes"])),
-        adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", found["writes"])))),
-        allocates=tuple(_integers(found["allocates"])),
-        frees=tuple(_integers(found["frees"])),
+        reads=tuple(_integers(match["reads"])),
+        writes=tuple(_integers(match["writes"])),
+        adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", match["writes"])))),
+        allocates=tuple(_integers(match["allocates"])),
+        frees=tuple(_integers(match["frees"])),
         waits=tuple(_int(wait.rstrip("!")) for wait in waits),
         ends=tuple(_int(wait[:-1]) for wait in waits if wait.endswith("!")),
-        buckets=tuple(_integers(found["buckets"])),
-        weights=tuple(map(float, (found["weights"] or "").split())),
+        buckets=tuple(_integers(match["buckets"])),
+        weights=tuple(map(float, (match["weights"] or "").split())),
     )
 
 
-def _parsed_op(verb: Verb, found: re.Match[str]) -> tuple[Op, ExtraRole | None, int, Group]:
-    """What is done, what it makes, what it is about, and among whom rows are divided."""
-    row = found.groups()
+def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, ExtraRole | None, int, Group]:
+    """The op, the role of its output, the value or bucket, and the devices that shard the rows."""
+    row = match.groups()
     if verb is Verb.COMPUTE:
         return Compute(_int(row[0]), Pass(row[1]), _int(row[2])), None, 0, _range(row[3])
     if verb is Verb.UPDATE:
@@ -299,14 +300,14 @@ def _integers(written: str | None) -> Iterator[int]:
 
 
 def _range(written: str) -> tuple[int, ...]:
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, written.split(",")):
         first, _, last = part.partition("-")
         run = range(_int(first), _int(last or first) + 1)
-        if not 0 < len(run) <= _MOST - len(found):
+        if not 0 < len(run) <= _MOST - len(numbers):
             raise ValueError(f"{part} are none, or more than {_MOST:,} numbers")
-        found += run
-    return tuple(found)
+        numbers += run
+    return tuple(numbers)
 
 
 def _int(written: str) -> int:

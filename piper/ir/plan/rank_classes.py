@@ -1,6 +1,7 @@
-"""Rank equivalence classes: devices that always act together run one plan, each as its own rank.
+"""Rank equivalence classes: the devices of one class take part in the same nodes and run one plan,
+each with its own rank.
 
-The size of a group of n equal devices does not matter to anything that works on classes.
+The cost of passes over classes does not depend on the number of devices in a class.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from piper.ir.ops import Group, Transfer
 
 @dataclass(frozen=True, slots=True)
 class RankClasses:
-    """``of`` gives a device's class; ``members`` the devices of each class, in order."""
+    """``of``: the class of each device. ``members``: the devices of each class, in order."""
 
     of: dict[int, int]
     members: tuple[Group, ...]
@@ -25,8 +26,8 @@ class RankClasses:
 
 
 def rank_classes(dag: Dag) -> RankClasses:
-    """The coarsest division such that every node takes in a class wholly or not at all, and of
-    replicas each is in one of its own."""
+    """The coarsest partition in which every node contains a class wholly or not at all, and the
+    replicas of a node are in different classes."""
     groups: dict[tuple[tuple[Group, int], ...], int] = {}
     seen: set[tuple[int, ...]] = set()
     for node in dag.nodes:
@@ -43,8 +44,8 @@ def rank_classes(dag: Dag) -> RankClasses:
         for side, (group, replicas) in enumerate(sides):
             for rank, device in enumerate(group):
                 marks[device].append((number, side, rank % replicas))
-    found: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+    same: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     for device in sorted(marks):
-        found.setdefault(tuple(marks[device]), []).append(device)
-    members = tuple(tuple(devices) for devices in found.values())
+        same.setdefault(tuple(marks[device]), []).append(device)
+    members = tuple(tuple(devices) for devices in same.values())
     return RankClasses({d: i for i, devices in enumerate(members) for d in devices}, members)

@@ -1,9 +1,9 @@
-"""What must hold of plans, checked at the end of every compilation, in one pass over them.
+"""The invariants of plans, checked at the end of every compilation in one pass.
 
-Every slot is written before it is read and freed once, after everything else; all participants of a
-communication take part in it, on one communicator in one order; every gradient of a trained
-parameter goes into one sum, over all devices that hold the parameter. A violation is a fault of the
-compiler: users' mistakes are refused long before.
+Every slot is written before it is read, and freed once, after its last use. All participants of a
+communication enter it, and communications on one communicator are entered in one order. Every
+gradient of a trained parameter enters exactly one sum, over all devices that hold the parameter. A
+violation is a compiler bug: users' mistakes are refused much earlier.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from piper.ir.plan.rank_classes import RankClasses
 
 
 def verify_plans(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> None:
-    """Raise a ``PiperError`` if the plans together do not do one step of ``dag``."""
+    """Raise a ``PiperError`` if the plans together are not one step of ``dag``."""
     for plan in plans:
         _slots(plan)
     _communications(dag, classes, plans)
@@ -33,13 +33,14 @@ def _fault(what: str) -> PiperError:
 
 
 def _slots(plan: Plan) -> None:
-    """Slots are written before they are read, and freed once; nothing waits for what is later."""
-    if (found := _slots_fault(plan)) is not None:
-        raise _fault(f"devices {plan.devices[:4]} {found}")
+    """Slots are written before they are read, and freed once; no instruction waits for a later
+    one."""
+    if (fault := _slots_fault(plan)) is not None:
+        raise _fault(f"devices {plan.devices[:4]} {fault}")
 
 
 def _slots_fault(plan: Plan) -> str | None:
-    """What is wrong with the slots of a plan and with what it waits for, if anything is."""
+    """What is wrong with the slots and waits of a plan, if anything."""
     live = set(plan.first_slots)
     for pc, x in enumerate(plan.instructions):
         if not live.issuperset((*x.reads, *x.adds)):
@@ -60,13 +61,13 @@ def _slots_fault(plan: Plan) -> str | None:
 
 
 def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> None:
-    """All participants are there, and those who share a communicator use it in one order.
+    """All participants are present, and the members of a communicator use it in one order.
 
-    A communicator is a stream's group, or a stream's way from one device to another. What is sent
-    on it arrives in the order in which it is sent, whatever receives wait for: so sender and
-    receiver must agree about all messages between them, also about those of different groups.
+    A communicator belongs to a stream and either a group or one direction between two devices.
+    Messages arrive in the order in which they are sent, whatever the receives wait for. So sender
+    and receiver must agree on the order of all messages between them, also across groups.
     """
-    participants: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # the classes of each side
+    participants: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # the classes of each endpoint
     there: Counter[int] = Counter()
     sequences: defaultdict[tuple[object, ...], dict[object, list[int]]] = defaultdict(dict)
     for c, plan in enumerate(plans):
@@ -98,7 +99,7 @@ def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> No
 
 
 def _gradients(dag: Dag) -> None:
-    """Every gradient of a trained parameter is in one sum over all owners of the parameter."""
+    """Every gradient of a trained parameter enters one sum over all owners of the parameter."""
     owners: defaultdict[str, set[Group]] = defaultdict(set)
     made: defaultdict[str, set[int]] = defaultdict(set)
     carried: set[int] = set()
@@ -125,11 +126,11 @@ def _gradients(dag: Dag) -> None:
             summed[node.op.bucket] = [v for value in _own(dag, node) for v in _parts(dag, value)]
     for index, bucket in enumerate(dag.buckets):
         everyone = {device for group in bucket.groups for device in group}
-        found = Counter(summed.get(index, ()))
+        terms = Counter(summed.get(index, ()))
         for name in bucket.parameters if index in summed else ():
             if everyone != {device for group in owners[name] for device in group}:
                 raise _fault(f"the gradient of {name} is not summed over all its owners")
-            if any(found[value] != (value not in carried) for value in made[name]):
+            if any(terms[value] != (value not in carried) for value in made[name]):
                 raise _fault(f"a gradient of {name} is not summed once")
 
 
@@ -138,7 +139,7 @@ def _role(dag: Dag, value: int) -> Role | None:
 
 
 def _own(dag: Dag, node: Node) -> list[int]:
-    """What an update reads of its own bucket: sums of it, or else all gradients."""
+    """An update's reads of its own bucket: its reduced sums, or else all gradients."""
     assert isinstance(node.op, Update)
     extra = {v: dag.extra[v - dag.first_extra] for v in node.reads if v >= dag.first_extra}
     sums = [v for v, x in extra.items() if x.role in (ExtraRole.REDUCED, ExtraRole.SUMMED)]
@@ -147,7 +148,7 @@ def _own(dag: Dag, node: Node) -> list[int]:
 
 
 def _parts(dag: Dag, value: int) -> tuple[int, ...]:
-    """The gradients that a value is a sum of."""
+    """The gradients that are summed in a value."""
     if value < dag.first_extra:
         return (value,)
     reads = dag.nodes[dag.producers[value]].reads

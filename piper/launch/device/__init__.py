@@ -1,1 +1,1 @@
-"""One device as a worker drives it, and the interface of worker groups."""
+"""One loaded device, and the interface of worker groups that a trainer drives."""

@@ -1,4 +1,4 @@
-"""One device with its plans loaded, ready to be driven."""
+"""One device with its plans loaded, ready to run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from piper.state.weights.first_tensors import Fetch
 
 
 class LoadedDevice:
-    """An executor with the plans of training and of evaluation."""
+    """An executor with one device's training and evaluation plans."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class LoadedDevice:
         *,
         tracked: bool = False,
     ) -> None:
-        """``begin`` gives the first weights by name, or is the state to go on from; ``tracked``
-        says that others ask for the program counter, on a GPU."""
+        """``begin`` returns the initial weights by name, or is the state to continue from;
+        ``tracked`` says that others read the program counter, on a GPU."""
         self.number = number
         given = assignment_of(program, number)
         if not isinstance(begin, DeviceState):
@@ -70,7 +70,8 @@ class LoadedDevice:
         streams = streams_for(where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(self.state, comm, streams, runners)
         self._begun: Snapshot | None = None
-        """The last save, of which that may still be on its way which no step changes."""
+        """The snapshot of the last save. Copies of state that no step changes may still be under
+        way."""
         self._given = given
         self._program = program
         self._training = self.executor.load(given.plan, given.code)
@@ -78,11 +79,11 @@ class LoadedDevice:
 
     @cached_property
     def _saving(self) -> LoadedPlan:
-        """The step that copies what is being saved."""
+        """The training plan that also copies the state being saved."""
         return self.executor.load(self._program.saving.plan_of(self.number), self._given.code)
 
     def show_progress_in(self, at: ProgramCounter) -> None:
-        """Keep the program counter in ``at``, which others may read."""
+        """Keep the program counter in ``at``, where others can read it."""
         self.executor.at = at
 
     @property
@@ -99,11 +100,11 @@ class LoadedDevice:
     def train(
         self, given: list[Tensor], *, report: bool = True
     ) -> Generator[Pending, None, Report]:
-        """All instructions of a step of training; the state still has to advance."""
+        """All instructions of a training step; the caller must still advance the state."""
         snapshot = self.state.snapshot
         loaded = self._training if snapshot is None else self._saving
         scalars = yield from self.executor.run(loaded, given, report=report)
-        if snapshot is not None:  # what no update changes has no instruction
+        if snapshot is not None:  # state that no update changes has no copy instruction
             snapshot.copy_rest()
             self.state.snapshot, self._begun = None, snapshot
         return self._report(scalars, scalars.norm, self.state.rates)
@@ -124,7 +125,7 @@ class LoadedDevice:
         )
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
-        """One step of training, and what it took."""
+        """One step of training, measured."""
         self.finish_copies()
         return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
 
@@ -151,7 +152,7 @@ class LoadedDevice:
         return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
 
     def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        """The forwards alone; state is copied beside them."""
+        """The forwards only; a pending snapshot of the state is copied meanwhile."""
         if self.state.snapshot is not None:
             self.state.snapshot.copy_rest()
         scalars = yield from self.executor.run(self._evaluation, given)
@@ -159,19 +160,19 @@ class LoadedDevice:
         return self._report(scalars, None)
 
     def abandon(self) -> None:
-        """Forget a step that failed."""
+        """Discard a failed step."""
         for loaded in (self._training, self._evaluation, self.running):
             loaded.context.abandon()
 
     def finish_copies(self) -> None:
-        """Copy what a save in the background still needs: the state may change after that."""
+        """Finish the copies of a background save; the state may change after that."""
         for snapshot in (self.state.snapshot, self._begun):
             if snapshot is not None:
                 snapshot.finish()
         self.state.snapshot = self._begun = None
 
     def close(self) -> None:
-        """Nobody needs the state any more."""
+        """Abandon a pending snapshot: the state is no longer needed."""
         if self.state.snapshot is not None:
             self.state.snapshot.abandon()
 
@@ -190,7 +191,8 @@ class LoadedDevice:
             return Refusal(str(error))
 
     def begin_part(self, folder: Path) -> Callable[[], Part | Refusal]:
-        """The same for a thread, of the state as it is now: the next step copies it."""
+        """A function that writes this device's part in a thread. It writes the state as it is now:
+        the next step copies it."""
         _, file, buffers = self._part(folder)
         try:
             holding = given_by(self.state, buffers)
@@ -200,10 +202,10 @@ class LoadedDevice:
         snapshot = self.state.snapshot = snapshot_of(holding, self.state.where)
 
         def written() -> Part | Refusal:
-            found = snapshot.result()
-            if found is None:
+            copied = snapshot.result()
+            if copied is None:
                 return Refusal("the trainer was closed before the state was copied")
-            return write(found, folder, file)
+            return write(copied, folder, file)
 
         return written
 
@@ -212,7 +214,7 @@ class LoadedDevice:
         return folder, file, _own_buffers(self._program, self.number)
 
     def give(self) -> tuple[Part | Refusal, Sequence[Held]]:
-        """This device's part of the state as it is in memory, and the slices of it."""
+        """This device's part of the state in memory, and its slices."""
         self.finish_copies()
         try:
             buffers = _own_buffers(self._program, self.number, kept=False)
@@ -230,13 +232,13 @@ class LoadedDevice:
             return Refusal(str(error))
 
     def refusals(self, folder: Path, index: Index, share: tuple[int, int]) -> list[str]:
-        """Why this device cannot go on from a checkpoint. It looks at its ``share`` of the files:
-        the number of a device among so many."""
+        """Why this device cannot resume from a checkpoint. It verifies its ``share`` of the files:
+        (index of the device, number of devices)."""
         place, count = share
         files = sorted(index.files)[place::count]
-        found = damage(folder, index, files)
+        damaged = damage(folder, index, files)
         why = refusal(self.state, index)
-        return found if why is None else [*found, why]
+        return damaged if why is None else [*damaged, why]
 
     def read_part(self, folder: Path, index: Index) -> None:
         self.finish_copies()
@@ -244,13 +246,13 @@ class LoadedDevice:
 
 
 def _own_buffers(program: Program, device: int, *, kept: bool = True) -> tuple[str, ...]:
-    """The buffers that this device gives, because it is the first to have them; of those that the
-    model's state keeps, or of all."""
+    """The buffers that this device gives: those that no earlier device has. With ``kept``, only
+    buffers in the model's state dict."""
     names = set(program.names.keys.values())
     owners: dict[str, int] = {}
-    for one in program.devices:
-        for name in buffers_of(assignment_of(program, one)):
-            owners.setdefault(name, one)
+    for number in program.devices:
+        for name in buffers_of(assignment_of(program, number)):
+            owners.setdefault(name, number)
     return tuple(
         name for name, owner in owners.items() if owner == device and (name in names or not kept)
     )
@@ -271,7 +273,7 @@ def assignment_of(program: Program, device: int) -> Assignment:
 
 
 def memory_of(where: torch.device) -> int:
-    """The most bytes that this process has held: on the GPU, or resident."""
+    """Peak bytes of this process: on the GPU, or resident memory."""
     if where.type == "cuda":
         return torch.cuda.max_memory_allocated(where)
     unit = 1 if sys.platform == "darwin" else 1024

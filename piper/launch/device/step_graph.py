@@ -1,8 +1,8 @@
-"""A step captured once as a CUDA graph and replayed: the host launches one thing, not thousands.
+"""A step captured once as a CUDA graph and replayed: one launch instead of thousands.
 
-The first steps run as usual, so that everything that is made once is there. What a capture fixes
-(shapes are fixed anyway) are the numbers of the optimizer's settings: when one of them changes, the
-step is captured again. Learning rates that a schedule changes are read from the device.
+The first steps run normally, so that everything created once exists before the capture. A capture
+fixes the values of the optimizer's settings (shapes are fixed anyway): when one changes, the step
+is captured again. Learning rates that a scheduler changes are read from device memory.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from piper.launch.device.worker_group import Report
 from piper.program.program import Program
 
 DeviceBatches = Sequence[Sequence[Tensor]]
-"""Device by device, its part of a batch."""
+"""Each device's part of a batch."""
 _USUAL = 2
-"""Steps that are run before one is captured."""
+"""Steps that run normally before the capture."""
 
 
 class StepGraph:
-    """The step of the devices of one process."""
+    """The captured step of all devices of one process."""
 
     def __init__(self, where: torch.device, step: Callable[[list[list[Tensor]]], Report]) -> None:
-        """``step`` runs all instructions once and changes nothing on the host that lasts."""
+        """``step`` runs all instructions once and makes no lasting change on the host."""
         self._where = where
         self._step = step
         self._usual = 0
@@ -38,13 +38,13 @@ class StepGraph:
         self._settings: Any = None
 
     def forget(self) -> None:
-        """What was captured no longer holds: state has been replaced."""
+        """Drop the capture: the state has been replaced."""
         self._graph = self._report = None
         self._given = []
         self._usual = 0
 
     def run(self, given: DeviceBatches, settings: Any) -> Report:
-        """One step; ``settings`` are the numbers that a capture fixes."""
+        """Run one step; ``settings`` are the values that a capture fixes."""
         if self._graph is not None and settings != self._settings:
             self._graph = self._report = None
         if self._graph is None and self._usual < _USUAL:
@@ -75,7 +75,7 @@ class StepGraph:
 
 
 def refuse_uncapturable(program: Program) -> None:
-    """Refuse programs whose steps cannot be the same graph every time."""
+    """Refuse programs whose steps cannot replay one graph."""
     if program.device.type != "cuda":
         raise PiperError(
             f"cuda_graphs=True needs a program compiled with device='cuda', not {program.device}"

@@ -1,7 +1,7 @@
-"""A measured step in one process: with torch's profiler around it if kernels are asked for.
+"""A measured step in one process, under torch's profiler if kernels are requested.
 
-The profiler has a clock of its own. Host and profiler both time the host's side of instructions, so
-the difference of the two tells what one clock is ahead of the other.
+The profiler has its own clock. Host and profiler both time a few empty ranges before the step; the
+median difference is the offset between the clocks.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from piper.runtime.streams.kernels import Kernel, kernels_of
 from piper.runtime.streams.recording import range_name
 
 _MARKS = 5
+"""Empty ranges that both clocks time."""
 _NOBODY = 10**9
-"""The number of no device."""
+"""A device number that no device has; it labels the empty ranges."""
 
 
 def profiled(run: Callable[[], Report], what: ProfileKind, where: torch.device) -> Report:
-    """What ``run`` reports, with its kernels if they are asked for."""
+    """The report of ``run``, with its kernels if requested."""
     if what is not ProfileKind.KERNELS:
         return run()
     moments = []
-    with kernels_of(where) as found:
+    with kernels_of(where) as profile:
         for i in range(_MARKS):
             moments.append(time.monotonic())
             with record_function(range_name(_NOBODY, i)):
                 pass
         report = run()
-    marks = {one.pc: one.start for one in found.ranges if one.device == _NOBODY}
+    marks = {mark.pc: mark.start for mark in profile.ranges if mark.device == _NOBODY}
     ahead = statistics.median(marks[i] - moment for i, moment in enumerate(moments))
     rows: dict[int, list[Kernel]] = {}
-    for one in found.kernels:
-        if one.device != _NOBODY:
-            moved = one._replace(start=one.start - ahead, end=one.end - ahead)
-            rows.setdefault(one.device, []).append(moved)
+    for kernel in profile.kernels:
+        if kernel.device != _NOBODY:
+            moved = kernel._replace(start=kernel.start - ahead, end=kernel.end - ahead)
+            rows.setdefault(kernel.device, []).append(moved)
     return replace(report, kernels={device: tuple(row) for device, row in rows.items()})

@@ -1,4 +1,4 @@
-"""Gives a program's first weights by name."""
+"""Reads a program's initial weights by name: from the model, from files, or from ``init``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from piper.state.weights.weight_files import Init, WeightFiles
 
 @dataclass(frozen=True, slots=True)
 class FirstWeights:
-    """All that is needed to give a program's first weights, in this or another process."""
+    """Everything needed to produce a program's initial weights, in this or another process."""
 
     tensors: Mapping[str, Tensor]
-    """Every parameter and buffer of the model; on the meta device what is made or read."""
+    """Every parameter and buffer of the model; those to be initialised or read are on the meta
+    device."""
     init: Init | None
     located: Located | None
     seed: int
@@ -59,15 +60,15 @@ class FirstWeights:
 
 
 def fetcher(program: Program) -> Fetch:
-    """A function from the name of a parameter or buffer to its first values."""
+    """A function from the name of a parameter or buffer to its initial values."""
     return FirstWeights.of(program)
 
 
 def _computed(source: Source, names: set[str], seed: int) -> dict[str, Tensor]:
-    """Those buffers among ``names`` that have no values, as their modules compute them."""
-    found = {}
+    """The buffers among ``names`` that have no values yet, as their modules compute them."""
+    buffers = {}
     for prefix, module in source.roots():
         for path, buffer in module.named_buffers():
             if prefix + path in names and buffer.is_meta:
-                found[prefix + path] = computed_buffer(module, path, prefix + path, seed)
-    return found
+                buffers[prefix + path] = computed_buffer(module, path, prefix + path, seed)
+    return buffers

@@ -1,4 +1,7 @@
-"""What a trainer needs of the devices, wherever they run."""
+"""``WorkerGroup``, the interface of a trainer to its devices, and ``Report``, what a step reports.
+
+The devices may be virtual, worker processes, or processes that torchrun started.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ T = TypeVar("T")
 
 
 class ProfileKind(Enum):
-    """What is to be measured of a step."""
+    """What to measure in a step."""
 
     TIME = "time"
     KERNELS = "kernels"
@@ -34,34 +37,34 @@ class ProfileKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The scalars of one step, as every device knows them."""
+    """The scalars of one step, the same on every device, and what was measured of it."""
 
     total: Tensor | None
-    """The sum of the losses, and of what they are divided by; None if nobody asked for it."""
+    """The sum of the losses and the sum of their divisors; None if not requested."""
     norm: Tensor | None
-    """The squared norm of all gradients; None if nobody asked for it, or after an evaluation."""
+    """The squared norm of all gradients; None if not requested, or after an evaluation."""
     memory: int
-    """The most bytes that one device has held."""
+    """Peak bytes of one device."""
     rates: tuple[float, ...] = ()
-    """The learning rates that the step used, one for each group of the optimizer."""
+    """The learning rates that the step used, one for each param group."""
     ready: torch.cuda.Event | None = None
-    """What to wait for before ``total``, ``norm``, ``load`` and ``outputs`` are read."""
+    """The event to wait for before reading ``total``, ``norm``, ``load`` and ``outputs``."""
     load: Mapping[int, Tensor] = field(default_factory=dict)
-    """By chunk of experts on sorted rows, how many rows each expert has."""
+    """By expert chunk with sorted rows, the number of rows of each expert."""
     outputs: Mapping[int, Tensor] = field(default_factory=dict)
-    """By value, the means of the numbers that are reported beside the loss."""
+    """By value, the means of the scalars that are reported beside the loss."""
     returned: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    """By device, the rows of outputs that it has, in the order of its plan's ``returned``."""
+    """By device, its rows of the outputs, in the order of its plan's ``returned``."""
     measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
-    """By device, what its instructions took, if that was asked for."""
+    """By device, the times of its instructions, if requested."""
     kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict)
-    """By device, the kernels of its instructions, if that was asked for; on the same clock."""
+    """By device, the kernels of its instructions, if requested; on the same clock."""
     alive: Mapping[int, Alive] = field(default_factory=dict)
-    """By device, the memory that its tensors took, if that was asked for."""
+    """By device, the memory of its tensors, if requested."""
 
     def scalars(self) -> tuple[Tensor | None, Tensor | None]:
-        """``total`` and ``norm``, for the current stream, which waits for them and for
-        ``load`` and ``outputs``."""
+        """``total`` and ``norm``. The current stream waits for them, and for ``load`` and
+        ``outputs``."""
         for x in (self.total, self.norm, *self.load.values(), *self.outputs.values()):
             if x is not None and self.ready is not None:
                 stream = torch.cuda.current_stream(x.device)
@@ -70,14 +73,14 @@ class Report:
         return self.total, self.norm
 
     def copied(self) -> Report:
-        """The same in memory of its own, which the next step does not write."""
+        """A copy in its own memory, which the next step does not overwrite."""
         total, norm = (None if x is None else x.clone() for x in (self.total, self.norm))
         load = {chunk: x.clone() for chunk, x in self.load.items()}
         outputs = {value: x.clone() for value, x in self.outputs.items()}
         return replace(self, total=total, norm=norm, load=load, outputs=outputs)
 
     def on_host(self) -> Report:
-        """The same when the GPU has got there."""
+        """A copy on the host; waits for the GPU."""
         total, norm = (None if x is None else x.cpu() for x in self.scalars())
         load = {chunk: x.cpu() for chunk, x in self.load.items()}
         outputs = {value: x.cpu() for value, x in self.outputs.items()}
@@ -87,7 +90,8 @@ class Report:
         )
 
     def at_clock(self, ahead: float) -> Report:
-        """The same on a clock that this machine's is so many seconds ahead of."""
+        """The same with times on a reference clock; this machine's clock is ``ahead`` seconds ahead
+        of it."""
         return replace(
             self,
             measured={
@@ -102,7 +106,7 @@ class Report:
 
     @staticmethod
     def joined(reports: Sequence[Report]) -> Report:
-        """One report from those of all devices."""
+        """One report from the reports of all devices."""
         return replace(
             reports[0],
             memory=max(report.memory for report in reports),
@@ -116,7 +120,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a device could not do what it was asked; its state is as it was."""
+    """Why a device could not do a call; its state is unchanged."""
 
     why: str
 
@@ -126,45 +130,46 @@ class WorkerGroup(Protocol):
 
     @property
     def damaged(self) -> bool:
-        """Whether a step has ended in the middle of its changes."""
+        """Whether a step failed while it was changing the state."""
         ...
 
     @property
     def rank(self) -> int:
-        """The number of this process among those that have a trainer."""
+        """The rank of this process among the processes with a trainer."""
         ...
 
     @property
     def trainers(self) -> int:
-        """How many processes have a trainer."""
+        """The number of processes with a trainer."""
         ...
 
     @property
     def rows(self) -> Sequence[int] | None:
-        """The rows of a batch that devices of this process read; None for all of them."""
+        """The rows of a batch that the devices of this process read; None for all rows."""
         ...
 
     def once(self, call: Callable[[], T]) -> T:
-        """What ``call`` gives in one of the processes that have a trainer; an error of Piper's is
-        raised in all of them. They wait for each other."""
+        """Run ``call`` in one of the processes with a trainer, and return its result in all of
+        them; a PiperError is raised in all of them. They wait for each other."""
         ...
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each of the processes that have a trainer gives; all of them ask."""
+        """All-gather ``mine`` over the processes with a trainer; all of them must call this."""
         ...
 
     def largest(self, number: int) -> int:
-        """The largest that any of the processes that have a trainer gives; all of them ask."""
+        """The maximum of ``number`` over the processes with a trainer; all of them must call
+        this."""
         ...
 
     def step(
         self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
     ) -> Report:
-        """Train on one batch, of which ``own_rows`` are given, ``rows``, or all."""
+        """Train on one batch. With ``own_rows`` it has only the rows ``rows``, otherwise all."""
         ...
 
     def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
-        """Train on one batch, and measure what happens."""
+        """Train on one batch, and measure the step."""
         ...
 
     def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
@@ -176,35 +181,35 @@ class WorkerGroup(Protocol):
         ...
 
     def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse tensors to ``restore`` that the processes that have a trainer do not all give."""
+        """Refuse tensors for ``restore`` that differ between the processes with a trainer."""
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from other parameters and buffers."""
+        """Replace parameters and buffers."""
         ...
 
     def write_parts(self, folder: Path) -> list[Part | Refusal]:
-        """Every device writes its part of a checkpoint; what they have written, where ``once``
-        calls."""
+        """Every device writes its part of a checkpoint. Returns the parts in the process where
+        ``once`` runs its call."""
         ...
 
     def begin_parts(self, folder: Path) -> None:
-        """Every device begins to save its part of a checkpoint as it is now: the next step copies
-        it, or whatever else is asked for before, and then it is written."""
+        """Every device begins to save its part of a checkpoint as it is now: the next step, or an
+        earlier call that needs it, copies the state, and then it is written."""
         ...
 
     def written_parts(self, *, wait: bool) -> list[Part | Refusal] | None:
-        """What all devices have written, where ``once`` calls; None if one is not done, unless they
-        are to ``wait``."""
+        """The parts of ``begin_parts``, in the process where ``once`` runs its call. Without
+        ``wait``, None if a device is not done."""
         ...
 
     def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
-        """Every device writes its share of the model's tensors; the names that each has written, or
-        why it could not, where ``once`` calls."""
+        """Every device writes its share of the model's tensors. Returns the names that each wrote,
+        or a refusal, in the process where ``once`` runs its call."""
         ...
 
     def refusals(self, folder: Path, index: Index) -> list[str]:
-        """Why devices cannot go on from a checkpoint; they share the reading of its files."""
+        """Why devices cannot resume from a checkpoint; each verifies a share of its files."""
         ...
 
     def read_parts(self, folder: Path, index: Index) -> None:
@@ -212,22 +217,23 @@ class WorkerGroup(Protocol):
         ...
 
     def give_parts(self) -> list[Part | Refusal]:
-        """What every device has of the state in memory, where ``once`` calls."""
+        """Every device's part of the state in memory, in the process where ``once`` runs its
+        call."""
         ...
 
     def prepare_switch(self, program: Program, index: Index) -> list[str]:
-        """Make room for the state of ``program``, whose content ``index`` says; or why not.
-        ``finish_switch`` or ``abandon_switch`` must follow."""
+        """Allocate the state of ``program``; ``index`` describes the present state. Returns why it
+        cannot be done, if so. ``finish_switch`` or ``abandon_switch`` must follow."""
         ...
 
     def finish_switch(self) -> None:
-        """Bring the state to where the next program has it, and go on with that."""
+        """Move the state to the devices of the next program, and continue with that program."""
         ...
 
     def abandon_switch(self) -> None:
-        """Forget the next program."""
+        """Drop the next program."""
         ...
 
     def close(self, error: BaseException | None = None) -> None:
-        """End all devices; with ``error`` because of it."""
+        """End all devices; ``error`` is the reason, if training failed."""
         ...

@@ -1,1 +1,1 @@
-"""Checkpoints, exports and switches of a running job."""
+"""Checkpoints, exports and strategy switches of a running job."""

@@ -1,8 +1,7 @@
-"""Models with adapters of the peft library: the active one is written by peft itself, under the
-names that it reads.
+"""Exports models with adapters of the peft library: peft itself writes the active adapter, under
+the names that it reads.
 
-Devices give the tensors of the adapter, which are small; the weights below it are left where they
-came from.
+Devices send the tensors of the adapter, which are small; the base weights are not written.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from piper.program.program import Program
 
 ADAPTER = FileKind(
     "adapter",
-    re.compile("(?P<stem>(?!))(?P<number>)"),  # it has no parts
+    re.compile("(?P<stem>(?!))(?P<number>)"),  # matches no file: an adapter has no parts
     ("adapter_model.safetensors", "adapter_config.json"),
 )
 _CARD = "README.md"
 
 
 def adapted_part(model: nn.Module) -> tuple[str, Any] | None:
-    """The part of a model that has adapters of peft, and what its names begin with; None if there
-    are none."""
+    """The prefix of its names and the part of a model that has peft adapters; None without
+    adapters."""
     for name, module in model.named_modules():
         if not type(module).__module__.startswith("peft.") and not _injected(module):
             continue
@@ -44,7 +43,7 @@ def adapted_part(model: nn.Module) -> tuple[str, Any] | None:
 
 
 def _injected(module: Any) -> bool:
-    """Whether a model of transformers has adapters by its ``add_adapter``."""
+    """Whether a transformers model has adapters from its ``add_adapter``."""
     return getattr(module, "_hf_peft_config_loaded", False) is True
 
 
@@ -80,8 +79,8 @@ class Adapter:
         return frozenset(self._keys[key] for key in self._written)
 
     def write(self, folder: Path, find: Callable[[str], Tensor], dtype: torch.dtype | None) -> None:
-        """Write configuration and weights into ``folder``; ``find`` gives the tensors by their
-        names."""
+        """Write configuration and weights into ``folder``; ``find`` returns a tensor by its
+        name."""
         state = {}
         for key in self._written:
             tensor = find(self._keys[key])
@@ -89,8 +88,8 @@ class Adapter:
             state[key] = tensor.to(dtype) if convert else tensor
         only = {} if _injected(self._model) else {"selected_adapters": [self._name]}
         self._model.save_pretrained(folder, state_dict=state, **only)
-        (folder / _CARD).unlink(missing_ok=True)  # the user's own may be beside
-        if (inner := folder / self._name).is_dir():  # that of an adapter not called "default"
+        (folder / _CARD).unlink(missing_ok=True)  # the target may have the user's own
+        if (inner := folder / self._name).is_dir():  # for an adapter not called "default"
             for path in inner.iterdir():
                 path.rename(folder / path.name)
             inner.rmdir()
@@ -107,7 +106,7 @@ def _active(model: Any) -> str:
 
 
 def _written(model: Any, adapter: str, given: Mapping[str, Tensor]) -> list[str]:
-    """The keys of those tensors that peft writes: it chooses and renames, so it is asked."""
+    """The keys of the tensors that peft writes. It selects and renames them, so ask it."""
     from peft import get_peft_model_state_dict
 
     keys = {id(tensor): key for key, tensor in given.items()}

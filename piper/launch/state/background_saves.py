@@ -1,8 +1,8 @@
-"""Saves in the background: training goes on while the state is copied on the host and written.
+"""Background saves: training continues while the state is copied to the host and written.
 
 Every device copies its part of the state during the next step, each bucket before its update, and a
-thread of its process writes the copy. When all have written, the next call of the trainer makes it
-a checkpoint. A save that fails leaves the checkpoint before it, and is reported by that call.
+thread of its process writes the copy. When all have written, the next call of the trainer commits
+the checkpoint. A failed save leaves the previous checkpoint, and that call reports it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from piper.state.device.checkpoint_parts import Part
 
 
 class Writing:
-    """The parts of this process's devices, which a thread writes one after another."""
+    """A thread that writes the parts of this process's devices, one after another."""
 
     def __init__(self, writes: Iterable[Callable[[], Part | Refusal]]) -> None:
-        """Each of ``writes`` waits for a copy of the state, and lets go of it at the end."""
+        """Each of ``writes`` waits for a copy of the state, writes it, and then releases it."""
         self._writes = deque(writes)
         self._found: list[Part | Refusal] = []
         self._thread = threading.Thread(target=self._run, name="piper save", daemon=True)
@@ -38,7 +38,7 @@ class Writing:
         while self._writes:
             try:
                 self._found.append(self._writes.popleft()())
-            except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+            except Exception as error:  # noqa: BLE001 - any error is reported to the caller
                 self._found.append(Refusal(str(error) or type(error).__name__))
 
     @property
@@ -46,7 +46,7 @@ class Writing:
         return not self._thread.is_alive()
 
     def result(self) -> list[Part | Refusal]:
-        """What was written; waits for it."""
+        """The written parts; waits for the thread."""
         self._thread.join()
         return self._found
 
@@ -64,7 +64,7 @@ class BackgroundSave:
         data: Any,
         keep: int | None,
     ) -> None:
-        """As ``checkpoint.save``, which returns at the end."""
+        """Like ``saving.save``, but returns before the checkpoint is written."""
         self._group = group
         self._staged = prepare(group, path, keep)
         self._finish = program, dict(rest), copy.deepcopy(data), keep
@@ -76,12 +76,12 @@ class BackgroundSave:
 
     @property
     def takes_others(self) -> bool:
-        """Whether other processes with a trainer must take part."""
+        """Whether the save needs other processes with a trainer."""
         return self._group.trainers > 1
 
     def settled(self, *, wait: bool) -> bool:
-        """Whether it is over: a checkpoint now, or an error is raised. All processes that have a
-        trainer ask."""
+        """Whether the checkpoint is written and committed; raises if the save failed. All processes
+        with a trainer must call this."""
         parts = self._group.written_parts(wait=wait)
         if parts is None:
             return False
@@ -91,7 +91,7 @@ class BackgroundSave:
 
 
 class PendingSave:
-    """The save in the background that a trainer has begun and not yet seen the end of, if any."""
+    """The background save that a trainer has begun but not yet finished, if any."""
 
     def __init__(self) -> None:
         self._save: BackgroundSave | None = None
@@ -100,24 +100,24 @@ class PendingSave:
         self._save = save
 
     def settle(self, *, wait: bool = True) -> None:
-        """See to it; an error if it failed."""
+        """Finish the save, if it is written or with ``wait``; raises if it failed."""
         save, self._save = self._save, None
         if save is not None and not save.settled(wait=wait):
             self._save = save
 
     def settle_late(self, error: BaseException | None = None) -> None:
-        """Finish it when nobody is left who would: after ``error``, or when the trainer is gone
-        (collected, or at the end of the interpreter) and was not closed."""
+        """Finish the save when no later call will: after ``error``, or when the trainer was not
+        closed and is gone (garbage-collected, or at interpreter exit)."""
         save = self._save
         if save is None:
             return
-        error = error or getattr(sys, "last_value", None)  # what has ended the interpreter
+        error = error or getattr(sys, "last_value", None)  # the error that ended the interpreter
         try:
             if error is not None and save.takes_others:
                 raise PiperError(
                     "an error has ended this process, and a checkpoint takes all of them"
                 )
             self.settle()
-        except Exception as failure:  # noqa: BLE001 - whatever it is, it is told
+        except Exception as failure:  # noqa: BLE001 - any failure becomes a warning
             self._save = None
             warn(f"the save to {save.target} in the background is not finished: {failure}")

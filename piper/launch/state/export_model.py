@@ -1,6 +1,6 @@
-"""The model as the transformers library loads it: configuration, names, tied weights once, sharded
-files. Every device writes what it has; no process holds the model. Of a model with adapters of
-peft, the active one."""
+"""Exports the model in the format of the transformers library: configuration, names, tied weights
+once, sharded files. Every device writes its own part; no process holds the whole model. Of a model
+with peft adapters, only the active adapter is exported."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def export(
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> None:
-    """Write the model to the folder ``path``. ``rest`` are tensors that no device holds, if they
-    are not the first ones any more."""
+    """Write the model to the folder ``path``. ``rest`` are tensors that no device holds, if they no
+    longer have their initial values."""
     target = Path(os.path.abspath(path_of(path)))
     adapted = None if program.source is None else adapted_part(program.source.model)
     if adapted is not None:
@@ -79,21 +79,21 @@ def _export_adapter(
 
 
 def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, WholeTensor]:
-    """Every tensor of the model once, by its first name."""
+    """Every tensor of the model once, under its first name."""
     source = program.source
     if source is None:
         raise PiperError("this program was loaded without its model: give source= to Program.load")
     known = {**dict(source.parameters()), **dict(source.buffers())}
     prefix, _ = pretrained_part(source.model)
-    found = {}
+    tensors = {}
     for key, name in program.names.keys.items():
-        if name in found or key.startswith(LOSS_PREFIX):
+        if name in tensors or key.startswith(LOSS_PREFIX):
             continue
         own = known[name].dtype
         kept = dtype if dtype is not None and own.is_floating_point else own
         shape = program.names.shapes[key]
-        found[name] = WholeTensor(key.removeprefix(prefix), kept, shape)
-    return found
+        tensors[name] = WholeTensor(key.removeprefix(prefix), kept, shape)
+    return tensors
 
 
 def _finish(
@@ -113,10 +113,10 @@ def _finish(
             written.update(part)
         fetch = fetcher(program)
         with SliceWriter.opened(folder) as out:
-            for name, one in targets.items():
+            for name, target in targets.items():
                 if name not in written:
                     tensor = rest[name] if name in rest else fetch(name).whole()
-                    out.write(one, Box.whole(one.shape), tensor)
+                    out.write(target, Box.whole(target.shape), tensor)
         assert program.source is not None
         _, model = pretrained_part(program.source.model)
         if model is not None:

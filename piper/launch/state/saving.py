@@ -1,8 +1,7 @@
-"""Checkpoints: the devices write and read their parts, one process looks after the whole.
+"""Checkpoints: each device writes and reads its own part, one process handles the whole.
 
-A save is prepared, written by all devices and committed by one rename. A load first finds out
-whether it can be done at all (the index fits the program, every file is what was written), and only
-then changes anything.
+A save is prepared, written by all devices and committed by one rename. A load first checks that it
+is possible (the index fits the program, no file is damaged), and only then changes anything.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from piper.state.device.whole_tensors import Portions, assemble
 from piper.state.optimizer.factory import joined_kinds
 
 _AT_ONCE = 4 * 1024 * 1024
-"""Elements that are brought together, or handed out, at a time."""
+"""Elements that are gathered, or sent out, at a time."""
 
 
 # whole tensors in memory
@@ -44,19 +43,20 @@ _AT_ONCE = 4 * 1024 * 1024
 def whole_state(
     program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """All devices' portions put together, and what no device holds: from ``rest``, or as it was
-    at first."""
+    """The model's tensors, assembled from all devices' portions. Tensors that no device holds come
+    from ``rest``, or have their initial values."""
     return program.names.named(tensor_of(program, portions, rest))
 
 
 def tensor_of(
     program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
 ) -> Callable[[str], Tensor]:
-    """Gives a whole tensor by its first name, from the devices' portions of it."""
+    """A function from a tensor's first name to the whole tensor, assembled from the devices'
+    portions."""
     parameters = assemble(
-        program.parameters, program.buckets, [p for found in portions for p in found.parameters]
+        program.parameters, program.buckets, [p for held in portions for p in held.parameters]
     )
-    buffers = {n: x for found in reversed(portions) for n, x in found.buffers.items()}
+    buffers = {n: x for held in reversed(portions) for n, x in held.buffers.items()}
     known = {**rest, **buffers, **parameters}
     fetch = cache(lambda: fetcher(program))
 
@@ -67,7 +67,8 @@ def tensor_of(
 
 
 def in_turn(keys: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """``keys`` in runs of a few megabytes; ``sizes`` are their elements."""
+    """``keys`` in runs of at most ``_AT_ONCE`` elements, or of one larger tensor; ``sizes`` are
+    their numbers of elements."""
     run: list[str] = []
     total = 0
     for key in keys:
@@ -92,8 +93,8 @@ def save(
     data: Any = None,
     keep: int | None = None,
 ) -> None:
-    """Write a checkpoint. ``rest`` are tensors of the model that no device holds, if they are not
-    the first ones any more; ``data`` says where in the data training is."""
+    """Write a checkpoint. ``rest`` are model tensors that no device holds, if they no longer have
+    their initial values; ``data`` is the position in the training data."""
     staged = prepare(group, path, keep)
     try:
         parts = group.write_parts(staged.folder)
@@ -104,14 +105,14 @@ def save(
 
 
 def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> Staged:
-    """Where a checkpoint is written."""
+    """Check the arguments of a save, and stage the folder to write to."""
     target = _absolute(path)
     _check_keep(target, keep)
     return group.once(lambda: stage(target, CHECKPOINT))
 
 
 def _absolute(path: str | Path) -> Path:
-    """Workers may have another working directory."""
+    """``path`` as an absolute path: workers may have another working directory."""
     return Path(os.path.abspath(path))
 
 
@@ -131,7 +132,7 @@ def finish(
     data: Any,
     keep: int | None,
 ) -> None:
-    """All devices have written: make it a checkpoint."""
+    """Commit the checkpoint, after all devices have written their parts."""
     folder = staged.folder
     with staged.failing():
         good = []
@@ -154,7 +155,7 @@ def finish(
 def _write_rest(
     program: Program, folder: Path, parts: Iterable[Part], rest: Mapping[str, Tensor]
 ) -> Part:
-    """What the model has and no device wrote."""
+    """Write the tensors of the model that no device wrote."""
     there = {name for part in parts for name in part.tensors.model}
     names = [n for n in dict.fromkeys(program.names.keys.values()) if n not in there]
     slices = []
@@ -179,8 +180,8 @@ def _write_rest(
 def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
     groups: dict[tuple[str, ...], GroupEntry] = {}
     for part in parts:
-        for one in part.groups:  # replicas have the same ones
-            groups.setdefault(one.names, one)
+        for entry in part.groups:  # replicas have equal entries
+            groups.setdefault(entry.names, entry)
     return Index(
         tensors=Tensors.joined(part.tensors for part in parts),
         keys=program.names.keys,
@@ -196,8 +197,8 @@ def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
 
 
 def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index, dict[str, Tensor]]:
-    """Resume from a checkpoint, or refuse it and change nothing. Gives its index, and those tensors
-    of the model that no device holds."""
+    """Resume from a checkpoint, or refuse it and change nothing. Returns its index, and the model
+    tensors that no device holds."""
     folder = _absolute(path)
     index = group.once(lambda: read_index(folder, program))
     if whys := group.refusals(folder, index):
@@ -219,7 +220,7 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
 
 
 def read_index(target: Path, program: Program) -> Index:
-    """What a checkpoint says, which is something that ``program`` can go on from."""
+    """The index of a checkpoint; refused if ``program`` cannot resume from it."""
     try:
         if target.is_file():
             raise PiperError(
@@ -240,7 +241,7 @@ def read_index(target: Path, program: Program) -> Index:
 
 
 def _no_checkpoint(target: Path) -> PiperError:
-    """A folder without an index: what it is instead, as far as that can be seen."""
+    """The error for a folder without an index, with what it seems to be instead."""
     if any((target / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX)):
         return PiperError(
             f"{target} has the weights of a model, and is no checkpoint of training: it has no "

@@ -1,5 +1,5 @@
-"""Whether a program can go on from what a checkpoint says: names, types and shapes, before any of
-it is used. A ``MalformedError`` says where it is not."""
+"""Checks whether a program can resume from the index of a checkpoint: names, types and shapes,
+before any of it is used. A ``MalformedError`` says what does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from piper.state.optimizer.probe import kept_kinds, make_scheduler, sample_optim
 
 
 def check_index(index: Index, program: Program, what: str) -> None:
-    """Refuse what is no state that ``program`` could have left; ``what`` it is the index of."""
+    """Refuse an index that ``program`` could not have saved; ``what`` names its source in
+    errors."""
     tensors = index.tensors
     for key, name in index.keys.items():
         with within(f"keys.{key}"):
@@ -31,7 +32,7 @@ def check_index(index: Index, program: Program, what: str) -> None:
 
 
 def check_state(index: Index, program: Program) -> None:
-    """The same for what devices hold, however it has come here."""
+    """The same for the state that devices hold, from a checkpoint or from memory."""
     tensors = index.tensors
     for name, spec in program.parameters.items():
         with within(f"model.{name}"):
@@ -67,7 +68,7 @@ def _known(name: str, index: Index) -> Any:
 
 
 def _refuse_other_optimizer(kind: str, program: Program) -> None:
-    """An optimizer cannot go on from another kind's state."""
+    """An optimizer cannot continue from the state of another kind of optimizer."""
     factory = program.training.optimizer
     if factory is None or not kind:
         return
@@ -80,7 +81,7 @@ def _refuse_other_optimizer(kind: str, program: Program) -> None:
 
 
 def _refuse_half_kept(index: Index, program: Program) -> None:
-    """An optimizer cannot go on from a part of what it keeps of a parameter."""
+    """An optimizer cannot continue from only a part of a parameter's optimizer state."""
     factory = program.training.optimizer
     if factory is None or not index.kind or not index.steps:
         return
@@ -98,7 +99,7 @@ def _refuse_half_kept(index: Index, program: Program) -> None:
         )
         return
     for name, kinds in wanted.items():
-        here = kept.get(index.first(name))  # None if it was not trained
+        here = kept.get(index.first(name))  # None if the parameter was not trained
         if here is not None and (lacking := sorted(kinds - here)):
             raise MalformedError(f"optimizer: it lacks {', '.join(lacking)} of {name}")
 
@@ -122,12 +123,12 @@ def _scheduler(item: Any, program: Program) -> None:
 
 
 def _same_kind(item: Any, mine: Any) -> None:
-    """Whether ``item`` can stand where ``mine`` does; None may be anything yet."""
+    """Refuse an ``item`` that cannot replace ``mine``; where ``mine`` is None, accept anything."""
     numbers = (bool, int, float, Tensor)
     for kinds in (numbers, (list, tuple), (dict,), (str,)):
         if isinstance(mine, kinds) and not isinstance(item, kinds):
             raise wrong(item, f"a {type(mine).__name__}")
-    if isinstance(mine, list | tuple) and mine:  # one for each group, of which there may be more
+    if isinstance(mine, list | tuple) and mine:  # one per param group; ``item`` may have more
         for place, other in enumerate(item):
             with within(place):
                 _same_kind(other, mine[0])

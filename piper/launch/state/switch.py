@@ -1,10 +1,10 @@
 """A change of strategy in the middle of a run: ``Trainer.switch``.
 
-First it is found out whether it can be done at all: the next program trains the same model with the
-same optimizer, and its devices are there. Then every device says which slices of which tensors it
-gives, as in the index of a checkpoint; each device of the next program makes room beside the old
-state, copies what its process has already, and is sent the rest. Until the last slice is there, the
-old program stays as it is.
+First it checks that the switch is possible: the next program trains the same model with the same
+optimizer, and its devices exist. Then every device lists the tensor slices that it gives, as in the
+index of a checkpoint. Each device of the next program allocates its state beside the old one,
+copies the slices that its process already has, and receives the rest. The old program stays
+unchanged until the last slice has arrived.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from piper.state.device.slices import all_held
 
 
 class Change(Enum):
-    """What a program may be allowed to change in the middle of a run, by name."""
+    """What a switch may be allowed to change, by name."""
 
     MODEL = "model"
     LOSS = "loss"
@@ -47,7 +47,7 @@ class Change(Enum):
 
 
 def changes_named(names: Sequence[str]) -> frozenset[Change]:
-    """The changes that ``allow=names`` stands for."""
+    """The changes named in ``allow=names``."""
     known = [change.value for change in Change]
     given = [names] if isinstance(names, str) else list(names)
     for name in given:
@@ -57,7 +57,7 @@ def changes_named(names: Sequence[str]) -> frozenset[Change]:
 
 
 def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Change]) -> None:
-    """Go on with ``new``, or refuse it and change nothing."""
+    """Continue with ``new``, or refuse it and change nothing."""
     if not isinstance(new, Program):
         raise PiperError(f"switch takes what piper.compile returns, not a {type(new).__name__}")
     if (why := _difference(old, new, allow)) is not None:
@@ -83,11 +83,11 @@ def _refused(why: str) -> PiperError:
     return PiperError(f"the trainer cannot switch to this program, and nothing has changed: {why}")
 
 
-# whether it can be done
+# checks
 
 
 def _difference(old: Program, new: Program, allow: frozenset[Change]) -> str | None:
-    """Why ``new`` cannot go on where ``old`` is, as far as the programs tell."""
+    """Why ``new`` cannot continue the run of ``old``, as far as the programs alone show."""
     mine, others = new.names, old.names
     for name in sorted(mine.keys.keys() ^ others.keys.keys()):
         has = "has" if name in mine.keys else "lacks"
@@ -117,7 +117,7 @@ def _difference(old: Program, new: Program, allow: frozenset[Change]) -> str | N
 
 
 def _other_computation(old: Program, new: Program, allow: frozenset[Change]) -> str | None:
-    """Names and shapes are the same in models that compute something else."""
+    """Why ``new`` computes something else, although all names and shapes are the same."""
     one, two = old.computation, new.computation
     if one is None or two is None or old.training.precision != new.training.precision:
         return None
@@ -125,7 +125,7 @@ def _other_computation(old: Program, new: Program, allow: frozenset[Change]) -> 
     if unlike is None:
         return None
     change = Change.LOSS if unlike.place == LOSS_PLACE else Change.MODEL
-    if change in allow or Change.MODEL in allow:  # of another model, the loss is another operation
+    if change in allow or Change.MODEL in allow:  # another model's loss is another operation too
         return None
     what = "it has another loss" if change is Change.LOSS else "it is of another model"
     return (
@@ -140,7 +140,8 @@ def _trained(program: Program) -> set[str]:
 
 
 def _other_optimizer(old: Program, new: Program) -> str | None:
-    """What the run has continues, so another setting would be ignored."""
+    """How the optimizer differs. The run's optimizer continues, so a new setting would be
+    ignored."""
     other = difference(facts_of(old), facts_of(new))
     if other is None:
         return None
@@ -148,7 +149,8 @@ def _other_optimizer(old: Program, new: Program) -> str | None:
 
 
 def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index:
-    """Which slice of which tensor lies where now, from which ``new`` can go on."""
+    """The index of the present state: which device has which slice. Refused if ``new`` cannot
+    continue from it."""
     good = []
     for part in parts:
         if isinstance(part, Refusal):
@@ -165,24 +167,24 @@ def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index
     return index
 
 
-# how it is done
+# moving the state
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """How the processes of a job reach each other while the state goes from one to another."""
+    """How the processes of a job reach each other while the state moves between them."""
 
     members: tuple[int, ...]
     """The devices of all processes, before and after."""
     store: dist.Store
-    """For this switch alone."""
+    """Used for this switch only."""
     timeout: timedelta
     alone: bool
     """Whether all processes are on this machine."""
 
 
 class NextState:
-    """The room for a device's state under the next program, beside its present one."""
+    """A device's state under the next program, allocated beside its present one."""
 
     def __init__(
         self,
@@ -194,13 +196,14 @@ class NextState:
         *,
         capturable: bool,
     ) -> None:
-        """``number`` may be no device of ``program``, and ``present`` None; with ``capturable``,
-        steps are to be captured as CUDA graphs."""
+        """``program`` may not have the device ``number``; then nothing is allocated. ``present`` is
+        None if the process has no device now. With ``capturable``, steps will be captured as CUDA
+        graphs."""
         self._index = index
         self._capturable = capturable
         self.state: DeviceState | None = None
         self.missing: list[Wanted] = []
-        """What other devices must give."""
+        """The slices that other devices must send."""
         self.refused: list[str] = []
         if number not in program.devices:
             return
@@ -230,7 +233,7 @@ class NextState:
         wants: Mapping[int, Sequence[Request]],
         crossing: Crossing,
     ) -> None:
-        """Take part, as device ``number``, in bringing everything to where it is wanted."""
+        """Take part, as device ``number``, in sending all slices to the devices that need them."""
         link = Peers(
             crossing.members, number, crossing.store, crossing.timeout, alone=crossing.alone
         )
@@ -239,7 +242,7 @@ class NextState:
         link.barrier()
 
     def settled(self) -> DeviceState:
-        """The state, all of which is there."""
+        """The state, once all of it has arrived."""
         assert self.state is not None
         settle(self.state, self._index)
         if self._capturable:

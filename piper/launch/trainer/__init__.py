@@ -1,1 +1,1 @@
-"""The trainer: steps, loops over batches, results."""
+"""The trainer: steps, training loops and their results."""

@@ -1,6 +1,6 @@
-"""Batches of several shapes: each has a program, compiled when the first such batch comes.
+"""Batches of several shapes: each shape has its own program, compiled at the first such batch.
 
-The state is one: it goes from the program before to the next as in ``Trainer.switch``.
+There is one state: it moves from program to program as in ``Trainer.switch``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from piper.program.program import Program
 
 
 class BatchShapes:
-    """The programs of a model by the shapes of their batches, ``most`` beside the first."""
+    """The programs of a model by batch shapes: the first, and at most ``most`` others."""
 
     def __init__(self, first: Program, most: int) -> None:
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:
@@ -26,11 +26,11 @@ class BatchShapes:
 
     def program_for(self, batch: Sequence[Any]) -> Program:
         """The program for batches like ``batch``."""
-        found = self.first.example.built_like(*batch)
-        if found.shapes not in self._known:
+        example = self.first.example.built_like(*batch)
+        if example.shapes not in self._known:
             self._refuse_more()
-            self._known[found.shapes] = self._compiled(found.without_content())
-        return self._known[found.shapes]
+            self._known[example.shapes] = self._compiled(example.without_content())
+        return self._known[example.shapes]
 
     def _refuse_more(self) -> None:
         if len(self._known) > self.most:

@@ -1,5 +1,4 @@
-"""The tensors of a batch that a step is given, checked against the example, and filled up if asked
-for."""
+"""The tensors of a step's batch: checked against the example, and padded if requested."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from piper.capture.code.executables import Executables
 from piper.program.program import Program
 
 Pad = Sequence[Any] | Mapping[str, float | int]
-"""What a batch is filled up with: a number for each of its tensors, built like the batch."""
+"""Padding values: one number for each tensor, structured like the batch."""
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """A batch as a loader gives it, as the arguments of a step: a dict or a tensor is one input."""
+    """The arguments of a step from a batch that a loader yields: a dict or tensor is one input."""
     return (batch,) if isinstance(batch, Mapping | Tensor) else tuple(batch)
 
 
 def unpacked(program: Program, batch: Sequence[Any], *, evaluated: bool) -> Sequence[Any]:
-    """What ``trainer.step`` or ``trainer.evaluate`` was given, if it is one batch; a tuple or list
-    stands for the arguments in it, as loaders give them."""
+    """The arguments of ``trainer.step`` or ``trainer.evaluate``; several batches are refused. A
+    single tuple or list, as loaders yield it, is unpacked into its arguments."""
     if len(batch) != 1 or isinstance(batch[0], Tensor | Mapping):
         return batch
     (only,) = batch
@@ -49,7 +48,7 @@ def unpacked(program: Program, batch: Sequence[Any], *, evaluated: bool) -> Sequ
 
 
 def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
-    """Those of a whole batch."""
+    """The tensors of a whole batch."""
     try:
         return list(program.example.like(*batch).tensors)
     except PiperError as error:
@@ -57,7 +56,7 @@ def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
 
 
 def with_totals(program: Program, code: Executables, tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of a whole batch, and what ``code`` takes of the whole batch besides."""
+    """The tensors of a whole batch, and the totals over the batch that ``code`` takes as inputs."""
     if code.totals is None:
         return tensors
     return [*tensors, *code.totals.of(tensors, program.example.size)]
@@ -70,8 +69,8 @@ def with_totals_of_all(
     rows: Tensor,
     everyone: Callable[[Any], list[Any]],
 ) -> list[Tensor]:
-    """The same of a batch of which each process has some ``rows``; ``everyone`` gives what all of
-    them say."""
+    """Like ``with_totals``, for a batch of which each process has only some ``rows``; ``everyone``
+    all-gathers an object over the processes."""
     totals = code.totals
     if totals is None:
         return tensors
@@ -93,7 +92,7 @@ def _has(x: Tensor, rows: Tensor) -> bool:
 
 
 def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> list[Tensor]:
-    """Those of a batch that has only ``rows`` of the whole one."""
+    """The tensors of a batch that has only ``rows`` of the whole one."""
     count = len(rows)
     try:
         return list(program.example.resized(count).like(*batch).tensors)
@@ -105,7 +104,7 @@ def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> lis
 
 
 def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> PiperError:
-    """``error``, with advice if the batch differs from the example in its shapes alone."""
+    """``error``, with advice if the batch differs from the example only in its shapes."""
     tensors, examples = _tensors(batch), program.example.tensors
     kinds = [(x.dtype, x.dim()) for x in tensors]
     if kinds != [(x.dtype, x.dim()) for x in examples]:
@@ -127,7 +126,7 @@ def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> Piper
 
 
 def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: bool) -> Sequence[Any]:
-    """``batch`` filled up with the numbers of ``pad``, if given, to the rows that ``program``
+    """``batch`` padded with the values of ``pad``, if given, to the number of rows that ``program``
     takes; ``rows`` says that it has only some rows of a global batch."""
     if pad is None:
         return batch
@@ -159,8 +158,8 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
         )
     size = program.example.size
     examples = [_leaves(part) for part in program.example.given]
-    examples += [{}] * (len(batch) - len(examples))  # which is refused later
-    found: list[Any] = []
+    examples += [{}] * (len(batch) - len(examples))  # surplus inputs are refused later
+    padded_batch: list[Any] = []
     for whole, one, fill, example in zip(batch, given, values, examples, strict=False):
         filled = {
             name: _filled(x, fill[name], size)
@@ -168,12 +167,12 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
             else x
             for name, x in one.items()
         }
-        found.append(filled if isinstance(whole, Mapping) else filled[""])
-    return found
+        padded_batch.append(filled if isinstance(whole, Mapping) else filled[""])
+    return padded_batch
 
 
 def _leaves(part: Any) -> dict[str, Any]:
-    """A dict of the batch, or anything else under an empty name."""
+    """An input by names: a dict as it is, anything else under an empty name."""
     return dict(part) if isinstance(part, Mapping) else {"": part}
 
 
@@ -198,5 +197,5 @@ def _tensors(batch: Sequence[Any]) -> list[Tensor]:
 
 
 def first_tensor(batch: Sequence[Any]) -> Tensor | None:
-    """The first input of a batch that is a tensor, with the rows that were given."""
+    """The first tensor of a batch as given, without padding."""
     return next(iter(_tensors(batch)), None)

@@ -1,4 +1,4 @@
-"""What a loop calls after each step."""
+"""The callbacks that a training loop calls after each step and at its end."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from piper.launch.trainer.step_result import StepResult
 
 @runtime_checkable
 class Callback(Protocol):
-    """An object that is told of a run."""
+    """An object that is notified of a run's steps and end."""
 
     def on_step(self, step: int, result: StepResult) -> None:
-        """Step number ``step``, counted from 1 over the whole run, has this result."""
+        """Called after each step; ``step`` counts from 1 over the whole run."""
         ...
 
     def on_end(self) -> None:
-        """The run is over, by its last step, by an error, or because nobody asks for more."""
+        """Called when the run ends: after its last step, by an error, or when the caller stops
+        iterating."""
         ...
 
 
 def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks, if they are such."""
-    found = list(callbacks)
-    for number, one in enumerate(found):
+    """The callbacks as a list; an object that is not a callback is refused."""
+    checked = list(callbacks)
+    for number, one in enumerate(checked):
         if not isinstance(one, Callback) or isinstance(one, type):
             raise PiperError(
                 f"callbacks[{number}] is {one!r}: give an object with on_step(step, result) and "
                 "on_end(), such as piper.callbacks.TensorBoard(folder)"
             )
-    return found
+    return checked
 
 
 @contextmanager
 def told(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """At its end, all callbacks are told that the run is over, whatever one of them raises."""
+    """Call ``on_end`` of every callback at the end of the block, even if one of them raises."""
     if not callbacks:
         yield
         return

@@ -1,8 +1,8 @@
-"""Batches whose position can be kept in a checkpoint and found again.
+"""Yields batches and saves the position in them, so that a resumed run continues at the same batch.
 
-A pass over an iterable is begun again with torch's generators as they were, and as many batches are
-dropped as were taken; a loader that has a ``state_dict`` (such as torchdata's
-``StatefulDataLoader``) goes on from it; a function of the step needs nothing.
+For an iterable, resume restarts the pass with torch's generators as they were at its start, and
+drops the batches already taken. A loader with a ``state_dict`` (such as torchdata's
+``StatefulDataLoader``) continues from that. A function of the step needs no state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BatchSource = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]] | Callable[[
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader that knows where it is."""
+    """A loader that can save and restore its position."""
 
     def state_dict(self) -> Any: ...
 
@@ -32,12 +32,12 @@ class Stateful(Protocol):
 
 
 class Position:
-    """Gives batches one by one, and says where in them it is."""
+    """Yields batches one by one, and knows its position in them."""
 
     def __init__(self, batches: BatchSource, step: int, *, repeat: bool, random: bool) -> None:
-        """``step`` is the number of the first one, for a function. With ``repeat``, another pass
-        follows when the batches end. ``random`` says that torch's generators are alike in all
-        processes, so that their state is a part of the position."""
+        """``step`` is the first number passed to a function of the step. With ``repeat``, another
+        pass follows when the batches end. ``random`` says that torch's generators have the same
+        state in all processes, so their state is part of the position."""
         self._source = batches
         self._of_step = _is_of_step(batches)
         self._loader = batches if isinstance(batches, Stateful) else None
@@ -49,10 +49,10 @@ class Position:
         self._rows: Iterator[AnyBatch] | None = None
         self._passes = 0
         self._taken = 0
-        """Batches of this pass."""
+        """Batches taken in this pass."""
         self._over = False
         self.has_batch = False
-        """Whether a batch was taken, and not yet trained on."""
+        """Whether a batch was taken but not yet trained on."""
         self._begun: dict[str, bytes] = {}
         """The states of the generators when this pass began."""
 
@@ -73,11 +73,11 @@ class Position:
         return None
 
     def trained(self) -> None:
-        """The batch that was taken last has been trained on."""
+        """Mark the last batch as trained on."""
         self.has_batch = False
 
     def state(self) -> dict[str, Any]:
-        """Where it is after the last batch that was trained on, as plain values."""
+        """The position after the last batch that was trained on, as plain values."""
         if self.has_batch and self._loader is not None:
             raise PiperError(
                 f"the {type(self._loader).__name__} has given a batch that was not trained on, and "
@@ -93,7 +93,7 @@ class Position:
         }
 
     def go_to(self, state: Any, step: int) -> None:
-        """Go on from where another was after ``step`` steps."""
+        """Continue from a position that was saved after ``step`` steps."""
         known = state if isinstance(state, dict) else {}
         taken, passes, loader = known.get("taken"), known.get("passes"), known.get("loader")
         self._step = step
@@ -107,7 +107,7 @@ class Position:
             self._loader.load_state_dict(loader)
         elif not self._of_step:
             self._rows = self._after(self._taken, random)
-        if self._over and self._repeat:  # now there are more steps to take
+        if self._over and self._repeat:  # this call takes more steps: begin another pass
             self._passes, self._taken, self._rows, self._over = self._passes + 1, 0, None, False
 
     def _begin(self) -> Iterator[AnyBatch]:
@@ -126,7 +126,8 @@ class Position:
         return iter(rows)
 
     def _after(self, dropped: int, random: Mapping[str, bytes]) -> Iterator[AnyBatch]:
-        """The rest of a pass; ``random`` are the states of the generators before it."""
+        """The rest of a pass, without its first ``dropped`` batches; ``random`` are the states of
+        the generators at that point."""
         self._set(self._begun)
         rows = self._begin()
         for _ in itertools.islice(rows, dropped):
@@ -150,8 +151,8 @@ class Position:
 
 
 def _is_of_step(batches: object) -> bool:
-    """Whether it is a function from the number of a step to its batch, not one that makes all of
-    them, nor the batches themselves."""
+    """Whether ``batches`` is a function from a step number to its batch; False for an iterable, or
+    a function that yields all batches."""
     if isinstance(batches, Iterable):
         return False
     if not callable(batches):
@@ -161,7 +162,7 @@ def _is_of_step(batches: object) -> bool:
         )
     try:
         signature = inspect.signature(batches)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # a C function without a signature
         return True
     one, none = _takes(signature, 0), _takes(signature)
     if inspect.isgeneratorfunction(batches) and not none:
@@ -191,7 +192,7 @@ def _named(function: object) -> str:
 
 
 def _generators(batches: object) -> dict[str, torch.Generator]:
-    """Those of torch that a pass over the batches may draw from, by who has them."""
+    """The torch generators that a pass over the batches may draw from, by owner."""
     several = getattr(batches, "batch_sampler", None)
     owners = {
         "loader": batches,
@@ -201,9 +202,9 @@ def _generators(batches: object) -> dict[str, torch.Generator]:
     }
     own = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
     generators: dict[str, torch.Generator] = {}
-    for name, one in {"torch": torch.default_generator, **own}.items():
-        if isinstance(one, torch.Generator) and one not in generators.values():
-            generators[name] = one
+    for name, generator in {"torch": torch.default_generator, **own}.items():
+        if isinstance(generator, torch.Generator) and generator not in generators.values():
+            generators[name] = generator
     return generators
 
 

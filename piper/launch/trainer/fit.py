@@ -1,11 +1,11 @@
-"""A run that survives its process: checkpoints at intervals, and the way back to the last one.
+"""Checkpoints of a run at intervals, and resume from the last one.
 
     folder/step-00000050    after step 50, and so on
 
-A run that is killed at any moment and started again with ``resume`` continues from the last whole
-checkpoint, with the same losses. SIGTERM lets the step end, saves, and ends the run. A run may be
-several calls of one trainer, such as one for each epoch: a checkpoint has the number of its call,
-and a script that is started again passes over the calls before that one.
+A run that is killed at any moment and restarted with ``resume`` continues from the last complete
+checkpoint, with the same losses. SIGTERM lets the current step end, saves, and ends the run. A run
+may be several calls of one trainer, such as one for each epoch: a checkpoint stores the number of
+its call, and a restarted script skips the calls before that one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = "step-{:08}"
 
 
 class Saver(Protocol):
-    """What a run needs of a trainer."""
+    """The part of a trainer that a run uses."""
 
     steps: int
 
@@ -42,19 +42,19 @@ class Saver(Protocol):
 
 @dataclass(slots=True)
 class SavedRun:
-    """The calls of one trainer that save to one folder: together they are one run."""
+    """One run: all calls of one trainer that save to one folder."""
 
     calls: int
-    """How many there have been."""
+    """The number of calls so far."""
     resumed: int | None = None
     """The step that the run was resumed from."""
     call: int = 0
-    """The number of the call that was saved last before, which continues; those before it are
+    """The number of the call in the loaded checkpoint: this call continues, earlier ones are
     done."""
     first: int = 0
     """The step before that call."""
     data: Any = None
-    """Where in its batches that call was."""
+    """The position of that call in its batches."""
 
 
 class Checkpoints:
@@ -83,15 +83,15 @@ class Checkpoints:
         self._last: int | None = None
         """The step of the last checkpoint of this call."""
         self.first = 0
-        """The step before this call, in this process or before it was resumed."""
+        """The step before this call began, in this process or before the resume."""
         self.resumed: int | None = None
         """The step that this call was resumed from."""
         self.done = False
         """Whether this call was done before the run was resumed."""
 
     def begin(self, runs: dict[Path, SavedRun], position: Position, *, resume: bool) -> None:
-        """Begin the next call of the run in this folder. The first goes on from the last
-        checkpoint, if there is one; later ones continue."""
+        """Begin the next call of the run in this folder. The first call resumes from the last
+        checkpoint, if there is one; later calls continue."""
         if self.folder not in runs:
             runs[self.folder] = self._begun(resume=resume)
         run = runs[self.folder]
@@ -106,7 +106,8 @@ class Checkpoints:
                 position.go_to(run.data, run.resumed)
 
     def _begun(self, *, resume: bool) -> SavedRun:
-        """The run, resumed from its last checkpoint; a damaged one is passed over."""
+        """The run, resumed from its last checkpoint; a checkpoint that cannot be loaded is
+        skipped."""
         known = self._group.once(self._prepare)
         if known and not resume:
             raise PiperError(
@@ -142,12 +143,12 @@ class Checkpoints:
             raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
     def after_step(self, position: Position) -> None:
-        """Save if it is time to."""
+        """Save if a checkpoint is due."""
         if self._every is not None and self._trainer.steps % self._every == 0:
             self._save(position, background=self._background)
 
     def finish(self, position: Position) -> None:
-        """Save, if that has not happened after this step; all is written when this returns."""
+        """Save, unless this step is saved already; everything is written when this returns."""
         self._save(position, background=False)
         self._trainer.settle_save()
 
@@ -155,21 +156,21 @@ class Checkpoints:
         step = self._trainer.steps
         if self._last == step:
             return
-        self._last = step  # also if Ctrl-C comes when all is done: others do not save again
+        self._last = step  # before saving: after a late Ctrl-C, other ranks would not save again
         data = {**self._group.once(position.state), "call": self._call, "first": self.first}
         path = self.folder / _NAME.format(step)
         self._trainer.save_at(path, data, self._keep, background=background)
 
 
 class Stop:
-    """Whether the process was asked to end."""
+    """Whether SIGTERM asked the process to end."""
 
     def __init__(self) -> None:
         self.asked = False
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """Inside, SIGTERM is noted; only the main thread can do that."""
+        """Inside, SIGTERM only sets ``asked``. This works in the main thread alone."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -184,7 +185,7 @@ class Stop:
             signal.signal(signal.SIGTERM, self._usual)
 
     def end(self) -> None:
-        """Do what SIGTERM would have done: end the process, or what the user's handler does."""
+        """Do what SIGTERM would have done: call the user's handler, or end the process."""
         usual = self._usual if self.asked else signal.SIG_DFL
         if callable(usual):
             usual(signal.SIGTERM, None)

@@ -1,4 +1,4 @@
-"""What ``Trainer.fit`` returns: what it has done, and why it ended."""
+"""``FitSummary``, the result of ``Trainer.fit``: what it did, and why it ended."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Ended(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FitSummary:
-    """What one call of ``fit`` has done."""
+    """What one call of ``fit`` did."""
 
     steps: int
-    """The steps that it took, without those before it was resumed."""
+    """The steps of this call, without those before a resume."""
     last_step: int
-    """The number of the last one, counted over the whole run."""
+    """The number of the last step, counted over the whole run."""
     loss: float | None
-    """The loss of the last step; None if there was none."""
+    """The loss of the last step; None without steps."""
     mean_loss: float | None
     """The mean of the losses of its steps."""
     seconds: float
     resumed_from: int | None
-    """The step of the checkpoint that the run was resumed from, if it was in or before this
+    """The step of the checkpoint that the run was resumed from, if it was resumed in or after this
     call."""
     ended: Ended
 

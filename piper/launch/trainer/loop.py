@@ -1,9 +1,9 @@
 """The loop of ``Trainer.fit`` and ``Trainer.iterate``: batches enter, results leave.
 
 However it ends (by itself, ``break``, an error in the caller's code, Ctrl-C, SIGTERM), the state
-after the last whole step is saved. Under torchrun a save takes all processes: with ``checkpoint=``
-they tell each other, before and after each takes its batch, whether they go on. So a process that
-leaves alone neither lets the others wait nor loses what they have.
+after the last whole step is saved. Under torchrun a save needs all processes: with ``checkpoint=``
+they agree, before and after each takes its batch, whether to continue. So a process that leaves
+alone neither blocks the others nor loses their state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from piper.launch.watch.progress_bar import shown_progress
 
 
 class Steps(Protocol):
-    """What a loop needs of a trainer."""
+    """The part of a trainer that a loop uses."""
 
     notices: Notices
 
@@ -43,15 +43,15 @@ class Steps(Protocol):
 
 
 class _Word(IntEnum):
-    """What processes tell each other between steps; the largest counts."""
+    """The vote of each process between steps; the largest wins."""
 
     GO = 0
     ASKED = 1
     """SIGTERM asked the process to end."""
     OVER = 2
-    """There is no other batch."""
+    """There are no more batches."""
     LEFT = 3
-    """The caller reads no more results, or an error ended the loop."""
+    """The caller stopped iterating, or an error ended the loop."""
 
 
 class _At(Enum):
@@ -63,7 +63,7 @@ class _At(Enum):
 
 
 class Rounds:
-    """Takes a batch and trains on it, again and again."""
+    """Repeatedly takes a batch and trains on it."""
 
     def __init__(
         self,
@@ -88,21 +88,21 @@ class Rounds:
         self._how: dict[str, Any] = {"rows": rows, "pad": pad}
         self._steps = steps
         self._first = trainer.steps if saved is None else saved.first
-        """The step before this call, which may be in a process before this one."""
+        """The step before this call, which may have begun in an earlier process."""
         self._taken = 0
         """Steps of this call in this process."""
         self._at = _At.BETWEEN
         self._word = _Word.GO
-        """What all processes have agreed on last."""
+        """The last word that all processes agreed on."""
         self._losses = Losses(trainer.notices)
         self._start = time.perf_counter()
         self._ended = Ended.EARLIER
         self._stop = Stop()
         self._before = 0
-        """The trainer's steps before the last was begun."""
+        """The trainer's step count before the last step began."""
 
     def summary(self) -> FitSummary:
-        """What has been done; waits for the last loss."""
+        """The summary so far; waits for the last loss."""
         last, mean = self._losses.finish()
         return FitSummary(
             steps=self._taken,
@@ -115,7 +115,7 @@ class Rounds:
         )
 
     def run(self) -> Generator[StepResult, None, None]:
-        """The results of all steps; each is taken when its result is asked for."""
+        """The results of all steps; each step runs when its result is requested."""
         self._start = time.perf_counter()
         if self._saved is not None and self._saved.done:
             return
@@ -130,10 +130,10 @@ class Rounds:
                     if (result := self._round()) is None:
                         break
                     show(result)
-                    for one in self._callbacks:
-                        one.on_step(self._trainer.steps, result)
+                    for callback in self._callbacks:
+                        callback.on_step(self._trainer.steps, result)
                     yield result
-                    if self._saved is not None:  # now that it was seen: a resumed run has no gap
+                    if self._saved is not None:  # the caller has seen it: resuming leaves no gap
                         self._saved.after_step(self._position)
             except BaseException as error:
                 self._leave(error)
@@ -145,10 +145,10 @@ class Rounds:
                 self._stop.end()
 
     def _round(self) -> StepResult | None:
-        """Train on the next batch; None if there is none, or another process ends here."""
+        """Train on the next batch; None if there is none, or if another process ends here."""
         self._at = _At.TAKING
         batch = self._position.take()
-        with held_back():  # from the word that all go on to the end of the step
+        with held_back():  # from the agreement to continue until the end of the step
             if not self._agreed(_Word.OVER if batch is None else _Word.GO):
                 return None
             assert batch is not None
@@ -162,13 +162,14 @@ class Rounds:
         return result
 
     def _agreed(self, word: _Word) -> bool:
-        """Whether all processes go on."""
+        """Whether all processes continue; ``word`` is the vote of this one."""
         with held_back():
             self._word = word if self._saved is None else _Word(self._group.largest(word))
         return self._word is _Word.GO
 
     def _finish(self) -> bool:
-        """Save the end; whether SIGTERM has come to one of the processes."""
+        """Save the final state. Returns whether SIGTERM asked to end: this process, or any of them
+        if they end together."""
         if self._saved is None:
             return False
         with held_back():
@@ -192,23 +193,23 @@ class Rounds:
                 self._agreed(_Word.LEFT)
             self._finish()
         except Exception as failure:
-            if isinstance(error, GeneratorExit):  # nothing else tells of it
+            if isinstance(error, GeneratorExit):  # no other error would report it
                 raise
             warn(f"the state after step {self._trainer.steps} is not saved: {failure}")
 
     def _can_save(self, error: BaseException) -> bool:
-        """Whether the state is that after a whole step, and all processes are there to save it."""
+        """Whether the state is that after a whole step, and all processes can take part."""
         alone = self._group.trainers == 1
         if self._group.damaged or (self._trainer.failed and not alone):
             return False
         if self._at is not _At.STEPPING:
             return True
-        # others wait in that step; or Ctrl-C came twice; or on_nan="stop" ended it, and a resumed
-        # run is to find the same batch again
+        # no if others wait in that step, if a second Ctrl-C came, or if on_nan="stop" ended it: a
+        # resumed run must see the same batch again
         return alone and isinstance(error, Exception) and self._trainer.steps == self._before
 
     def _tell(self) -> None:
-        """Say what the caller may not expect of the end."""
+        """Raise or warn if the loop ended in a way that the caller may not expect."""
         step = self._trainer.steps
         if self._word is _Word.LEFT:
             raise PiperError(
@@ -248,7 +249,7 @@ _REASONS = {
     _Word.GO: Ended.STEPS,
     _Word.ASKED: Ended.ASKED,
     _Word.OVER: Ended.BATCHES,
-    _Word.LEFT: Ended.BATCHES,  # nobody is given a summary
+    _Word.LEFT: Ended.BATCHES,  # not reported: the loop ends with an error
 }
 
 
@@ -257,7 +258,7 @@ class Loop(Iterator[StepResult]):
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self._results = rounds.run()  # it does not hold this object, which ends it when it goes
+        self._results = rounds.run()  # without a reference to this object, whose deletion ends it
         self._begun = False
 
     def __next__(self) -> StepResult:
@@ -271,11 +272,11 @@ class Loop(Iterator[StepResult]):
 
     @property
     def folder(self) -> Path | None:
-        """Where it saves."""
+        """The folder of its checkpoints."""
         return self._rounds.folder
 
     def summary(self) -> FitSummary:
-        """What it has done so far."""
+        """The summary so far."""
         return self._rounds.summary()
 
     def __del__(self) -> None:

@@ -1,7 +1,6 @@
 """The losses of a run, read without waiting for the device.
 
-A loss is copied to the host after the next step has been given to the device, and looked at when
-the copy is there.
+A loss is copied to the host after the next step has been submitted, and read once the copy is done.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from piper.launch.trainer.step_result import StepResult
 
 
 class Losses:
-    """Their last, their mean, and whether all are finite."""
+    """The last loss, the mean, and a warning if one is not finite."""
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
@@ -27,21 +26,21 @@ class Losses:
         self._last: float | None = None
 
     def add(self, step: int, result: StepResult) -> None:
-        """Look at the losses that have come; this one's turn is after the next step."""
+        """Read the losses that have arrived; this one is copied after the next step."""
         self._copy()
         self._next = step, result
         while self._copies and (self._copies[0][2] is None or self._copies[0][2].query()):
             self._look()
 
     def finish(self) -> tuple[float | None, float | None]:
-        """The last loss and the mean of all, which waits for the device."""
+        """The last loss and the mean of all; waits for the device."""
         self._copy()
         while self._copies:
             self._look()
         return self._last, self._sum / self._count if self._count else None
 
     def _copy(self) -> None:
-        """Begin to copy the loss of the step before."""
+        """Start copying the loss of the previous step."""
         if self._next is None:
             return
         (step, result), self._next = self._next, None

@@ -1,4 +1,4 @@
-"""What a trainer warns of once: at the first time, and not at every step after it."""
+"""Warnings that a trainer gives once, and not again at every step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Notice(Enum):
 
 
 class Notices:
-    """Those that a trainer has given."""
+    """Gives each warning once; none if ``silent``."""
 
     def __init__(self, *, silent: bool) -> None:
         self._given: set[Notice] = set(Notice) if silent else set()

@@ -1,4 +1,4 @@
-"""What a step gives its caller."""
+"""``StepResult``, the result of a step or an evaluation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from piper.runtime.feeding import block_of
 
 
 def _module(piece: ChunkSignature) -> str:
-    """The module that has all parameters of a piece of code."""
+    """The innermost module that has all parameters of a chunk; the chunk's name if there is
+    none."""
     paths = [name.split(".")[:-1] for name in piece.parameters]
     same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))
     return ".".join(steps[0] for steps in same) or piece.name
 
 
 def _rows(returned: Mapping[int, Sequence[Tensor]], program: Program) -> dict[int, Tensor]:
-    """The outputs with rows, by value, put together from what devices have of them."""
+    """The outputs with rows, by value, concatenated from the devices' rows."""
     blocks: dict[int, dict[int, Tensor]] = {}
     for device, tensors in returned.items():
         places = program.evaluation_plan_of(device).returned
@@ -32,16 +33,16 @@ def _rows(returned: Mapping[int, Sequence[Tensor]], program: Program) -> dict[in
             number = block_of(microbatch, group, device)
             blocks.setdefault(value, {})[number] = rows.detach()
     return {
-        value: torch.cat([rows.to(found[0].device) for _, rows in sorted(found.items())])
-        for value, found in blocks.items()
+        value: torch.cat([rows.to(parts[0].device) for _, rows in sorted(parts.items())])
+        for value, parts in blocks.items()
     }
 
 
 class StepResult:
-    """What one step reports, the same for every caller.
+    """The report of one step, the same for every caller.
 
-    On GPUs the sums of the loss and of the norm over all devices run beside the next step; reading
-    one of them makes the current stream wait for them.
+    On GPUs the loss and gradient-norm all-reduces overlap with the next step; reading either makes
+    the current stream wait for them.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StepResult:
         *,
         evaluated: bool = False,
     ) -> None:
-        """``rows`` is how many the batch had before it was filled up, if it was."""
+        """``rows`` is the number of rows before padding, if the batch was padded."""
         self._report = report
         self._program = program
         self._rows = rows
@@ -64,10 +65,10 @@ class StepResult:
         self.tokens = tokens
         """Elements of the first input: tokens, for a language model."""
         self.learning_rates = report.rates
-        """Those that the step used, one for each group of the optimizer; none after an evaluation,
-        and none in a process under ``torchrun`` whose device trains no parameter."""
+        """The rates that the step used, one for each param group; empty after an evaluation, and in
+        a process under ``torchrun`` whose device trains no parameter."""
         self.memory = report.memory
-        """The most bytes that a device's process has held so far: GPU memory, or resident."""
+        """Peak bytes of a device's process so far: GPU memory, or resident memory on a CPU."""
 
     @property
     def loss(self) -> Tensor:
@@ -79,20 +80,20 @@ class StepResult:
 
     @property
     def loss_on_host(self) -> float | None:
-        """The loss as a number, if it is there without waiting for a GPU."""
+        """The loss as a number, if reading it does not wait for a GPU."""
         total = self._report.total
         return None if total is None or total.is_cuda else float(self.loss)
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients before clipping; None after an evaluation, or a step that was
-        not to report it."""
+        """The norm of all gradients before clipping; None after an evaluation, or with
+        ``report=False``."""
         return self._scalars[1]
 
     @property
     def skipped(self) -> bool:
-        """Whether the step changed no parameter and no state of the optimizer, because of
-        ``on_nan`` and a norm of the gradients that is not finite."""
+        """Whether ``on_nan`` is set and the gradient norm is not finite: the step then changed no
+        parameter and no optimizer state."""
         sums, squares = self._report.scalars()
         if self._program.training.on_nan is None or squares is None:
             return False
@@ -102,35 +103,35 @@ class StepResult:
 
     @cached_property
     def expert_load(self) -> Mapping[str, Tensor]:
-        """For each module of experts whose rows are sorted by expert, how many rows each expert
-        had, in the whole batch."""
+        """For each expert module whose rows are sorted by expert, the number of rows of each expert
+        in the whole batch."""
         self._report.scalars()
         pieces = self._program.code.pieces
         return {_module(pieces[chunk]): load for chunk, load in self._report.load.items()}
 
     @property
     def expert_imbalance(self) -> Mapping[str, float]:
-        """The same as one number: the rows of the expert with the most, by those of the mean."""
+        """For each module in ``expert_load``, the rows of the busiest expert over the mean."""
         return {name: float(x.max() / x.double().mean()) for name, x in self.expert_load.items()}
 
     @cached_property
     def outputs(self) -> Mapping[str, Tensor]:
-        """What ``outputs=`` names: the mean over the batch of each single number, and, after an
-        evaluation, the rows of the batch of each other tensor, in their order. Of a batch that was
-        filled up there are no single numbers: they would count what it was filled up with."""
+        """The outputs named in ``outputs=``: for a scalar its mean over the batch; for any other
+        tensor its rows in batch order, after an evaluation only. A padded batch has no scalars:
+        they would include the padding."""
         self._report.scalars()
         program = self._program
         code = program.evaluation_code if self._evaluated else program.code
         rows = _rows(self._report.returned, program)
-        found = {}
+        outputs = {}
         for name, value in code.outputs.items():
             if value in rows:
-                found[name] = rows[value][: self._rows]
+                outputs[name] = rows[value][: self._rows]
             elif value in self._report.outputs and not self._filled:
                 dtype = next(iter(code.values.values()))[value].dtype
                 mean = self._report.outputs[value]
-                found[name] = mean.to(dtype) if dtype.is_floating_point else mean
-        return found
+                outputs[name] = mean.to(dtype) if dtype.is_floating_point else mean
+        return outputs
 
     @property
     def tokens_per_second(self) -> float:
@@ -147,7 +148,7 @@ class StepResult:
 
     @cached_property
     def _scalars(self) -> tuple[Tensor | None, Tensor | None]:
-        """The loss and the norm from their sums."""
+        """The loss and the norm, computed from their sums."""
         program = self._program
         sums, squares = self._report.scalars()
         if sums is None:

@@ -1,4 +1,4 @@
-"""The trainer: what a user holds while training, whatever runs behind it."""
+"""``Trainer``, the user's handle on a running program. It drives a ``WorkerGroup`` of any kind."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Trainer:
         self.steps = 0
         self._worker_group: WorkerGroup | None = group
         self._saving = PendingSave()
-        # also if nobody closes this trainer; made after the group's own, so called before it
+        # runs even without close(); registered after the group's finalizer, so called before it
         weakref.finalize(self, self._saving.settle_late)
         self._rest: dict[str, Tensor] = {}
-        """Tensors of the model that no device holds, if they are not the first ones any more."""
+        """Model tensors that no device holds, if loaded; the others have their initial values."""
         self._runs: dict[Path, SavedRun] = {}
-        """By folder, what ``fit`` and ``iterate`` have done there."""
+        """By folder, the run of ``fit`` and ``iterate`` there."""
         self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
         self.notices = Notices(silent=group.rank != 0)
         self.failed = False
@@ -88,7 +88,7 @@ class Trainer:
         if self._worker_group is None:
             return
         try:
-            for loop in list(self._loops):  # left, but still held by a name of the caller's
+            for loop in list(self._loops):  # left by the caller, who still refers to them
                 loop.close()
             if error is None:
                 self.settle_save()
@@ -100,13 +100,13 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """The number of this process among those that torchrun started; elsewhere 0."""
+        """The rank of this process under torchrun; otherwise 0."""
         return self._devices.rank
 
     @cached_property
     def rows(self) -> Tensor:
-        """The numbers of those rows of a global batch that the devices of this process read: all of
-        them, unless it is one of many that ``torchrun`` started."""
+        """The indices of the rows of a global batch that the devices of this process read. Without
+        ``torchrun``, all rows."""
         own = self._devices.rows
         with without_modes():
             if own is None:
@@ -120,15 +120,14 @@ class Trainer:
         report: bool = True,
         rows: bool = False,
     ) -> StepResult:
-        """Train on one global batch: the inputs, then the targets, also as one tuple; with
-        ``rows=True`` on what has been given of it to this process: its rows ``trainer.rows``, in
-        this order.
+        """Train on one global batch: the inputs, then the targets, also as one tuple. With
+        ``rows=True``, ``batch`` is only this process's rows of it: ``trainer.rows``, in this order.
 
-        A smaller batch is refused, or, if ``pad`` gives one value for each tensor (by name for a
-        dict), filled up with rows of these values; they must not count, so the loss must return
-        (sum, count). With ``report=False`` loss and norm are not summed over the devices, unless
-        the step itself needs them, and cannot be read; under torchrun, all processes must say the
-        same.
+        A smaller batch is refused, or padded if ``pad`` gives one value for each tensor (by name
+        for a dict). The loss must then ignore the padding: a mean over the targets that count, or
+        (sum, count). With ``report=False`` the loss and gradient-norm all-reduces are left out,
+        unless the step itself needs them, and neither can be read; under torchrun all processes
+        must pass the same value.
         """
         if self.program.training.optimizer is None:
             self.notices.give(
@@ -152,22 +151,22 @@ class Trainer:
         return result
 
     def evaluate(self, *batch: Any, pad: Pad | None = None, rows: bool = False) -> StepResult:
-        """The loss of one batch in evaluation mode, and its outputs; nothing is changed."""
+        """Compute the loss and the outputs of one batch in evaluation mode; nothing changes."""
         with self._undisturbed():
             run = partial(self._whole.evaluate, own_rows=rows)
             return self._run(run, batch, pad, rows=rows, evaluated=True)
 
     def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
-        """Train ``steps`` times on one global batch, and measure every instruction of every device:
-        by clocks on CPUs, by events on GPUs. Without a batch, on the one that the program was
-        compiled with. With ``kernels`` the last step runs under torch's profiler too, which
-        makes it slower.
+        """Train ``steps`` times on one global batch, and time every instruction of every device:
+        with clocks on CPUs, with events on GPUs. The default batch is the one that the program was
+        compiled with. With ``kernels`` the last step also runs under torch's profiler, which makes
+        it slower.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
         with self._undisturbed():
             tensors = self._tensors(batch or self.example)
-        found = []
+        measured = []
         for step in range(steps):
             last = kernels and step == steps - 1
             with self._undisturbed():
@@ -175,13 +174,13 @@ class Trainer:
                     tensors, ProfileKind.KERNELS if last else ProfileKind.TIME
                 )
                 self.steps += 1
-            found.append(report.measured)
-        return Profile(self.program, tuple(found), report.kernels)
+            measured.append(report.measured)
+        return Profile(self.program, tuple(measured), report.kernels)
 
     @property
     def example(self) -> tuple[Any, ...]:
-        """The batch that the program was compiled with, inputs and then targets, if it has
-        content."""
+        """The batch that the program was compiled with, inputs and then targets. An example with
+        shapes only is refused."""
         example = self.program.example
         if any(x.is_meta or isinstance(x, FakeTensor) for x in example.tensors):
             raise PiperError(
@@ -192,8 +191,8 @@ class Trainer:
     def measure_memory(self, *batch: Any) -> Mapping[int, Alive]:
         """Train on one global batch, and count the bytes of tensors that each device holds.
 
-        To be compared with ``program.memory``, which predicts them. The first step of an optimizer
-        makes its state: measure a later one.
+        Compare them with ``program.memory``, the prediction. The first step creates the optimizer
+        state: measure a later one.
         """
         with self._undisturbed():
             report = self._whole.profile(self._tensors(batch), ProfileKind.MEMORY)
@@ -215,23 +214,23 @@ class Trainer:
         rows: bool = False,
         pad: Pad | None = None,
     ) -> FitSummary:
-        """Train on batches, with a progress display, and say what was done.
+        """Train on batches, show progress, and return a summary.
 
         ``batches`` is an iterable of batches, each ``(*inputs, *targets)`` or a dict of inputs; a
         loader with a ``state_dict``; a function without arguments that yields them; or a function
-        from the number of a step to its batch. With ``rows``, each is this process's rows of a
-        global batch; with ``pad``, smaller ones are filled up. Without ``steps``, one pass over the
-        batches is made; with ``steps``, that many steps are taken, in several passes if one is too
-        short. ``callbacks`` are told of each step (``piper.callbacks``); they, and the progress
-        display, are in the process of rank 0 alone.
+        from a step number to its batch. With ``rows``, each is this process's rows of a global
+        batch; with ``pad``, smaller batches are padded. Without ``steps``, makes one pass over the
+        batches; with ``steps``, takes that many steps, in several passes if needed. ``callbacks``
+        (``piper.callbacks``) are called after each step; they and the progress bar run on rank 0
+        only.
 
         With ``checkpoint``, a folder, the state is saved there every ``every`` steps and at the
-        end, also if an error, Ctrl-C or SIGTERM ends it; ``keep`` says how many of them to keep,
-        and with ``background`` all but the last are written while training continues.
-        With ``resume`` the first call in that folder resumes from the last one, if there is one,
-        with the same losses as if it had not ended. Later calls of this trainer continue, whatever
-        ``resume`` says. Calls that were done before are passed over, and the steps that a call
-        took before it was resumed count: the same script can be started again at any time.
+        end, also if an error, Ctrl-C or SIGTERM ends the run. ``keep`` is the number of checkpoints
+        to keep. With ``background`` all but the last are written while training continues. With
+        ``resume`` the first call in that folder resumes from the last checkpoint, if there is one,
+        with the same losses as an uninterrupted run. Later calls of this trainer continue, whatever
+        ``resume`` says. Calls that were already done are skipped, and ``steps`` includes the steps
+        before the resume: the same script can be restarted at any time.
         """
         loop = self.iterate(
             batches,
@@ -265,9 +264,9 @@ class Trainer:
         rows: bool = False,
         pad: Pad | None = None,
     ) -> Loop:
-        """``fit`` as an iterator: each step is taken when its result is asked for. Whatever ends
-        the loop over it (``break`` and errors, too), the state after the last step is saved, with
-        ``checkpoint``."""
+        """``fit`` as an iterator: each step runs when its result is requested. With ``checkpoint``,
+        the state after the last step is saved however the loop ends, also by ``break`` or an
+        error."""
         if checkpoint is None and (every is not None or resume or keep is not None or background):
             raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
         whole = isinstance(steps, int) and not isinstance(steps, bool)
@@ -304,11 +303,12 @@ class Trainer:
                 save(*given, data=data, keep=keep)
 
     def settle_save(self, *, wait: bool = True) -> None:
-        """See to a save in the background, if there is one; an error if it failed."""
+        """Finish a background save, if there is one and, unless ``wait``, if it is written; raises
+        if it failed."""
         self._saving.settle(wait=wait)
 
     def load_at(self, path: Path) -> Any:
-        """``load``; gives the position in the data that was saved with the state."""
+        """``load``; returns the position in the data that was saved with the state."""
         with self._undisturbed():
             self.settle_save()
             index, self._rest = load(self._devices, self.program, path)
@@ -316,16 +316,16 @@ class Trainer:
         return from_json(index.data)
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's parameters and buffers, whole, under their own names, and what its modules
-        add to a state dict (extra state, hooks)."""
+        """The model's whole parameters and buffers under their own names, and what its modules add
+        to a state dict (extra state, hooks)."""
         with self._undisturbed():
             state = whole_state(self.program, self._whole.export(), self._rest)
         source = self.program.source
         return state if source is None else self.program.names.with_added(source, state)
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What ``state_dict`` gives, a few tensors at a time: nobody ever holds the whole model,
-        neither a device nor the caller, unless it keeps what it is given."""
+        """The parameters and buffers of ``state_dict``, a few at a time: no device ever holds the
+        whole model, nor does the caller, unless it keeps the tensors."""
         names = self.program.names
         for keys in in_turn(names.keys, names.elements):
             only = frozenset(names.keys[key] for key in keys)
@@ -337,8 +337,8 @@ class Trainer:
                 yield key, tensor
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Continue from other parameters and buffers; the optimizer's state stays as it is. Unless
-        ``strict``, ``state`` may be a part of them, and the others stay as they are too."""
+        """Replace parameters and buffers; the optimizer state is unchanged. Unless ``strict``,
+        ``state`` may have only some of them; the others are unchanged."""
         self._refuse_closed()
         tensors = self.program.names.checked(state, strict=strict)
         names = {name: name for name in tensors}
@@ -353,23 +353,22 @@ class Trainer:
 
     def save(self, path: str | Path, *, keep: int | None = None, background: bool = False) -> None:
         """Write a checkpoint, the state of training, to the folder ``path``: whole or not at all.
-        Every device writes what it has. ``keep`` says how many to keep of the checkpoints in the
-        same folder whose names, like this one's, end in a number. With ``background`` the next step
-        copies it beside its computations, and it is written while training continues; the next
-        save, and the end of the trainer, wait for it, and a call that finds that it failed raises
-        an error."""
+        Every device writes its own part. ``keep`` is the number of checkpoints to keep, of those
+        beside it whose names, like this one's, end in a number. With ``background`` the next step
+        copies the state while it computes, and training continues while the copy is written. The
+        next save and the end of the trainer wait for it; the call that finds a failure raises."""
         self.save_at(path_of(path), None, keep, background=background)
 
     def load(self, path: str | Path) -> None:
-        """Resume from a checkpoint that ``save`` wrote, under this or another strategy. Every
-        device reads the slices that it needs; a checkpoint that is refused changes nothing."""
+        """Resume from a checkpoint of ``save``, saved under this or another strategy. Every device
+        reads the slices that it needs; a refused checkpoint changes nothing."""
         self.load_at(path_of(path))
 
     def switch(self, program: Program, *, allow: Sequence[str] = ()) -> None:
         """Continue with another program of the same model and optimizer, under another strategy and
-        on other devices: the state goes from memory to memory, and losses continue as if nothing
-        had happened. ``allow`` names what else may change: "model", "loss", "precision",
-        "clip_norm", "on_nan". A program that is refused changes nothing."""
+        on other devices. The state is copied from memory to memory, and losses continue as without
+        a switch. ``allow`` names what else may change: "model", "loss", "precision", "clip_norm",
+        "on_nan". A refused program changes nothing."""
         changes = changes_named(allow)
         with self._undisturbed():
             self._go_on_with(program, changes)
@@ -378,17 +377,17 @@ class Trainer:
     def export(
         self, path: str | Path, *, dtype: torch.dtype | None = None, file_gb: float = 5.0
     ) -> None:
-        """Write the model to the folder ``path`` as ``from_pretrained`` of the transformers library
-        loads it: its configuration, if it has one, and its weights in safetensors files of about
-        ``file_gb`` GB, in its own or another ``dtype``. Every device writes what it has. Of a model
-        with adapters of the peft library, write the adapters, as peft loads them."""
+        """Write the model to the folder ``path`` for ``from_pretrained`` of the transformers
+        library: its configuration, if it has one, and its weights in safetensors files of about
+        ``file_gb`` GB, in its own or another ``dtype``. Every device writes its own part. For a
+        model with peft adapters, write the active adapter in peft's format instead."""
         size = int(file_gb * 10**9)
         with self._undisturbed():
             export(self._whole, self.program, path, self._rest, dtype=dtype, file_bytes=size)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Inside, an interrupt waits, and no mode of the caller's is on."""
+        """Inside, interrupts are held back, and the caller's torch modes are off."""
         with without_modes(self.program.training.default_dtype), held_back():
             yield
 
@@ -404,7 +403,7 @@ class Trainer:
 
     @property
     def _whole(self) -> WorkerGroup:
-        """The devices, whose state is that after a number of whole steps."""
+        """The devices; refused if a failed step left their state between two steps."""
         if self._devices.damaged:
             raise PiperError(
                 f"step {self.steps} failed or was interrupted while it changed the state: some "
@@ -414,15 +413,15 @@ class Trainer:
         return self._devices
 
     def _go_to_shape_of(self, batch: Sequence[Any]) -> None:
-        """Go on with the program for batches like this one, if there may be several."""
+        """Switch to the program for batches of this shape, if several shapes are allowed."""
         if self._shapes.most:
             wanted = self._shapes.program_for(batch)
             if wanted is not self.program:
-                # the same model by its making, traced at sizes of its own
+                # the same model by construction, traced at other sizes
                 self._go_on_with(wanted, frozenset({Change.MODEL, Change.LOSS}))
 
     def _go_on_with(self, program: Program, allow: frozenset[Change]) -> None:
-        self.settle_save()  # by the devices that began it
+        self.settle_save()  # with the devices that began it
         switch(self._whole, self.program, program, allow)
         self.program = program
         vars(self).pop("rows", None)  # cached
@@ -430,7 +429,7 @@ class Trainer:
     def _tensors(
         self, batch: Sequence[Any], *, rows: bool = False, evaluated: bool = False
     ) -> list[Tensor]:
-        """What a step takes of a batch, or of the rows of it that this process has."""
+        """The input tensors of a step, from a batch or from this process's rows of it."""
         program = self.program
         code = program.evaluation_code if evaluated else program.code
         if not rows:

@@ -1,1 +1,1 @@
-"""Whether devices go on, and what they took."""
+"""Liveness of devices, interrupts, and measured times."""

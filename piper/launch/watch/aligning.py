@@ -1,9 +1,9 @@
-"""Measured communications as they were for all participants together.
+"""Corrects the measured times of communications with the measurements of all participants.
 
-A device notes when it came to a communication and when it knew that it was over. What lies between
-is partly waiting for others. Taken together, the devices know better: a communication runs from the
-moment at which its last participant came. Who sends a message is not told when it has arrived; who
-receives it is.
+A device records when it reached a communication and when it saw the end. The time between includes
+waiting for peers. With all devices' records the true start is known: a communication starts when
+its last participant arrives. The sender of a message does not see when it arrived; the receiver
+does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from piper.program.program import Program
 from piper.runtime.streams.recording import Measured
 
 MeasuredStep = Mapping[int, tuple[Measured, ...]]
-"""By device, the instructions of its plan with the time at which each began and ended, in seconds
-on a clock that all devices share."""
+"""By device, the instructions of its plan with their start and end times, in seconds on a clock
+that all devices share."""
 
 
 def aligned(program: Program, step: MeasuredStep) -> MeasuredStep:
-    """``step`` with every communication from when its last participant came, and messages until
-    they were received. On each stream the order stays: none begins before the one before it
-    ended."""
+    """``step`` with every communication starting when its last participant arrives, and every
+    message ending when it is received. Each stream keeps its order: no communication starts before
+    the previous one ends."""
     rows = {device: list(row) for device, row in step.items()}
     at: dict[tuple[int, int, Verb], int] = {}
     nodes: dict[int, Transfer | Collective] = {}
@@ -37,10 +37,10 @@ def aligned(program: Program, step: MeasuredStep) -> MeasuredStep:
                 nodes[x.node] = x.op
     for node, op in nodes.items():
         for participants in instances(op):
-            found = [(d, at[node, d, verb], verb) for d, verb in participants if d in rows]
-            start = max(rows[d][i].start for d, i, _ in found)
-            arrived = [rows[d][i].end for d, i, verb in found if verb is Verb.RECV]
-            for d, i, verb in found:
+            present = [(d, at[node, d, verb], verb) for d, verb in participants if d in rows]
+            start = max(rows[d][i].start for d, i, _ in present)
+            arrived = [rows[d][i].end for d, i, verb in present if verb is Verb.RECV]
+            for d, i, verb in present:
                 end = max(arrived) if verb is Verb.SEND and arrived else rows[d][i].end
                 begun = min(start, end)
                 rows[d][i] = rows[d][i]._replace(start=begun, end=end)
@@ -50,12 +50,12 @@ def aligned(program: Program, step: MeasuredStep) -> MeasuredStep:
 def _in_order(program: Program, device: int, row: list[Measured]) -> tuple[Measured, ...]:
     instructions = program.plan_of(device).instructions
     until: dict[str, float] = {}
-    found = []
-    for one in row:
-        x = instructions[one.pc]
+    ordered = []
+    for measured in row:
+        x = instructions[measured.pc]
         if isinstance(x.op, Transfer | Collective):
-            start = max(one.start, until.get(x.stream, one.start))
-            one = one._replace(start=start, end=max(start, one.end))
-            until[x.stream] = one.end
-        found.append(one)
-    return tuple(found)
+            start = max(measured.start, until.get(x.stream, measured.start))
+            measured = measured._replace(start=start, end=max(start, measured.end))
+            until[x.stream] = measured.end
+        ordered.append(measured)
+    return tuple(ordered)

@@ -1,7 +1,7 @@
 """One clock for processes on several machines.
 
-Rank 0 asks each other rank for its time, a few times. The answer that came back soonest says most:
-it was taken somewhere between question and answer.
+Rank 0 asks every other rank for its time, several times. The answer with the shortest round trip
+is the most accurate: the other rank read its clock between rank 0's send and receive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ROUNDS = 8
 
 
 def seconds_ahead(group: dist.ProcessGroup) -> float:
-    """How far this process's monotonic clock is ahead of rank 0's; all members call it at once."""
+    """How far this process's monotonic clock is ahead of rank 0's; all members call it together."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = torch.zeros(1, dtype=torch.float64)
     ahead = torch.zeros(size, dtype=torch.float64)
@@ -32,11 +32,11 @@ def seconds_ahead(group: dist.ProcessGroup) -> float:
 
 
 def _asked(group: dist.ProcessGroup, other: int, answer: torch.Tensor) -> float:
-    found = []
+    samples = []
     for _ in range(_ROUNDS):
         start = time.monotonic()
         dist.send(answer, group=group, group_dst=other)
         dist.recv(answer, group=group, group_src=other)
         end = time.monotonic()
-        found.append((end - start, float(answer) - (start + end) / 2))
-    return min(found)[1]
+        samples.append((end - start, float(answer) - (start + end) / 2))
+    return min(samples)[1]

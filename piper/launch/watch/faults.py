@@ -1,4 +1,4 @@
-"""What can be said of a device that does not go on: its instruction, and who takes part in it."""
+"""Describes the instruction of a stuck device and the other devices that take part in it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ def peers_of(x: Instruction, device: int) -> tuple[int, ...]:
     """The other devices that take part in an instruction of ``device``."""
     match x.op:
         case Transfer() as op if x.verb is Verb.SEND:
-            found = [part.peer for part in sent_by(op, device)]
+            participants = [part.peer for part in sent_by(op, device)]
         case Transfer() as op:
-            found = [part.peer for part in received_by(op, device)]
+            participants = [part.peer for part in received_by(op, device)]
         case Collective(groups=groups):
-            found = list(next(group for group in groups if device in group))
+            participants = list(next(group for group in groups if device in group))
         case _:
-            found = []
-    return tuple(sorted({*found} - {device}))
+            participants = []
+    return tuple(sorted({*participants} - {device}))
 
 
 def described(plan: Plan, pc: int, device: int) -> str:
-    """An instruction of a device, with whom it takes part."""
+    """An instruction of a device and its peers, as text for errors."""
     x = plan.instructions[pc]
     peers = peers_of(x, device)
     text = f"instruction {pc} ({x.name})"
@@ -31,7 +31,7 @@ def described(plan: Plan, pc: int, device: int) -> str:
 
 
 def devices(numbers: tuple[int, ...]) -> str:
-    """Devices as errors call them; of many, the first few."""
+    """Device numbers as text for errors; of many, the first eight."""
     if len(numbers) == 1:
         return f"device {numbers[0]}"
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""

@@ -1,7 +1,8 @@
-"""What the processes of a job tell each other through its store while something takes long.
+"""Heartbeats and failure reports that the processes of a job exchange through its store.
 
-Every process counts up a number that says that it lives. One that waits for others looks whether
-theirs still move, and where they are; the first that knows what is wrong tells all.
+Every process increments its own heartbeat counter. A process that waits for peers checks whether
+their counters still move, and where they are. The first process that detects a problem reports it
+to all.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from piper.launch.watch.faults import described, devices, peers_of
 from piper.program.program import Program
 
 _PERIOD = 1.0
-"""Seconds between two looks at the store."""
+"""Seconds between two checks of the store."""
 _LONG = 5.0
-"""Seconds after which a device says where it is, and looks after those that it waits for."""
+"""Seconds of waiting after which a device publishes where it is and checks its peers."""
 SILENT = 15.0
-"""Seconds without a sign of life after which a process counts as gone."""
+"""Seconds without a heartbeat after which a process counts as gone."""
 _LOOKED_AFTER = 4
-"""The most processes that one looks after."""
+"""The most peers that one process checks."""
 _FAILED = "failed"
 _NOWHERE = "not waiting"
 
@@ -47,28 +48,28 @@ class Neighbours:
         self._said = _NOWHERE
         self._heard: dict[int, tuple[int, float]] = {}
         self.device: LoadedDevice | None = None
-        """The device of this process, once it is there."""
+        """The device of this process, once it is loaded."""
 
     def tell(self, problem: str) -> None:
-        """Let all others know what went wrong; the first who says something is believed."""
+        """Report a problem to all processes; the first report wins."""
         try:
             self._store.compare_set(_FAILED, "", problem)
         except RuntimeError:
-            return  # nobody can be told any more
+            return  # the store is gone
 
     def problem(self, seconds: float) -> str | None:
-        """What is wrong, if anything is, after so many seconds with one thing."""
+        """The problem, if any, when the current work has taken ``seconds`` so far."""
         now = self._now()
         if now - self._looked < _PERIOD:
             return None
         self._looked = now
         try:
-            found = self._look(seconds, now)
+            problem = self._look(seconds, now)
         except RuntimeError as error:
             return f"device {self._number} cannot reach the job's store any more: {error}"
-        if found is not None:
-            self.tell(found)
-        return found
+        if problem is not None:
+            self.tell(problem)
+        return problem
 
     def _look(self, seconds: float, now: float) -> str | None:
         store = self._store
@@ -101,14 +102,14 @@ class Neighbours:
         return None
 
     def _say(self, where: str) -> None:
-        """Let the others know where this device waits."""
+        """Publish where this device waits."""
         if where != self._said:
             self._store.set(f"at {self._number}", where)
             self._said = where
 
     def _next(self, peers: tuple[int, ...]) -> tuple[int, ...]:
-        """The few of ``peers`` that this device looks after: those that follow it in a ring, so
-        that somebody looks after each, whatever their number."""
+        """The few of ``peers`` that this device checks: its successors in a ring, so that every
+        peer is checked by some device, however many there are."""
         after = [peer for peer in peers if peer > self._number]
         return (*after, *(peer for peer in peers if peer < self._number))[:_LOOKED_AFTER]
 
@@ -116,7 +117,7 @@ class Neighbours:
         return tuple(number for number in self._program.devices if number != self._number)
 
     def _silent(self, peer: int, now: float) -> bool:
-        """Whether a process's number has not moved for long."""
+        """Whether a peer's heartbeat has not moved for ``SILENT`` seconds."""
         beat = self._store.add(f"alive {peer}", 0)
         last, since = self._heard.get(peer, (-1, now))
         if beat != last:
@@ -125,10 +126,10 @@ class Neighbours:
         return now - since > SILENT
 
     def _where(self, peers: tuple[int, ...]) -> str:
-        """Where others are, as they say."""
-        found = []
+        """Where the first eight ``peers`` are, as they published it."""
+        places = []
         for peer in peers[:8]:
             known = self._store.check([f"at {peer}"])
             where = self._store.get(f"at {peer}").decode() if known else _NOWHERE
-            found.append(f"device {peer} is {where}")
-        return f"; {', '.join(found)}" if found else ""
+            places.append(f"device {peer} is {where}")
+        return f"; {', '.join(places)}" if places else ""

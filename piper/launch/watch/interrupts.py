@@ -1,4 +1,4 @@
-"""A step happens or does not: an interrupt (Ctrl-C) waits for its end, a second one does not."""
+"""Steps are atomic: a first interrupt (Ctrl-C) waits for the end of the step, a second does not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_NOTE = "piper: interrupted, as soon as this is done; once more to end at once\n"
+_NOTE = "piper: stopping after the current operation; press Ctrl-C again to stop at once\n"
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Inside, the first SIGINT is noted, and whoever handles it outside is told at the end; of a
-    second one it is told at once. Only the main thread can do that, and only with a handler of
-    Python's; elsewhere, and inside another one, nothing changes."""
+    """Inside, the first SIGINT is held back until the end and then passed to the previous handler;
+    a second SIGINT acts at once. This needs the main thread and a Python handler; without them, or
+    when nested, nothing changes."""
     usual = signal.getsignal(signal.SIGINT)
     here = threading.current_thread() is threading.main_thread()
     if not here or not callable(usual) or isinstance(usual, _Noting):
@@ -35,7 +35,7 @@ def held_back() -> Iterator[None]:
 
 
 class _Noting:
-    """Notes the first SIGINT, and gives a second one to the usual handler."""
+    """Records the first SIGINT and passes a second one to the usual handler."""
 
     def __init__(self, usual: Callable[[int, FrameType | None], Any]) -> None:
         self._usual = usual

@@ -1,8 +1,8 @@
-"""Notices, from a thread of its own, that a device does not go on, or that another one has failed.
+"""A thread that detects that a device is stuck or that another one has failed.
 
-On a GPU the host neither waits for communications nor learns that they hang: a process that reads a
-loss is stuck in the driver then, and no exception can reach it. The monitor says what is known and
-ends the process.
+On a GPU the host neither waits for communications nor learns that they hang. A process that reads a
+loss is then stuck in the driver, where no exception can reach it. The monitor reports what is known
+and ends the process.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections import deque
 from collections.abc import Callable
 
 Query = Callable[[], bool]
-"""Whether something is over."""
+"""Returns whether the watched work is done."""
 
 _PERIOD = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 
 class Monitor:
-    """Watches how long things take."""
+    """Watches how long work takes."""
 
     def __init__(self, stuck: Callable[[float], str | None], fail: Callable[[str], None]) -> None:
-        """In every round ``stuck`` is asked whether something is wrong, and told the seconds that
-        what is watched has taken so far; ``fail`` is given what it says, if that is not None."""
+        """Every round calls ``stuck`` with the seconds that the oldest watched work has taken so
+        far. If it returns a problem, ``fail`` is called with it, and the monitor ends."""
         self._stuck = stuck
         self._fail = fail
         self._watched: deque[Query] = deque()
@@ -34,13 +34,13 @@ class Monitor:
         self._thread.start()
 
     def watch(self, over: Query) -> None:
-        """Count the seconds until ``over``, from now or from the end of what is watched before."""
+        """Time work until ``over``, starting now or when the previously watched work ends."""
         if not self._watched:
             self._since = time.monotonic()
         self._watched.append(over)
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         self._stop.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""How far training is, on a terminal."""
+"""The progress bar of a training run on a terminal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def shown_progress(last: int | None, first: int, *, shown: bool) -> Iterator[Callable[[Any], None]]:
-    """Inside, a line tells how far training has got from step ``first`` to ``last``; it is told the
-    result of each step, and reads it only where the line is seen: reading waits for the device."""
-    from rich.console import Console  # workers import the trainer, and show no progress
+    """Show a progress bar from step ``first`` to ``last``. Yields a function to call with each
+    step's result. It reads the result only if the bar is visible: reading waits for the device."""
+    from rich.console import Console  # imported late: workers import the trainer but show no bar
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""What steps took, instruction by instruction, on every device."""
+"""The measured times of every instruction on every device, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from piper.view.spans import Spans, run_of
 
 @dataclass(frozen=True)
 class Profile(Shown):
-    """Steps that were measured."""
+    """The measurements of one or more steps."""
 
     program: Program = field(repr=False)
     steps: tuple[MeasuredStep, ...] = field(repr=False)
     kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict, repr=False)
-    """By device, the kernels of the last step, if that was asked for."""
+    """By device, the kernels of the last step, if requested."""
 
     @cached_property
     def measured(self) -> MeasuredStep:
-        """The step whose time is the median; with kernels the last one, which has them."""
+        """The step with the median time; with kernels the last one, to which they belong."""
         if self.kernels:
             return self.steps[-1]
         return sorted(self.steps, key=_seconds)[(len(self.steps) - 1) // 2]
 
     @property
     def seconds(self) -> float:
-        """From the first instruction's begin to the last one's end."""
+        """From the start of the first instruction to the end of the last."""
         return _seconds(self.measured)
 
     @cached_property
     def spans(self) -> Mapping[int, list[Span]]:
-        """By device, the same as nodes of the DAG."""
+        """By device, the measured step as spans of DAG nodes."""
         return {
             device: [Span(nodes[one.pc], one.start, one.end) for one in self.measured[device]]
             for device in sorted(self.measured)
@@ -68,7 +68,7 @@ class Profile(Shown):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """The figures, to be read."""
+        """The figures as text."""
         busy = self.busy.values()
         idle = sum(one.idle for one in busy) / len(busy)
         exposed = sum(one.exposed for one in busy) / len(busy)
@@ -90,7 +90,7 @@ class Profile(Shown):
         }
 
     def run(self, title: str | None = None) -> Run:
-        """The step as pictures need it."""
+        """The step in the form that the views draw."""
         devices = sorted(self.measured)
         plan_at = {d: i for i, plan in enumerate(self.program.plans) for d in plan.devices}
         return run_of(
@@ -103,15 +103,15 @@ class Profile(Shown):
         )
 
     def trace(self, path: str | Path, *, beside: Shown | None = None) -> None:
-        """Write a trace for Perfetto or chrome://tracing, with kernels if they were measured; each
-        carries the name of its node."""
+        """Write a trace for Perfetto or chrome://tracing, with kernels if they were measured. Each
+        kernel carries the name of its DAG node. ``beside`` is another step to compare with."""
         others = [] if beside is None else [beside.run()]
         write_trace(Path(path), self.run(), *others, inner=self._inner())
 
     @cached_property
     def recorded(self) -> Recorded:
-        """What passes and communications took, for simulating other strategies with. Who waits late
-        for a message does not know when it arrived: of messages of one size, the quickest tells."""
+        """Times of passes and communications, for simulating other strategies. A late receiver does
+        not know when a message arrived, so the fastest message of each size counts."""
         passes: list[tuple[Work, int, float]] = []
         moved: list[tuple[str, int, int, float]] = []
         sends: dict[Task, float] = {}
@@ -136,8 +136,8 @@ class Profile(Shown):
 
     @cached_property
     def _relative(self) -> list[Spans]:
-        """By device, the times from the begin of the step; a communication from when all its
-        participants were there."""
+        """By device, times relative to the start of the step; a communication starts when all its
+        participants have arrived."""
         first = self._begin
         return [
             Spans(
@@ -158,7 +158,7 @@ class Profile(Shown):
                 yield Inner(devices.index(device), one.row, one.name, node, *times)
 
     def _tasks(self) -> Iterator[tuple[Task, Verb, float]]:
-        """What each instruction took."""
+        """The seconds of each instruction, with its task and verb."""
         dag = self.program.dag
         tasks = Tasks(dag, Sizes(dag, self.program.models))
         for step in self.steps:
@@ -170,5 +170,5 @@ class Profile(Shown):
 
 
 def _seconds(step: MeasuredStep) -> float:
-    every = [one for row in step.values() for one in row]
-    return max(one.end for one in every) - min(one.start for one in every)
+    every = [measured for row in step.values() for measured in row]
+    return max(x.end for x in every) - min(x.start for x in every)

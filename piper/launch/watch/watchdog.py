@@ -1,4 +1,4 @@
-"""Ends a process whose GPU waits for others in vain, and tells the others what went wrong here."""
+"""Ends a process whose GPU is stuck waiting for others, and reports local errors to the others."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from piper.program.program import Program
 from piper.runtime.streams.signals import Signal
 
 _ABORT = 10.0
-"""Seconds that the communicators may take to give up."""
+"""Seconds that the communicators may take to abort."""
 
 
 class Guard:
-    """Watches one process of a job on GPUs, without a call to the driver, which may be blocked."""
+    """Watches one process of a GPU job. The watching never calls the driver: it may be blocked."""
 
     def __init__(self, store: dist.Store, program: Program, number: int, timeout: float) -> None:
         self._number = number
@@ -32,12 +32,12 @@ class Guard:
         self._monitor = Monitor(self._neighbours.problem, _end_process)
 
     def look_at(self, device: LoadedDevice) -> None:
-        """``device`` is this process's."""
+        """Watch ``device``, the device of this process."""
         self._neighbours.device = device
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error within is told to the others, who would wait for this process."""
+        """Report an error raised inside to the other processes, which would wait for this one."""
         try:
             yield
         except BaseException as error:
@@ -46,8 +46,7 @@ class Guard:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """The same, and what is handed to the GPU within is watched until the GPU has come to its
-        end."""
+        """Like ``telling``; also watch the GPU work submitted inside until the GPU finishes it."""
         handed = _Handed(self._signal)
         self._monitor.watch(handed.over)
         with self.telling():
@@ -55,12 +54,12 @@ class Guard:
         handed.record(self._neighbours.device)
 
     def close(self) -> None:
-        """All is well."""
+        """Stop watching; there was no error."""
         self._monitor.close()
 
     @contextmanager
     def closing(self, error: BaseException) -> Iterator[None]:
-        """Training ends with ``error``: the process is ended if what is done within takes long."""
+        """Training ends with ``error``: end the process if the code inside takes too long."""
         self._tell(error)
         self._monitor.close()
         text = "".join(traceback.format_exception(error))
@@ -79,21 +78,21 @@ class Guard:
 
 
 class _Handed:
-    """What the host hands to the GPU."""
+    """GPU work that the host submits."""
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
         self._ends: tuple[int, Query | None] | None = None
 
     def record(self, device: LoadedDevice | None) -> None:
-        """The host has handed over all of it, the last plan that ``device`` runs included. Its
-        reports may come after all else; what is handed over later does not count."""
+        """The host has submitted all of the work, including the last plan that ``device`` runs.
+        The plan's reports may finish after everything else; work submitted later does not count."""
         end = self._signal.send(torch.cuda.current_stream())
         reports = None if device is None else device.running.bound.ended()
         self._ends = end, reports
 
     def over(self) -> bool:
-        """Whether the GPU has come to its end."""
+        """Whether the GPU has finished the work."""
         if self._ends is None:
             return False
         end, reports = self._ends
@@ -101,7 +100,7 @@ class _Handed:
 
 
 def _end_process(problem: str) -> None:
-    """The main thread may be stuck in the driver, where no exception reaches it."""
+    """End at once: the main thread may be stuck in the driver, where no exception reaches it."""
     sys.stderr.write(f"piper: {problem}\n")
     sys.stderr.flush()
     os._exit(1)

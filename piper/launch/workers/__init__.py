@@ -1,1 +1,1 @@
-"""Worker groups: virtual devices, processes, torchrun."""
+"""Worker groups of virtual devices, of local processes, and under torchrun."""

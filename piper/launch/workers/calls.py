@@ -1,4 +1,4 @@
-"""What a worker and the process that started it say to each other. Tensors travel by value."""
+"""The messages between a worker and its parent process. Tensors are sent by value."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from piper.state.checkpoint.index import Index
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """What a worker is to be."""
+    """The settings that a worker starts with."""
 
     device: int
     local: int
-    """Which GPU of the machine it takes, if it takes one."""
+    """The index of its GPU on the machine, if it uses one."""
     waits: bool
-    """Whether it is to wait for a switch, and not to begin with the program that is there."""
+    """Whether it waits for a switch instead of starting the first program."""
     threads: int
     timeout: float
     start_timeout: float
     paths: tuple[str, ...]
     imports: tuple[str, ...]
-    """Modules that define the model's own operations."""
+    """Modules that define the model's custom operations."""
     script: str | None
-    """The user's script, if that defines some of them."""
+    """The user's script, if it defines some of them."""
     share_gpus: bool
     cuda_graphs: bool
     shake: int | None
@@ -35,10 +35,10 @@ class WorkerTask:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTask:
-    """What a worker is to be next."""
+    """The settings that a worker switches to."""
 
     folder: str
-    """That of the program and its callables."""
+    """The folder of the program; its callables are beside it."""
     members: tuple[int, ...]
     """The devices of all workers, before and after."""
     threads: int
@@ -47,24 +47,24 @@ class SwitchTask:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a worker is asked to do."""
+    """A request to a worker."""
 
     method: str
     argument: Any = None
     flags: Flags | None = None
-    """Those of the caller, where they choose what is computed."""
+    """The caller's torch flags, for calls that compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a worker says when something went wrong."""
+    """A worker's report of an error."""
 
     summary: str
     trace: str
     cause: bytes | None
-    """The error itself, if it can travel."""
+    """The error itself, if it can be pickled."""
     consequence: bool
-    """Whether it is a failed communication, most likely because another worker failed before."""
+    """Whether it is a failed communication, most likely because another worker failed first."""
 
 
 def dumped(message: Any) -> bytes:

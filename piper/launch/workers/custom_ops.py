@@ -1,4 +1,4 @@
-"""Where operations of the user's are defined, so that worker processes have them too."""
+"""Finds where the user's custom operations are defined, and defines them in worker processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _WORKER = "piper.launch.workers.worker"
 
 
 def defining_modules(program: Program) -> tuple[tuple[str, ...], str | None]:
-    """The modules that define the user's operations which ``program`` calls, and the script, if
-    that does."""
+    """The modules that define the custom operations of ``program``, and the user's script, if it
+    defines some."""
     made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
     called = {
         node.target._schema.name
@@ -47,7 +47,7 @@ def defining_modules(program: Program) -> tuple[tuple[str, ...], str | None]:
 
 
 def define(modules: tuple[str, ...], script: str | None) -> None:
-    """Import ``modules``, and run ``script`` up to what is for its own process only."""
+    """Import ``modules``, and run ``script`` without its ``if __name__ == "__main__":`` part."""
     for module in modules:
         importlib.import_module(module)
     if script is not None:
@@ -55,7 +55,7 @@ def define(modules: tuple[str, ...], script: str | None) -> None:
 
 
 def refuse_in_worker() -> None:
-    """A worker that defines a script's operations must not train."""
+    """Refuse to launch in a worker that runs the user's script to define its operations."""
     spec = sys.modules["__main__"].__spec__
     if spec is not None and spec.name == _WORKER:
         raise PiperError(

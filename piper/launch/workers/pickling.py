@@ -1,4 +1,4 @@
-"""Callables of the user's by value, to be called in other processes."""
+"""Pickles the user's callables by value, to be called in other processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def by_value(item: Any) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Cloudpickle copies the attributes of a class that is not where it says it is, which makes
-    nothing of a compiled one. Such classes (``safetensors.safe_open`` is one) say that they are
-    built into Python: they are imported from where the script has them from."""
+    """Cloudpickle copies the attributes of a class that is not in the module it names; for a
+    compiled class the copy is useless. Such classes (``safetensors.safe_open`` is one) name the
+    module ``builtins``. They are imported by name from a module that has them."""
 
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, type) and item.__module__ == "builtins":
@@ -34,7 +34,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 _NAMELESS = (type(None), type(NotImplemented), type(...), *vars(types).values())
-"""Types of Python's own that cloudpickle knows."""
+"""Python's own types that cloudpickle handles."""
 
 
 def _home(item: type, name: str) -> str:

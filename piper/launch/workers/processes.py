@@ -1,9 +1,9 @@
-"""One process a device, on this machine: compiled once, shipped as plans.
+"""One process per device, on this machine: compiled once, sent as plans.
 
-The workers get the saved program, the weights in one file that they map, and the optimizer by
-value; they find each other through a file. All of it is in a folder that only this user can read,
-and nothing listens where another machine could come from. Whatever goes wrong in one of them ends
-all of them, and the caller is told which device, which instruction and why.
+The workers read the saved program, map the weights from one file, and get the optimizer by value;
+they find each other through a file. All files are in a folder that only this user can read, and no
+port is open to other machines. An error in one worker ends all of them; the caller learns which
+device, which instruction and why.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from piper.state.device.resharding import Request
 from piper.state.device.whole_tensors import Portions
 
 _GRACE = 2.0
-"""Seconds that workers get to end by themselves."""
+"""Seconds that workers get to exit by themselves."""
 _LOOK = 1.0
-"""Seconds after which it is looked whether workers live whose connection may be held by others; the
-end of most connections says so by itself."""
+"""Seconds between liveness checks. Usually a dead worker's connection closes at once; the checks
+find dead workers whose connection another process holds open."""
 _FINISHING = ("written part", "restore", "read part", "give part")
-"""Calls before which workers copy what is being saved."""
+"""Calls in which workers first finish copying the state being saved."""
 
 
 class WorkerError(PiperError):
-    """A worker failed; the cause, if it could travel, is the error that it raised."""
+    """A worker failed; ``__cause__`` is the error that it raised, if it could be pickled."""
 
 
 class ProcessWorkerGroup:
     """A process for each device of a program."""
 
-    damaged = False  # workers end with a step that fails
+    damaged = False  # a failed step ends the workers
 
     rank = 0
     trainers = 1
@@ -83,18 +83,18 @@ class ProcessWorkerGroup:
         cuda_graphs: bool = False,
         shake: int | None = None,
     ) -> None:
-        """``timeout`` is the seconds that one step may take, ``start_timeout`` those until all
-        workers must be there; ``threads`` is the CPU threads of each worker, by default their even
-        share; ``imports`` are modules that workers import first, because they define operations
-        that the model uses (those made with ``torch.library.custom_op`` are found). On GPUs, with
-        ``share_gpus`` several workers may share one; with ``cuda_graphs`` steps are captured and
-        replayed; ``shake`` is the seed of random delays of streams, by which races are found."""
+        """``timeout`` is the seconds that one step may take, ``start_timeout`` the seconds until
+        all workers must be ready. ``threads`` is the CPU threads of each worker, by default an even
+        share. ``imports`` are modules that workers import first, because they define operations
+        that the model uses (those made with ``torch.library.custom_op`` are found automatically).
+        On GPUs, with ``share_gpus`` several workers may share one; with ``cuda_graphs`` steps are
+        captured and replayed; ``shake`` is the seed of random stream delays, to find races."""
         if program.device.type == "cuda":
             refuse_too_few_gpus(len(program.devices), share=share_gpus)
         self._program = program
         self._next: tuple[Program, list[WorkerProcess], list[list[Request]]] | None = None
-        """While it switches: the next program, the workers that were started for it, and what each
-        worker lacks."""
+        """During a switch: the next program, the workers started for it, and the slices that each
+        worker requests."""
         self._switches = 0
         self._timeout = timeout
         self._start_timeout = start_timeout
@@ -104,10 +104,9 @@ class ProcessWorkerGroup:
         self._workers: list[WorkerProcess] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: Callable[[], Sequence[Plan]] | None = None
-        """The plans of which the workers are running one, if any; None until they are ready."""
+        """Returns the plans that the workers run now, if any; None until they are ready."""
         self._copying = False
-        """Whether the next step copies what is being saved."""
-        """The plans that the workers run, if they run any; None until they are ready."""
+        """Whether the next step copies the state being saved."""
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         self._task = WorkerTask(
             device=0,
@@ -123,7 +122,7 @@ class ProcessWorkerGroup:
             cuda_graphs=cuda_graphs,
             shake=shake,
         )
-        """What all workers are told alike."""
+        """The settings that all workers share."""
         try:
             write_program(self._path, "program", program)
             write_weights(self._path, program)
@@ -136,7 +135,7 @@ class ProcessWorkerGroup:
 
     @property
     def rows(self) -> None:
-        """All of them."""
+        """None: all rows."""
         return
 
     def step(
@@ -184,8 +183,8 @@ class ProcessWorkerGroup:
         return self._all("give part", None)
 
     def prepare_switch(self, program: Program, index: Index) -> list[str]:
-        """Workers for devices that there were none for are started, and wait; those that the next
-        program has no device for end when it runs."""
+        """Starts workers for new devices; they wait. Workers without a device in the next program
+        end once it runs."""
         known = {worker.device for worker in self._workers}
         devices = [device for device in program.devices if device not in known]
         if program.device.type == "cuda":
@@ -207,9 +206,9 @@ class ProcessWorkerGroup:
             raise
         members = tuple(sorted(worker.device for worker in self._workers))
         task = SwitchTask(name, members, self._share(program), index)
-        found = self._all("prepare switch", task)
-        self._next = program, new, [requests for _, requests in found]
-        return [why for whys, _ in found for why in whys]
+        answers = self._all("prepare switch", task)
+        self._next = program, new, [requests for _, requests in answers]
+        return [why for whys, _ in answers for why in whys]
 
     def finish_switch(self) -> None:
         assert self._next is not None
@@ -242,13 +241,13 @@ class ProcessWorkerGroup:
             self._workers.remove(worker)
 
     def _all(self, method: str, argument: Any) -> list[Any]:
-        """What the workers answer to a call that is the same for all of them."""
+        """Send one call to all workers, and return their answers."""
         self._running = tuple
         self._copying = self._copying and method not in _FINISHING
         return self._ask([dumped(Call(method, argument))] * len(self._workers))
 
     def close(self, error: BaseException | None = None) -> None:
-        """End all workers: those that wait for a call by themselves, others by force."""
+        """End all workers. Those that wait for a call exit by themselves, others are killed."""
         for worker in self._workers:
             worker.send(dumped(Call("stop")))
         self._end_workers(_GRACE)
@@ -258,7 +257,7 @@ class ProcessWorkerGroup:
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
-        self._finalizer()  # ends by force what is left, and with it whatever waits for it
+        self._finalizer()  # kills the workers that are left, which unblocks their senders
         for worker in self._workers:
             worker.release()
         self._workers.clear()
@@ -272,17 +271,17 @@ class ProcessWorkerGroup:
     def _spawn_all(
         self, program: Program, devices: Iterable[int], *, waits: bool
     ) -> list[WorkerProcess]:
-        """Start workers, which answer when they are ready."""
+        """Start workers; they answer when they are ready."""
         used = {worker.local for worker in self._workers}
         free = (local for local in itertools.count() if local not in used)
         modules, script = defining_modules(program)
         imports = (*self._task.imports, *modules)
-        found = []
+        workers = []
         for device, local in zip(devices, free, strict=False):
-            found.append(spawned(device, local, self._path))
-            self._processes.append(found[-1].process)
+            workers.append(spawned(device, local, self._path))
+            self._processes.append(workers[-1].process)
         flags = Flags.here()
-        for worker in found:
+        for worker in workers:
             task = replace(
                 self._task,
                 device=worker.device,
@@ -293,7 +292,7 @@ class ProcessWorkerGroup:
                 script=script,
             )
             worker.send(dumped(Call("start", task, flags)))
-        return found
+        return workers
 
     # running
 
@@ -313,13 +312,14 @@ class ProcessWorkerGroup:
             given = [x.cpu().clone() for x in cut(of[worker.device], code, worker.device, batch)]
             return dumped(Call(method, (given, how), flags))
 
-        # one by one: the first can begin while the next one's part is cut
+        # one by one: the first worker can begin while the next one's part is cut
         reports: list[Report] = self._ask(map(message, self._workers))
         return Report.joined(reports)
 
     def _ask(self, messages: Iterable[bytes]) -> list[Any]:
-        """What the workers answer. Whatever interrupts this ends them: calls that only some of them
-        know of, or answers that nobody read, would be mistaken for others later."""
+        """Send a message to each worker, and return their answers. Any interruption ends all
+        workers: a call that only some received, or an unread answer, would be mistaken for another
+        one later."""
         if not self._workers:
             raise WorkerError("the workers have ended after an error: launch the program again")
         try:
@@ -331,7 +331,7 @@ class ProcessWorkerGroup:
             raise
 
     def _answers(self, timeout: float) -> list[Any]:
-        """What every worker answers; the first that fails or dies ends all."""
+        """The answers of all workers; the first that fails or dies ends all."""
         return self._answers_of(self._workers, timeout)
 
     def _answers_of(self, workers: Sequence[WorkerProcess], timeout: float) -> list[Any]:
@@ -360,16 +360,17 @@ class ProcessWorkerGroup:
         return answer
 
     def _fail_with(self, worker: WorkerProcess, failure: Failure) -> None:
-        """A failed communication is most likely a consequence: look for what caused it first."""
+        """Raise a worker's failure. A failed communication is most likely a consequence, so first
+        look for its cause in the other workers."""
         deadline = time.monotonic() + _GRACE / 2
         while failure.consequence and time.monotonic() < deadline:
             for other in self._workers:
                 if other.process.poll() not in (None, 0):
                     self._fail_with_death(other)
             for other in self._workers:
-                found = _said(other.connection)
-                if isinstance(found, Failure) and not found.consequence:
-                    worker, failure = other, found
+                message = _said(other.connection)
+                if isinstance(message, Failure) and not message.consequence:
+                    worker, failure = other, message
             time.sleep(0.02)
         cause: BaseException | None = None
         if failure.cause is not None:
@@ -400,7 +401,7 @@ class ProcessWorkerGroup:
         raise WorkerError("\n".join(lines))
 
     def _at(self, worker: WorkerProcess) -> str:
-        """Where a worker is, or was last."""
+        """The instruction that a worker runs or ran last, as text for errors."""
         if self._running is None:
             return " before it was ready"
         pc = worker.pc
@@ -411,7 +412,7 @@ class ProcessWorkerGroup:
 
 
 def _said(connection: Connection) -> Any:
-    """What a worker has said, if anything."""
+    """The next message of a worker, if one has arrived."""
     with contextlib.suppress(EOFError, OSError):
         if connection.poll():
             return receive(connection)
@@ -421,7 +422,7 @@ def _said(connection: Connection) -> Any:
 def _end(
     processes: list[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str]
 ) -> None:
-    """End every process that is left, and remove what they shared."""
+    """Kill the processes that are left, and remove their shared folder."""
     for process in processes:
         if process.poll() is None:
             process.kill()

@@ -1,4 +1,4 @@
-"""A process that is one device: its end of the communication, its plans, and how they are run."""
+"""One device in its own process: its communicators, its plans, and how they run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from piper.state.weights.first_tensors import Fetch
 
 
 class Rank:
-    """One device of a program in a process of its own."""
+    """One device of a program in its own process."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Rank:
         alone: bool = False,
         connecting: AbstractContextManager[None] | None = None,
     ) -> None:
-        """``store`` is the job's alone, and shared by all its processes; ``begin`` gives the first
-        weights by name, or is the state to go on from; ``alone`` says that the processes
-        are all on this machine. With ``cuda_graphs`` steps are captured and replayed; ``shake`` is
-        the seed of random delays of streams; ``connecting`` is entered while the processes wait for
-        each other."""
+        """``store`` is shared by all processes of this job and used by no other. ``begin`` returns
+        the initial weights by name, or is the state to continue from. ``alone`` says that all
+        processes are on this machine. With ``cuda_graphs`` steps are captured and replayed.
+        ``shake`` is the seed of random stream delays. ``connecting`` is entered while the processes
+        wait for each other."""
         if cuda_graphs:
             refuse_uncapturable(program)
         self.program = program
@@ -88,13 +88,13 @@ class Rank:
     def step(self, given: list[Tensor], *, report: bool = True) -> Report:
         given = self._uploads(given)
         if self._graph is None:
-            found = self._finished(self.device.train(given, report=report))
-        else:  # captured with its report, and without copies
+            result = self._finished(self.device.train(given, report=report))
+        else:  # the capture includes the report, but not the copies of a save
             self.device.finish_copies()
-            found = self._graph.run([given], [self.device.state.settings()])
-            found = replace(found, rates=self.device.state.rates)
+            result = self._graph.run([given], [self.device.state.settings()])
+            result = replace(result, rates=self.device.state.rates)
         self.device.state.advance()
-        return found
+        return result
 
     def evaluate(self, given: list[Tensor]) -> Report:
         return self._finished(self.device.evaluate(self._uploads(given)))
@@ -118,12 +118,12 @@ class Rank:
 
     @property
     def writing(self) -> Writing:
-        """The part of a checkpoint that was begun last."""
+        """The writer of the checkpoint part that was begun last."""
         assert self._writing is not None
         return self._writing
 
     def written_part(self) -> list[Part | Refusal]:
-        """What was written of it; waits for it."""
+        """The written part; waits for it."""
         self.device.finish_copies()
         return self.writing.result()
 
@@ -144,8 +144,8 @@ class Rank:
             self._graph.forget()
 
     def close(self, *, abandoned: bool = False) -> None:
-        """Give back what communication holds, once the GPU is done with it; if training was
-        ``abandoned``, other processes may be gone that the GPU waits for."""
+        """Close the communicators, once the GPU is done with them. If training was ``abandoned``,
+        the GPU may wait for processes that are gone, so NCCL is aborted instead."""
         self.device.close()
         self._graph = None  # it refers to the communicators
         if isinstance(self.comm, Nccl) and abandoned:
@@ -156,7 +156,7 @@ class Rank:
         self.comm.close()
 
     def _finished(self, run: Generator[Pending, None, Report]) -> Report:
-        """As ``finished``, and an error says with whom this device was communicating."""
+        """Like ``finished``; a communication error names the peers of this device."""
         try:
             return finished(run)
         except CommunicationError as error:
@@ -174,7 +174,7 @@ class Rank:
 
 
 class LostError(CommunicationError):
-    """A communication ended in an error while the host waited for it."""
+    """A communication failed while the host waited for it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -182,7 +182,8 @@ class LostError(CommunicationError):
 
 
 def finished(run: Generator[Pending, None, Report]) -> Report:
-    """Drive a step to its end; the host waits where it must, which on a GPU is nowhere."""
+    """Run a step to its end. The host waits for each pending communication; on a GPU it never has
+    to."""
     while True:
         try:
             pending = next(run)
@@ -197,23 +198,23 @@ def finished(run: Generator[Pending, None, Report]) -> Report:
 
 
 def choose_gpu(local: int, number: int, *, share: bool, alone: bool) -> torch.device:
-    """The GPU of the process with this number on its machine. If several may ``share`` one, NCCL is
-    told that each is a machine of its own, which is all that it refuses; ``alone`` says that this
-    machine has all processes."""
+    """The GPU of the process with index ``local`` on its machine. With ``share``, several processes
+    may use one GPU: NCCL is told that each is on its own host, since it refuses only processes of
+    one host. ``alone`` says that this machine has all processes."""
     refuse_too_few_gpus(1, share=share)
     count = torch.cuda.device_count()
-    # torch's watchdog would end the process before our monitor could say why, and wait for a minute
-    # at its end for what it writes down
+    # torch's watchdog would end the process before our monitor can report why, and would wait a
+    # minute at exit for its dump
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # with the communicator, for every size
-    if alone:  # nobody else has to reach this process
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect for all sizes at initialisation
+    if alone:  # no other machine has to reach this process
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if share:
         os.environ.setdefault("NCCL_HOSTID", f"piper-{number}")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
-    # a process may see its own GPU alone; if they are not apart, that is found when they meet
+    # a process may see only its own GPU; two processes on one GPU are detected when they connect
     where = torch.device("cuda", local % count)
     torch.cuda.set_device(where)
     return where

@@ -1,7 +1,8 @@
-"""This process is one device of many that ``torchrun`` started, on one machine or several.
+"""This process is one of many that ``torchrun`` started, on one or several machines, and has one
+device.
 
-Every process runs the same script, compiles the same program and gives the same global batch, or
-its own rows of it; each computes its own part, and every one of them gets the same loss.
+Every process runs the same script, compiles the same program and passes the same global batch, or
+its own rows of it. Each computes its own part, and all get the same loss.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from piper.state.weights.first_tensors import Fetch, FirstTensor
 
 
 class TorchrunWorkerGroup:
-    """This process's device, and what it knows of the others."""
+    """The device of this process, and its communication with the others."""
 
     def __init__(
         self,
@@ -66,11 +67,11 @@ class TorchrunWorkerGroup:
         check_batches: int = 100,
     ) -> None:
         """``timeout`` is the seconds that one communication, or on GPUs one step, may take. With
-        ``share_gpus`` several processes may share a GPU; with ``cuda_graphs`` steps are captured
-        and replayed; ``shake`` is the seed of random delays of streams, by which races are found.
-        The first weights of all processes are compared, unless ``check_weights`` is False, and
-        their first three batches, then every ``check_batches``-th, each with the settings of the
-        optimizer; 0 compares none.
+        ``share_gpus`` several processes may share a GPU. With ``cuda_graphs`` steps are captured
+        and replayed. ``shake`` is the seed of random stream delays, to find races. The initial
+        weights of all processes are compared, unless ``check_weights`` is False. The first three
+        batches are compared, then every ``check_batches``-th, each with the optimizer's settings; 0
+        compares none.
         """
         _refuse_alone()
         self._program = program
@@ -86,7 +87,7 @@ class TorchrunWorkerGroup:
                 "so that they are as many"
             )
         self._members = devices
-        """The devices that ranks stand for, in the order of ranks."""
+        """The device of each rank, in rank order."""
         self._number = devices[dist.get_rank()]
         self._where = where
         self._timeout = timeout
@@ -99,7 +100,7 @@ class TorchrunWorkerGroup:
         self._batches = BatchChecks(check_batches, self._objects)
         self._evaluated = BatchChecks(check_batches, self._objects)
         self._rank: Rank | None = None
-        """None while the program has no device for this process, which then waits."""
+        """None if the program has no device for this process; it then waits."""
         self._guard: Guard | None = None
         weights = Weights(fetch)
         self._begin(weights if check_weights else fetch)
@@ -133,7 +134,7 @@ class TorchrunWorkerGroup:
                 timeout=self._timeout,
                 cuda_graphs=self._cuda_graphs,
                 shake=self._shake,
-                connecting=self._guarded(),  # to compile programs may take longer than any step
+                connecting=self._guarded(),  # not around compilation, which may exceed the timeout
             )
         if self._guard is not None:
             self._guard.look_at(self._rank.device)
@@ -155,16 +156,16 @@ class TorchrunWorkerGroup:
         return dist.get_world_size()
 
     def once(self, call: Callable[[], T]) -> T:
-        found: list[Any] = [None]
+        result: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                found = [call()]
+                result = [call()]
             except PiperError as error:
-                found = [Refusal(str(error))]
-        lost_peers(lambda: dist.broadcast_object_list(found, group=self._objects, group_src=0))
-        if isinstance(found[0], Refusal):
-            raise PiperError(found[0].why)
-        return cast(T, found[0])
+                result = [Refusal(str(error))]
+        lost_peers(lambda: dist.broadcast_object_list(result, group=self._objects, group_src=0))
+        if isinstance(result[0], Refusal):
+            raise PiperError(result[0].why)
+        return cast(T, result[0])
 
     def everyone(self, mine: Any) -> list[Any]:
         return everyone(mine, self._objects)
@@ -179,14 +180,14 @@ class TorchrunWorkerGroup:
     ) -> Report:
         rows = self.rows if own_rows else None
         self._refuse_other_steps(batch, rows)
-        found = None
+        mine = None
         if self._rank is not None:
             program = self._program
             plan = program.plan_of(self._number)
             with self._guarded():
                 given = cut(plan, program.code, self._number, batch, rows)
-                found = self._rank.step(given, report=report)
-        return self._told(found)
+                mine = self._rank.step(given, report=report)
+        return self._told(mine)
 
     def _refuse_other_steps(self, batch: Sequence[Tensor], rows: Sequence[int] | None) -> None:
         if self._batches.refuse_others(batch, rows):
@@ -203,41 +204,42 @@ class TorchrunWorkerGroup:
             given = cut(plan, program.code, self._number, batch)
             with self._guarded():
                 report = self._rank.profile(given, what).on_host().at_clock(ahead)
-        found = [one for one in everyone(report, self._objects) if one is not None]
-        return Report.joined([*([] if report is None else [report]), *found])
+        reports = [one for one in everyone(report, self._objects) if one is not None]
+        return Report.joined([*([] if report is None else [report]), *reports])
 
     def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
         rows = self.rows if own_rows else None
         self._evaluated.refuse_others(batch, rows)
-        found = None
+        mine = None
         if self._rank is not None:
             program = self._program
             plan = program.evaluation_plan_of(self._number)
             with self._guarded():
                 given = cut(plan, program.evaluation_code, self._number, batch, rows)
-                found = self._rank.evaluate(given)
-        return self._with_rows(self._told(found))
+                mine = self._rank.evaluate(given)
+        return self._with_rows(self._told(mine))
 
     def _with_rows(self, report: Report) -> Report:
-        """``report`` with the rows of outputs that other processes have."""
+        """``report`` with the output rows of all processes."""
         if not any(plan.returned for plan in self._program.evaluation_plans):
             return report
         mine = {device: [x.cpu() for x in row] for device, row in report.returned.items()}
-        found = everyone(mine, self._objects)
-        return replace(report, returned={d: row for rows in found for d, row in rows.items()})
+        by_rank = everyone(mine, self._objects)
+        return replace(report, returned={d: row for rows in by_rank for d, row in rows.items()})
 
     def _told(self, mine: Report | None) -> Report:
-        """The report of a step, for processes that wait too: a device tells them."""
+        """The report of a step, also for processes that wait: the program's first device sends it
+        to them."""
         if self._members == self._program.devices:
             assert mine is not None
             return mine
         source = self._members.index(self._program.devices[0])
-        found: list[Any] = [None]
+        sent: list[Any] = [None]
         if dist.get_rank() == source:
             assert mine is not None
-            found = [mine.on_host()]
-        lost_peers(lambda: dist.broadcast_object_list(found, group=self._objects, group_src=source))
-        return cast(Report, found[0]) if mine is None else mine
+            sent = [mine.on_host()]
+        lost_peers(lambda: dist.broadcast_object_list(sent, group=self._objects, group_src=source))
+        return cast(Report, sent[0]) if mine is None else mine
 
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:
         mine = None if self._rank is None else self._rank.export(only)
@@ -261,20 +263,20 @@ class TorchrunWorkerGroup:
         rank = self._rank
         if not wait and self.largest(int(rank is not None and not rank.writing.done)):
             return None
-        found = self._at_first([] if rank is None else rank.written_part())
-        return [part for parts in found for part in parts]
+        written = self._at_first([] if rank is None else rank.written_part())
+        return [part for parts in written for part in parts]
 
     def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
         rank = self._rank
         return self._at_first(None if rank is None else rank.export_part(folder, targets))
 
     def _at_first(self, mine: Any) -> list[Any]:
-        """What every process that does not wait has, in the first one."""
-        found: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+        """Gather ``mine`` on rank 0, without the None of processes that wait; empty elsewhere."""
+        by_rank: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
         lost_peers(
-            lambda: dist.gather_object(mine, found or None, group=self._objects, group_dst=0)
+            lambda: dist.gather_object(mine, by_rank or None, group=self._objects, group_dst=0)
         )
-        return [one for one in found if one is not None]
+        return [one for one in by_rank if one is not None]
 
     def refusals(self, folder: Path, index: Index) -> list[str]:
         mine = [] if self._rank is None else self._rank.refusals(folder, index)
@@ -299,8 +301,7 @@ class TorchrunWorkerGroup:
         return self._at_first(part)
 
     def prepare_switch(self, program: Program, index: Index) -> list[str]:
-        """The ranks stand for the devices that they stood for at first; those that the program has
-        no device for wait."""
+        """Each rank keeps its device number; ranks without a device in ``program`` wait."""
         refuse_other_programs(fingerprints(program), self._objects)
         optimizers = Optimizers(program, self._objects)
         for device in program.devices:
@@ -317,9 +318,9 @@ class TorchrunWorkerGroup:
             None if self._rank is None else self._rank.device,
             capturable=self._cuda_graphs,
         )
-        found = everyone((room.refused, room.requests), self._objects)
-        self._next = program, room, [requests for _, requests in found], optimizers
-        return [why for whys, _ in found for why in whys]
+        by_rank = everyone((room.refused, room.requests), self._objects)
+        self._next = program, room, [requests for _, requests in by_rank], optimizers
+        return [why for whys, _ in by_rank for why in whys]
 
     def finish_switch(self) -> None:
         assert self._next is not None
@@ -359,12 +360,12 @@ def _nothing(name: str) -> FirstTensor:
 
 
 def _join(timeout: float) -> None:
-    """Be part of torch's default process group, if the caller is not yet."""
+    """Join torch's default process group, unless the caller has done so."""
     if dist.is_initialized():
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    # not before: torch could not begin again on the same rendezvous, for another program; and
-    # after the finalizers of trainers, which are made later
+    # leave only at exit: torch cannot initialise again on the same rendezvous for another program.
+    # Trainers' finalizers are registered later, so they run before this one
     weakref.finalize(_leave, _leave)
 
 
@@ -374,7 +375,7 @@ def _leave() -> None:
 
 
 def _own_store(objects: Any) -> dist.Store:
-    """A part of the job's store that no other trainer of the job uses."""
+    """A prefix of the job's store that no other trainer of the job uses."""
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, group=objects, group_src=0)
     return dist.PrefixStore(f"piper {name[0]}", dist.distributed_c10d._get_default_store())
@@ -399,7 +400,7 @@ def _where(program: Program, share_gpus: bool) -> torch.device:
 
 
 def _refuse_shared(store: dist.Store, where: torch.device, number: int, *, allowed: bool) -> None:
-    """NCCL would refuse two processes on one GPU with a message that helps nobody."""
+    """Refuse two processes on one GPU: NCCL would do so with an unhelpful message."""
     gpu = torch.cuda.get_device_properties(where).uuid
     first = store.compare_set(f"gpu {gpu}", "", str(number)).decode()
     if first != str(number) and not allowed and "NCCL_HOSTID" not in os.environ:

@@ -1,7 +1,7 @@
-"""All devices in this process, on one CPU or one GPU, one after another: nothing is left to chance.
+"""All devices in this process, on one CPU or one GPU, in a deterministic order.
 
-The devices' generators run in turn, each until it must wait; if none can go on, the error says who
-waits for whom.
+The devices' generators run in turn, each until it must wait. If none can continue, the error says
+which device waits for what.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from piper.state.weights.first_tensors import Fetch
 
 
 class VirtualWorkerGroup:
-    """Every device of a program as an object of this process."""
+    """Every device of a program as an object in this process."""
 
     @property
     def damaged(self) -> bool:
@@ -68,8 +68,8 @@ class VirtualWorkerGroup:
         cuda_graphs: bool = False,
         shake: int | None = None,
     ) -> None:
-        """With ``cuda_graphs``, steps are captured as one CUDA graph and replayed; ``shake`` is the
-        seed of random delays of streams, by which races are found."""
+        """With ``cuda_graphs``, a step is captured as one CUDA graph and replayed. ``shake`` is the
+        seed of random stream delays, to find races."""
         if cuda_graphs:
             refuse_uncapturable(program)
         self._cuda_graphs = cuda_graphs
@@ -83,7 +83,7 @@ class VirtualWorkerGroup:
                 device.state.make_capturable()
 
     def _start(self, program: Program, begin: Mapping[int, Fetch | DeviceState]) -> None:
-        """Load the plans of all devices; whatever fails changes nothing."""
+        """Load the plans of all devices; a failure changes nothing."""
         where = _numbered(program.device)
         hub = Hub(where.type == "cuda")
         runners = Runners(program.compiler)
@@ -108,7 +108,7 @@ class VirtualWorkerGroup:
 
     @property
     def rows(self) -> None:
-        """All of them."""
+        """None: all rows."""
         return
 
     def step(
@@ -117,16 +117,16 @@ class VirtualWorkerGroup:
         with _current(self._where):
             parts = self._cut(self._program.plans, self._program.code, batch)
             if self._graph is None:
-                found = self._train(parts, report=report)
-            else:  # captured with its report, and without copies
+                result = self._train(parts, report=report)
+            else:  # the capture includes the report, but not the copies of a save
                 for device in self._devices:
                     device.finish_copies()
-                found = self._graph.run(parts, [d.state.settings() for d in self._devices])
+                result = self._graph.run(parts, [d.state.settings() for d in self._devices])
                 rates = max((device.state.rates for device in self._devices), key=len)
-                found = replace(found, rates=rates)
+                result = replace(result, rates=rates)
             for device in self._devices:
                 device.state.advance()
-        return found
+        return result
 
     def _train(self, parts: list[list[Tensor]], *, report: bool = True) -> Report:
         both = zip(self._devices, parts, strict=True)
@@ -241,7 +241,7 @@ class VirtualWorkerGroup:
         return [cut(of[d.number], code, d.number, batch) for d in self._devices]
 
     def _drive(self, runs: list[Generator[Pending, None, Report]]) -> Report:
-        """Run all generators to their end, in turn."""
+        """Run all generators to their end, taking turns."""
         try:
             return self._turns(runs)
         except BaseException:
@@ -282,12 +282,12 @@ class VirtualWorkerGroup:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """The GPU that is meant: the current one, unless a number says which."""
+    """``device`` with an index: the current GPU, unless it has one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def _current(where: torch.device) -> AbstractContextManager[Any]:
-    """The GPU that code is compiled for, and that it runs on where it names none."""
+    """Inside, ``where`` is the current GPU: code is compiled for it, and runs on it by default."""
     return torch.cuda.device(where) if where.type == "cuda" else nullcontext()

@@ -1,9 +1,9 @@
-"""A worker process: one device, driven over a connection by the process that started it.
+"""A worker process: one device, driven over a connection by its parent process.
 
-    python -m piper.launch.worker DESCRIPTOR FOLDER
+    python -m piper.launch.workers.worker DESCRIPTOR FOLDER
 
-The descriptor is its end of a connection; the folder holds the program, the weights and the
-callables. Standard input is a pipe that the parent holds open: when that ends, so does the worker.
+The descriptor is the worker's end of the connection; the folder holds the program, the weights and
+the callables. Standard input is a pipe that the parent holds open: when it closes, the worker ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _NobodyThereError(Exception):
 
 def main(descriptor: int, folder: Path) -> None:
     """Serve until told to stop."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends the run, and this with it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends the run and its workers
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     with Connection(descriptor) as connection:
         try:
@@ -54,14 +54,14 @@ def _serve_or_tell(connection: Connection, folder: Path) -> None:
         _serve(connection, folder)
     except _NobodyThereError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+    except Exception as error:  # noqa: BLE001 - any error is reported to the parent
         _answer(connection, _failure(error))
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Wait until the parent is gone; nobody else will clean up then."""
+    """Wait until the parent is gone, then remove the folder: no other process does it."""
     os.read(0, 1)
-    for _ in range(100):  # the other workers do the same, and hold files of it
+    for _ in range(100):  # other workers remove it too, and may still hold files in it
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break
@@ -76,11 +76,11 @@ def _serve(connection: Connection, folder: Path) -> None:
     _answer(connection, None)
     while (call := _next(connection)).method != "stop":
         if call.method in _SWITCHING:
-            found = _SWITCHING[call.method](worker, call.argument)
+            answer = _SWITCHING[call.method](worker, call.argument)
             monitor = monitor or _monitored(worker, task.timeout, connection)
         else:
-            found = _done(worker.rank, monitor, call)
-        _answer(connection, found)
+            answer = _done(worker.rank, monitor, call)
+        _answer(connection, answer)
     if monitor is not None:
         monitor.close()
     worker.close()
@@ -92,11 +92,11 @@ _SWITCHING: Mapping[str, Callable[[WorkerDevice, Any], Any]] = {
     "finish switch": WorkerDevice.finish_switch,
     "abandon switch": lambda worker, _: worker.abandon_switch(),
 }
-"""The calls by which a worker goes to another program."""
+"""The calls by which a worker switches to another program."""
 
 
 def _done(rank: Rank, monitor: Monitor | None, call: Call) -> Any:
-    """What a call gives."""
+    """The result of a call."""
     match call:
         case Call("step", (given, report)):
             return _settled(monitor, partial(rank.step, given, report=report))
@@ -127,7 +127,7 @@ def _done(rank: Rank, monitor: Monitor | None, call: Call) -> Any:
 
 
 def _settled(monitor: Monitor | None, run: Callable[[], Report]) -> Report:
-    """What ``run`` reports, when it is over on the device too."""
+    """The report of ``run``, once the device has finished too."""
     if monitor is None:
         return run().on_host()
     over = threading.Event()
@@ -138,7 +138,8 @@ def _settled(monitor: Monitor | None, run: Callable[[], Report]) -> Report:
 
 
 def _monitored(worker: WorkerDevice, timeout: float, connection: Connection) -> Monitor | None:
-    """Tells the parent which communication hangs, and lets its file know where the GPU is."""
+    """A monitor for a GPU worker: it writes the GPU's program counter to the shared file, and
+    reports a hanging communication to the parent."""
     if worker.present is None or worker.present.where.type != "cuda":
         return None
 
@@ -185,7 +186,7 @@ def _failure(error: Exception) -> Failure:
     cause = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
     try:
         travels: bytes | None = cloudpickle.dumps(cause)
-    except Exception:  # noqa: BLE001 - an error of the user's that cannot be pickled is told as text
+    except Exception:  # noqa: BLE001 - a user's error that cannot be pickled is sent as text
         travels = None
     consequence = isinstance(error, CommunicationError)
     return Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), travels, consequence)

@@ -1,5 +1,5 @@
-"""What a worker process is: a device of the program that runs, or one that waits for its turn, and
-how it goes from one program to another."""
+"""The device of a worker process, and how it switches from one program to another. A worker without
+a device in the running program waits for a switch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from piper.state.weights.first_tensors import Fetch
 
 
 class WorkerDevice:
-    """What this process is: a device of the program that runs, or one that waits for its turn."""
+    """This process's device of the running program, or a place for one if the worker waits."""
 
     def __init__(self, task: WorkerTask, folder: Path) -> None:
         sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
@@ -40,7 +40,7 @@ class WorkerDevice:
         self._task = task
         self._folder = folder
         self._where: torch.device | None = None
-        self._store = dist.FileStore(str(folder / "store"))  # a port would be open to others
+        self._store = dist.FileStore(str(folder / "store"))  # a TCP port would be open to others
         self._store.set_timeout(timedelta(seconds=task.start_timeout))
         self._gives: Sequence[Held] = ()
         self._next: tuple[SwitchTask, Program, NextState] | None = None
@@ -48,7 +48,7 @@ class WorkerDevice:
         """None while this worker waits."""
         if not task.waits:
             program, init = self._load("program")
-            _meet(self._store, len(program.devices))  # from here on they have the time of a step
+            _meet(self._store, len(program.devices))  # from here on a step's timeout applies
             self.present = self._begin("piper", program, _fetcher(folder, program, init))
 
     @property
@@ -57,18 +57,18 @@ class WorkerDevice:
         return self.present
 
     def _load(self, name: str) -> tuple[Program, Any]:
-        """The program in a folder, and what fills its first weights."""
+        """The program in a folder, and the ``init`` of its weights."""
         import cloudpickle
 
         callables = (self._folder / f"{name}.callables").read_bytes()
         optimizer, scheduler, init = cloudpickle.loads(callables)
         program = Program.of(load(self._folder / name, None, optimizer, scheduler))
-        # that of every program which it can switch to
+        # every program that it can switch to has the same default dtype
         torch.set_default_dtype(program.training.default_dtype)
         return program, init
 
     def _place(self, program: Program) -> torch.device:
-        """Where this worker's device is, once and for all."""
+        """The torch device of this worker; chosen once."""
         if self._where is None:
             self._where = program.device
             if self._where.type == "cuda":
@@ -97,7 +97,7 @@ class WorkerDevice:
         return part
 
     def prepare_switch(self, task: SwitchTask) -> tuple[list[str], list[Request]]:
-        """Why this worker cannot switch, and what others must send to it."""
+        """Why this worker cannot switch, and its requests for slices from others."""
         program, _ = self._load(task.folder)
         room = NextState(
             program,
@@ -138,7 +138,7 @@ class WorkerDevice:
 
 
 def _meet(store: dist.Store, count: int) -> None:
-    """Return when all workers are there."""
+    """A barrier: return when all workers have arrived."""
     if store.add("there", 1) == count:
         store.set("all there", "")
     store.wait(["all there"])
@@ -153,6 +153,6 @@ def _fetcher(folder: Path, program: Program, init: Any) -> Fetch:
 
 
 def _shared_place(path: Path) -> memoryview:
-    """One number in a file that the parent can read."""
+    """A number in a memory-mapped file that the parent can read."""
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")

@@ -1,4 +1,4 @@
-"""What worker processes find on disk: a program, its callables, and first weights."""
+"""Writes the files that worker processes read: a program, its callables, and initial weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piper.state.weights.weight_files import WeightFiles
 
 
 def write_program(folder: Path, name: str, program: Program) -> None:
-    """A program and its callables."""
+    """Write a program and its callables."""
     try:
         from piper.launch.workers.pickling import by_value
     except ImportError as error:
@@ -34,7 +34,7 @@ def write_program(folder: Path, name: str, program: Program) -> None:
 
 
 def write_weights(folder: Path, program: Program) -> None:
-    """First weights, or where they are."""
+    """Write the initial weights, or where to read them."""
     first = FirstWeights.of(program)
     torch.save({n: x.detach() for n, x in first.tensors.items()}, folder / "weights.pt")
     (folder / "located").write_bytes(pickle.dumps(first.located))

@@ -17,52 +17,52 @@ KEEPING = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MIMALLOC_PURGE_DELAY": "50",
 }
-"""For the allocator that torch uses: memory that a step frees and takes again is not given back
-between. With glibc that is all below 32 MiB, the most that it can be told; with mimalloc (as on
-64-bit ARM) all for 50 ms."""
+"""Settings of torch's CPU allocator: it keeps memory that a step frees and allocates again. glibc
+keeps allocations below 32 MiB, its largest threshold; mimalloc (as on 64-bit ARM) keeps all of them
+for 50 ms."""
 _NOWHERE = (-1).to_bytes(8, sys.byteorder, signed=True)
 """The program counter of a worker that runs no instruction."""
 
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One of them."""
+    """The parent's handle on one worker process."""
 
     device: int
     local: int
-    """Its number on this machine: the GPU that it takes."""
+    """Its index on this machine, which is also the index of its GPU."""
     process: subprocess.Popen[bytes]
     connection: Connection
     counter: Path
-    """The file in which it keeps the number of its instruction."""
+    """The file in which it keeps its program counter."""
     sender: threading.Thread | None = None
 
     def send(self, message: bytes) -> None:
-        """In a thread: a worker that does not read must not stop the caller. One that is gone is
-        noticed where its answer is waited for."""
+        """Send in a thread: a worker that does not read must not block the caller. A dead worker is
+        detected while waiting for its answer."""
         self.sender = threading.Thread(target=_send, args=(self.connection, message), daemon=True)
         self.sender.start()
 
     def release(self) -> None:
-        """Forget a worker that has ended."""
+        """Release the resources of a worker that has ended."""
         if self.sender is not None:
-            self.sender.join()  # there is nobody left to wait for
+            self.sender.join()  # the worker has ended, so this does not block
         self.connection.close()
 
     @property
     def pc(self) -> int | None:
-        """The number of the instruction that it runs, or ran last."""
-        found = int.from_bytes(self.counter.read_bytes(), sys.byteorder, signed=True)
-        return None if found < 0 else found
+        """The program counter: the instruction that it runs, or ran last."""
+        pc = int.from_bytes(self.counter.read_bytes(), sys.byteorder, signed=True)
+        return None if pc < 0 else pc
 
     def forget_pc(self) -> None:
-        """It runs no instruction yet."""
+        """Reset the program counter: no instruction runs yet."""
         with self.counter.open("r+b") as file:
             file.write(_NOWHERE)
 
     @property
     def ended(self) -> str:
-        """How it ended."""
+        """How the process ended."""
         code = self.process.returncode
         if code is None:
             return "it closed its connection"
@@ -73,7 +73,7 @@ class WorkerProcess:
 
 
 def spawned(device: int, local: int, folder: Path) -> WorkerProcess:
-    """Start a worker, which finds in ``folder`` what it needs."""
+    """Start a worker; it reads its files from ``folder``."""
     counter = folder / f"at.{device}"
     counter.write_bytes(_NOWHERE)
     environment = dict(os.environ)
@@ -90,7 +90,7 @@ def spawned(device: int, local: int, folder: Path) -> WorkerProcess:
             stdin=subprocess.PIPE,
             env=environment,
             pass_fds=[there.fileno()],
-            start_new_session=True,  # Ctrl-C is the caller's to handle
+            start_new_session=True,  # only the caller receives Ctrl-C
         )
     return WorkerProcess(device, local, process, here, counter)
 

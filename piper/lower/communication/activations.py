@@ -1,11 +1,11 @@
-"""Activations and their gradients reach every region that reads them, in the layout in which it
-does: sent to another group of devices, and, where the region's experts are sharded, dispatched from
-rows to experts and combined back.
+"""Adds the communication of activations and their gradients, so that every region reads them in its
+own layout: transfers between groups of devices, and, where a region's experts are sharded, the
+all-to-all dispatch of rows to experts and the combine.
 
 F PP[0] @0 ──v──▶ F PP[1] @1        F PP[0] @0 ─v─▶ send 0->1 ─received(v)─▶ F PP[1] @1
 pre ──▶ EP ──▶ post        pre ─▶ all_to_all ─▶ EP ─▶ all_to_all ─▶ post
 
-A value keeps its number in the layout that has its rows divided over the devices that made it.
+A value keeps its number in the layout in which its rows are sharded over the devices that made it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _MOVED = (Role.ACTIVATION, Role.GRADIENT)
 
 
 def add_activations(dag: Dag, models: Mapping[int, Model], *, gpu: bool = False) -> Dag:
-    """``dag`` with the communication of what its passes make and read; all nodes must be placed.
-    ``models`` are the model's facts at the shapes of each number of parts. On a GPU the host would
-    wait for counts of rows: where there is room for all, as much is sent."""
+    """``dag`` with the communication between its passes; all nodes must be placed. ``models`` holds
+    the model's facts at the shapes of each number of parts. On a GPU the host would have to wait
+    for row counts; if there is room for all rows, the all-to-all sends padded buffers instead."""
     for number, node in enumerate(dag.nodes):
         if not node.devices:
             raise DirectiveError(
@@ -48,22 +48,22 @@ def add_activations(dag: Dag, models: Mapping[int, Model], *, gpu: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """How rows that are sorted by expert go to the devices that have the experts."""
+    """The all-to-all of rows sorted by expert to the devices that hold the experts."""
 
     counts: int
-    """The value that says how many rows of a device are for each expert."""
+    """The value with the number of a device's rows for each expert."""
     received: int
-    """That which says how many each device sends for a device's own experts."""
+    """The value with the number of rows that each device sends for a device's own experts."""
     rows: int
-    """How many a device has."""
+    """Rows that a device has."""
     room: int
-    """How many it can get."""
+    """Rows that a device can receive."""
     runs: int
-    """Of how many sorted ranges its own are."""
+    """Number of sorted ranges in a device's own rows."""
 
 
 class _Forms:
-    """Values in the layouts in which they are made and read; each is made once."""
+    """Values in the layouts in which nodes make and read them; each form is made once."""
 
     def __init__(self, dag: Dag, models: Mapping[int, Model], gpu: bool) -> None:
         self.out = Rewriter(dag)
@@ -77,14 +77,14 @@ class _Forms:
             if isinstance(node.op, Compute)
         }
         self._received: dict[tuple[int, int, int], int] = {}
-        """By value, identity of the group, and its replicas."""
+        """By value, identity of the group, and number of replicas in it."""
         self._dispatched: dict[int, int] = {}
         self._undivided: dict[tuple[int, int], int] = {}
-        """By value and chunk, what experts make before it is combined."""
+        """By value and chunk, the experts' result before the combine."""
         self._all_to_alls: dict[tuple[int, int, int, int | None, int], Collective] = {}
 
     def connect(self, number: int) -> None:
-        """Let a node read and write what has the layout that it needs."""
+        """Make a node read and write values in the layouts that it needs."""
         node = self._dag.nodes[number]
         rule = self._rule(node)
         reads = tuple(self._read(value, number, rule) for value in node.reads)
@@ -95,8 +95,8 @@ class _Forms:
             self.out.nodes[number] = replace(node, reads=reads, writes=writes)
 
     def _rule(self, node: Node) -> ShardRule | None:
-        """How the experts that a node computes are sharded, if they are. Where they are not, and a
-        device gets several sorted ranges of rows, it merges them as if it were one of one."""
+        """How the experts that a node computes are sharded, if they are. If they are not, but a
+        device gets several sorted ranges of rows, an all-to-all of one device merges them."""
         if not isinstance(node.op, Compute):
             return None
         rule = self._dag.shards.get(node.op.chunk)
@@ -114,7 +114,7 @@ class _Forms:
             return value
         made = self._dag.nodes[maker]
         if rule is not None and (value, node.compute.chunk) in self._undivided:
-            return self._undivided[value, node.compute.chunk]  # its own, which its backward reads
+            return self._undivided[value, node.compute.chunk]  # a backward reads its own forward's
         by_expert = self._sorted.resized(value, maker, reader)
         if not same_group(made.devices, node.devices) or made.replicas != node.replicas:
             key = (value, id(node.devices), node.replicas)
@@ -144,7 +144,7 @@ class _Forms:
         return before
 
     def _dispatch(self, node: Node, rule: ShardRule, value: int, runs: int) -> int:
-        """``value`` in equal parts to the devices that have its experts."""
+        """Send ``value`` in equal parts to the devices that hold its experts."""
         if value not in self._dispatched:
             made = self.out.value(ExtraRole.DISPATCHED, value, node.parts)
             self._dispatched[value] = made
@@ -152,7 +152,7 @@ class _Forms:
         return self._dispatched[value]
 
     def _sent(self, number: int, rule: ShardRule) -> _Sent | None:
-        """By what counts a node's rows are sent, if they are sorted by expert."""
+        """How a node's rows are sent by count, if they are sorted by expert."""
         node, dag = self._dag.nodes[number], self._dag
         op = node.compute
         chunk = self._models.get(node.parts, dag.model).chunks[op.chunk]
@@ -187,8 +187,8 @@ class _Forms:
             (equal,) = redistribute(rows, rows.along(ep=Shard(0))) or (alone,)
             padded = self._gpu and sent is not None and rule.capacity is None
             by_host = self._gpu and room is not None
-            found = replace(equal, rows=room, padded=padded, by_host=by_host, runs=runs)
-            self._all_to_alls[key] = found
+            collective = replace(equal, rows=room, padded=padded, by_host=by_host, runs=runs)
+            self._all_to_alls[key] = collective
         self.out.add(
             self._all_to_alls[key],
             made,
@@ -220,8 +220,7 @@ class _Forms:
         )
 
     def _rows_of(self, value: int, maker: int, reader: int) -> int:
-        """The dimension of a value that has the rows of the batch, which two groups divide into
-        different numbers of parts."""
+        """The batch dimension of a value that two groups shard into different numbers of parts."""
         dag = self._dag
         made, read = dag.nodes[maker], dag.nodes[reader]
         here, there = (
@@ -233,8 +232,8 @@ class _Forms:
             f"{list(read.devices)}"
         )
         places = f"{dag.history[made.sends.made_by]}, {dag.history[read.sends.made_by]}"
-        found = _divided(here.shape, there.shape, made.parts, read.parts)
-        if found is None:
+        dim = _divided(here.shape, there.shape, made.parts, read.parts)
+        if dim is None:
             raise DirectiveError(
                 f"{edge}: the value {here.name} has shape {list(here.shape)} on each of "
                 f"{made.parts} devices and {list(there.shape)} on each of {read.parts}: it is "
@@ -249,11 +248,11 @@ class _Forms:
                 "with the batch as the outermost dimension, or give both regions groups of one "
                 f"size ({places})"
             )
-        return found
+        return dim
 
     def _may_shard(self, node: Node, order: int | None) -> bool:
-        """Whether a node may have any part of rows in the order that a chunk gave them: it computes
-        each by itself, or has the part that is in order."""
+        """Whether a node may hold an arbitrary part of rows that the chunk ``order`` reordered: it
+        computes each row independently, or its rows are in as many parts as that chunk's."""
         op = node.op
         if order is None or not isinstance(op, Compute):
             return True
@@ -265,7 +264,8 @@ class _Forms:
 
 
 def _refuse_other_replicas(dag: Dag) -> None:
-    """Gradients of one region add up over microbatches, and count once for all replicas."""
+    """Gradients of a region accumulate over microbatches and count once for all replicas. So all
+    its microbatches must have the same number of replicas."""
     first: dict[int, int] = {}
     for number, node in enumerate(dag.nodes):
         if not isinstance(node.op, Compute):
@@ -281,8 +281,8 @@ def _refuse_other_replicas(dag: Dag) -> None:
 
 
 def _divided(here: tuple[int, ...], there: tuple[int, ...], source: int, target: int) -> int | None:
-    """The dimension along which a value with these shapes on each of ``source`` and of ``target``
-    devices is divided: the only one in which they differ, and have as much in all."""
+    """The sharded dimension of a value with shape ``here`` on each of ``source`` devices and
+    ``there`` on each of ``target``: the only one that differs, with equal totals."""
     if len(here) != len(there):
         return None
     other = [d for d, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]

@@ -1,12 +1,12 @@
-"""The gradient of a value that several chunks read is added up: one Add for each reader but the
-last, where it runs.
+"""Sums the gradient of a value that several chunks read: one Add for each reader but the last, on
+the reader's devices.
 
 B right @2 ─g─▶ B root            B right @2 ─g─▶ send ─▶ ┌ Add @1 ┐ ─added(g)─▶ send ─▶ B root
 B left  @1 ─g─▶                   B left  @1 ───────g───▶ └        ┘
 
-The sum goes from reader to reader, from the last to the first: one device alone adds in this order,
-so the numbers come out bit for bit the same, and one message goes from group to group. No reader
-waits for the sum: only what it gives is added to it.
+The partial sum goes from the last reader to the first. A single device adds in this order, so
+results are bitwise equal, and one message goes from group to group. No reader waits for the sum;
+only its own term is added to it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from piper.lower.rewriter import Rewriter
 
 
 def add_up(dag: Dag) -> Dag:
-    """``dag`` where a pass reads every gradient as one value."""
+    """``dag`` in which a pass reads every gradient as one value."""
     out = Rewriter(dag)
     sums: dict[tuple[int, int], int] = {}
     for number, node in enumerate(dag.nodes):
         reads: dict[int, None] = {}
         for value in node.reads:
-            found, microbatch = dag.table.value(value)
-            if found.role is Role.GRADIENT and len(dag.table.terms[found.of]) > 1:
-                key = found.of, microbatch
+            template, microbatch = dag.table.value(value)
+            if template.role is Role.GRADIENT and len(dag.table.terms[template.of]) > 1:
+                key = template.of, microbatch
                 if key not in sums:
                     sums[key] = _sum(dag, out, *key)
                 value = sums[key]
@@ -39,7 +39,7 @@ def add_up(dag: Dag) -> Dag:
 
 
 def _sum(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
-    """The gradient of ``value`` as a whole."""
+    """The sum of all terms of the gradient of ``value``."""
     readers: dict[int, list[int]] = {}
     for term in dag.table.terms[value]:
         readers.setdefault(term.by, []).append(dag.table.number(term, microbatch))

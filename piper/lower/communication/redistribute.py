@@ -1,10 +1,10 @@
-"""The communication between two layouts of a value: what all of it is derived from.
+"""Derives the collectives between two layouts of a value on one mesh.
 
 along an axis       to S(j)            to R
 from S(i)           all_to_all         all_gather
 from P              reduce_scatter     all_reduce
 
-Between two meshes rows are sent.
+Between two meshes, rows are sent instead (``Transfer``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from piper.ir.layouts import Layout, Placement
 from piper.ir.ops import Collective
 
 _ORDER = (
-    CollectiveKind.REDUCE_SCATTER,  # what is scattered is less for those that follow
+    CollectiveKind.REDUCE_SCATTER,  # first: later collectives then move less
     CollectiveKind.ALL_REDUCE,
     CollectiveKind.ALL_TO_ALL,
     CollectiveKind.ALL_GATHER,
@@ -26,8 +26,7 @@ _ORDER = (
 
 
 def redistribute(made: Layout, wanted: Layout) -> tuple[Collective, ...]:
-    """The collectives that bring a value from one layout into another on the same mesh, each over
-    all axes that need it."""
+    """The collectives that change a value's layout on one mesh, each over all axes that need it."""
     assert made.mesh == wanted.mesh
     axes = [name for name, _ in made.mesh.axes]
     kinds = [

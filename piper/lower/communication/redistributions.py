@@ -1,10 +1,10 @@
-"""Redistributions inside regions become what they are: collectives on the rule's stream, a
-selection of one's own part, or nothing.
+"""Replaces the redistributions inside regions by collectives on the rule's stream, by a selection
+of the device's own part, or by nothing.
 
     F attention ─v─▶ F [P -> R] ─v'─▶ F add         F attention ─v─▶ all_reduce ─v'─▶ F add
     B add ─g'─▶ B [P -> R] ─g─▶ B attention         B add ─g'─▶ B attention
 
-What a region that recomputes everything has gathered is not kept for its backward, but gathered
+A region that recomputes everything does not keep gathered values for its backward; it gathers them
 again.
 """
 
@@ -29,23 +29,23 @@ _KINDS = {
 
 
 def add_redistributions(dag: Dag) -> Dag:
-    """``dag`` without passes that are redistributions; every gradient is one value."""
+    """``dag`` without passes that are redistributions. Every gradient must be one value."""
     if not dag.tensor:
         return dag
     ops = _Ops()
     same: dict[int, int] = {}
-    """Values that are others under another number."""
+    """Values that equal another value, and that value."""
     gone: dict[int, tuple[int, ...]] = {}
-    """Nodes that do nothing, and those that they come after."""
+    """Removed nodes that do nothing, and their predecessors."""
     nodes: dict[int, Node] = {}
     for number, node in enumerate(dag.nodes):
         segment = _moving(dag, node)
-        if segment is None or (found := segment.redistribution) is None:
+        if segment is None or (redistribution := segment.redistribution) is None:
             nodes[number] = node
             continue
         rule = dag.rule(node.compute.chunk, segment.axis)
         forward = node.compute.which is Pass.F
-        move = found.forward if forward else found.backward
+        move = redistribution.forward if forward else redistribution.backward
         if move is Move.NOTHING:
             (read,), (made,) = node.reads, node.writes
             same[made] = read
@@ -63,11 +63,11 @@ def add_redistributions(dag: Dag) -> Dag:
 
 
 def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
-    """Let backwards that recompute everything read what is gathered anew, once their gradients are
-    there: what it is gathered from is held, and not the whole. Gives the values that this adds."""
+    """Make backwards that recompute everything gather their inputs again, once their gradients are
+    ready: the device holds the shard, not the whole value. Returns the added values."""
     extra: list[Extra] = []
     again: dict[tuple[int, int], int] = {}
-    """For a value and the chunk that reads it."""
+    """By value and reading chunk, the value gathered again."""
     passes = [(n, node) for n, node in nodes.items() if isinstance(node.op, Compute)]
     for number, node in sorted(passes, key=lambda row: row[1].compute.which is Pass.BW):
         op = node.compute
@@ -109,7 +109,7 @@ def _moving(dag: Dag, node: Node) -> Segment | None:
 
 
 class _Ops:
-    """Equal operations are one object, since passes tell groups apart by identity."""
+    """Shares one object among equal operations, since passes compare groups by identity."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Move, int, str], Op] = {}
@@ -129,7 +129,7 @@ class _Ops:
 def _renumbered(
     dag: Dag, nodes: dict[int, Node], same: dict[int, int], gone: dict[int, tuple[int, ...]]
 ) -> Dag:
-    """``dag`` with ``nodes`` alone, that read what values are the same as."""
+    """``dag`` with only ``nodes``. They read the originals of values in ``same``."""
     place = {number: i for i, number in enumerate(nodes)}
 
     def value(number: int) -> int:

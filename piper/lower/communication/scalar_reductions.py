@@ -1,11 +1,11 @@
-"""The scalars of a step reach every device: the loss, what it is divided by, the gradients' norm,
-how many rows each expert has, and what else is reported.
+"""Adds the all-reduces of a step's scalars over all devices: the loss and its divisor, the gradient
+norm, the rows of each expert, and other reported outputs.
 
 F loss MB[0] ─▶ ┌ all_reduce ┐ ─loss─▶ ...          update ─▶ ┌ all_reduce ┐ ─norm─▶
 F loss MB[1] ─▶ └            ┘                      update ─▶ └            ┘
 
-An update waits for the loss if it must divide by it, and for the norm if gradients are clipped;
-then the norm is taken before the updates and not after them.
+An update waits for the loss all-reduce if the loss has a divisor, and for the norm if gradients are
+clipped. The norm is computed before the updates if gradients are clipped, otherwise after them.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
 
 
 def _counts(dag: Dag) -> dict[int, list[int]]:
-    """For each chunk of experts on sorted rows, the counts of all microbatches."""
+    """For each chunk of experts with sorted rows, the row counts of all microbatches."""
     wanted = {
         chunk.inputs[chunk.sorted_rows.counts]: chunk.index
         for chunk in dag.model.chunks
         if chunk.sorted_rows is not None
     }
-    found: dict[int, list[int]] = {chunk: [] for chunk in wanted.values()}
+    counts: dict[int, list[int]] = {chunk: [] for chunk in wanted.values()}
     for number in sorted(dag.producers) if wanted else ():
         if number < dag.first_extra:
             value, _ = dag.table.value(number)
             if value.role is Role.ACTIVATION and value.of in wanted:
-                found[wanted[value.of]].append(number)
-    return found
+                counts[wanted[value.of]].append(number)
+    return counts
 
 
 def _losses(dag: Dag) -> list[int]:
-    """The losses of all microbatches, then what each is divided by."""
+    """The losses of all microbatches, then their divisors."""
     return _of_each(dag, [dag.model.loss] + ([] if dag.model.count is None else [dag.model.count]))
 
 
 def _of_each(dag: Dag, wanted: list[int]) -> list[int]:
-    """The values of all microbatches that are ``wanted``, one after another."""
-    found: dict[int, list[int]] = {value: [] for value in wanted}
+    """The ``wanted`` values, each for all microbatches, in order."""
+    numbers: dict[int, list[int]] = {value: [] for value in wanted}
     for number in sorted(dag.producers):
         if number < dag.first_extra:
             value, _ = dag.table.value(number)
-            if value.role is Role.ACTIVATION and value.of in found:
-                found[value.of].append(number)
-    return [number for value in wanted for number in found[value]]
+            if value.role is Role.ACTIVATION and value.of in numbers:
+                numbers[value.of].append(number)
+    return [number for value in wanted for number in numbers[value]]
 
 
 def _all_reduce(

@@ -1,12 +1,12 @@
-"""Rows sorted by expert, between groups of devices of different size.
+"""Rows sorted by expert, sent between groups of devices of different size.
 
 2 devices   [ a a b c d d | a b b b c d ]      sort their rows, each its own
 3 devices   [ a a b c | d d a b | b b c d ]    have the experts: the second gets two sorted ranges
 
-Rows go between groups as all others do: each device gets a range of them, of a size that does not
-depend on the data, and gives back the same range. A range of sorted rows is sorted. Where a device
-gets several (runs), it merges them when it dispatches them and undoes that when it combines.
-Everybody else must have the rows as they were sorted: in as many parts as where that was done.
+Sorted rows go between groups like all rows: each device gets a range, whose size does not depend on
+the data, and returns the same range. A range of sorted rows is sorted. A device that gets several
+ranges (runs) merges them at the dispatch and undoes the merge at the combine. All other regions
+must have the rows as sorted: in as many parts as the region that sorted them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from piper.ir.overlaps import most_overlaps
 
 
 def brought_in_turn(dag: Dag, node: Node) -> int | None:
-    """Of an all_to_all that finds its counts in its turn, the node by which its own stream brings
-    them before."""
+    """For an all-to-all that reads its row counts when its turn comes, the node on its own stream
+    that delivers them; None otherwise."""
     if not isinstance(node.op, Collective) or not node.op.in_turn:
         return None
     brings = dag.producers[node.reads[-1]]
@@ -32,20 +32,20 @@ def brought_in_turn(dag: Dag, node: Node) -> int | None:
 
 
 class SortedValues:
-    """The values that are rows sorted by expert, or counts of them."""
+    """The values that are rows sorted by expert, or row counts."""
 
     def __init__(self, dag: Dag, models: Mapping[int, Model]) -> None:
         self._dag = dag
         self._models = models
         self._experts: defaultdict[int, set[int]] = defaultdict(set)
-        """By value of the model, the chunks of experts that take or make it."""
+        """By model value, the chunks of experts that read or make it."""
         self._makers = {v: chunk.index for chunk in dag.model.chunks for v in chunk.outputs}
         for chunk in dag.model.chunks:
             for value in (*chunk.inputs, *chunk.outputs) if chunk.sorted_rows else ():
                 self._experts[value].add(chunk.index)
 
     def counts(self, chunk: int, microbatch: int) -> int:
-        """The number of the value that says how many rows each expert of a chunk has."""
+        """The number of the value with the row counts of each expert of a chunk."""
         facts = self._dag.model.chunks[chunk]
         assert facts.sorted_rows is not None
         wanted = facts.inputs[facts.sorted_rows.counts]
@@ -53,24 +53,23 @@ class SortedValues:
         return self._dag.table.number(value, microbatch)
 
     def parts(self, chunk: int, microbatch: int) -> int:
-        """Over how many devices the rows of a chunk of experts are divided where they are
-        sorted."""
+        """The number of parts in which the rows of a chunk of experts are sorted."""
         made = self._dag.producers[self.counts(chunk, microbatch)]
         return self._dag.nodes[made].parts
 
     def runs(self, node: Node) -> int:
-        """Of how many sorted ranges the rows of a device are that computes experts, at most."""
+        """The largest number of sorted ranges in the rows of a device that computes experts."""
         op = node.compute
         return most_overlaps(node.parts, self.parts(op.chunk, op.microbatch))
 
     def resized(self, value: int, maker: int, reader: int) -> bool:
-        """Whether ``value`` is rows sorted by expert; refuses those that would be read in other
-        parts than they were sorted in."""
+        """Whether ``value`` is rows sorted by expert. Refuses a maker or reader other than experts
+        that has them in different parts than they were sorted in."""
         dag = self._dag
-        found, microbatch = dag.table.value(dag.plain(value))
-        if found.role not in (Role.ACTIVATION, Role.GRADIENT) or found.of not in self._experts:
+        entry, microbatch = dag.table.value(dag.plain(value))
+        if entry.role not in (Role.ACTIVATION, Role.GRADIENT) or entry.of not in self._experts:
             return False
-        experts = self._experts[found.of]
+        experts = self._experts[entry.of]
         parts = self.parts(min(experts), microbatch)
         for number in (maker, reader):
             node = dag.nodes[number]
@@ -79,7 +78,7 @@ class SortedValues:
                 made, read = dag.nodes[maker], dag.nodes[reader]
                 raise DirectiveError(
                     f"{name_of(dag, maker)} on {list(made.devices)} feeds {name_of(dag, reader)} "
-                    f"on {list(read.devices)}: the rows of {dag.model.values[found.of].name} are "
+                    f"on {list(read.devices)}: the rows of {dag.model.values[entry.of].name} are "
                     f"sorted by expert on groups of {parts}, and only experts can take them in "
                     "other parts; place what sorts rows and what combines them on groups of one "
                     f"size ({dag.history[made.sends.made_by]}, {dag.history[read.sends.made_by]})"
@@ -87,8 +86,8 @@ class SortedValues:
         return True
 
     def counted(self, value: int, reader: int) -> tuple[int, int] | None:
-        """Of counts that experts read: how many rows each device has of which they are, and how
-        many counts the reader gets."""
+        """For row counts that experts read: the rows of each device that counted them, and the
+        number of counts that the reader gets. None for other values."""
         dag = self._dag
         node = dag.nodes[reader]
         chunk = dag.model.chunks[node.op.chunk] if isinstance(node.op, Compute) else None

@@ -1,11 +1,10 @@
-"""A parameter that several chunks of one device use: each microbatch's gradients are summed first.
+"""Sums the gradients of a tied parameter within each microbatch, if its chunks share devices.
 
 B head MB[0] ─dw─▶ Σ                 B head MB[0] ─dw─▶ B embed MB[0] ─dw─▶ Σ
 B embed MB[0] ─dw─▶ Σ                (adds what it gets to its own)
 
-One device alone sums in this order, so the sums come out bit for bit the same. Chunks on different
-devices are summed by the reduction, and so are gradients that are partial sums along an axis and
-those that are not.
+A single device sums in this order, so results are bitwise equal. The reduction sums the gradients
+of chunks on different devices, and gradients of which only some are partial sums along an axis.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from piper.ir.ops import Compute
 
 
 def tie_gradients(dag: Dag) -> Dag:
-    """``dag`` where the gradients of a tied parameter go from its last user to its first, within
-    each microbatch and group."""
+    """``dag`` in which the gradients of a tied parameter go from its last user to its first,
+    within each microbatch and group."""
     users = dag.table.ties
     if not users:
         return dag
@@ -30,8 +29,8 @@ def tie_gradients(dag: Dag) -> Dag:
         if isinstance(node.op, Compute) and node.op.chunk in users:
             for value in node.writes:
                 if value < dag.first_extra:
-                    found, microbatch = dag.table.value(value)
-                    if found.role is Role.TIED_GRADIENT:
+                    template, microbatch = dag.table.value(value)
+                    if template.role is Role.TIED_GRADIENT:
                         segments = dag.model.chunks[node.op.chunk].segments
                         partial = tuple(s.axis for s in segments if s.sharded)
                         group = id(node.devices), node.replicas, partial

@@ -1,1 +1,1 @@
-"""From an ordered DAG to plans: issue order, slots, memory, traffic."""
+"""Turns an ordered DAG into plans: issue order, slots, memory and traffic."""

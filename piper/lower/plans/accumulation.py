@@ -1,5 +1,7 @@
-"""Where gradients are added up: those of a bucket that is reduced once a step in one buffer, which
-is then reduced as it is; others each for itself, to be copied into one when they are reduced.
+"""Chooses the memory of gradient accumulation.
+
+If a bucket is reduced once per step, its gradients accumulate in one buffer, which is reduced in
+place. Other gradients accumulate separately and are copied into one buffer for the reduction.
 """
 
 from __future__ import annotations
@@ -13,34 +15,35 @@ from piper.ir.dag.values import ExtraRole, Role, parameters_of
 from piper.ir.plan.instructions import MemoryKind, Slot, Verb
 
 LINE = 64
-"""Bytes: where gradients are added up each for itself, each begins at a multiple."""
+"""Alignment in bytes of gradients that accumulate separately."""
 _REDUCED = ExtraRole.REDUCED
 GRADIENTS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
 
 
 class Accumulation:
-    """Where the gradients of one plan are added up. Values that add up go by the first of them."""
+    """The gradient accumulation of one plan. The first value of a sum identifies the sum."""
 
     def __init__(self, dag: Dag, sizes: Sizes) -> None:
         self._dag, self._sizes = dag, sizes
         self._times: Counter[int] = Counter()
         self._reductions: defaultdict[int, list[int]] = defaultdict(list)
-        """For gradients, the reductions in whose buffers they lie, by the values these make."""
+        """For each gradient value, the reductions in whose buffers it is, by the values they
+        make."""
         self._names: dict[int, tuple[str, ...]] = {}
-        """For such a reduction, the parameters whose gradients its buffer has."""
+        """For each such reduction, the parameters whose gradients are in its buffer."""
 
     def add(self, verb: Verb, reads: Sequence[int], writes: Sequence[int]) -> bool:
-        """Take note of what is read and written; True if gradients are reduced that lie in a buffer
-        for it."""
+        """Record the reads and writes of an instruction. True if it reduces gradients that
+        accumulate in one buffer."""
         if verb is Verb.COMPUTE:
             self._times.update(v for v in writes if self._role(v) in GRADIENTS)
         if verb is not Verb.COLLECTIVE or not reads or self._role(writes[0]) is not _REDUCED:
             return False
         (made,) = writes
         bucket = self._dag.buckets[self._bucket(made)]
-        found = Counter(name for v in reads for name in self.names(v))
-        mine = tuple(name for name in bucket.parameters if found[name])
-        if bucket.level > 1 or any(found[name] > 1 for name in mine):
+        counts = Counter(name for v in reads for name in self.names(v))
+        mine = tuple(name for name in bucket.parameters if counts[name])
+        if bucket.level > 1 or any(counts[name] > 1 for name in mine):
             return False
         self._names[made] = mine
         for value in reads:
@@ -48,19 +51,19 @@ class Accumulation:
         return True
 
     def buffers(self, value: int) -> list[int]:
-        """The reductions into whose buffers a value is put."""
+        """The reductions whose buffers hold a value."""
         return self._reductions.get(value, [])
 
     def repeated(self, value: int) -> bool:
-        """Whether gradients are made more than once."""
+        """Whether a gradient value is made more than once, so that it accumulates."""
         return self._times[value] > 1
 
     def names(self, value: int) -> tuple[str, ...]:
-        """The parameters whose gradients a value has."""
-        found = self._dag.table.value(value)[0]
-        chunk = self._dag.model.chunks[found.of]
+        """The parameters whose gradients a value holds."""
+        template = self._dag.table.value(value)[0]
+        chunk = self._dag.model.chunks[template.of]
         own, tied = parameters_of(self._dag.model, chunk, self._dag.table.ties)
-        return tied if found.role is Role.TIED_GRADIENT else own
+        return tied if template.role is Role.TIED_GRADIENT else own
 
     def buffer(self, made: int) -> Slot:
         """The buffer of a reduction."""
@@ -71,8 +74,8 @@ class Accumulation:
         return Slot(MemoryKind.GRADIENTS, nbytes, nbytes, index, names, dtypes)
 
     def slot(self, value: int, lies_in: tuple[int, ...], *, alone: bool) -> Slot:
-        """What a slot with gradients holds that are put into the slots ``lies_in``, or added up
-        ``alone``, in memory of their own."""
+        """A slot for gradients that are in the slots ``lies_in``, or accumulate ``alone``, in
+        their own memory."""
         names = self.names(value)
         nbytes = own = self._sizes.nbytes(value)
         dtypes = tuple(self._dag.model.parameters[name].gradient for name in names)

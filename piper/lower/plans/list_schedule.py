@@ -1,14 +1,13 @@
-"""The order in which everything runs, found by running the DAG in simulated time.
+"""List scheduling: runs the DAG in simulated time to order all nodes.
 
-Every class of devices has streams, each of which runs one node after another; a communication
-occupies a stream of each of its participants at once. The order in which nodes are issued is the
-plan's order: all devices' orders come from one execution, so they cannot disagree and cannot
-deadlock.
+Every rank equivalence class has streams. A stream runs one node at a time. A communication occupies
+one stream of each participant at once. The issue order is the plan's order. The orders of all
+devices come from one execution, so they are consistent and cannot deadlock.
 
-A computation is issued when it starts. A communication is issued as soon as what it reads is there
-and those before it on its stream are issued, even if the stream is busy still: it keeps nobody, and
-a computation that starts at the same moment may keep its device for long. Only a gather whose
-result takes memory is issued no sooner than it can start.
+A computation is issued when it starts. A communication is issued as soon as its inputs are ready
+and all earlier communications on its stream are issued, even if the stream is still busy: it does
+not block the device, while a computation that starts at the same moment may block it for long. Only
+a gather whose result takes memory (ZeRO-3) is issued no earlier than it can start.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Resource = tuple[int, str]
 
 
 def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:
-    """The streams that a node occupies; sending and receiving are streams of their own."""
+    """The streams that a node occupies. Sends and receives have separate streams."""
     if isinstance(node.op, Transfer):
         sends = dict.fromkeys((classes.of[d], f"{node.stream}/send") for d in node.op.source)
         receives = dict.fromkeys((classes.of[d], f"{node.stream}/recv") for d in node.op.target)
@@ -38,7 +37,7 @@ def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:
 
 
 def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) -> IssueOrder:
-    """Run ``dag``: always the node that can start first, and of several the most urgent one."""
+    """Run ``dag``: the node that can start earliest goes next; ties go to the most urgent."""
     lengths = [duration(node) for node in dag.nodes]
     followers, waiting = _edges(dag)
     urgency = _urgency(dag, followers, waiting, lengths)
@@ -52,12 +51,13 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
         possible = max(earliest, *(free[r] for r in needs[number]))
         rank = urgency[number]
         if in_turn[number]:
-            rank = (*_LATE, earliest)  # whoever waits longest holds its gradients longest
+            rank = (*_LATE, earliest)  # first come, first served: it holds its gradients longest
         heapq.heappush(ready, (possible, rank, number))
 
     earliest = [0.0] * len(dag.nodes)
     known = [0.0] * len(dag.nodes)
-    """When all that a node reads is there, but for what its stream brings in its turn."""
+    """When the inputs of a node are ready, except counts that its own stream delivers just before
+    it."""
     counts = [brought_in_turn(dag, node) for node in dag.nodes]
     issue = _Issue(dag)
     for number, count in enumerate(waiting):
@@ -88,14 +88,14 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
 
 
 class _Issue:
-    """When nodes are issued; of those at one moment, communications come first."""
+    """When nodes are issued. At equal times, communications come first."""
 
     def __init__(self, dag: Dag) -> None:
         self._eager = [_eager(dag, node) for node in dag.nodes]
         self._keys = [(0.0, True)] * len(dag.nodes)
         self._tied = [False] * len(dag.nodes)
-        """Whether something that a node follows is issued and over at one moment: then it must not
-        overtake others of that moment."""
+        """Whether a predecessor of the node is issued and done at the same moment. Then the node
+        must not overtake other nodes of that moment."""
         self._last: dict[Resource, tuple[float, bool]] = {}
 
     def note(
@@ -107,7 +107,7 @@ class _Issue:
         resources: Sequence[Resource],
         followers: Sequence[int],
     ) -> None:
-        """A node that starts next, of all in simulated time."""
+        """Record the next node to start in simulated time."""
         key = (start, True)
         if self._eager[number]:
             key = (ready, self._tied[number])
@@ -133,7 +133,8 @@ def _eager(dag: Dag, node: Node) -> bool:
                 return True
             made = dag.extra[node.writes[0] - dag.first_extra]
             of_state = made.role is ExtraRole.GATHERED
-            return not of_state or dag.buckets[made.of].level < 3  # these are where parameters are
+            # below ZeRO-3 the result is the parameters' own memory
+            return not of_state or dag.buckets[made.of].level < 3
         case Collective():
             return True
         case _:
@@ -145,14 +146,14 @@ _REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 
 
 def _reduces(dag: Dag, node: Node) -> bool:
-    """Whether it reduces gradients of parameters, or scalars: nothing of the step waits for it."""
+    """Whether a node reduces parameter gradients or scalars: no pass waits for it."""
     if node.writes[0] < dag.first_extra:
         return False
     return isinstance(node.op, Collective) and node.op.kind in _REDUCING
 
 
 def _needs(dag: Dag, classes: RankClasses) -> list[tuple[Resource, ...]]:
-    """``resources`` of every node; nodes of one place and kind share the answer."""
+    """``resources`` of every node. Nodes with equal streams and endpoints share one tuple."""
     known: dict[tuple[object, ...], tuple[Resource, ...]] = {}
     needs = []
     for node in dag.nodes:
@@ -177,8 +178,8 @@ def _edges(dag: Dag) -> tuple[list[list[int]], list[int]]:
 def _urgency(
     dag: Dag, followers: Sequence[list[int]], waiting: Sequence[int], lengths: Sequence[float]
 ) -> list[tuple[int, float, float]]:
-    """Smaller is more urgent: reductions and updates last, then by the length of what follows,
-    then sends before all else that starts at once."""
+    """Smaller is more urgent. Reductions and updates come last; then the longest remaining path
+    comes first; then transfers precede other nodes."""
     left = list(waiting)
     order = [n for n, count in enumerate(left) if count == 0]
     for number in order:

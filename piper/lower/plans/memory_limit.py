@@ -1,4 +1,5 @@
-"""Whether a device has the memory that a plan needs; if not, when and what for, and what to do."""
+"""Checks a plan against the memory limit. The error says when and for what memory is needed, and
+what to change."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from piper.ir.plan.plan import Plan
 
 
 def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
-    """Refuse a plan that needs more than ``limit`` bytes, saying when and what for."""
+    """Refuse a plan whose peak memory exceeds ``limit`` bytes."""
     if memory.peak <= limit:
         return
     when = plan.instructions[memory.peak_at].name if memory.peak_at >= 0 else "the start"
@@ -30,7 +31,7 @@ def check_limit(dag: Dag, memory: Memory, plan: Plan, limit: int) -> None:
 
 
 def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
-    """Whose values take most, of those that are live at the peak."""
+    """The regions whose values take most memory at the peak, for the message."""
     live: dict[int, str] = {}
     freed: tuple[int, ...] = ()
     for x in plan.instructions[: memory.peak_at + 1]:
@@ -39,11 +40,11 @@ def _named(dag: Dag, memory: Memory, plan: Plan) -> str:
         freed = x.frees
         if isinstance(x.op, Compute):
             live |= dict.fromkeys(x.writes, region_of(dag, x.op.chunk))
-    found: Counter[tuple[MemoryKind, str]] = Counter()
+    sizes: Counter[tuple[MemoryKind, str]] = Counter()
     for slot, region in live.items():
-        found[plan.slots[slot].holder, region] += plan.slots[slot].nbytes
+        sizes[plan.slots[slot].holder, region] += plan.slots[slot].nbytes
     rows = [
-        f"{h.value} of {region} {bytes_text(n)}" for (h, region), n in found.most_common(3) if n
+        f"{h.value} of {region} {bytes_text(n)}" for (h, region), n in sizes.most_common(3) if n
     ]
     return f" (most of all: {', '.join(rows)})" if rows else ""
 

@@ -1,5 +1,5 @@
-"""What a plan holds at every moment: state that stays, slots from when they are written until they
-are freed, and what an instruction needs only while it runs."""
+"""The memory of a plan over time: persistent state, slots from when they are written until they are
+freed, and the workspace of each instruction while it runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from piper.ir.plan.plan import Plan
 from piper.ir.rules import OptimizerCost
 
 _REPORTED = (ExtraRole.LOAD, ExtraRole.OUTPUT)
-"""What is kept for the caller until the step ends."""
+"""Values that are kept for the caller until the step ends."""
 
 
 def memory_of(
     dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost, *, apart: bool = False
 ) -> Memory:
-    """The memory of ``plan``: an upper bound that nothing but chance keeps a run below. If streams
-    run ``apart``, what a communication reads stays until it is over."""
+    """An upper bound on the memory of ``plan``. If streams run ``apart``, a communication holds its
+    inputs until it ends."""
     mine = plan.devices[0]
     buckets = [
         i for i, bucket in enumerate(dag.buckets) if any(mine in group for group in bucket.groups)
@@ -68,25 +68,25 @@ def memory_of(
             if not reported and not way.keeps(slot):
                 book.add(slots[slot].holder, -slots[slot].own)
         over_time.append((beside_it, book.total))
-    found = {holder: book.at_peak.get(holder, 0) for holder in MemoryKind}
-    return Memory(plan.devices, parameters, kept, book.peak, book.at, found, tuple(over_time))
+    at_peak = {holder: book.at_peak.get(holder, 0) for holder in MemoryKind}
+    return Memory(plan.devices, parameters, kept, book.peak, book.at, at_peak, tuple(over_time))
 
 
 def _optimizer(dag: Dag, sizes: Sizes, bucket: int, cost: OptimizerCost) -> int:
-    found = dag.buckets[bucket]
-    scalars = cost.scalars * len(found.parameters) if found.trained else 0
+    held = dag.buckets[bucket]
+    scalars = cost.scalars * len(held.parameters) if held.trained else 0
     return sizes.optimizer(bucket, cost.state) + scalars
 
 
 def _buffers(dag: Dag, plan: Plan) -> int:
-    """Bytes of what the passes of a plan read that is no parameter and no value."""
+    """Bytes of the buffers and constants that the passes of a plan read."""
     chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
     names = {name for chunk in chunks for name in dag.model.chunks[chunk].buffers}
     return sum(dag.model.buffers.get(name, 0) for name in names)
 
 
 class _Book:
-    """Bytes by what holds them, and the moment at which they were most."""
+    """Bytes in use by memory kind, and their peak."""
 
     def __init__(self, held: Mapping[MemoryKind, int]) -> None:
         self.held = {**dict.fromkeys(MemoryKind, 0), **held}
@@ -99,14 +99,14 @@ class _Book:
         self.total += nbytes
 
     def look(self, pc: int, workspace: int = 0) -> None:
-        """Note what is held now, with ``workspace`` bytes more."""
+        """Update the peak with the bytes in use now plus ``workspace``."""
         if self.total + workspace > self.peak:
             self.peak, self.at = self.total + workspace, pc
             self.at_peak = {**self.held, MemoryKind.WORKSPACE: workspace}
 
 
 class _UnderWay:
-    """Communications that have begun and hold memory until they are over."""
+    """Communications in progress, and the memory that they hold until they end."""
 
     def __init__(self, plan: Plan, *, apart: bool) -> None:
         self._slots = plan.slots
@@ -116,7 +116,7 @@ class _UnderWay:
         self._sends: dict[int, list[int]] = {}
 
     def begin(self, pc: int, x: Instruction, beside: int, *, copies: bool) -> None:
-        """``copies`` says that not what is read goes out, but a contiguous copy of it."""
+        """Start a communication. With ``copies`` it sends a contiguous copy of its input."""
         self._held[pc] = [(MemoryKind.COMMUNICATION, beside)]
         goes = x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _moves(x) or _by_count(x)
         sends = goes and not copies
@@ -126,7 +126,7 @@ class _UnderWay:
                 self._sends.setdefault(slot, []).append(pc)
 
     def keeps(self, slot: int) -> bool:
-        """Whether what is freed lives on until it is sent."""
+        """Whether a freed slot stays in memory until a communication has sent it."""
         senders = [pc for pc in self._sends.pop(slot, ()) if pc in self._held]
         if senders:
             last = max(senders, key=lambda pc: self._over.get(pc, math.inf))
@@ -138,31 +138,31 @@ class _UnderWay:
 
 
 def _beside(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
-    """Bytes that a communication holds until it is over, beside what it reads and writes."""
+    """Bytes that a communication holds until it ends, besides its inputs and outputs."""
     if x.role is ExtraRole.REDUCED:
-        # all that is reduced lies in one buffer: of a sum for everyone that is the result itself
+        # all gradients are in one buffer, which is the result itself for an all-reduce
         there = any(plan.slots[slot].bucket == x.of for slot in x.reads)
         added = sum(plan.slots[slot].nbytes for slot in x.adds)
         if there or not (x.adds or sizes.sharded(x.of)):
             return 0
         whole = sizes.whole(x.of) * dag.buckets[x.of].gradient.itemsize
         return whole + (added if sizes.sharded(x.of) else 0)
-    if isinstance(x.op, Collective) and x.op.padded:  # what goes and what comes, and their places
+    if isinstance(x.op, Collective) and x.op.padded:  # send and receive buffers, row positions
         rows = x.reads[0] if x.role is ExtraRole.UNCOMBINED else x.writes[0]
         return 2 * plan.slots[rows].nbytes + _copied(dag, sizes, x)
-    if x.role is ExtraRole.UNCOMBINED and not _by_count(x):  # its rows in another order
+    if x.role is ExtraRole.UNCOMBINED and not _by_count(x):  # a reordered copy of its rows
         return plan.slots[x.reads[0]].nbytes + _copied(dag, sizes, x)
     return _copied(dag, sizes, x)
 
 
 def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
-    """Bytes of the contiguous copy that messages carry of what lies otherwise: expanded,
+    """Bytes of the contiguous copy that messages carry of a value that is not contiguous: expanded,
     transposed, or in several parts."""
     node = dag.nodes[x.node]
     if isinstance(x.op, Transfer) and x.op.counts is not None and x.verb is Verb.SEND:
         each = (_experts(dag, x) + 1) * (sizes.nbytes(node.reads[0]) // _experts(dag, x))
         return most_overlaps(*x.op.parts) * x.op.replicas[1] * each
-    if _merges(x) and x.role is ExtraRole.DISPATCHED:  # rows, or the sums of their counts
+    if _merges(x) and x.role is ExtraRole.DISPATCHED:  # rows, or counts summed over runs
         return sizes.sent(node.reads[0]) if _by_count(x) else sizes.nbytes(node.writes[0])
     if isinstance(x.op, Transfer) and scattered(x.op, sends=x.verb is Verb.SEND):
         if x.verb is Verb.SEND:
@@ -179,38 +179,38 @@ def _copied(dag: Dag, sizes: Sizes, x: Instruction) -> int:
 
 
 def _moves(x: Instruction) -> bool:
-    """Whether a redistribution sends what it reads: a sum is taken of a copy."""
+    """Whether a redistribution sends its input itself: an all-reduce works on a copy."""
     if x.role is not ExtraRole.REDISTRIBUTED or not isinstance(x.op, Collective):
         return False
     return x.op.kind is not CollectiveKind.ALL_REDUCE
 
 
 def _by_count(x: Instruction) -> bool:
-    """Whether it sends rows as they lie, as many as there are for each."""
+    """Whether it sends rows by count, in their present order."""
     return isinstance(x.op, Collective) and x.op.rows is not None
 
 
 def _merges(x: Instruction) -> bool:
-    """Whether it is about rows of several sorted ranges."""
+    """Whether it merges rows of several sorted ranges."""
     return isinstance(x.op, Collective) and x.op.runs > 1
 
 
 def _experts(dag: Dag, x: Instruction) -> int:
-    """Of how many experts the counts are that are sent."""
+    """The number of experts whose row counts are sent."""
     return dag.model.values[x.of].shape[0]
 
 
 def _merging(dag: Dag, sizes: Sizes, x: Instruction) -> int:
-    """Bytes that it takes to find the order in which sorted ranges of rows are merged."""
+    """Bytes needed to compute the order in which sorted ranges of rows are merged."""
     assert isinstance(x.op, Collective)
     node = dag.nodes[x.node]
     model = sizes.models.get(node.parts, dag.model)
-    counts = sizes.nbytes(node.reads[1])  # of 4 bytes or more, and each twice as 8 for a while
+    counts = sizes.nbytes(node.reads[1])  # at least 4 bytes each; two 8-byte copies for a while
     return 29 * model.values[x.of].shape[0] + 4 * counts
 
 
 def _unpacked(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
-    """Bytes that a communication needs beside when it is over, to put what came in order."""
+    """Bytes that a communication needs in addition at its end, to reorder the received rows."""
     if _merges(x) and x.role is ExtraRole.UNCOMBINED:
         return plan.slots[x.writes[0]].nbytes + _merging(dag, sizes, x)
     in_order = x.role is not ExtraRole.DISPATCHED or _by_count(x)
@@ -218,7 +218,7 @@ def _unpacked(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction) -> int:
 
 
 def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: OptimizerCost) -> int:
-    """Bytes that an instruction needs while it runs beside what it reads and writes."""
+    """Bytes that an instruction needs while it runs, besides its inputs and outputs."""
     if isinstance(x.op, Update):
         each = [
             sizes.updating(bucket, optimizer.update, together=optimizer.together)
@@ -226,7 +226,7 @@ def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: Op
         ]
         return sum(each) if optimizer.together else max(each, default=0)
     if isinstance(x.op, Transfer) and x.op.counts is not None and x.verb is Verb.SEND:
-        return 24 * (_experts(dag, x) + 2)  # of 8 bytes each, and several at a time
+        return 24 * (_experts(dag, x) + 2)  # several tensors of 8 bytes per expert
     if _merges(x) and x.role is ExtraRole.DISPATCHED and _by_count(x):
         return _merging(dag, sizes, x)
     if not isinstance(x.op, Compute):
@@ -234,25 +234,25 @@ def _workspace(dag: Dag, plan: Plan, sizes: Sizes, x: Instruction, optimizer: Op
     facts = sizes.facts(x.op, len(x.group))
     added = sum(plan.slots[slot].nbytes for slot in x.adds)
     eased = max(0, facts.eased - _kept(plan, x, facts))
-    found = facts.workspace - eased + added
+    running = facts.workspace - eased + added
     copied = sum(_put(x, slot, plan.slots[slot]) for slot in x.writes if slot not in x.adds)
     if copied == 0:
-        return found
+        return running
     freed = [plan.slots[slot] for slot in x.frees]
     gone = sum(slot.nbytes for slot in freed if slot.holder is MemoryKind.SAVED)
-    return max(found + facts.housed, added + copied - gone)  # while it runs, and after that
+    return max(running + facts.housed, added + copied - gone)  # during the pass, and after it
 
 
 def _put(x: Instruction, number: int, slot: Slot) -> int:
-    """Bytes of first gradients before they are copied to where others are added to them."""
+    """Bytes of the first gradients before they are copied to the memory where they accumulate."""
     if number in x.allocates:
         return slot.nbytes
     return slot.nbytes - slot.own if slot.lies_in else 0
 
 
 def _kept(plan: Plan, x: Instruction, facts: PassFacts) -> int:
-    """Bytes that no later pass of the chunk needs and somebody else on the device does, such as a
-    seed that all microbatches read."""
+    """Bytes read here that no later pass of the chunk reads, but that another node on the device
+    still needs, such as a seed that all microbatches read."""
     read = zip(facts.reads, x.reads, strict=False)
     kept = {slot for ref, slot in read if ref in facts.last}.difference(x.frees)
     return sum(plan.slots[slot].nbytes for slot in kept)

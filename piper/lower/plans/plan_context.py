@@ -1,4 +1,5 @@
-"""What the plans of all classes have in common: names, slots, and which values add up in one."""
+"""Data shared by the plans of all rank equivalence classes: node names, slots, and which values
+accumulate in one slot."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ _EXTRA_HOLDERS = {
 _OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
 
 _OF_VALUES = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.REDISTRIBUTED)
-"""Forms that go by the value of the model that they are of."""
+"""Extra values that instructions refer to by the model value they are a form of."""
 
 
 class Touched:
-    """The classes of a group, looked up by the group's identity: groups are shared objects, and
-    comparing a thousand devices each time would be most of the work."""
+    """The rank classes of a group, cached by the group's identity. Groups are shared objects, and
+    comparing a thousand devices each time would take most of the time."""
 
     def __init__(self, classes: RankClasses) -> None:
         self.classes = classes
@@ -44,15 +45,15 @@ class Touched:
         self._kept: list[Group] = []
 
     def by(self, group: Group) -> tuple[int, ...]:
-        found = self._known.get(id(group))
-        if found is None:
-            found = self._known[id(group)] = self.classes.touched(group)
+        classes = self._known.get(id(group))
+        if classes is None:
+            classes = self._known[id(group)] = self.classes.touched(group)
             self._kept.append(group)
-        return found
+        return classes
 
 
 class Shared:
-    """What the plans of all classes have in common."""
+    """Data shared by the plans of all rank classes."""
 
     def __init__(self, dag: Dag, sizes: Sizes, touched: Touched, whole: bool) -> None:
         self.dag = dag
@@ -66,7 +67,7 @@ class Shared:
         self._slots: dict[tuple[MemoryKind, int, int | None], Slot] = {}
 
     def slot(self, verb: Verb, value: int) -> Slot:
-        """What a slot holds that an instruction writes ``value`` into, unless that is gradients."""
+        """The slot that an instruction writes ``value`` into. Not for parameter gradients."""
         bucket = None
         holder = MemoryKind.COMMUNICATION
         if value >= self._first_extra:
@@ -85,7 +86,7 @@ class Shared:
 
     @cached_property
     def largest_loss(self) -> int:
-        """Over how many devices a loss is divided at most."""
+        """The largest number of devices over which the rows of a loss are sharded."""
         return max(
             node.parts
             for node in self.dag.nodes
@@ -95,13 +96,13 @@ class Shared:
         )
 
     def name(self, number: int) -> str:
-        found = self._names.get(number)
-        if found is None:
-            found = self._names[number] = name_of(self.dag, number)
-        return found
+        text = self._names.get(number)
+        if text is None:
+            text = self._names[number] = name_of(self.dag, number)
+        return text
 
     def private(self, value: int) -> bool:
-        """Whether an activation or gradient is contiguous and alone in its memory."""
+        """Whether an activation or gradient is contiguous and shares its memory with no other."""
         maker = self.dag.nodes[self.dag.producers[value]]
         if self.sizes.copied(value):
             return False
@@ -120,7 +121,7 @@ class Shared:
         return None if value >= self._first_extra else self._roles[value % len(self._roles)]
 
     def about(self, node: Node) -> tuple[ExtraRole | None, int]:
-        """The role of what a communication makes, and the value or bucket a node is about."""
+        """The role of a communication's result, and the node's model value or bucket."""
         if isinstance(node.op, Compute | Add | Select):
             return None, 0
         if isinstance(node.op, Update):
@@ -141,16 +142,16 @@ class Shared:
 
 
 def _sums(dag: Dag) -> dict[int, int]:
-    """For each value that is added to others in one slot, the first of them.
+    """For each value that accumulates with others in one slot, the first of them.
 
-    Gradients of one chunk, and reductions of one bucket, add up over microbatches, unless someone
-    reads those of a single microbatch.
+    Gradients of one chunk, and reductions of one bucket, accumulate over microbatches, unless a
+    node reads those of a single microbatch.
     """
     together: dict[object, list[int]] = {}
     apart: set[object] = set()
     for node in dag.nodes:
         if isinstance(node.op, Compute | Transfer):
-            continue  # a gradient that a pass reads goes into its own and is in no list here
+            continue  # a pass adds a gradient that it reads to its own: it is in no list here
         read: defaultdict[object, list[int]] = defaultdict(list)
         for value in node.reads:
             kind = _kind(dag, value)
@@ -168,9 +169,9 @@ def _sums(dag: Dag) -> dict[int, int]:
 
 
 def _kind(dag: Dag, value: int) -> object | None:
-    """Values of equal kind add up: gradients of one chunk, reductions of one bucket."""
+    """Values of equal kind accumulate: gradients of one chunk, reductions of one bucket."""
     if value >= dag.first_extra:
         extra = dag.extra[value - dag.first_extra]
         return (extra.role, extra.of) if extra.role is ExtraRole.REDUCED else None
-    found = dag.table.value(value)[0]
-    return found if found.role in GRADIENTS else None
+    template = dag.table.value(value)[0]
+    return template if template.role in GRADIENTS else None

@@ -1,5 +1,7 @@
-"""Makes the plans: for each class of devices its part of the order, over slots of its own, with
-what each instruction waits for, where gradients are added up, and what is freed after it.
+"""Makes the plan of each rank equivalence class from the issue order.
+
+A plan lists the instructions of its class over its own slots: what each instruction waits for,
+where gradients accumulate, and which slots are freed after it.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from piper.lower.plans.accumulation import GRADIENTS, Accumulation
 from piper.lower.plans.plan_context import Shared, Touched
 
 _UNDER_WAY = 2
-"""How many messages of a stream, or reductions that scatter, may be under way at a time: each holds
-what it sends until it is over. Of gradients that are scattered microbatch by microbatch, one."""
+"""Limit on sends, or on reduce-scatters, in progress on a stream: each holds its input until it
+ends. The limit is 1 for gradients that are reduce-scattered every microbatch (ZeRO-2 and 3)."""
 
 
 def plans_of(
     dag: Dag, classes: RankClasses, order: IssueOrder, sizes: Sizes, *, whole: bool = False
 ) -> tuple[Plan, ...]:
-    """The plan of each class of devices; if the optimizer steps as a ``whole``, it does with the
-    last update of a device, and not with each."""
+    """The plan of each rank class. If the optimizer steps as a ``whole``, the last update of a
+    device takes the step for all its buckets; otherwise each update steps its own bucket."""
     rows: list[list[int]] = [[] for _ in classes.members]
     touched = Touched(classes)
     for number in order.order:
@@ -55,9 +57,9 @@ def plans_of(
 
 
 _OF_VALUES = (ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED, ExtraRole.REDISTRIBUTED)
-"""What collectives make that are not about buckets or scalars."""
+"""Results of collectives on activations, rather than on buckets or scalars."""
 _Part = tuple[Verb, str, list[int], list[int]]
-"""What a class does of a node: the verb, the stream, what it reads and makes."""
+"""A class's share of a node: verb, stream, values read, values made."""
 
 
 def _sums(node: Node) -> bool:
@@ -65,12 +67,13 @@ def _sums(node: Node) -> bool:
 
 
 def _buffer(reduced: int) -> int:
-    """What stands for the buffer in which the gradients are added up that ``reduced`` is of."""
+    """The number that stands for the gradient accumulation buffer of the reduction that makes
+    ``reduced``: negative, so it differs from every value."""
     return -1 - reduced
 
 
 class _Planner:
-    """Gives slots to values as they come and go on one class of devices."""
+    """Allocates slots to values over the step, for one rank class."""
 
     def __init__(self, shared: Shared, members: Group) -> None:
         self.shared = shared
@@ -80,26 +83,27 @@ class _Planner:
         self.sums = shared.sums
         self.accumulation = Accumulation(shared.dag, shared.sizes)
         self.slots: dict[int, int] = {}
-        """By value, or what stands for a buffer."""
+        """By value, or by the number of a buffer (``_buffer``)."""
         self.kinds: list[Slot] = []
         self.out: list[Instruction] = []
         self.made_at: dict[int, list[int]] = {}
         self.node_at: dict[int, int] = {}
         self.left: defaultdict[int, int] = defaultdict(int)
-        """How often a value is still read."""
+        """How many reads of a value remain."""
         self.read_once: set[int] = set()
         self.given: list[Given] = []
         self.seeds: dict[tuple[int, int], Seed] = {}
         self.returned: dict[int, Group] = {}
-        """Values that are the caller's when the step has ended, and who shares their rows."""
+        """Values returned to the caller at the end of the step, and the devices that shard their
+        rows."""
         self.same: dict[int, int] = {}
-        """Seeds that are equal to one of another microbatch."""
+        """For a seed equal to that of another microbatch, the latter."""
         self.updates: list[int] = []
-        """The buckets that are updated, in order."""
+        """The updated buckets, in order."""
         self.under_way: set[int] = set()
-        """Communications that nothing has waited for yet."""
+        """Communications that no instruction has waited for yet."""
         self.holding: defaultdict[str, list[int]] = defaultdict(list)
-        """By stream, the communications that may still hold what they send."""
+        """By stream, the communications that may still hold their inputs."""
 
     def plan(self, row: list[int]) -> Plan:
         self._begin(row)
@@ -124,7 +128,7 @@ class _Planner:
         return Plan(self.members, out, given, seeds, kinds, returned)
 
     def _outputs(self, row: list[int]) -> list[int]:
-        """The outputs with rows that this class makes and returns."""
+        """The outputs that have rows and that this class makes and returns."""
         values = self.dag.model.values
         wanted = {of for of in self.dag.model.outputs if values[of].shape}
         made = [
@@ -138,12 +142,12 @@ class _Planner:
         return self._mine(tuple(made))
 
     def _return(self, value: int, group: Group) -> Returned:
-        found, microbatch = self.dag.table.value(value)
-        return Returned(self.slots.pop(value), found.of, microbatch, group)
+        template, microbatch = self.dag.table.value(value)
+        return Returned(self.slots.pop(value), template.of, microbatch, group)
 
     def _parts(self, node: Node) -> Iterable[_Part]:
-        """What this class does of a node, where values that are summed in one slot go by the first
-        of them."""
+        """This class's share of a node. The first value of a sum stands for all values that
+        accumulate in the same slot."""
         match node.op:
             case Transfer(source=source, target=target):
                 if self.me in self.shared.touched.by(source):
@@ -167,7 +171,7 @@ class _Planner:
                 yield Verb.SELECT, node.stream, [*node.reads], [*node.writes]
 
     def _begin(self, row: list[int]) -> None:
-        """Slots for what is there when the step begins: tensors of the batch, and seeds."""
+        """Allocate the slots that are filled before the step begins: batch tensors and seeds."""
         groups: dict[int, Group] = {}
         for number in row:
             node = self.dag.nodes[number]
@@ -177,9 +181,9 @@ class _Planner:
                     rows = self._rows(node)
                     if value not in groups:
                         groups[value] = rows
-                        found, microbatch = self.dag.table.value(value)
+                        template, microbatch = self.dag.table.value(value)
                         slot = self._held(value, len(rows))
-                        self.given.append(Given(slot, found.of, microbatch, rows))
+                        self.given.append(Given(slot, template.of, microbatch, rows))
                     elif not same_group(groups[value], rows):
                         self._refuse_two_parts(value, number, groups[value])
                 elif role is Role.SEED:
@@ -213,17 +217,17 @@ class _Planner:
         return list(dict.fromkeys(self.sums.get(v, v) for v in values))
 
     def _alike(self, node: Node) -> bool:
-        """Whether a node takes every equal copy of gradients: it sums each for itself, or they are
-        sums already."""
+        """Whether a node takes every equal copy of gradients: it sums each copy separately, or
+        they are sums already."""
         role, of = self.shared.about(node)
         if role is ExtraRole.REDUCED:
             return self.dag.buckets[of].alike > 1
         return isinstance(node.op, Update) or role is ExtraRole.NORM
 
     def _mine(self, values: tuple[int, ...], *, alike: bool = False) -> list[int]:
-        """Those of ``values`` that this class makes and that count: of equal copies the first,
-        unless they are summed ``alike``. A device of a replica group that computes none of a sum's
-        parts takes part in the sum with nothing."""
+        """The ``values`` that this class makes and contributes: only the first of equal copies,
+        unless copies are summed ``alike``. A device of a replica group that computes no part of a
+        sum joins the reduction without input."""
         nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
         made = ((value, nodes[producers[value]]) for value in values if value in producers)
         return [
@@ -234,7 +238,7 @@ class _Planner:
         ]
 
     def _ranks(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """The place of this class along the axes on whose shards a node computes."""
+        """The coordinates of this class along the axes that shard a node's computation."""
         if not isinstance(node.op, Compute):
             return ()
         names = self.dag.model.chunks[node.op.chunk].buffers
@@ -244,8 +248,7 @@ class _Planner:
         return tuple((rule.axis, place // rule.stride % rule.ways) for rule in rules)
 
     def _rows(self, node: Node) -> Group:
-        """The devices, those of this class among them, that divide the rows of what a node
-        computes."""
+        """The devices that shard the rows of a node's computation, including this class's."""
         if node.replicas == 1:
             return node.devices
         return node.replica(node.devices.index(self.members[0]))
@@ -318,8 +321,8 @@ class _Planner:
         before: list[int],
         allocates: list[int],
     ) -> None:
-        """A slot for ``value``: one that is read, where that is changed in place, or a new one.
-        Also the memory in which gradients are added up, if these are the first of them."""
+        """Allocate a slot for ``value``, or reuse an input's slot for a change in place. For the
+        first gradients of a sum, also allocate the memory in which they accumulate."""
         summed = self.accumulation
         if self._in_place(node, reads):
             self.slots[value] = self.slots.pop(reads[-1])
@@ -340,7 +343,7 @@ class _Planner:
                 allocates.append(slot)
 
     def _in_place(self, node: Node, reads: list[int]) -> bool:
-        """Whether what is read last becomes what is written."""
+        """Whether a node overwrites its last input with its result."""
         role, of = self.shared.about(node)
         if role is ExtraRole.REDUCED and reads and reads[-1] < 0:  # a buffer
             return not self.shared.sizes.sharded(of)
@@ -351,7 +354,7 @@ class _Planner:
     def _buckets(
         self, verb: Verb, role: ExtraRole | None, of: int, reads: list[int]
     ) -> tuple[int, ...]:
-        """The buckets on which the optimizer steps here, or whose gradients the norm is of."""
+        """The buckets that the optimizer steps here, or whose gradients the norm covers."""
         if verb is Verb.UPDATE:
             if not self.shared.whole:
                 return (of,)
@@ -365,8 +368,8 @@ class _Planner:
         return self.dag.extra[first].role if first >= 0 else None
 
     def _weights(self, role: ExtraRole | None, reads: list[int]) -> tuple[float, ...]:
-        """By how much the losses among ``reads`` count: one whose rows fewer devices divide than
-        the others' stands for several, unless all are sums. Of other numbers the mean is taken."""
+        """The weights of the losses among ``reads``. A loss whose rows are sharded over fewer
+        devices than others' weighs more, unless losses are sums. Other outputs are averaged."""
         if role is ExtraRole.OUTPUT:
             microbatches = self.dag.microbatches[1] if self.dag.microbatches else 1
             makers = [self.dag.nodes[self.dag.producers[v]] for v in reads]
@@ -379,24 +382,25 @@ class _Planner:
         return tuple(self.shared.largest_loss / nodes[producers[v]].parts for v in reads)
 
     def _frees(self, reads: list[int], writes: list[int]) -> tuple[int, ...]:
-        """The slots of those values that nobody reads any more."""
-        found = []
+        """The slots of values without remaining reads."""
+        freed = []
         for value in reads:
             self.left[value] -= 1
             if self.left[value] == 0:
                 self.made_at.pop(value, None)
-                if value in self.slots:  # or else it has become what is written
-                    found.append(self.slots.pop(value))
+                if value in self.slots:  # otherwise it was overwritten in place
+                    freed.append(self.slots.pop(value))
         for value in writes:
             if self.left[value] == 0:
                 del self.made_at[value]
-                found.append(self.slots.pop(value))
-        return tuple(found)
+                freed.append(self.slots.pop(value))
+        return tuple(freed)
 
     def _waits(
         self, before: list[int], brought: list[int], verb: Verb, node: Node, stream: str
     ) -> tuple[int, ...]:
-        """Of each other stream the last instruction to wait for, and what brings what is used."""
+        """The last instruction of each other stream to wait for, and the communications that
+        deliver the inputs."""
         last: dict[str, int] = {}
         for pc in before:
             name = self.out[pc].stream
@@ -412,7 +416,7 @@ class _Planner:
         return tuple(sorted(waits))
 
     def _scatters(self, node: Node) -> int:
-        """How many scatters like this one may be under way; 0 if it is none."""
+        """Limit on reduce-scatters like this one in progress; 0 if the node is none."""
         if not isinstance(node.op, Collective) or node.op.kind is not CollectiveKind.REDUCE_SCATTER:
             return 0
         role, of = self.shared.about(node)

@@ -1,6 +1,6 @@
-"""What a plan communicates: how often, and how many bytes a device sends.
+"""The traffic of a plan: the number of communications and the bytes that a device sends.
 
-A collective is counted as the least that any of its algorithms sends.
+A collective counts the bytes of the algorithm that sends least.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Flow:
     stream: str
     count: int
     nbytes: int
-    """Sent by each device, in all."""
+    """Total bytes sent by each device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What each device of one class sends in one step."""
+    """The bytes that each device of one class sends in one step."""
 
     devices: tuple[int, ...]
     flows: tuple[Flow, ...]
@@ -45,7 +45,7 @@ class Traffic:
         return sum(flow.nbytes for flow in self.flows if flow.kind == kind)
 
     def count(self, kind: str) -> int:
-        """Communications of one kind."""
+        """The number of communications of one kind."""
         return sum(flow.count for flow in self.flows if flow.kind == kind)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Traffic:
 
 
 def traffic_of(dag: Dag, plan: Plan, sizes: Sizes) -> Traffic:
-    """What the devices of ``plan`` send."""
+    """The traffic of each device of ``plan``."""
     counts: defaultdict[tuple[str, str], int] = defaultdict(int)
     sent: defaultdict[tuple[str, str], Fraction] = defaultdict(Fraction)
     mine = plan.devices[0]

@@ -1,1 +1,1 @@
-"""Buckets of parameters: reduced, updated and gathered."""
+"""Parameter buckets: their reductions, updates and gathers."""

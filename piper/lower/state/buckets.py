@@ -1,17 +1,17 @@
-"""Parameters in buckets: gathered, their gradients summed over all replicas, updated.
+"""Puts parameters into buckets, and adds the gathers, gradient reductions and updates of each.
 
     zero=0   F … B ─▶ all_reduce ─▶ update
     zero=1   all_gather ─▶ F … B ─▶ reduce_scatter ─▶ update
     zero=2   all_gather ─▶ F … B ─▶ reduce_scatter, every microbatch … ─▶ update
-    zero=3   the same without the gather: gathers.py gathers before each use
+    zero=3   the same without the gather: zero3.py gathers before each use
 
-What one step updates the next one gathers: its forwards hide the gathers of the layers after them,
-as its backwards hide the reductions. At the end of a step nothing would.
+The next step gathers the parameters that a step updates: forwards overlap the gathers of later
+layers, as backwards overlap the reductions. At the end of a step nothing would overlap them.
 
-Where there are several copies of divided state, the parts of a sum are scattered within each, and
-summed across them once, before the update.
+With several copies of sharded state (HSDP), gradients are reduce-scattered within each copy, and
+all-reduced across copies once, before the update.
 
-Every trained parameter is in exactly one bucket, and every gradient of it enters one reduction.
+Every trained parameter is in exactly one bucket, and each of its gradients enters one reduction.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from piper.lower.state.replica_groups import BucketKey, refuse_elsewhere, replic
 
 def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str] = ()) -> Dag:
     """``dag`` with its buckets, and the gathers, reductions and updates of each. ``known`` buckets
-    come first, as they are. The parameters named in ``tensors`` are not sliced."""
+    come first, unchanged. Parameters named in ``tensors`` are not sliced."""
     refuse_elsewhere(dag, known)
     dag = replace(dag, buckets=(*known, *_buckets(dag, known, frozenset(tensors))))
     out = Rewriter(dag)
     contributions = _contributions(dag)
     forwards = _passes(dag, Pass.F)
-    input_passes = _passes(dag, Pass.BI)  # they read parameters, and make no gradient of these
+    input_passes = _passes(dag, Pass.BI)  # they read parameters but make no gradients of them
     for index, bucket in enumerate(dag.buckets):
         users = _users(dag, bucket)
         if bucket.level in (1, 2):
@@ -54,15 +54,15 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str]
 
 
 def _buckets(dag: Dag, known: tuple[Bucket, ...], tensors: Collection[str]) -> Iterable[Bucket]:
-    """Consecutive parameters with the same replica groups and rule, up to the bucket's size; those
-    of one chunk, if they are divided between its passes.
+    """Buckets of consecutive parameters with equal keys, up to the bucket size. From ZeRO-2 on, a
+    bucket holds parameters of one chunk.
 
-    They are filled from the last parameter: what is left over is the bucket of the first, whose sum
-    comes last and hides behind nothing. Where devices get whole tensors, a bucket has room for as
-    many: with fewer, most of it would be padding."""
+    Buckets are filled from the last parameter. So the remainder, a smaller bucket, holds the first
+    parameters, whose reduction comes last and overlaps nothing. If devices get whole tensors, a
+    bucket has room for at least one per device: with fewer, most of it would be padding."""
     done = {name for bucket in known for name in bucket.parameters}
     keys = {
-        name: key.fixed() if known else key  # the step that is known trains none of the others
+        name: key.fixed() if known else key  # the known training step trains none of the others
         for name, key in replica_groups_of(dag, tensors).items()
         if name not in done
     }
@@ -86,23 +86,23 @@ def _buckets(dag: Dag, known: tuple[Bucket, ...], tensors: Collection[str]) -> I
 
 
 def _contributions(dag: Dag) -> dict[Value, list[int]]:
-    """The gradients of each chunk's parameters, microbatch by microbatch; those that another pass
-    takes into its own are not among them."""
-    found: defaultdict[Value, list[int]] = defaultdict(list)
+    """The parameter gradients of each chunk, ordered by microbatch, without those that another pass
+    adds to its own."""
+    gradients: defaultdict[Value, list[int]] = defaultdict(list)
     taken = {v for node in dag.nodes if isinstance(node.op, Compute) for v in node.reads}
     for node in dag.nodes:
         for value in node.writes:
             if value < dag.first_extra and value not in taken:
                 template, _ = dag.table.value(value)
                 if template.role in (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT):
-                    found[template].append(value)
-    for values in found.values():
+                    gradients[template].append(value)
+    for values in gradients.values():
         values.sort()
-    return found
+    return gradients
 
 
 def _gradients(dag: Dag, bucket: Bucket, users: list[int]) -> Iterable[Value]:
-    """The values that hold gradients of a bucket's parameters."""
+    """The values with gradients of a bucket's parameters."""
     for index in users:
         own, tied = parameters_of(dag.model, dag.model.chunks[index], dag.table.ties)
         if not set(bucket.parameters).isdisjoint(own):
@@ -137,7 +137,7 @@ def _update(
         tags: Tags | None = None,
         after: tuple[int, ...] = (),
     ) -> int:
-        """A node about this bucket; gives the value that it makes."""
+        """Adds a node for this bucket. Returns the value it makes."""
         return out.add(
             op,
             out.value(role, index),
@@ -170,8 +170,8 @@ def _update(
 
 
 def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
-    """A gather of what the step before has updated, for all forwards that use it; their backwards
-    come after them."""
+    """Add a gather of the parameters that the previous step updated, for all forwards that use
+    them. Backwards run after their forwards, so they need no edge."""
     if not uses:
         return
     layouts = BucketLayouts(bucket)
@@ -194,7 +194,7 @@ def _everyone(bucket: Bucket) -> Group:
 
 @dataclass(slots=True)
 class _Part:
-    """Gradients of one microbatch that are made by the same devices."""
+    """Gradients of one microbatch that the same devices make."""
 
     shard_groups: tuple[Group, ...]
     devices: Group
@@ -205,13 +205,13 @@ class _Part:
 def _parts(
     dag: Dag, shard_groups: tuple[Group, ...], everyone: Group, gradients: Iterable[int]
 ) -> Iterable[_Part]:
-    """What is reduced at once: by whom, and what."""
+    """The separate reductions: for each microbatch and set of shard groups, its gradients."""
     group_of = {device: i for i, group in enumerate(shard_groups) for device in group}
     touched: dict[int, tuple[int, ...]] = {}
     sides: dict[tuple[int, ...], tuple[tuple[Group, ...], Group]] = {
         tuple(range(len(shard_groups))): (shard_groups, everyone)
     }
-    found: dict[tuple[int, tuple[int, ...]], _Part] = {}
+    parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
     for value in gradients:
         node = dag.nodes[dag.producers[value]]
         if id(node.devices) not in touched:
@@ -221,14 +221,14 @@ def _parts(
             chosen = tuple(shard_groups[i] for i in side)
             sides[side] = (chosen, tuple(d for group in chosen for d in group))
         key = (dag.table.value(value)[1], side)
-        if key not in found:
-            found[key] = _Part(*sides[side], node.tags, [])
-        found[key].gradients.append(value)
-    return found.values()
+        if key not in parts:
+            parts[key] = _Part(*sides[side], node.tags, [])
+        parts[key].gradients.append(value)
+    return parts.values()
 
 
 def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
-    """The backwards of chunks that read a parameter of the bucket and make no gradient of it."""
+    """The backwards of chunks that read a parameter of the bucket but make no gradient of it."""
     chunks = {
         chunk.index
         for chunk in dag.model.chunks
@@ -245,9 +245,9 @@ def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
 
 
 def _passes(dag: Dag, which: Pass) -> dict[int, list[int]]:
-    """For each chunk, its passes of one kind."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
+    """For each chunk, its nodes of one kind of pass."""
+    passes: defaultdict[int, list[int]] = defaultdict(list)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Compute) and node.op.which is which:
-            found[node.op.chunk].append(number)
-    return found
+            passes[node.op.chunk].append(number)
+    return passes

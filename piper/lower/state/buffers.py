@@ -1,4 +1,4 @@
-"""A buffer that a region changes sees the microbatches one after another, on one device."""
+"""Orders the forwards that use a changing buffer: microbatch by microbatch, on one device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from piper.ir.passes import Pass
 
 
 def keep_buffers(dag: Dag, training: Dag | None = None) -> Dag:
-    """``dag`` with the forwards that read or change a changing buffer in the order in which one
-    device would run them: microbatch by microbatch, chunk by chunk. ``training``, where ``dag`` is
-    an evaluation, must use them on the same device."""
+    """``dag`` with the forwards that read or change a changing buffer in single-device order:
+    microbatch by microbatch, chunk by chunk. If ``dag`` is an evaluation, ``training`` must use
+    these buffers on the same device."""
     changing = {name for chunk in dag.model.chunks for name in chunk.changes}
     if training is not None:
         _refuse_apart(dag, training, changing)
@@ -49,7 +49,8 @@ def _uses(dag: Dag, names: set[str]) -> dict[str, list[int]]:
 
 
 def _refuse_apart(dag: Dag, training: Dag, changing: set[str]) -> None:
-    """A buffer that changes in training or in evaluation has one place in both."""
+    """Refuse a buffer that changes in training or evaluation and is on different devices in
+    them."""
     names = changing | {name for chunk in training.model.chunks for name in chunk.changes}
     trained = _uses(training, names)
     for name, row in sorted(_uses(dag, names).items()):

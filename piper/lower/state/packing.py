@@ -1,5 +1,5 @@
-"""Where the parameters of a bucket lie in its flat buffer, which has as many equal parts as devices
-divide a copy of it: each updates what lies in its part.
+"""Offsets of a bucket's parameters in its flat buffer. The buffer has equal parts, one for each
+device that shards a copy; each device updates its own part.
 
     in_a_row    | a a a b | b b c . |     a part may end within a parameter
     packed      | a a a . | b b b c |     it may not: each device has whole tensors
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Places = tuple[tuple[int, ...], int]
-"""Where each parameter begins, and the size of a part."""
+"""The offset of each parameter, and the size of a part."""
 
 
 def in_a_row(sizes: Sequence[int], parts: int) -> Places:
-    """One after another, and the padding at the end."""
+    """Parameters one after another, with padding at the end."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)
@@ -23,7 +23,8 @@ def in_a_row(sizes: Sequence[int], parts: int) -> Places:
 
 
 def packed(sizes: Sequence[int], parts: int) -> Places:
-    """Each in the part that has least, the largest first; what is missing in a part is padding."""
+    """Each parameter in the part with least so far, largest first. Parts are padded to the
+    largest."""
     ends = [0] * parts
     places: dict[int, tuple[int, int]] = {}
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -1,10 +1,10 @@
-"""Replica groups of a parameter: devices with equal copies, and over which of them each is sharded.
+"""Replica groups of a parameter: the devices with equal copies, and those that shard each copy.
 
 zero=1, 2   [0 1 2 3]          one copy, sharded over all its devices
 within=2    [0 1 | 2 3]        two copies, each sharded over neighbours
-zero=3      [0 1 | 2 3]        the same by itself where 0,1 and 2,3 run regions of their own: a
-                               copy is gathered by those who compute together
-            [0 1]              as zero=2 where 0 and 1 do: nobody could gather a copy
+zero=3      [0 1 | 2 3]        the same without within=, if 0,1 and 2,3 run separate regions: the
+                               devices that compute together gather a copy
+            [0 1]              like zero=2, if 0 and 1 run separate regions: neither could gather
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from piper.lower.state.packing import in_a_row, packed
 DEFAULT = StateRule(0, 25 * 1024 * 1024, "reduce", "gather", 0)
 _WHOLE = ShardRule(1, 0, "", 0)
 _ALONE = 256 * 1024 * 1024
-"""Bytes that a device updates at once where it holds them alone: few updates cost its host least,
-and what an optimizer takes for a while still has a limit."""
+"""Bucket size in bytes for parameters without replicas: few updates keep the host's overhead low,
+and the temporary memory of the optimizer is still bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketKey:
-    """What parameters must have in common to share a bucket."""
+    """The properties that parameters of one bucket have in common."""
 
     groups: tuple[Group, ...]
     within: int
@@ -43,23 +43,23 @@ class BucketKey:
     dtype: torch.dtype
     gradient: torch.dtype
     chunk: int | None
-    """The chunk that uses them, where gradients or parameters are divided: they come and go with
-    its passes."""
+    """The chunk that uses them, if gradients or parameters are sharded (ZeRO-2 and 3): they come
+    and go with its passes."""
     sections: tuple[int, ...] = ()
     axis: str = "ep"
     tensors: bool = False
-    """Whether the optimizer must have them whole."""
+    """Whether the optimizer needs whole tensors."""
     alike: int = 1
-    """How many neighbours in a group make equal gradients."""
+    """Number of neighbours in a group that make equal gradients."""
 
     @property
     def packed(self) -> bool:
-        """Whether each device gets whole tensors, and not a slice of the bucket."""
+        """Whether each device gets whole tensors instead of a slice of the bucket."""
         return self.tensors and self.within > 1
 
     @property
     def limit(self) -> int:
-        """The most bytes of a bucket, unless it is one parameter."""
+        """Largest size of a bucket in bytes, unless it holds a single parameter."""
         summed = len(self.groups[0]) > 1
         return self.rule.bucket_bytes if summed else max(self.rule.bucket_bytes, _ALONE)
 
@@ -87,15 +87,15 @@ class BucketKey:
         )
 
     def fixed(self) -> BucketKey:
-        """The same for parameters that are not trained: they are divided as a whole or not."""
+        """The key of the same parameters if they are not trained: only ZeRO-3 shards those."""
         if self.rule.zero == 3:
             return replace(self, trained=False, tensors=False)
         return replace(self, trained=False, tensors=False, within=1, chunk=None, alike=1)
 
 
 def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, BucketKey]:
-    """For each parameter, the groups of devices with equal copies, and the rule for its state.
-    Those named in ``tensors`` are not sliced."""
+    """For each parameter, its replica groups and the rule for its state. Parameters named in
+    ``tensors`` are not sliced."""
     devices: dict[str, None] = {}
     places: defaultdict[str, dict[tuple[Group, ShardRule], None]] = defaultdict(dict)
     makers: defaultdict[str, dict[tuple[int, ...], Node]] = defaultdict(dict)
@@ -119,7 +119,7 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
             makers[name].setdefault((id(node.devices), node.replicas, *axes), node)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     _refuse_both(dag, seen)
-    found = {}
+    keys = {}
     known: dict[tuple[object, ...], tuple[tuple[Group, ...], int, int, StateRule]] = {}
     for name in devices:
         shard, rule = shards[name], rules[name]
@@ -155,12 +155,13 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
             name in tensors,
             alike,
         )
-        found[name] = held if facts.trained else held.fixed()
-    return found
+        keys[name] = held if facts.trained else held.fixed()
+    return keys
 
 
 def refuse_elsewhere(dag: Dag, known: tuple[Bucket, ...]) -> None:
-    """An evaluation has parameters where training, whose buckets are ``known``, keeps them."""
+    """Refuse an evaluation that uses parameters on other devices than training, whose buckets are
+    ``known``."""
     buckets = {name: bucket for bucket in known for name in bucket.parameters}
     seen: set[tuple[int, int]] = set()
     for number, node in enumerate(dag.nodes):
@@ -178,7 +179,7 @@ def refuse_elsewhere(dag: Dag, known: tuple[Bucket, ...]) -> None:
 
 
 def _held_by(bucket: Bucket, devices: Group) -> bool:
-    """Whether each of ``devices`` has what is in ``bucket``, or gathers it from others of them."""
+    """Whether each of ``devices`` holds ``bucket``, or can gather it from others of them."""
     whole = set(devices)
     if bucket.level < 3:
         return whole.issubset(d for group in bucket.groups for d in group)
@@ -188,8 +189,8 @@ def _held_by(bucket: Bucket, devices: Group) -> bool:
 
 
 def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
-    """A rule for all regions cannot divide the parameters of experts over devices that have
-    different experts each."""
+    """Refuse a ZeRO-3 rule for several regions that includes experts whose devices all hold
+    different experts: these have nothing to shard."""
     for (chunk, _), devices in places.items():
         shard, rule = dag.shards.get(chunk), dag.state.get(chunk)
         if shard is None or rule is None or rule.zero < 3 or shard.ways < max(2, len(devices)):
@@ -208,7 +209,7 @@ def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
 
 
 def _refuse_other_parts(dag: Dag, name: str, shards: list[ShardRule]) -> None:
-    """Regions that share a parameter must have the same parts of it."""
+    """Refuse regions that share a parameter but shard it differently."""
     kinds = {(by.ways, by.dim, by.sections): by for by in shards}
     if len(kinds) > 1:
         several = [
@@ -222,7 +223,7 @@ def _refuse_other_parts(dag: Dag, name: str, shards: list[ShardRule]) -> None:
 
 
 def _equal_copies(name: str, places: list[tuple[Group, ShardRule]], ways: int) -> tuple[Group, ...]:
-    """The devices that hold each part of a parameter that is divided ``ways`` ways."""
+    """The devices that hold each shard of a parameter that is sharded ``ways`` ways."""
     parts: dict[int, int] = {}
     for group, shard in places:
         for rank, device in enumerate(group):
@@ -247,8 +248,8 @@ def _equal_copies(name: str, places: list[tuple[Group, ShardRule]], ways: int) -
 def _side_by_side(
     dag: Dag, groups: tuple[Group, ...], makers: Sequence[Node]
 ) -> tuple[tuple[Group, ...], int]:
-    """``groups`` with those side by side that make equal gradients in every one of ``makers``, and
-    how many these are; 1 where a device makes another copy in one maker than in another."""
+    """``groups`` with devices that make equal gradients in all ``makers`` as neighbours, and the
+    number of such neighbours; 1 if a device makes different copies in different makers."""
     copies: dict[int, int] = {}
     for node in makers:
         for rank, device in enumerate(node.devices):
@@ -259,7 +260,7 @@ def _side_by_side(
         [[d for d in group if copies[d] == copy] for copy in sorted({copies[d] for d in group})]
         for group in groups
     ]
-    numbers = {(len(row), len(one)) for row in rows for one in row}
+    numbers = {(len(row), len(devices)) for row in rows for devices in row}
     several = {len({dag.copy_of(n, r) for r in range(len(n.devices))}) for n in makers}
     if len(numbers) > 1 or several != {len(rows[0])}:
         return groups, 1
@@ -270,8 +271,8 @@ def _side_by_side(
 def _shard_groups(
     dag: Dag, name: str, places: Sequence[Group], groups: tuple[Group, ...], rule: StateRule
 ) -> tuple[tuple[Group, ...], int, StateRule]:
-    """``groups`` with the devices that divide one copy side by side, how many these are, and the
-    rule by which they do."""
+    """``groups`` with the devices that shard one copy as neighbours, the number of these devices,
+    and the rule that applies to them."""
     if rule.zero == 0:
         return groups, 1, rule
     most = len(groups[0])
@@ -279,7 +280,7 @@ def _shard_groups(
         together = [_together(group, places) for group in groups]
         shared = math.gcd(*(len(run) for runs in together for run in runs))
         if shared == 1 < most:
-            rule = replace(rule, zero=2)  # no two compute together: the rest is sharded over all
+            rule = replace(rule, zero=2)  # no two compute together: shard all but the parameters
         else:
             most = shared
             groups = tuple(tuple(d for run in runs for d in run) for runs in together)
@@ -294,7 +295,7 @@ def _shard_groups(
 
 
 def _together(group: Group, places: Sequence[Group]) -> list[list[int]]:
-    """The devices of ``group`` in runs that every place takes in wholly or not at all."""
+    """The devices of ``group`` in runs: every place contains a run entirely or not at all."""
     members = [frozenset(place) for place in places]
     runs: defaultdict[tuple[bool, ...], list[int]] = defaultdict(list)
     for device in group:

@@ -1,10 +1,10 @@
-"""One step of the optimizer on each device, for those that do not step bucket by bucket.
+"""One optimizer step per device, for optimizers that cannot step bucket by bucket.
 
     all_reduce ─▶ update bucket 0 ┐
     all_reduce ─▶ update bucket 1 ┴─▶ update bucket 2: steps with all gradients
 
-The updates of a device come in the order of its buckets. The last one waits for the others, and
-reads what they read: so the gradients stay, and what holds them is in the plan.
+On each device, the update of the last bucket waits for the others and reads their inputs, so the
+gradients stay alive and the plan accounts for their memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from piper.ir.ops import Update
 
 
 def step_at_once(dag: Dag) -> Dag:
-    """``dag`` where the last update of every device comes after all others, and reads all that
-    they do."""
+    """``dag`` in which the last update of every device runs after all others and reads all their
+    inputs."""
     updates = [(i, n.op.bucket) for i, n in enumerate(dag.nodes) if isinstance(n.op, Update)]
     updates.sort(key=lambda update: update[1])
     of_device: defaultdict[int, list[int]] = defaultdict(list)

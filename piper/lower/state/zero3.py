@@ -1,9 +1,9 @@
-"""ZeRO-3: the whole parameters of a bucket are gathered before they are used, and let go after.
+"""ZeRO-3: gathers the whole parameters of a bucket before their use, and frees them after it.
 
-Uses that follow one another on a device, with no use of another bucket in between, share one
-gather. So do those of a device that has several stages and runs one for many microbatches at once,
-as breadth-first schedules do: it holds the buckets of that stage meanwhile, and of no other. A
-gather may begin when the pass some places before its first use is done: one bucket ahead, or as far
+Consecutive uses on a device, with no use of another bucket in between, share one gather. So do the
+uses of one stage for many consecutive microbatches on a device with several stages, as in
+breadth-first schedules: the device then holds the buckets of that stage and of no other. A gather
+may begin when the pass ``ahead`` passes before its first use is done: one bucket ahead, or as far
 as memory allows.
 """
 
@@ -26,9 +26,9 @@ AHEAD = 2
 
 
 def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool = True) -> Dag:
-    """``dag`` with a gather for every run of uses, in the order in which ``order`` runs them; each
-    may begin when the pass ``ahead`` places before the first use is done. If not ``stages``, no
-    bucket is held while another is used."""
+    """``dag`` with a gather for every run of uses in ``order``. Each may begin when the pass
+    ``ahead`` passes before the first use is done. Without ``stages``, no bucket is held while
+    another is used."""
     buckets = _divided(dag)
     if not buckets:
         return dag
@@ -40,9 +40,9 @@ def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool
             rows[id(dag.nodes[number].devices)].append(number)
     for row in rows.values():
         if any(_uses(dag, number, buckets) for number in row):
-            _keep_order(out, row)  # the gathers are right for this order of passes only
+            _keep_order(out, row)  # the gathers are correct only for this order of passes
         uses = [(place, _uses(dag, number, buckets)) for place, number in enumerate(row)]
-        uses = [(place, used) for place, used in uses if used]  # a loss parts no run
+        uses = [(place, used) for place, used in uses if used]  # a loss does not end a run
         forward = [dag.nodes[row[place]].compute.which is Pass.F for place, _ in uses]
         again = _used_again([used for _, used in uses], forward) if stages else set()
         held: dict[int, int] = {}
@@ -59,12 +59,12 @@ def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool
 
 
 def _used_again(uses: list[list[int]], forward: list[bool]) -> set[tuple[int, int]]:
-    """At which of ``uses`` which other buckets are held for a later one: where only forwards, or
-    only backwards, are in between, and not all of those that the device runs."""
+    """Pairs of an index in ``uses`` and another bucket that is held there for a later use: only
+    forwards, or only backwards, are in between, and they do not use all buckets of that kind."""
     everything: dict[bool, set[int]] = {True: set(), False: set()}
     for used, ahead in zip(uses, forward, strict=True):
         everything[ahead].update(used)
-    found: set[tuple[int, int]] = set()
+    held: set[tuple[int, int]] = set()
     for first, used in enumerate(uses):
         for bucket in used:
             between = {bucket}
@@ -72,10 +72,10 @@ def _used_again(uses: list[list[int]], forward: list[bool]) -> set[tuple[int, in
                 if forward[i] is not forward[first] or between == everything[forward[first]]:
                     break
                 if bucket in uses[i]:
-                    found.update((j, bucket) for j in range(first + 1, i))
+                    held.update((j, bucket) for j in range(first + 1, i))
                     break
                 between.update(uses[i])
-    return found
+    return held
 
 
 def _keep_order(out: Rewriter, row: list[int]) -> None:
@@ -88,7 +88,7 @@ def _keep_order(out: Rewriter, row: list[int]) -> None:
 
 
 def _divided(dag: Dag) -> dict[str, int]:
-    """For each parameter that is kept divided, its bucket."""
+    """For each ZeRO-3 parameter, its bucket."""
     return {
         name: index
         for index, bucket in enumerate(dag.buckets)

@@ -1,1 +1,1 @@
-"""From a model and a strategy to a program."""
+"""Compiles a model and a strategy to a program."""

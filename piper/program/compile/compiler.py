@@ -1,8 +1,8 @@
-"""``compile``: a model and a strategy go in; a ``Program``, ready to be launched, comes out.
+"""``compile``: a model and a strategy enter; a ``Program``, ready to launch, leaves.
 
-The model is captured once for each size of group that the strategy places regions on, at the shape
-that one device of such a group sees; the strategy rewrites the DAG; lowering makes the plans. With
-``capture``, other strategies can be compiled for what was captured.
+The model is captured once for each group size of the strategy, at the shapes that one device of
+such a group sees. The strategy rewrites the DAG. Lowering makes the plans. ``capture`` keeps the
+captured model, to compile it under several strategies.
 """
 
 from __future__ import annotations
@@ -73,22 +73,20 @@ def capture(
     on_nan: str | None = None,
     seed: int = 0,
 ) -> Capture:
-    """Capture ``model`` for training under strategies that are still to be named.
+    """Capture ``model`` for training under strategies given later.
 
     ``inputs`` and ``targets`` are one example of the global batch: real, fake or meta tensors.
-    ``loss`` may be left out if the model returns one itself, like those of transformers that are
-    given labels. ``outputs`` chooses what is reported beside the loss: a function of the same
-    arguments that returns a dict of tensors. Of single numbers every step reports the mean; a
-    tensor with the rows of the batch is returned by ``evaluate``.
-    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without
-    one nothing is updated; ``scheduler`` makes its learning-rate scheduler, which advances once a
-    step.
+    ``loss`` may be omitted if the model returns its own loss, like models of transformers that get
+    labels. ``outputs`` selects values to report besides the loss: a function of the same arguments
+    that returns a dict of tensors. Every step reports the mean of scalars; ``evaluate`` returns
+    tensors with the rows of the batch.
+    ``optimizer`` makes a ``torch.optim`` optimizer from a list of parameters; without one nothing
+    is updated. ``scheduler`` makes its learning-rate scheduler, which advances once per step.
     ``init`` fills the parameters of a model on the meta device, or is ``piper.weights(folder)``,
-    which replaces those of any model. ``precision="bf16"`` computes in bf16 and keeps fp32 weights
-    for the optimizer. ``clip_norm`` bounds the norm of all gradients.
-    ``on_nan`` says what becomes of a step whose gradients are not finite: with ``"skip"`` and
-    ``"stop"`` it updates nothing, and then continues or raises. ``seed`` is for ``init`` and for
-    random operations.
+    which replaces the parameters of any model. ``precision="bf16"`` computes in bf16 and keeps fp32
+    weights for the optimizer. ``clip_norm`` bounds the global gradient norm.
+    ``on_nan`` handles a step whose gradients are not finite: ``"skip"`` and ``"stop"`` update
+    nothing, then continue or raise. ``seed`` seeds ``init`` and random operations.
     """
     chosen = loss_or_own(loss, targets)
     subject = Subject(
@@ -123,8 +121,8 @@ def compile(
     costs: CostModel | None = None,
     seed: int = 0,
 ) -> Program:
-    """Compile ``model`` for training under ``strategy``: ``capture`` and ``Capture.compile`` in a
-    row, whose arguments these are."""
+    """Compile ``model`` for training under ``strategy``: ``capture``, then ``Capture.compile``,
+    with the arguments of both."""
     _check_strategy(strategy)
     chosen = loss_or_own(loss, targets)
     subject = Subject(
@@ -152,9 +150,9 @@ def _capture(subject: Subject, training: Training, init: Init | WeightFiles | No
 
 
 class Capture:
-    """A model, to be compiled for as many strategies as one likes. It is traced when a strategy
-    first needs it, once for each number of rows that a device can have; what is traced is kept, so
-    the model must stay as it is, but for its weights."""
+    """A captured model, to compile under any number of strategies. It is traced when a strategy
+    first needs it, once for each number of rows on a device. Traces are cached, so nothing but the
+    weights of the model may change."""
 
     def __init__(
         self, subject: Subject, training: Training, init: Init | WeightFiles | None
@@ -171,7 +169,7 @@ class Capture:
         self._cost: OptimizerCost | None = None
 
     def __str__(self) -> str:
-        """Its regions, one part of a region a line; those of equal programs have equal letters."""
+        """Its chunks, one per line. Chunks with equal programs have equal letters."""
         whole = self._whole()
         letters = letters_of(whole)
         rows = zip(whole.chunks, whole.programs, strict=True)
@@ -179,7 +177,7 @@ class Capture:
 
     @property
     def dag(self) -> Dag:
-        """The step before any directive: the whole batch at once, on no device yet."""
+        """The step before any directive: the whole batch at once, not placed on any device."""
         return build(self._placer.facts_of(self._whole()))
 
     def _whole(self) -> Captured:
@@ -193,10 +191,10 @@ class Capture:
         memory_limit: int | str | None = None,
         costs: CostModel | None = None,
     ) -> Program:
-        """The program of ``strategy``. ``memory_limit`` is the bytes that a device has, a number or
-        a size such as "80GB": a strategy that needs more is refused. ``costs`` orders what the
-        strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, what was measured, or a cost
-        model of your own."""
+        """The program of ``strategy``. ``memory_limit`` is the memory of a device, in bytes or as a
+        size such as "80GB"; a strategy that needs more is refused. ``costs`` orders what the
+        strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, measurements, or your own cost
+        model."""
         _check_strategy(strategy)
         _check_costs(costs)
         limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
@@ -225,14 +223,16 @@ class Capture:
                 fused=not isinstance(first.compiler, Eager),
                 costs=Costs() if costs is None else costs,
             )
-            found = _lowered(placed, self._training, settings, first.device)
+            lowered = _lowered(placed, self._training, settings, first.device)
             evaluation = placed
             if self._traces.depends_on_mode(first.microbatches):
                 again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
                 evaluation = self._placer.placed_for_evaluation(
                     strategy.as_in(placed.dag), again, shape.experts
                 )
-            forwards = lower_forwards(evaluation.dag, evaluation.facts.models, settings, found.dag)
+            forwards = lower_forwards(
+                evaluation.dag, evaluation.facts.models, settings, lowered.dag
+            )
         program = Program(
             strategy=strategy,
             training=self._training,
@@ -241,11 +241,11 @@ class Capture:
             settings=settings,
             facts=placed.facts,
             evaluation_facts=evaluation.facts,
-            plans=found.plans,
+            plans=lowered.plans,
             evaluation_plans=forwards.plans,
-            memory=found.memory,
-            buckets=forwards.dag.buckets,  # training's, and what only evaluation uses
-            streams=found.dag.streams,
+            memory=lowered.memory,
+            buckets=forwards.dag.buckets,  # of training, then those that only evaluation uses
+            streams=lowered.dag.streams,
             microbatches=shape.microbatches,
             code=placed.code,
             evaluation_code=evaluation.code,
@@ -256,22 +256,23 @@ class Capture:
             again=partial(self._again, how),
             frozen=self._frozen,
         )
-        vars(program)["lowered"] = found  # a cached property: it need not be made again
-        _ = program.located  # files that do not fit are refused now
+        vars(program)["lowered"] = lowered  # fill the cached property: lowering runs once
+        _ = program.located  # refuse weight files that do not match, now
         for waste in program.waste:
             if waste.share > LARGE:
                 warn(f"{waste}. {_CURES[waste.copies is None]}")
         return program
 
     def _again(self, how: Mapping[str, Any], batch: Batch) -> Program:
-        """The program of the same model for batches of other shapes."""
+        """The program of the same model for batches of the shapes of ``batch``."""
         self._source.refuse_refrozen(self._frozen)
         inputs, targets = batch.parts
         subject = replace(self._subject, inputs=inputs, targets=targets)
         return Capture(subject, self._training, self._init).compile(**how)
 
     def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
-        """The strategy says what is computed again: what the model says of it saves no memory."""
+        """Warn that the model's own activation checkpointing has no effect: the strategy decides
+        what is recomputed."""
         directives = any(isinstance(d, Remat) for d in strategy.directives)
         if lines and not directives and self._subject.remat is None:
             warn(
@@ -286,7 +287,7 @@ _CURES = {
     False: "Shard its weights (parameters= of shard or mesh), or give the axis to the batch",
     True: "Write it with operations that have a rule, or leave what feeds it whole",
 }
-"""Against what is computed more than once, and against what is gathered."""
+"""Advice against duplicate computation (False), and against gathered inputs (True)."""
 
 
 def _check_strategy(strategy: object) -> None:
@@ -303,7 +304,7 @@ def _check_costs(costs: object) -> None:
 
 
 def _warn_of_evaluation_mode(model: nn.Module) -> None:
-    """A model straight from a library is often in evaluation mode: nothing else would say so."""
+    """Warn of a model in evaluation mode: libraries often return models so, without notice."""
     if isinstance(model, nn.Module) and not model.training:
         warn(
             f"{type(model).__name__} is in evaluation mode and is trained like that, without "
@@ -314,13 +315,13 @@ def _warn_of_evaluation_mode(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How a strategy divides the batch."""
+    """How a strategy splits and shards the batch."""
 
     microbatches: int
     groups: tuple[int, ...]
-    """The sizes of groups that it places regions on."""
+    """The sizes of the groups that it places regions on."""
     experts: tuple[int, ...] = ()
-    """Further sizes, of groups that have experts alone: their rows are those of other regions."""
+    """Further sizes, of groups that run only experts: they get their rows from other regions."""
 
 
 def _shape(strategy: Strategy, batch: int) -> _Shape:
@@ -340,7 +341,7 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
                 f"does not divide over {place.parts} devices; {advice}"
             )
     if batch % count:
-        count = 1  # split itself says what is wrong
+        count = 1  # the split directive reports this error
     sizes = tuple(dict.fromkeys(p.parts for p in groups)) or (1,)
     axes = {d.batch for d in strategy.directives if isinstance(d, Shard) and d.batch is not None}
     experts = [place.parts for place in places]
@@ -349,7 +350,7 @@ def _shape(strategy: Strategy, batch: int) -> _Shape:
 
 
 def _of_experts(place: Place, strategy: Strategy) -> bool:
-    """Whether it places nothing but regions of experts: those that a filter of ``shard`` names."""
+    """Whether it places only regions of experts: regions that a ``shard`` filter names."""
     return any(
         isinstance(d, Shard)
         and d.axis is None
@@ -365,7 +366,7 @@ def _of_experts(place: Place, strategy: Strategy) -> bool:
 def _lowered(
     placed: Placed, training: Training, settings: Settings, device: torch.device
 ) -> Lowered:
-    """The plans of a step of training."""
+    """The lowered training step."""
     lowered = lower(placed.dag, placed.facts.models, settings)
     if training.optimizer is not None:
         trained = trained_shapes(placed.facts.whole, placed.code)
@@ -376,7 +377,7 @@ def _lowered(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Compiling makes millions of small objects and no cycles worth collecting meanwhile."""
+    """Disables garbage collection: compilation makes millions of small objects and few cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

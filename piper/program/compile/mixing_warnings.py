@@ -1,4 +1,4 @@
-"""What is said of a loss whose parts of a batch do not add up to the whole batch."""
+"""Warnings about models whose loss on microbatches does not equal the loss on the whole batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAID = {
 
 
 def warn_of_mixing(captured: Iterable[Captured]) -> None:
-    """Warn of the first operation that needs the whole batch, where a device sees a part of it."""
+    """Warn of the first operation that needs the whole batch, if a device sees only part of it."""
     for each in captured:
         if each.mixing is not None:
             size = each.example.size

@@ -1,5 +1,5 @@
-"""Captured models under strategies: their DAGs, facts and code, as one device of each group has
-them. What was found out for one strategy is kept for the next."""
+"""Applies strategies to captured models: makes their DAGs, facts and code, as one device of each
+group size sees them. Results are cached for later strategies."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Placer:
         self._resized: list[tuple[Captured, Mapping[int, int], int, Captured]] = []
 
     def facts_of(self, captured: Captured) -> Model:
-        """What is known of a model under any policy of recomputing."""
+        """The model's facts under every recomputation policy."""
         return facts_of(captured, captured.remat, known=self._known)
 
     def placed(
         self, strategy: Strategy, captured: Mapping[int, Captured], experts: Iterable[int] = ()
     ) -> Placed:
-        """A model under ``strategy``; ``captured`` is it as one device of a group of each size sees
-        it. On groups of the sizes in ``experts`` are regions of experts alone."""
+        """A model under ``strategy``. ``captured`` holds it as one device of each group size sees
+        it. Groups of the sizes in ``experts`` run only regions of experts."""
         known = self._known
         policies = strategy.policies(next(iter(captured.values())).remat)
         facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
@@ -74,8 +74,8 @@ class Placer:
         resized = {n: self._of_experts(captured, dag, n) for n in experts}
         rows = self._rows_of(captured, next(iter(resized.values()), None))
         captured = {**captured, **resized}
-        for n, one in resized.items():
-            facts[n] = facts_of(one, one.remat, None, known, policies)
+        for n, resized_model in resized.items():
+            facts[n] = facts_of(resized_model, resized_model.remat, None, known, policies)
         joints = {n: self._joints(c, dag) for n, c in captured.items()}
         models = {n: facts_of(c, c.remat, joints[n], known, policies) for n, c in captured.items()}
         if any(dag.model.chunks[chunk].sorted_rows for chunk in dag.shards):
@@ -95,7 +95,7 @@ class Placer:
         return Placed(dag, Facts(whole, models), Executables.of(captured, programs))
 
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
-        """The model as one device has it under tensor parallelism."""
+        """The model as one device sees it under tensor parallelism."""
         shardings = shardings_of(captured, dag)
         for kept, of, known in self._segmented:
             if kept is captured and of == shardings:
@@ -106,34 +106,35 @@ class Placer:
         return self._segmented[-1][2]
 
     def _of_experts(self, captured: Mapping[int, Captured], dag: Dag, parts: int) -> Captured:
-        """The model as one of ``parts`` devices sees it that have nothing but experts."""
-        of, one = next(iter(captured.items()))
+        """The model as one of ``parts`` devices that run only experts sees it."""
+        of, first = next(iter(captured.items()))
         chunks = {node.compute.chunk for node in dag.nodes if node.parts == parts}
         dims = {chunk: dag.shards[chunk].dim for chunk in sorted(chunks)}
         for kept, known, size, resized in self._resized:
-            if (kept is one) and (known, size) == (dims, parts):
+            if (kept is first) and (known, size) == (dims, parts):
                 return resized
-        resized = with_rows(one, dims, parts, of, self._known.passes)
-        self._resized.append((one, dims, parts, resized))
+        resized = with_rows(first, dims, parts, of, self._known.passes)
+        self._resized.append((first, dims, parts, resized))
         return resized
 
     def _rows_of(
         self, captured: Mapping[int, Captured], experts: Captured | None = None
     ) -> Mapping[int, Rows]:
-        """Where rows are; what has other ``experts`` alone says it of their rows."""
+        """The rows of every value, from comparing two sizes of the model. If ``captured`` has only
+        one size, the second is ``experts``, the model resized for groups of experts."""
         most, fewest = captured[min(captured)], captured[max(captured)]
         other = fewest if fewest is not most else experts
         key = (id(most), id(other))
         if key not in self._rows:
             size = most.example.size // most.microbatches
-            # of one row, nothing would be seen: it is the larger that is looked at
+            # a single row would show nothing, so the larger size is analyzed
             self._rows[key] = rows_of(most.cut, size, None if other is None else other.cut)
         return self._rows[key]
 
     def placed_for_evaluation(
         self, strategy: Strategy, captured: Mapping[int, Captured], experts: Iterable[int] = ()
     ) -> Placed:
-        """The same in evaluation mode."""
+        """``placed`` for evaluation mode, which also checks the rows of outputs."""
         try:
             placed = self.placed(strategy, captured, experts)
         except DirectiveError as error:
@@ -146,8 +147,8 @@ class Placer:
         return placed
 
     def _joints(self, captured: Captured, dag: Dag) -> tuple[Joint, ...]:
-        """The joint graph of each chunk; of a sharded one, that of a device's share."""
-        found = []
+        """The joint graph of each chunk; for sharded experts, that of a device's share."""
+        joints = []
         for chunk, joint in zip(captured.chunks, captured.joints, strict=True):
             rule = dag.shards.get(chunk.index)
             if rule is not None and rule.ways > 1:
@@ -159,19 +160,19 @@ class Placer:
                         chunk, joint, rule.ways, rule.dim, rows, captured.compiler
                     )
                 joint = self._shares[key]
-            found.append(joint)
-        return tuple(found)
+            joints.append(joint)
+        return tuple(joints)
 
 
 def _with_rows(models: Mapping[int, Model], rows: Mapping[int, Rows]) -> dict[int, Model]:
-    """``models`` with what is known of where rows are."""
+    """``models`` with the row dimension and row order of every value."""
     return {
         n: replace(
             model,
             values=tuple(
-                replace(facts, rows=found.dim, order=found.order)
+                replace(facts, rows=value_rows.dim, order=value_rows.order)
                 for value, facts in enumerate(model.values)
-                for found in [rows.get(value, Rows())]  # nobody reads it
+                for value_rows in [rows.get(value, Rows())]  # missing if no chunk reads the value
             ),
         )
         for n, model in models.items()

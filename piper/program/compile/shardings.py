@@ -1,4 +1,4 @@
-"""How the chunks of a model are sharded by the tensor and context parallelism of a strategy."""
+"""The sharding of a model's chunks under the tensor and context parallelism of a strategy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from piper.ir.shards import ContextAttention, ParameterShard
 
 
 def shardings_of(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]]:
-    """By chunk, one for each axis."""
+    """The shardings of each chunk, one per axis."""
     weights: dict[str, ParameterShard] = {}
     for chunk, rules in dag.tensor.items():
         for rule in rules:
-            found = weight_shards(captured.chunks[chunk], rule.parameters, rule.ways)
-            weights = {**found, **weights}  # a tied weight is sharded as where it is used first
+            shards = weight_shards(captured.chunks[chunk], rule.parameters, rule.ways)
+            weights = {**shards, **weights}  # the first use decides how a tied weight is sharded
     return {
         chunk: tuple(
             Sharding(
@@ -38,10 +38,11 @@ def shardings_of(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]
 
 
 def _in_turn(rules: Sequence[TensorRule]) -> list[TensorRule]:
-    """The axes in the order in which regions are sharded. Heads are sharded with the weights that
-    make them, and each of these shards by attention under context parallelism: the other way
-    round, a device would have other heads than its part of the next weight. Heads and tails of a
-    sequence are not sharded again: where ``sequence`` would, context parallelism is first."""
+    """The axes in the order in which regions are sharded. Tensor parallelism comes first: it shards
+    the attention heads with their weights, and context parallelism (Ulysses) shards each shard of
+    heads further. In the other order, a device's heads would not match its shard of the next
+    weight. The head and tail blocks of a sequence (all-gather attention) cannot be sharded again:
+    if ``sequence`` would do so, context parallelism comes first, as in ``rules``."""
     gathers = any(rule.context is ContextAttention.ALL_GATHER for rule in rules)
     twice = gathers and any(rule.sequence is not None for rule in rules)
     return list(rules) if twice else sorted(rules, key=lambda rule: not rule.parameters)

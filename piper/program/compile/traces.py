@@ -1,4 +1,4 @@
-"""A model as one device sees it, traced once for each number of rows and each mode."""
+"""Traces a model as one device sees it, once for each number of rows and each mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from piper.capture.model import Captured, capture, trace
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is traced."""
+    """The model, loss and example batch to trace, and the options."""
 
     model: nn.Module
     inputs: Sequence[Any] | Mapping[str, Any]
@@ -36,7 +36,7 @@ class Subject:
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters that are not frozen, by the names that they will have."""
+        """The shapes of the parameters that require grad, by their names in the program."""
         modules = [("", self.model), (LOSS_PREFIX, self.loss)]
         return {
             prefix + name: tuple(parameter.shape)
@@ -48,33 +48,32 @@ class Subject:
 
 
 class Traces:
-    """All traces of a model that were needed so far."""
+    """The traces of a model, made on demand and cached."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self.passes = Passes()
-        """The programs of all joint graphs."""
+        """The split passes of all joint graphs."""
         self._training: dict[int, Captured] = {}
         self._evaluation: dict[int, Captured] = {}
         self._by_mode: dict[int, bool] = {}
 
     def training(self, parts: int) -> Captured:
-        """The model as it sees one of ``parts`` equal parts of the batch."""
+        """The model traced on one of ``parts`` equal parts of the batch."""
         if parts not in self._training:
             self._training[parts] = self._capture(parts, rows=False)
         return self._training[parts]
 
     def evaluation(self, parts: int) -> Captured:
-        """The same in evaluation mode."""
+        """The model traced in evaluation mode on one of ``parts`` equal parts of the batch."""
         if parts not in self._evaluation:
             with self._evaluating():
                 self._evaluation[parts] = self._capture(parts, rows=True)
         return self._evaluation[parts]
 
     def depends_on_mode(self, parts: int) -> bool:
-        """Whether evaluation computes otherwise than training: both are traced and compared, since
-        the mode can be read anywhere. What differs without any reason of the model's own is
-        refused."""
+        """Whether evaluation computes differently than training. Both are traced and compared,
+        since any code can read the mode. Refuses a model whose trace differs from run to run."""
         if parts not in self._by_mode:
             self._by_mode[parts] = self._compared(parts)
         return self._by_mode[parts] or self._subject.outputs is not None
@@ -103,13 +102,13 @@ class Traces:
         return trace(self._subject.model, **self._how(parts, rows=False))
 
     def _how(self, parts: int, rows: bool) -> dict[str, Any]:
-        """What both ways of tracing are given; with ``rows`` outputs that have rows are kept."""
+        """The arguments of both tracing functions. With ``rows``, outputs with rows are kept."""
         it = self._subject
         names = ("inputs", "targets", "loss", "tags", "device", "precision")
-        found = {name: getattr(it, name) for name in names} | {"microbatches": parts}
+        arguments = {name: getattr(it, name) for name in names} | {"microbatches": parts}
         size = Batch.of(it.inputs, it.targets).size // parts if rows else None
-        found["outputs"] = None if it.outputs is None else NamedOutputs(it.outputs, size)
-        return found
+        arguments["outputs"] = None if it.outputs is None else NamedOutputs(it.outputs, size)
+        return arguments
 
     def _evaluating(self) -> AbstractContextManager[None]:
         return _evaluating(self._subject.model, self._subject.loss)
@@ -117,7 +116,7 @@ class Traces:
 
 @contextmanager
 def _evaluating(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
-    """The model in evaluation mode inside; as it was outside."""
+    """Puts the model and the loss into evaluation mode inside, and restores the mode after."""
     roots = [model] + ([loss] if isinstance(loss, nn.Module) else [])
     modules = [m for root in roots for m in root.modules()]
     before = [m.training for m in modules]

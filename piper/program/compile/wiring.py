@@ -1,5 +1,5 @@
-"""What a strategy needs of a model: the same chunks with the same values between them, whatever
-part of the batch or of the experts a device has."""
+"""Checks that a model has the same chunks and the same values between them for every share of the
+batch or of the experts that a device may hold."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from piper.ir.passes import RematPolicy
 
 
 def refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> None:
-    """The model must have the same chunks at every size of group; ``rows`` is what each of its
-    devices has."""
+    """Refuse a model whose chunks differ between group sizes. ``rows`` maps each group size to the
+    rows of one device."""
     (size, first), *others = models.items()
     for n, other in others:
         if [_wiring(c) for c in other.chunks] != [_wiring(c) for c in first.chunks]:
@@ -35,7 +35,8 @@ def refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> No
 
 
 def refuse_other_rows(captured: Captured, rows: Mapping[int, Rows]) -> None:
-    """Outputs are put together from the rows that devices have of them."""
+    """Refuse an output whose first dimension is not the batch: outputs are concatenated from the
+    rows on each device."""
     for name, value in outputs_of(captured).items():
         shape = captured.cut.values[value].spec.shape
         if shape and (rows[value] != Rows(0)):
@@ -47,7 +48,8 @@ def refuse_other_rows(captured: Captured, rows: Mapping[int, Rows]) -> None:
 
 
 def refuse_other_share(whole: Model, share: Model) -> None:
-    """On a share of its experts a region must take and keep what it does with all of them."""
+    """Refuse a region that reads or saves other values with a share of its experts than with all of
+    them."""
     for mine, other in zip(whole.chunks, share.chunks, strict=True):
         if _wiring(mine) != _wiring(other):
             name = " ".join(f"{k}[{i}]" for k, i in mine.tags.items()) or "model"
@@ -59,9 +61,9 @@ def refuse_other_share(whole: Model, share: Model) -> None:
 
 
 def with_sorted_shares(whole: Model, share: Model) -> Model:
-    """``whole``, in which experts on sorted rows take and keep what a share of them does: the rows
-    in another order. It costs what the whole does, since a device gets as many rows as it has, if
-    all get as many."""
+    """``whole`` with the inputs and saved values of ``share`` for experts on sorted rows: they hold
+    the rows in another order. FLOPs stay those of ``whole``: with balanced routing, a device
+    receives as many rows as it has."""
     chunks = [
         replace(mine, variants=_costing(other.variants, mine.variants))
         if mine.sorted_rows is not None

@@ -1,1 +1,1 @@
-"""Ways to communicate: gloo, NCCL, and devices in one process."""
+"""Transports: gloo, NCCL, and loopback between devices in one process."""

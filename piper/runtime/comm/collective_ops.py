@@ -1,7 +1,7 @@
-"""What each kind of collective does with the tensors of its members, for all ways to communicate.
+"""The definition of each kind of collective, for all transports.
 
-A member brings one tensor that is changed in place, or one that is taken and one that is filled.
-Sums are added in the order of the group, so that it does not matter which way is taken.
+A member brings one tensor that is changed in place, or one input and one output. Loopback and gloo
+add sums in the order of the group, so their results are equal. NCCL adds in its own order.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _c10d: Any = dist.distributed_c10d  # its stubs lack some of the options
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A kind of collective: its meaning, and how torch is asked for it."""
+    """One kind of collective: a reference implementation, and the call to torch."""
 
     parts: Callable[[int], tuple[int, ...]]
-    """Of how many parts the tensors are that one of n members brings."""
+    """For n members: the number of parts in each tensor of one member."""
     act: Callable[[Sequence[MemberTensors]], None]
-    """Does it for all members, whose tensors are given in the order of the group."""
+    """Does it for all members at once, given their tensors in the order of the group."""
     begin: Callable[..., Any]
-    """Asks a communicator of torch's, with ``options()``, for it with one member's tensors."""
+    """Calls a torch communicator with ``options()`` and one member's tensors."""
     options: Callable[[], Any]
 
 
 def _all_reduce(everyone: Sequence[MemberTensors]) -> None:
-    """A tensor becomes its sum over the group."""
+    """Each tensor becomes the sum over the group."""
     (total,), *others = everyone
     for (x,) in others:
         total += x
@@ -43,7 +43,7 @@ def _all_reduce(everyone: Sequence[MemberTensors]) -> None:
 
 
 def _reduce_scatter(everyone: Sequence[MemberTensors]) -> None:
-    """The second becomes this member's part of the sum of the first."""
+    """The output becomes this member's part of the sum of the inputs."""
     parts = [x.chunk(len(everyone)) for x, _ in everyone]
     for rank, (_, out) in enumerate(everyone):
         out.copy_(parts[0][rank])
@@ -52,14 +52,14 @@ def _reduce_scatter(everyone: Sequence[MemberTensors]) -> None:
 
 
 def _all_gather(everyone: Sequence[MemberTensors]) -> None:
-    """The second becomes all members' parts in the group's order."""
+    """The output becomes the inputs of all members, in the order of the group."""
     for _, out in everyone:
         torch.cat([x for x, _ in everyone], out=out)
 
 
 def _all_to_all(everyone: Sequence[Any]) -> None:
-    """Part i of the first goes to member i; part i of the second comes from member i. Parts are
-    equal, or as many rows as each says that it sends and gets."""
+    """Part i of the input goes to member i; part i of the output comes from member i. Parts have
+    equal sizes, or the numbers of rows that each member gives."""
     parts = [x.split(rows[0]) if rows else x.chunk(len(everyone)) for x, _, *rows in everyone]
     for rank, (_, out, *_) in enumerate(everyone):
         torch.cat([part[rank] for part in parts], out=out)

@@ -1,9 +1,9 @@
-"""The communicators that one device needs: those of its own plans, and no others.
+"""The communicators that one device needs for its plans.
 
-Every logical stream and group has a communicator of its own, and each direction of messages between
-two devices too, so that streams never wait for each other. Ranks within a communicator follow the
-order of the group, whatever the ranks of the processes are. How many a device needs depends on its
-streams and neighbours, not on the size of the job.
+Every pair of logical stream and group has its own communicator, and so does each direction of
+messages between two devices on a stream. Therefore streams never wait for each other. Ranks within
+a communicator follow the order of the group, not the ranks of the processes. The number of
+communicators depends on a device's streams and neighbours, not on the size of the job.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from piper.ir.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, order=True)
 class Communicator:
-    """Who communicates on which stream."""
+    """A stream and the devices that communicate on it."""
 
     stream: str
-    """As directives call it."""
+    """The stream's name in directives."""
     members: Group
     message: bool
-    """Whether it carries messages from the first member to the second."""
+    """Whether it carries messages from the first member to the second, instead of collectives."""
 
     @property
     def name(self) -> str:
-        """Known to all members without asking, and unique in a job."""
+        """A name that all members compute alike, unique in a job."""
         between = ">" if self.message else ","
         return f"{self.stream} {between.join(map(str, self.members))}"
 
@@ -49,9 +49,9 @@ def collective(stream: str, group: Group) -> Communicator:
 def communicators_of(
     plans: Iterable[Plan], device: int
 ) -> dict[Communicator, tuple[CollectiveKind, ...]]:
-    """Those that ``device`` is a member of, and what they do besides messages. All is sorted:
-    members who make theirs in this order cannot wait for each other in a circle."""
-    found: defaultdict[Communicator, set[CollectiveKind]] = defaultdict(set)
+    """The communicators of ``device``, each with the kinds of its collectives. They are sorted:
+    members that create them in this order cannot deadlock."""
+    kinds: defaultdict[Communicator, set[CollectiveKind]] = defaultdict(set)
     for plan in plans:
         if device not in plan.devices:
             continue
@@ -59,14 +59,14 @@ def communicators_of(
             match x.op:
                 case Transfer() as op if x.verb is Verb.SEND:
                     peers = {part.peer for part in sent_by(op, device)} - {device}
-                    found |= {channel(x.stream, device, peer): set() for peer in peers}
+                    kinds |= {channel(x.stream, device, peer): set() for peer in peers}
                 case Transfer() as op:
                     peers = {part.peer for part in received_by(op, device)} - {device}
-                    found |= {channel(x.stream, peer, device): set() for peer in peers}
+                    kinds |= {channel(x.stream, peer, device): set() for peer in peers}
                 case Collective(kind=kind, groups=groups):
                     group = next(group for group in groups if device in group)
                     if len(group) > 1:
-                        found[collective(x.stream, group)].add(kind)
+                        kinds[collective(x.stream, group)].add(kind)
                 case _:
                     pass
-    return {one: tuple(sorted(found[one], key=lambda kind: kind.value)) for one in sorted(found)}
+    return {one: tuple(sorted(kinds[one], key=lambda kind: kind.value)) for one in sorted(kinds)}

@@ -1,12 +1,12 @@
 """Communication on CPUs over gloo.
 
-Messages carry the number of their node as tag. Sums are added in the order of the group, as on
-virtual devices: parts are sent around and added here, on one thread for each stream; gloo's own
-sums depend on its algorithm.
+Messages have their DAG node's number as tag. Sums are added in the order of the group, as on
+virtual devices: members exchange parts and add them here, on one thread for each stream. The order
+of gloo's own sums depends on its algorithm.
 
-All communicators of a process share one thread for their sockets. One of torch's own has a thread
-that wakes a hundred times a second whether or not anything arrives; on more workers than cores
-these wakes take time from those that compute.
+All communicators of a process share one thread for their sockets. A communicator made by torch has
+its own thread, which wakes a hundred times a second even when idle. With more workers than cores,
+these wakeups take time from computations.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from piper.runtime.comm.communicators import Communicator, channel, collective, 
 from piper.runtime.comm.protocol import Begin, tensors_of
 
 _IN_FLIGHT = 8
-"""Messages of one stream that may be under way: more would only hold memory."""
+"""Sends of one stream that may be under way. More would only hold memory: a further send waits for
+the oldest one."""
 _SMALL = 4096
-"""Elements up to which a sum is cheaper by sending everything to everybody."""
+"""Elements up to which an all-reduce is cheaper as an all-to-all of whole tensors."""
 
 
 class _Sent:
-    """A message under way."""
+    """The handle of a message, sent or received."""
 
     __slots__ = ("_over", "_work")
 
@@ -58,7 +59,7 @@ class _Sent:
             self._work = None
 
     def join(self) -> None:
-        self.wait()  # gloo says no earlier that a message has failed
+        self.wait()  # gloo reports a failed message only here
 
     @property
     def span(self) -> None:
@@ -66,7 +67,7 @@ class _Sent:
 
 
 class _Begun:
-    """Something that a stream's thread does."""
+    """The handle of a call on a stream's thread."""
 
     __slots__ = ("_call", "_future", "span")
 
@@ -87,7 +88,7 @@ class _Begun:
         self._future.result()
 
     def join(self) -> None:
-        self.wait()  # raises what went wrong
+        self.wait()  # raises the call's error
 
 
 class Gloo:
@@ -104,8 +105,8 @@ class Gloo:
         *,
         alone: bool = False,
     ) -> None:
-        """``store`` is the job's alone, and shared by all its processes; ``alone`` says that they
-        are all on this machine."""
+        """``store`` is shared by all processes of the job and by no other job. ``alone``: all these
+        processes are on this machine."""
         self._device = device
         sockets = _sockets(alone)
         self._backends = {
@@ -160,7 +161,7 @@ class Gloo:
 
 
 class Peers:
-    """Messages between any two of some processes, besides those of plans."""
+    """Messages between any two of ``members``, outside of plans."""
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class Peers:
         *,
         alone: bool = False,
     ) -> None:
-        """``store`` is theirs alone; ``alone`` says that they are all on this machine."""
+        """Only the members use ``store``. ``alone``: all members are on this machine."""
         self._members = members
         one = Communicator("peers", members, message=False)
         self._backend = _backend(one, device, store, timeout, _sockets(alone))
@@ -183,13 +184,13 @@ class Peers:
         return _Sent(self._backend.recv([out], self._members.index(source), tag))
 
     def barrier(self) -> None:
-        """Return when all have come here: nobody closes what another still reads from."""
+        """Wait for all members, so that none closes a connection that another still reads from."""
         self._backend.barrier().wait()
 
 
 def _sockets(alone: bool) -> Any:
-    """Where this process listens: as torch's own variable says, or, if all others are on this
-    machine, where nobody else can come from."""
+    """The network interface this process listens on: torch's ``GLOO_SOCKET_IFNAME`` if it is set;
+    127.0.0.1, closed to other machines, if all processes are on this one; else gloo's default."""
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
     if alone:
@@ -202,7 +203,7 @@ def _backend(
 ) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
     options._devices = [sockets]
-    options._threads = 1  # a stream asks for one collective after the other
+    options._threads = 1  # a stream runs one collective after the other
     options._timeout = timeout
     rank = one.members.index(device)
     keys = dist.PrefixStore(one.name, store)
@@ -211,26 +212,26 @@ def _backend(
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """A group's communicator; its ranks are the members in their order."""
+    """A group's communicator. Its ranks follow the order of the members."""
 
     backend: Any
     count: int
 
     def do(self, kind: CollectiveKind, *tensors: Tensor) -> None:
-        """As gloo does it."""
+        """Run gloo's own collective and wait for it."""
         definition = DEFINITIONS[kind]
         definition.begin(self.backend, definition.options(), *tensors).wait()
 
 
 def _sum_everywhere(members: _Members, data: Tensor) -> None:
-    """``data`` summed over all members, in their order, for each of them."""
+    """All-reduces ``data``, adding in the order of the members."""
     flat, count = data.view(-1), members.count
-    if count == 2:  # a sum of two has no order, and gloo's own copies less
+    if count == 2:  # a sum of two terms has no order, and gloo's own all-reduce copies less
         members.do(CollectiveKind.ALL_REDUCE, flat)
         return
     if flat.numel() <= _SMALL:
         every = flat.new_empty(count * flat.numel())
-        # gloo's gather goes around in a ring
+        # not an all-gather: gloo's is a ring
         members.do(CollectiveKind.ALL_TO_ALL, flat.repeat(count), every)
         _sum_of_rows(every.view(count, -1), flat)
         return
@@ -247,7 +248,7 @@ def _sum_everywhere(members: _Members, data: Tensor) -> None:
 
 
 def _sum_of_parts(members: _Members, data: Tensor, out: Tensor) -> None:
-    """This member's part of the sum of ``data``, added in the order of the members."""
+    """Reduce-scatters ``data`` to ``out``, adding in the order of the members."""
     parts = torch.empty_like(data)
     members.do(CollectiveKind.ALL_TO_ALL, data, parts)
     _sum_of_rows(parts.view(members.count, -1), out)
@@ -263,4 +264,4 @@ _SUMS: Mapping[CollectiveKind, Callable[..., None]] = {
     CollectiveKind.ALL_REDUCE: _sum_everywhere,
     CollectiveKind.REDUCE_SCATTER: _sum_of_parts,
 }
-"""What is not left to gloo, whose sums depend on its algorithm."""
+"""Collectives that sum. They replace gloo's own, whose order depends on its algorithm."""

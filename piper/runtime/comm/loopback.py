@@ -1,4 +1,5 @@
-"""Communication between devices that live in one process: whoever comes last does it for all."""
+"""Communication between virtual devices in one process: the last participant to arrive does it for
+all."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ from piper.runtime.comm.collective_ops import DEFINITIONS, MemberTensors
 from piper.runtime.comm.protocol import Begin, tensors_of
 
 Name = str
-"""A device's end of a communication, as errors call it."""
+"""A participant's name in errors."""
 
 
 @dataclass(slots=True)
 class Rendezvous:
-    """A communication some of whose participants may not be there yet."""
+    """A communication that may still wait for participants."""
 
     name: str
     participants: Sequence[Name]
     arrived: dict[Name, MemberTensors] = field(default_factory=dict)
     ready: list[torch.Event] = field(default_factory=list)
-    """On an accelerator: when what the participants brought was there."""
+    """On an accelerator: events after the participants' tensors were ready."""
     over: torch.Event | bool = False
-    """Whether it is over; on an accelerator, when."""
+    """Whether it is done; on an accelerator, the event after it."""
 
     def done(self) -> bool:
         return self.over is not False
@@ -44,12 +45,12 @@ class Rendezvous:
         return None
 
     def __str__(self) -> str:
-        missing = [one for one in self.participants if one not in self.arrived]
+        missing = [name for name in self.participants if name not in self.arrived]
         return f"{self.name}: {', '.join(self.arrived)} waits for {', '.join(missing)}"
 
 
 class Hub:
-    """Where the devices of one process communicate."""
+    """The communications of all devices of one process."""
 
     def __init__(self, accelerator: bool) -> None:
         self._accelerator = accelerator
@@ -64,7 +65,7 @@ class Hub:
         tensors: MemberTensors,
         move: Callable[[Sequence[MemberTensors]], None],
     ) -> Rendezvous:
-        """Take part in the communication ``key``; the last participant lets ``move`` do it."""
+        """Join the communication ``key``. The last participant runs ``move`` for all."""
         rendezvous = self._open.get(key)
         if rendezvous is None:
             rendezvous = self._open[key] = Rendezvous(name, participants)
@@ -72,17 +73,17 @@ class Hub:
         if self._accelerator:
             rendezvous.ready.append(_event())
         if len(rendezvous.arrived) == len(participants):
-            everything = [rendezvous.arrived[one] for one in participants]
+            everything = [rendezvous.arrived[participant] for participant in participants]
             for event in rendezvous.ready:
                 event.wait()
             move(everything)
             rendezvous.over = _event() if self._accelerator else True
             del self._open[key]
-            rendezvous.arrived.clear()  # the participants keep what is theirs
+            rendezvous.arrived.clear()  # the participants keep their own tensors alive
         return rendezvous
 
     def waiting(self) -> list[str]:
-        """Who waits for whom."""
+        """One text for each incomplete communication: who waits for whom."""
         return [str(rendezvous) for rendezvous in self._open.values()]
 
     def clear(self) -> None:

@@ -1,9 +1,9 @@
 """Communication between GPUs over NCCL.
 
-A communication is put on the current CUDA stream like any kernel, and what the stream runs next
-comes after it: the host neither polls nor waits. Messages are broadcasts from one member of a
-communicator of two to the other, since torch puts sends and receives on streams of its own.
-Messages on one communicator arrive in the order in which they are sent.
+A communication is enqueued on the current CUDA stream like a kernel, and later work of the stream
+runs after it. The host neither polls nor waits. A message is a broadcast in a communicator of two
+members, since torch puts sends and receives on its own streams. Messages on one communicator arrive
+in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Nccl:
         where: torch.device,
         rules: Mapping[str, StreamRule],
     ) -> None:
-        """``store`` is the job's alone, and shared by all its processes; ``rules`` say what is
-        asked of streams."""
+        """``store`` is shared by all processes of the job and by no other job. ``rules`` are the
+        rules of streams, by name."""
         self._device = device
         wanted = communicators_of(plans, device)
         self._backends = {
@@ -56,9 +56,9 @@ class Nccl:
     def _connect(
         self, wanted: Mapping[Communicator, tuple[CollectiveKind, ...]], where: torch.device
     ) -> None:
-        """Let every communicator do once what it is for. NCCL connects its members then, and holds
-        the host until all are there: within a step, whose hosts come to it in different orders,
-        two that first send to each other would wait forever."""
+        """Run every kind of communication once on each communicator. NCCL connects members at the
+        first use and blocks the host until all have joined. Within a step, hosts reach first uses
+        in different orders: two devices that first send to each other would deadlock."""
         for one, kinds in wanted.items():
             if one.message:
                 self._message(one)(torch.zeros(1, device=where))
@@ -69,14 +69,14 @@ class Nccl:
         torch.cuda.synchronize(where)
 
     def close(self) -> None:
-        """Give back what the communicators hold; all members must do so."""
+        """Shut down the communicators. All members must do so."""
         for backend in self._backends.values():
             backend.shutdown()
         self._backends.clear()
 
     def abort(self) -> None:
-        """Let kernels that wait for other processes end, with whatever is in their tensors. All
-        communicators at once: the end of one may wait until no kernel of another runs."""
+        """End kernels that wait for other processes; their tensors have undefined contents. Aborts
+        all communicators at once: one abort may wait until no kernel of another runs."""
         threads = [threading.Thread(target=x.abort, daemon=True) for x in self._backends.values()]
         for thread in threads:
             thread.start()
@@ -113,7 +113,7 @@ class Nccl:
         data, event = self._to_self.pop(node)
         event.wait()
         out.copy_(data)
-        data.record_stream(torch.cuda.current_stream())  # it may be another stream's memory
+        data.record_stream(torch.cuda.current_stream())  # another stream may own the memory
 
     def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
         definition = DEFINITIONS[kind]
@@ -134,21 +134,21 @@ _KNOWN = frozenset(
         torch.int8, torch.int32, torch.int64,
     }
 )  # fmt: skip
-"""The dtypes that NCCL knows, by torch."""
+"""The dtypes that torch supports with NCCL."""
 
 
 def _as_known(x: Tensor) -> Tensor:
-    """``x``, or its bytes if NCCL does not know what they are: to send them, it need not."""
+    """``x``, or its bytes if NCCL does not support its dtype. Sending needs no dtype."""
     return x if x.dtype in _KNOWN else x.view(-1).view(torch.uint8)
 
 
 def _as_real(x: Any) -> Any:
-    """Complex numbers as two real ones each, which can be summed up."""
+    """Complex tensors as pairs of real numbers, which NCCL can sum."""
     return torch.view_as_real(x) if isinstance(x, Tensor) and x.is_complex() else x
 
 
 def _in_order(options: Any) -> Any:
-    """Options by which torch puts a collective on the current stream, not on one of its own."""
+    """Sets ``options`` so that torch puts a collective on the current stream, not on its own."""
     options.asyncOp = False
     return options
 
@@ -171,5 +171,5 @@ def _backend(
     keys = dist.PrefixStore(one.name, store)
     backend = dist.ProcessGroupNCCL(keys, rank, len(one.members), options)
     backend._set_sequence_number_for_group()
-    backend.eager_connect_single_device(where)  # else in the first step, which would wait for it
+    backend.eager_connect_single_device(where)  # else the first step waits for it
     return backend

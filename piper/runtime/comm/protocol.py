@@ -1,11 +1,11 @@
-"""What an executor needs of a way to communicate: messages between two, collectives among many.
+"""The transport interface of an executor: point-to-point messages and collectives.
 
-When a plan is loaded, each communication becomes a function of the tensors alone. Every call of it
-begins something; nothing blocks. It returns a ``Handle`` if the host has to see it through, or None
-if it is in the order of the current CUDA stream: then there is nothing to poll or to wait for, and
-whatever the stream runs next comes after it. ``node`` names the DAG's node that is being done: all
-participants of one communication give the same, so nothing depends on luck. Tensors are contiguous,
-and whoever runs the plan keeps them alive until the communication is over.
+When a plan is loaded, each communication becomes a function that takes only tensors. A call begins
+the communication and does not block. It returns a ``Handle`` if the host must wait for it, or None
+if it is in the order of the current CUDA stream: then there is nothing to poll or wait for, and
+later work of the stream runs after it. ``node`` is the number of the DAG node: all participants of
+a communication give the same number, so they match deterministically. Tensors must be contiguous,
+and the executor keeps them alive until the communication ends.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from piper.ir.collectives import CollectiveKind
 from piper.ir.ops import Group
 
 Begin = Callable[..., Handle | None]
-"""Begins a communication: a message of one tensor, or a collective of those that its kind needs. On
-CPUs a collective may be given one function in their place, which is called for them when all that
-its stream does before is over."""
+"""Begins a communication with its tensors: one for a message, or as many as the kind of collective
+needs. On CPUs a collective also takes one function instead of its tensors. It is called for them
+after all earlier communications of the stream."""
 
 
 def tensors_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a collective works on, when its turn has come."""
+    """The arguments of a collective; calls the function if one was given instead."""
     first = given[0]
     return given if isinstance(first, Tensor) else tuple(first())
 
 
 class Comm(Protocol):
-    """One device's end of all communication."""
+    """The communication of one device."""
 
     any_order: bool
-    """Whether messages may be asked for in another order than they are sent in."""
+    """Whether messages may be received in another order than they are sent."""
 
     def send(self, node: int, stream: str, to: int) -> Begin: ...
 
     def receive(self, node: int, stream: str, source: int) -> Begin: ...
 
     def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
-        """``collectives.py`` says what each kind does."""
+        """``collective_ops.py`` defines each kind."""
         ...
 
     def close(self) -> None:
-        """Release what communication holds."""
+        """Release the resources of communication."""
         ...

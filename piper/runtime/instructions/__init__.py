@@ -1,1 +1,1 @@
-"""Instructions of a plan as functions of no arguments."""
+"""Binds each kind of instruction to a function without arguments."""

@@ -1,4 +1,4 @@
-"""Adding to the gradient of a value, as a function of no arguments."""
+"""ADD: sums the gradients of a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from piper.runtime.pending import BoundInstruction
 
 
 def add(context: ExecutionContext, x: Instruction) -> BoundInstruction:
-    """What is read is added from the first on, in new memory: that of the first may be shared."""
+    """Sums the reads in order into new memory: the memory of the first may be shared."""
     slots = context.slots
     first, second, *others = x.reads
     (target,) = x.writes

@@ -1,4 +1,4 @@
-"""A pass of a chunk as a function of no arguments: everything it needs is resolved here."""
+"""COMPUTE: one pass of a chunk. Its inputs and outputs are resolved when the plan is loaded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from piper.runtime.streams.streams import Free
 def compute(
     context: ExecutionContext, x: Instruction, op: Compute, last: Sequence[int], free: Free
 ) -> BoundInstruction:
-    """It is the last reader of the slots in ``last``, whose tensors go as soon as the program has
-    used them."""
+    """The slots in ``last`` have no later reader: their tensors are freed as soon as the program
+    has used them."""
     group = len(x.group)
     program = context.code.programs[group][op.chunk]
     function = program.functions[op.which]
@@ -128,24 +128,24 @@ def compute(
 def _allocates(
     context: ExecutionContext, x: Instruction, first: Sequence[Made], specs: Sequence[TensorSpec]
 ) -> list[tuple[int, Callable[[], Any]]]:
-    """The slots in which gradients are added up from here on, and what makes them."""
-    found: list[tuple[int, Callable[[], Any]]] = []
+    """The gradient accumulation slots that begin here, each with the function that allocates it."""
+    allocates: list[tuple[int, Callable[[], Any]]] = []
     places = {made.slot: made.places for made in first}
     for slot in x.allocates:
         if slot not in places:
-            found.append((slot, context.buffer_maker(slot)))
+            allocates.append((slot, context.buffer_maker(slot)))
             continue
         mine = [specs[i] for i in places[slot]]
         together = Together(mine, context.plan.slots[slot].dtypes, context.where)
-        found.append((slot, together.empty))
-    return found
+        allocates.append((slot, together.empty))
+    return allocates
 
 
 def _lying(
     context: ExecutionContext, made: Made
 ) -> Iterator[tuple[int, int, Callable[[Tensor, str], Tensor], str]]:
-    """Of the gradients in a slot that are put into buckets' buffers: their places among the
-    program's results, the buffers, and what finds them there."""
+    """The gradients of a slot that are stored in buckets' buffers: index among the program's
+    results, slot of the buffer, the function that views it there, and parameter name."""
     kind = context.plan.slots[made.slot]
     for slot in kind.lies_in:
         buffer = context.plan.slots[slot]
@@ -159,22 +159,23 @@ def _lying(
 def _casts(
     context: ExecutionContext, first: Sequence[Made], specs: Sequence[TensorSpec]
 ) -> list[tuple[int, tuple[torch.dtype, ...]]]:
-    """The slots whose gradients the program makes in other dtypes than they are kept in."""
-    found = [(made, context.plan.slots[made.slot].dtypes) for made in first]
+    """The slots whose gradients the program computes in other dtypes than the slot has, each with
+    its dtypes."""
+    pairs = [(made, context.plan.slots[made.slot].dtypes) for made in first]
     return [
         (made.slot, dtypes)
-        for made, dtypes in found
+        for made, dtypes in pairs
         if dtypes != tuple(specs[i].dtype for i in made.places)
     ]
 
 
 def _fitting(home: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """``home``, if a program can write into it."""
+    """``home`` if a program can write into it, else None."""
     return home if home is not None and home.dtype is dtype and home.is_contiguous() else None
 
 
 def _moved(results: Sequence[Tensor], home: dict[int, Tensor]) -> list[Tensor]:
-    """``results``, of which those that have a home are there."""
+    """``results``, moved to their memory in ``home`` where they have one."""
     away = [i for i, at in home.items() if results[i] is not at]
     if away:
         torch._foreach_copy_([home[i] for i in away], [results[i] for i in away])
@@ -184,8 +185,8 @@ def _moved(results: Sequence[Tensor], home: dict[int, Tensor]) -> list[Tensor]:
 def _ties(
     context: ExecutionContext, later: list[int], written: list[Made]
 ) -> list[tuple[int, int, int]]:
-    """The gradients of tied parameters that later chunks made: slot, place there, and the place
-    among the results of what is added to it."""
+    """Gradients of tied parameters from later chunks: the slot, the index in it, and the index of
+    the result that is added to it."""
     names = [slot.names for slot in context.plan.slots]
     mine = {name: i for m in written for name, i in zip(names[m.slot], m.places, strict=False)}
     return [

@@ -1,4 +1,4 @@
-"""Copies of state on the host, as functions of no arguments."""
+"""COPY: copies a bucket's state to host memory for a background save."""
 
 from __future__ import annotations
 

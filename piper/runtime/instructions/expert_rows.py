@@ -1,4 +1,4 @@
-"""How the rows of experts are laid out for all-to-all dispatch and combine."""
+"""Layouts of expert rows for all-to-all dispatch and combine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Arrange = Callable[[Tensor], Tensor]
 
 
 def dispatch(ways: int) -> tuple[Arrange, Arrange]:
-    """From all experts with one's own rows to one's own experts with all rows: what is sent, and
-    how what arrives is put together."""
+    """Dispatch: from this device's rows for all experts to all rows for this device's experts.
+    Returns a function that packs the data to send, and one that unpacks the received data."""
 
     def pack(x: Tensor) -> Tensor:
         experts, rows, *rest = x.shape
@@ -28,7 +28,7 @@ def dispatch(ways: int) -> tuple[Arrange, Arrange]:
 
 
 def combine(ways: int) -> tuple[Arrange, Arrange]:
-    """The way back."""
+    """Combine, the inverse of ``dispatch``."""
 
     def pack(x: Tensor) -> Tensor:
         experts, rows, *rest = x.shape
@@ -42,15 +42,15 @@ def combine(ways: int) -> tuple[Arrange, Arrange]:
 
 
 def padded(x: Tensor, counts: Tensor, room: int) -> Tensor:
-    """``room`` rows for each of ``counts``: those of ``x`` that are its, one after another, and
-    others that nobody reads."""
+    """A block of ``room`` rows for each of ``counts``: its rows of ``x``, which are consecutive,
+    then filler rows that are never read."""
     starts = (counts.cumsum(0) - counts).unsqueeze(1)
     places = (starts + torch.arange(room, device=x.device)).clamp_(max=len(x) - 1)
     return x.index_select(0, places.flatten())
 
 
 def packed(x: Tensor, counts: Tensor, rows: int) -> Tensor:
-    """The way back: ``rows`` rows, of which the first are those that ``counts`` are of."""
+    """The inverse of ``padded``: ``rows`` rows that begin with the rows counted in ``counts``."""
     ends, room = counts.cumsum(0), len(x) // len(counts)
     places = torch.arange(rows, device=x.device)
     of = torch.searchsorted(ends, places, right=True).clamp_(max=len(counts) - 1)
@@ -59,32 +59,32 @@ def packed(x: Tensor, counts: Tensor, rows: int) -> Tensor:
 
 
 def beyond(counts: Tensor, x: Tensor) -> Tensor:
-    """Which rows of ``x`` are after those that ``counts`` are of, as a mask that fits it."""
+    """A mask, broadcastable to ``x``, of the rows after those counted in ``counts``."""
     places = torch.arange(len(x), device=x.device)
     return (places >= counts.sum()).view(-1, *(1,) * (x.dim() - 1))
 
 
 def counts_within(counts: Tensor, start: int, size: int, rest: bool) -> Tensor:
-    """How many of ``size`` sorted rows from ``start`` on each expert has, if it has ``counts`` of
-    all; and, as the last, how many of them have none, where the ``rest`` is wanted."""
+    """Rows per expert among the ``size`` sorted rows from ``start``. ``counts`` has the rows per
+    expert among all. With ``rest``, a last number counts rows without an expert."""
     ends = counts.flatten().cumsum(0).clamp_(start, start + size)
     last = [ends.new_full((1,), start + size)] if rest else []
     return torch.cat([ends.new_full((1,), start), ends, *last]).diff().to(counts.dtype)
 
 
 def own_counts(counts: Tensor, runs: int) -> Tensor:
-    """How many rows each expert has of a device's own, which are of one sorted range or of several:
-    then ``counts`` has a row for each, with how many have no expert as its last."""
+    """Rows per expert among a device's own rows. If these are several sorted ranges, ``counts`` has
+    a row for each range, whose last number counts rows without an expert."""
     return counts.flatten() if runs == 1 else counts[:, :-1].sum(0, dtype=counts.dtype)
 
 
 def merged(x: Tensor, counts: Tensor) -> Tensor:
-    """The rows of several sorted ranges, sorted."""
+    """The rows of several sorted ranges, sorted as one."""
     order, _ = regroup(counts.t(), len(x))
     return x.index_select(0, order)
 
 
 def unmerged(x: Tensor, counts: Tensor) -> Tensor:
-    """The way back."""
+    """The inverse of ``merged``."""
     _, back = regroup(counts.t(), len(x))
     return x.index_select(0, back)

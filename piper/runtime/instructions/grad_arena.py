@@ -1,8 +1,7 @@
-"""Sums of gradients that lie in one piece of memory.
+"""Contiguous memory for accumulated gradients.
 
-They stay from a chunk's first backward to the update. Each where its first gradient happened to be,
-they would be strewn among tensors that come and go, and an allocator could not use again what lies
-between them.
+These gradients live from a chunk's first backward to the update. Allocated one by one, they would
+be scattered among short-lived tensors, and the allocator could not reuse the gaps between them.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from piper.lower.plans.accumulation import LINE
 
 
 class Together:
-    """Where tensors of certain forms lie side by side, those of one dtype in one buffer."""
+    """A layout of tensors side by side: one buffer for each dtype."""
 
     def __init__(
         self, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], where: torch.device
     ) -> None:
-        """``dtypes`` stand for the tensors' own."""
+        """``dtypes`` replace the dtypes of ``specs``."""
         self._where = where
         self._sizes: defaultdict[torch.dtype, int] = defaultdict(int)
         self._places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
@@ -35,7 +34,7 @@ class Together:
             self._sizes[kind] += -(-dense.numel() // line) * line
 
     def empty(self) -> list[Tensor]:
-        """Tensors of these forms, side by side."""
+        """Uninitialised tensors in this layout."""
         flat = {
             kind: torch.empty(size, dtype=kind, device=self._where)
             for kind, size in self._sizes.items()

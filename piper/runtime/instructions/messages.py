@@ -1,4 +1,4 @@
-"""Messages between groups, and all-to-all dispatch and combine, as functions of no arguments."""
+"""SEND and RECV between groups, and all-to-all dispatch and combine."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundIns
 def _send_counts(
     context: ExecutionContext, x: Instruction, op: Transfer, rows: int
 ) -> BoundInstruction:
-    """To each who gets a range of the sorted rows, how many of it each expert has."""
+    """Sends each receiver the number of rows per expert in its range of the sorted rows."""
     slots, name = context.slots, x.name
     (slot,) = x.reads
     rest = _runs(op) > 1
@@ -110,7 +110,8 @@ def _send_counts(
 
 
 def _receive_counts(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
-    """The counts of each sorted range of this device's rows, one after another."""
+    """Receives the rows per expert for each sorted range of this device's rows, one after
+    another."""
     where, name, store = context.where, x.name, context.store(x)
     (slot,) = x.writes
     spec, runs = context.code.values[op.parts[1]][x.of], _runs(op)
@@ -138,8 +139,8 @@ def _runs(op: Transfer) -> int:
 def all_to_all_by_counts(
     context: ExecutionContext, x: Instruction, op: Collective, begin: Begin, ways: int
 ) -> BoundInstruction:
-    """Rows sorted by expert go to the devices that have the experts, or come back, as many as are
-    counted when this runs."""
+    """Dispatches rows sorted by expert to the experts' devices, or combines them back. The numbers
+    of rows are known only when this runs."""
     slots, device, name = context.slots, context.device, x.name
     store = context.store(x)
     (slot, counts, received), (target,) = x.reads, x.writes
@@ -149,7 +150,7 @@ def all_to_all_by_counts(
     merges = goes and runs > 1
 
     def in_order(mine: Tensor) -> Callable[[Tensor], Tensor]:
-        """What puts rows that came back where they were before they were merged."""
+        """A function that puts combined rows back in the order before they were merged."""
         return partial(unmerged, counts=mine) if runs > 1 and not goes else _as_it_is
 
     def without_waiting() -> Pending:
@@ -165,13 +166,14 @@ def all_to_all_by_counts(
         def finish() -> None:
             come = packed(out, got, rows)
             if not goes:
-                come.masked_fill_(beyond(got, come), 0)  # rows that have no expert
+                come.masked_fill_(beyond(got, come), 0)  # rows without an expert
             store(context.arrange(target, back(come)))
 
         return Pending(name, [handle], finish, keeps=(data,))
 
     def by_device(mine: Tensor, come: Tensor) -> tuple[list[int], list[int]]:
-        """How many of one's own rows go to the experts of each device, and how many come."""
+        """For each device: how many of our rows go to its experts, and how many of its rows come
+        here."""
         known = context.counted.get(received)
         if known is None or known[0]() is not come:
             own = own_counts(mine, runs)
@@ -197,7 +199,7 @@ def all_to_all_by_counts(
                     "leave it out for room for all"
                 )
             if not goes:
-                out[sum(got) :].zero_()  # rows that have no expert
+                out[sum(got) :].zero_()  # rows without an expert
             return data[: sum(sent)], out[: sum(got)], sent, got
 
         handle = begin(*tensors()) if coming is None else begin(tensors)

@@ -1,4 +1,4 @@
-"""Activations and gradients into another layout along an axis, as functions of no arguments."""
+"""Redistributes activations and gradients to another layout along a mesh axis."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from piper.runtime.pending import BoundInstruction, Pending
 def redistribute(
     context: ExecutionContext, x: Instruction, op: Collective, begin: Begin, ways: int
 ) -> BoundInstruction:
-    """What is gathered, scattered or sent to everyone has a first dimension of one part for each
-    member."""
+    """Dimension 0 indexes the members in the output of an all-gather, in the input of a
+    reduce-scatter, and in both of an all-to-all."""
     slots, kind = context.slots, op.kind
     store = context.store(x)
     (slot,), (target,) = x.reads, x.writes
@@ -24,7 +24,7 @@ def redistribute(
     def summed() -> Pending:
         if target == slot:
             out = slots[slot].contiguous()
-        else:  # what is read may be a view of what others read
+        else:  # the input may be a view of a tensor with other readers
             out = slots[slot].clone(memory_format=torch.contiguous_format)
         handle = begin(out)
         return Pending(x.name, [handle], lambda: store(context.arrange(target, out)), keeps=(out,))
@@ -44,7 +44,7 @@ def redistribute(
 
 
 def select(context: ExecutionContext, x: Instruction, op: Select) -> BoundInstruction:
-    """This member's part of what all have."""
+    """Takes this member's part of a tensor that all members have. Dimension 0 indexes the parts."""
     slots = context.slots
     (slot,), (target,) = x.reads, x.writes
     rank = next(group.index(context.device) for group in op.groups if context.device in group)

@@ -1,4 +1,4 @@
-"""What a step reports, summed over all devices, as functions of no arguments."""
+"""All-reduces of the values that a step reports: loss, outputs, gradient norm, expert load."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def _summed(
     own: Callable[[], Tensor],
     keep: Callable[[Scalars, Tensor], None],
 ) -> BoundInstruction:
-    """Sums up what ``own`` gives on each device; ``keep`` puts it where the step reports it."""
+    """All-reduces the results of ``own`` over all devices. ``keep`` stores the sum in the step's
+    scalars."""
     store = context.store(x)
 
     def execute() -> Pending:

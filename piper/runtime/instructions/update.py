@@ -1,4 +1,4 @@
-"""Gradients summed over devices, updates and gathers, as functions of no arguments."""
+"""Gradient reductions, optimizer updates and parameter gathers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from piper.runtime.pending import BoundInstruction, Pending
 from piper.state.device.device_state import HeldBucket
 
 _ROW = 512
-"""Elements whose squares are added up in fp32; more would lose digits."""
+"""Elements whose squares are summed in fp32; a longer sum would lose precision."""
 
 
 def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
@@ -38,7 +38,7 @@ def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
             for name, places in sources:
                 view = layout.view(flat, name)
                 if not places:
-                    view.zero_()  # this device computes none of the sum's parts
+                    view.zero_()  # this device computes no gradient for it
                 for first, (slot, i) in enumerate(places):
                     view.add_(slots[slot][i]) if first else view.copy_(slots[slot][i])
         if layout.sharded:
@@ -74,7 +74,7 @@ def sum_copies(context: ExecutionContext, x: Instruction, begin: Begin) -> Bound
 def _sources(
     context: ExecutionContext, held: HeldBucket, reads: tuple[int, ...]
 ) -> list[tuple[str, list[tuple[int, int]]]]:
-    """For each parameter of a bucket, the slots with its gradients and their places there."""
+    """For each parameter of a bucket, the slots with its gradients, each with the index in it."""
     bundles = [(slot, context.plan.slots[slot].names) for slot in reads]
     return [
         (name, [(slot, names.index(name)) for slot, names in bundles if name in names])
@@ -107,7 +107,8 @@ def gather(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
 def gradients_of(
     context: ExecutionContext, bucket: int, reads: tuple[int, ...]
 ) -> Callable[[], list[Tensor]]:
-    """Gives the summed gradient of each fragment of a bucket, from the slots that are read."""
+    """A function that returns the summed gradient of each fragment of a bucket, from the slots in
+    ``reads``."""
     held = context.state.held[bucket]
     layout, slots = held.layout, context.slots
     reduced = [slot for slot in reads if context.plan.slots[slot].bucket == bucket]
@@ -117,20 +118,20 @@ def gradients_of(
     sources = _sources(context, held, reads)
 
     def summed() -> list[Tensor]:
-        found = []
+        sums = []
         for _, places in sources:
             first, *others = [slots[slot][i] for slot, i in places]
             for other in others:
                 first = first + other
-            found.append(first)
-        return found
+            sums.append(first)
+        return sums
 
     return summed
 
 
 def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstruction:
-    """The optimizer on the buckets that the plan says: one, all of the device, or, if a later
-    instruction does that, nothing yet."""
+    """Runs the optimizer on the plan's buckets: one, all of the device's, or none if a later
+    instruction updates them."""
     slots, state = context.slots, context.state
     own, collect_own = state.held[op.bucket], gradients_of(context, op.bucket, x.reads)
     collect = [(state.held[b], gradients_of(context, b, x.reads)) for b in x.buckets]
@@ -153,9 +154,9 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
             slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
             return
         rows = [(held, gradients()) for held, gradients in collect]
-        if not waits:  # of sums: the count is divided off at the end
-            found = next((g for held, g in rows if held is own), None)
-            slots[target] = squares(counted_once(own, collect_own() if found is None else found))
+        if not waits:  # the norm of sums: the count divides it at the end
+            known = next((g for held, g in rows if held is own), None)
+            slots[target] = squares(counted_once(own, collect_own() if known is None else known))
         else:
             slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
         for _, gradients in rows:
@@ -167,13 +168,13 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
 
 
 def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
-    """What all gradients are multiplied with so that their norm stays within ``limit``."""
+    """The factor that scales all gradients so that their norm stays within ``limit``."""
     return (limit / (_norm(context, counted) + 1e-6)).clamp(max=1.0)
 
 
 def _finite(context: ExecutionContext, counted: bool) -> bool:
-    """Whether the norm of all gradients is a number: the same on every device, which has the same
-    norm. The host waits for it."""
+    """Whether the global gradient norm is finite. All devices have the same norm, so they agree.
+    The host waits for it."""
     if context.scalars.finite is None:
         context.scalars.finite = bool(torch.isfinite(_norm(context, counted)))
     return context.scalars.finite
@@ -189,23 +190,24 @@ def _norm(context: ExecutionContext, counted: bool) -> Tensor:
 
 
 def counted_once(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
-    """Those that this device adds to the norm: replicas share equal ones out."""
+    """The gradients that this device adds to the global norm. Replicas have equal gradients, so
+    each adds a share of them."""
     return gradients[held.layout.copy :: held.layout.bucket.copies]
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
-    """The squared norm of all gradients together."""
+    """The squared norm over all these gradients."""
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     norms = [norms.to(torch.float64) for norms in _norms(real)]
     return torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Norms of parts of which the gradients consist.
+    """Norms of parts that together make up the gradients.
 
-    In fp64 where that is cheap. On a GPU it would first copy what is in other dtypes, while a norm
-    in fp32 adds up in a tree. On a CPU it takes ten times as long, while norms of short rows lose
-    nothing.
+    In fp64 only where that is cheap. On a GPU, fp64 would first copy gradients of other dtypes, and
+    an fp32 norm is accurate: it sums in a tree. On a CPU, fp64 takes ten times as long, and fp32
+    norms of short rows lose no precision.
     """
     if gradients and gradients[0].is_cuda:
         doubles = [g for g in gradients if g.dtype is torch.float64]
@@ -215,15 +217,15 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
             for alike, dtype in ((doubles, torch.float64), (others, torch.float32))
             if alike
         ]
-    found, rest = [], []
+    norms, rest = [], []
     for gradient in gradients:
         if gradient.dtype is torch.float32 and gradient.numel() >= _ROW:
             flat = gradient.reshape(-1)
             whole = len(flat) // _ROW * _ROW
-            found.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
+            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
             gradient = flat[whole:]
         if gradient.numel():
             rest.append(gradient)
     if rest:
-        found.append(torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float64)))
-    return found
+        norms.append(torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float64)))
+    return norms

@@ -1,1 +1,1 @@
-"""Logical streams on a GPU: events, shares of its SMs, timings."""
+"""Logical streams on a GPU: CUDA streams and events, SM shares, timings."""

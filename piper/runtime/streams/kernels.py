@@ -1,7 +1,7 @@
-"""The kernels that ran inside each instruction, from torch's own profiler.
+"""The kernels of each instruction, from torch's profiler.
 
-On a GPU a kernel belongs to the instruction whose host code launched it; on a CPU the operations
-that an instruction calls stand for kernels.
+On a GPU, a kernel belongs to the instruction whose host code launched it. On a CPU, the operations
+that an instruction calls count as its kernels.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _NANO = 1e-9
 
 
 class Kernel(NamedTuple):
-    """One kernel of an instruction; ``start`` and ``end`` on the profiler's own clock."""
+    """One kernel of an instruction. ``start`` and ``end`` are seconds on the profiler's clock."""
 
     device: int
     pc: int
     name: str
     row: str
-    """Where it ran: a stream of the GPU, or "host"."""
+    """The CUDA stream it ran on, or "host"."""
     start: float
     end: float
 
 
 class Range(NamedTuple):
-    """The host's time in one instruction, on the profiler's own clock."""
+    """The host's time in one instruction, in seconds on the profiler's clock."""
 
     start: float
     end: float
@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
 
 class Kernels:
-    """What the profiler saw, once it has stopped."""
+    """The profiler's results; empty until it has stopped."""
 
     def __init__(self) -> None:
         self.kernels: tuple[Kernel, ...] = ()
@@ -51,17 +51,17 @@ class Kernels:
 
 @contextmanager
 def kernels_of(where: torch.device) -> Iterator[Kernels]:
-    """Profile what runs inside; what is given is filled in at the end."""
+    """Profiles the body. The yielded object is filled at the end."""
     activities = [ProfilerActivity.CPU]
     if where.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    found = Kernels()
+    profiled = Kernels()
     with profile(activities=activities, acc_events=True) as profiler:
-        yield found
+        yield profiled
     results: Any = profiler.profiler
     events = list(results.kineto_results.events())
-    found.ranges = tuple(sorted(_ranges(events)))
-    found.kernels = tuple(_kernels(events, found.ranges, gpu=where.type == "cuda"))
+    profiled.ranges = tuple(sorted(_ranges(events)))
+    profiled.kernels = tuple(_kernels(events, profiled.ranges, gpu=where.type == "cuda"))
 
 
 def _ranges(events: list[Any]) -> Iterator[Range]:
@@ -79,7 +79,7 @@ def _kernels(events: list[Any], ranges: tuple[Range, ...], *, gpu: bool) -> Iter
         for event in sorted(host, key=lambda e: (e.start_ns(), -e.duration_ns())):
             start, end = _times(event)
             inside = _inside(ranges, starts, start)
-            if inside is not None and start >= covered:  # what an operation calls is part of it
+            if inside is not None and start >= covered:  # not nested in a previous operation
                 covered = end
                 yield Kernel(inside.device, inside.pc, event.name(), "host", start, end)
         return
@@ -95,7 +95,7 @@ def _kernels(events: list[Any], ranges: tuple[Range, ...], *, gpu: bool) -> Iter
 
 
 def _inside(ranges: tuple[Range, ...], starts: list[float], moment: float) -> Range | None:
-    """The instruction that the host was in."""
+    """The instruction that the host ran at ``moment``."""
     index = bisect_right(starts, moment) - 1
     return ranges[index] if index >= 0 and moment <= ranges[index].end else None
 

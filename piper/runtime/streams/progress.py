@@ -1,6 +1,6 @@
-"""Where a device is in its plan while the host is ahead of it: for whoever asks why nothing moves.
+"""A GPU's position in its plan, behind the host: to find out where a step hangs.
 
-Every stream counts its communications that are over.
+Every stream counts its finished communications.
 """
 
 from __future__ import annotations
@@ -16,38 +16,40 @@ from piper.runtime.streams.signals import Signal
 
 
 class Progress:
-    """The communications of one plan that have ended."""
+    """The finished communications of one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._streams = [x.stream for x in plan.instructions]
         self._pcs: defaultdict[str, list[int]] = defaultdict(list)
-        """By stream, where its communications are."""
+        """By stream, the program counters of its communications."""
         for pc, x in enumerate(plan.instructions):
             if x.verb in COMMUNICATING:
                 self._pcs[x.stream].append(pc)
         self._signals = {name: Signal() for name in self._pcs}
         self._first = dict.fromkeys(self._signals, 0)
-        """What had been sent before this run: the one before may have ended in an error."""
+        """By stream, the signals sent before this run. The previous run may have ended in an error,
+        so this is not always a number of whole runs."""
 
     def begin(self) -> None:
-        """A run begins."""
+        """Note the beginning of a run."""
         self._first = {name: signal.sent for name, signal in self._signals.items()}
 
     def note(self, pc: int, stream: torch.cuda.Stream) -> None:
-        """The communication at ``pc`` is over when ``stream`` comes here."""
+        """Count the communication at ``pc`` as finished when ``stream`` reaches this point."""
         self._signals[self._streams[pc]].send(stream)
 
     def ended(self) -> Callable[[], bool]:
-        """What tells whether the communications up to now are over: others may have begun since."""
+        """A function that tells whether all communications noted until now have finished. Later
+        ones do not matter."""
         sent = [(signal, signal.sent) for signal in self._signals.values()]
         return lambda: all(signal.reached >= number for signal, number in sent)
 
     def unfinished(self) -> int | None:
-        """The first communication that has begun and is not over."""
-        found = []
+        """The program counter of the first communication that has begun and not finished."""
+        running = []
         for name, signal in self._signals.items():
             reached, pcs = signal.reached, self._pcs[name]
             if reached < signal.sent:
                 run, index = divmod(reached - self._first[name], len(pcs))
-                found.append((run, pcs[index]))
-        return min(found)[1] if found else None
+                running.append((run, pcs[index]))
+        return min(running)[1] if running else None

@@ -1,12 +1,12 @@
-"""When each instruction of a plan began and ended, measured while it runs.
+"""Measures the start and end of each instruction while a plan runs.
 
-On a CPU a computation is timed where it is called. A communication lasts from the moment at which
-its stream takes it up until it is over; messages between two tell nobody when they arrive, and end
-when the device has waited for them, which for those it sends is at the end of the step. On a GPU
-events on the instruction's stream mark both ends.
+On a CPU, a computation is timed around its call. A collective lasts from when its stream starts it
+until it is done. Point-to-point messages do not report their arrival: they end when the device has
+waited for them, which for sends is at the end of the step. On a GPU, events on the instruction's
+stream mark both ends.
 
-Every instruction also opens a range of torch's profiler that carries its program counter, by which
-kernels are told to belong to it.
+Every instruction also opens a range of torch's profiler with its program counter. The range assigns
+kernels to instructions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from piper.runtime.pending import BoundInstruction, Pending
 
 
 class Measured(NamedTuple):
-    """One instruction: its index in the plan, and seconds on a clock that the processes of one
-    machine share."""
+    """The timing of one instruction: its index in the plan, and seconds on a clock that all
+    processes of a machine share."""
 
     pc: int
     start: float
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
 
 
 class Recorder:
-    """What one device's instructions took, since it was last asked."""
+    """Timings of one device's instructions since the last ``take``."""
 
     def __init__(self, device: int, now: Callable[[], float] = time.monotonic) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class Recorder:
 
     def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
         """``execute``, timed."""
-        now, found = self._now, self._found
+        now, measured = self._now, self._found
         label = range_name(self._device, pc)
 
         def timed() -> Pending | None:
@@ -48,26 +48,27 @@ class Recorder:
             with record_function(label):
                 begun = execute()
             if begun is None:
-                found.append(Measured(pc, start, now()))
+                measured.append(Measured(pc, start, now()))
                 return None
 
             def over() -> None:
                 first, last = begun.span or (start, now())
-                found.append(Measured(pc, first, last))
+                measured.append(Measured(pc, first, last))
 
             return begun.then(over)
 
         return timed
 
     def take(self) -> tuple[Measured, ...]:
-        """All that was measured, in the order of the plan."""
-        found = tuple(sorted(self._found))
+        """All timings since the last call, in the order of the plan."""
+        measured = tuple(sorted(self._found))
         self._found.clear()
-        return found
+        return measured
 
 
 class CudaRecorder(Recorder):
-    """The same with events on CUDA streams: ``wrapped`` is called inside the instruction's."""
+    """A recorder with CUDA events. A wrapped instruction runs with its own stream as the current
+    one."""
 
     def __init__(self, device: int, where: torch.device) -> None:
         super().__init__(device)
@@ -95,10 +96,10 @@ class CudaRecorder(Recorder):
         return timed
 
     def take(self) -> tuple[Measured, ...]:
-        """All that was measured, in the order of the plan."""
+        """All timings since the last call, in the order of the plan."""
         torch.cuda.synchronize(self._where)
         base, first = self._base, self._base_time
-        found = [
+        measured = [
             Measured(
                 pc,
                 first + base.elapsed_time(start) / 1e3,
@@ -107,11 +108,11 @@ class CudaRecorder(Recorder):
             for pc, start, end in self._events
         ]
         self._events.clear()
-        return tuple(sorted(found))
+        return tuple(sorted(measured))
 
 
 def recorder_for(device: int, where: torch.device) -> Recorder:
-    """What times the instructions of a device that computes on ``where``."""
+    """A recorder for a device that computes on ``where``."""
     return CudaRecorder(device, where) if where.type == "cuda" else Recorder(device)
 
 
@@ -119,12 +120,12 @@ _PREFIX = "piper "
 
 
 def range_name(device: int, pc: int) -> str:
-    """What torch's profiler calls an instruction."""
+    """The name of an instruction's range in torch's profiler."""
     return f"{_PREFIX}{device} {pc}"
 
 
 def range_of(name: str) -> tuple[int, int] | None:
-    """The device and the program counter that ``range_name`` wrote; None if it is another range."""
+    """The device and program counter in a ``range_name``; None for any other name."""
     parts = name.removeprefix(_PREFIX).split(" ")
     if not name.startswith(_PREFIX) or len(parts) != 2 or not all(map(str.isdigit, parts)):
         return None

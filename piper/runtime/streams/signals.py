@@ -1,7 +1,7 @@
-"""A number in host memory that CUDA streams count up.
+"""A counter in host memory that CUDA streams increment.
 
-Whoever watches a GPU must not call the driver: a thread that waits there, since a stream's queue is
-full, can keep all others out, even from destroying an event.
+A watchdog of a GPU must not call the driver. A thread that waits in the driver because a stream's
+queue is full can block all other threads there, even from destroying an event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _RANGE = 2**32
 
 
 class Signal:
-    """Counts what streams have come to."""
+    """Counts the points that streams have reached."""
 
     def __init__(self) -> None:
         self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -24,7 +24,7 @@ class Signal:
         self.sent = 0
 
     def send(self, stream: torch.cuda.Stream) -> int:
-        """Count one more when ``stream`` comes here; the number that it will be."""
+        """Increment the counter when ``stream`` reaches this point. Returns its value then."""
         self.sent += 1
         address, number = self._memory.data_ptr(), self.sent % _RANGE
         code = _write_value()(stream.cuda_stream, address, number, 0)
@@ -34,13 +34,13 @@ class Signal:
 
     @property
     def reached(self) -> int:
-        """The last number that has been counted."""
+        """The counter's current value."""
         return self.sent - (self.sent - self._count.value) % _RANGE
 
 
 @cache
 def _write_value() -> Any:
-    """The driver's function that lets a stream write a number."""
+    """The driver function that enqueues a 32-bit write on a stream."""
     write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
     write.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
     write.restype = ctypes.c_int

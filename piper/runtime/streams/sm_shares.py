@@ -1,9 +1,9 @@
-"""Shares of a GPU's multiprocessors (SMs): what ``stream(..., sms=)`` asks for, as CUDA streams.
+"""Shares of a GPU's multiprocessors (SMs) for ``stream(..., sms=)``, as CUDA green contexts.
 
-In: the rules of all streams. Out: streams whose kernels run on the SMs of their share and on no
-other. All shares of a GPU are cut from one split of it by the CUDA driver: those with numbers never
-overlap, and all streams that ask for the rest have one share, which overlaps with none of these.
-The driver hands out SMs in units, 8 on Hopper, so a number is rounded up to whole units.
+In: the rules of all streams. Out: CUDA streams whose kernels run only on the SMs of their share.
+All shares come from one split of the GPU by the CUDA driver. Shares with numbers never overlap. All
+streams with ``sms="rest"`` have one common share, which overlaps with no other share. The driver
+assigns SMs in units, 8 on Hopper, so a number is rounded up to whole units.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from piper.base.errors import PiperError
 from piper.ir.rules import Rest, Sms, StreamRule
 
 _UNIT = 8
-"""The unit where the driver does not tell it: one that every GPU so far can give."""
+"""The unit if the driver does not report one. Every GPU so far supports it."""
 
 
 def divide(total: int, unit: int, remainder: int, asked: Mapping[str, Sms]) -> dict[str, range]:
-    """The units of each stream, counted from 0: those with numbers have theirs one after another.
+    """The unit indices of each stream. Streams with numbers get consecutive ranges, from 0.
 
-    A GPU has ``total`` SMs: units of ``unit``, and a ``remainder`` that fills none and belongs to
-    the rest.
+    A GPU has ``total`` SMs: whole units of ``unit`` SMs, and a ``remainder`` outside of units that
+    belongs to the rest.
     """
     units = (total - remainder) // unit
-    found: dict[str, range] = {}
+    shares: dict[str, range] = {}
     asks: list[str] = []
     used = 0
     for name, sms in asked.items():
         if not isinstance(sms, Rest):
-            found[name] = range(used, used + -(-sms // unit))
-            used = found[name].stop
-            asks.append(f"{name!r} asks for {sms}, which takes {len(found[name])} of them")
+            shares[name] = range(used, used + -(-sms // unit))
+            used = shares[name].stop
+            asks.append(f"{name!r} asks for {sms}, which takes {len(shares[name])} of them")
     if used > units:
         raise PiperError(
             f"the shares of streams do not fit on the GPU, whose {total} SMs are handed out in "
             f"{units} units of {unit}: {'; '.join(asks)}. Give stream(..., sms=) numbers that, "
             f"each rounded up to a multiple of {unit}, add up to at most {units * unit}"
         )
-    rest = [name for name in asked if name not in found]
+    rest = [name for name in asked if name not in shares]
     if rest and used == units and not remainder:
         raise PiperError(
             f"sms='rest' of {' and '.join(map(repr, rest))}: nothing is left of the GPU, whose "
@@ -50,19 +50,19 @@ def divide(total: int, unit: int, remainder: int, asked: Mapping[str, Sms]) -> d
             f"stream(..., sms=) numbers that, each rounded up to a multiple of {unit}, add up to "
             f"at most {(units - 1) * unit}"
         )
-    return found | {name: range(used, units) for name in rest}
+    return shares | {name: range(used, units) for name in rest}
 
 
 class Shares:
-    """The shares of one GPU, from one split of it: what ``rules`` asks for, by stream. Where no
-    stream asks for a share, the driver is left alone."""
+    """The SM shares that ``rules`` ask for on one GPU, from one split of it. If no stream asks for
+    a share, the driver is not called."""
 
     def __init__(self, device: torch.device, rules: Mapping[str, StreamRule]) -> None:
         self._device = device
         self._units: dict[str, range] = {}
-        """Streams with the same units have the same share."""
+        """By stream, its units. Streams with the same units have the same share."""
         self._parts: dict[str, list[Any]] = {}
-        """By stream, what the driver calls its units."""
+        """By stream, the driver's resources for its units."""
         self._contexts: dict[range, Any] = {}
         asked = {name: rule.sms for name, rule in rules.items() if rule.sms is not None}
         if asked:
@@ -79,7 +79,7 @@ class Shares:
         total, unit = int(whole.sm.smCount), _unit(whole.sm)
         most = max(1, total // unit)
         groups, count, left = call("cuDevSmResourceSplitByCount", most, whole, 0, unit)
-        groups = groups[:count]  # the driver may find fewer, as on a chip with uneven parts
+        groups = groups[:count]  # the driver may return fewer, as on a chip with uneven parts
         sizes = [int(group.sm.smCount) for group in groups]
         remainder = total - sum(sizes)
         self._units = divide(total, max(sizes, default=unit), remainder, asked)
@@ -89,28 +89,28 @@ class Shares:
                 self._parts[name].append(left)
 
     def stream(self, name: str, priority: int) -> torch.cuda.Stream:
-        """A new CUDA stream in the share of the stream ``name``: each call makes another. Lower
-        priorities are more urgent; the driver takes the nearest that it has."""
+        """A new CUDA stream in the share of the stream ``name``; each call makes another. Lower
+        numbers are higher priorities. The driver takes the nearest priority it supports."""
         flag = self._driver.module.CUstream_flags.CU_STREAM_NON_BLOCKING
         made = self._driver("cuGreenCtxStreamCreate", self._context(name), flag, priority)
         return torch.cuda.ExternalStream(int(made), device=self._device)
 
     def sms_of(self, name: str) -> int:
-        """The SMs that the stream ``name`` really has."""
+        """The number of SMs that the stream ``name`` actually has."""
         return sum(int(part.sm.smCount) for part in self._parts[name])
 
     def close(self) -> None:
-        """Forget the contexts made here. The driver keeps them and their streams until the process
+        """Forget the green contexts. The driver keeps them and their streams until the process
         ends, about 6 MB for each share.
 
-        They are not destroyed, because tensors may outlive them: when a tensor dies, torch records
-        an event on every stream that used it, and the process aborts if one of these is gone. torch
-        never destroys the streams of its own pool either.
+        They are not destroyed, because tensors may outlive them. When a tensor is freed, torch
+        records an event on every stream that used it, and the process aborts if such a stream is
+        gone. torch never destroys the streams of its own pool either.
         """
         self._contexts.clear()
 
     def _context(self, name: str) -> Any:
-        """The green context of a share, made once."""
+        """The green context of a share, created once."""
         units, parts = self._units[name], self._parts[name]
         if units not in self._contexts:
             flag = self._driver.module.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
@@ -120,13 +120,13 @@ class Shares:
 
 
 def _unit(sms: Any) -> int:
-    """How many SMs are handed out together; older bindings do not tell."""
+    """The number of SMs in a unit; older bindings do not report it."""
     told = (getattr(sms, name, 0) for name in ("minSmPartitionSize", "smCoscheduledAlignment"))
     return int(max(told)) or _UNIT
 
 
 class _Driver:
-    """NVIDIA's bindings of the CUDA driver: calls by name, and every error code is checked."""
+    """NVIDIA's bindings of the CUDA driver: calls by name, with every error code checked."""
 
     def __init__(self) -> None:
         try:
@@ -143,10 +143,10 @@ class _Driver:
             )
 
     def __call__(self, name: str, *given: Any) -> Any:
-        """What the driver's function ``name`` returns besides its error code."""
+        """Calls the driver function ``name``. Returns its results without the error code."""
         try:
-            code, *found = getattr(self.module, name)(*given)
-        except RuntimeError as error:  # the bindings know the function and the driver does not
+            code, *results = getattr(self.module, name)(*given)
+        except RuntimeError as error:  # the bindings have the function, but the driver does not
             raise PiperError(
                 f"stream(..., sms=): the CUDA driver has no {name} ({error}): use a newer driver, "
                 "or leave sms out"
@@ -157,8 +157,8 @@ class _Driver:
                 f"stream(..., sms=): the CUDA driver refused {name} with {text.decode()}: "
                 "leave sms out"
             )
-        return _single(found)
+        return _single(results)
 
 
-def _single(found: Sequence[Any]) -> Any:
-    return found[0] if len(found) == 1 else found
+def _single(results: Sequence[Any]) -> Any:
+    return results[0] if len(results) == 1 else results

@@ -1,16 +1,16 @@
-"""Logical streams: CUDA streams and events on a GPU; on a CPU the order of calls is enough.
+"""Logical streams: CUDA streams and events on a GPU. On a CPU, the order of calls is enough.
 
-When a plan is loaded, ``Streams.bind`` gives what runs its instructions: each on its stream, after
-what it waits for. On a GPU it also says when memory may be used again, since the allocator hands a
-freed block to whatever its own stream runs next:
+When a plan is loaded, ``Streams.bind`` returns the object that runs each instruction on its stream,
+after the instructions it waits for. On a GPU it also decides when memory may be reused, since the
+allocator gives a freed block at once to later work of the block's own stream:
 
-- what a communication reads is kept until the plan takes the communication to its end; then the
-  streams that made it wait for it, on the device;
-- parameters gathered for a while are freed behind their last reader: the gathering stream waits;
-- anything else that a stream reads of another's is recorded with the allocator.
+- A communication's inputs are kept until the plan completes the communication. Then the streams
+  that made the inputs wait for it, on the device.
+- Gathered parameters are freed after their last reader: the gathering stream waits for it.
+- Any other tensor that one stream made and another reads is recorded with the allocator.
 
-Nothing waits for a stream that only reports the scalars of the step, until somebody reads them:
-their communication runs beside the next step.
+Nothing waits for a stream that only all-reduces the step's scalars, until they are read. Its
+communication overlaps with the next step.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ Free = Callable[[int], None]
 
 
 class BoundStreams:
-    """Runs one plan's instructions in order. This is the CPU's: they are just called."""
+    """Runs one plan's instructions in order. This class is for a CPU and simply calls them."""
 
     keeps = False
-    """Whether a communication keeps what it reads; on a CPU, whoever communicates does, and no
-    longer than it must."""
+    """Whether a communication holds its inputs until it ends. On a CPU the transport holds them,
+    only as long as it needs them."""
     reporting: frozenset[str] = frozenset()
-    """The streams that nothing waits for when a run ends."""
+    """The streams that the end of a run does not wait for."""
 
     def __init__(self, plan: Plan, slots: list[Any]) -> None:
         self._plan = plan
         self._slots = slots
 
     def begin(self) -> None:
-        """A run begins."""
+        """Called when a run begins."""
 
     def unfinished(self) -> int | None:
-        """The first communication that the device, behind the host, has not ended, if it is known
-        and there is one."""
+        """The program counter of the first communication that the device, behind the host, has not
+        finished. None if there is none or it is unknown."""
         return None
 
     def ended(self) -> Callable[[], bool]:
-        """What tells whether the device, behind the host, has ended what was begun so far,
-        where that is known."""
+        """A function that tells whether the device, behind the host, has finished the
+        communications begun so far. True if unknown."""
         return lambda: True
 
     def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
-        """``execute``, which is what the instruction at ``pc`` does, after what it waits for."""
+        """``execute``, the instruction at ``pc``, on its stream and after its waits."""
         return execute
 
     def complete(self, pending: Pending, pc: int) -> None:
-        """Take in what the communication at ``pc`` brought; what it kept may go."""
+        """Complete the communication at ``pc`` and release the objects it kept alive."""
         pending.complete()
         pending.release()
 
@@ -78,18 +78,18 @@ class BoundStreams:
 
 
 class Streams:
-    """The logical streams of one device. This is the CPU's: everything runs in order."""
+    """The logical streams of one device. This class is for a CPU: everything runs in order."""
 
     def begin(self) -> None:
-        """All streams start after what the caller has done."""
+        """Make all streams wait for the caller's stream."""
 
     def finish(self, reporting: Collection[str] = ()) -> torch.cuda.Event | None:
-        """The caller goes on after all streams but those that are ``reporting``; what tells when
-        these are done, if the caller has to wait for it."""
+        """Make the caller's stream wait for all streams except ``reporting``. Returns an event at
+        the end of these; None if there is nothing to wait for."""
         return None
 
     def bind(self, plan: Plan, slots: list[Any]) -> BoundStreams:
-        """What runs ``plan`` over ``slots``."""
+        """An object that runs ``plan`` over ``slots``."""
         return BoundStreams(plan, slots)
 
 
@@ -110,7 +110,7 @@ class CudaStreams(Streams):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self.shaker = shaker
         self.tracked = tracked
-        """Whether somebody asks how far the device has come."""
+        """Whether to track how far the device has come."""
         self.caller = torch.cuda.current_stream(device)
 
     def begin(self) -> None:
@@ -119,7 +119,9 @@ class CudaStreams(Streams):
             stream.wait_stream(self.caller)
 
     def finish(self, reporting: Collection[str] = ()) -> torch.cuda.Event | None:
-        if torch.cuda.is_current_stream_capturing():  # a graph ends where it began
+        if (
+            torch.cuda.is_current_stream_capturing()
+        ):  # a capture must end on the stream where it began
             reporting = ()
         for name, stream in self._streams.items():
             if name not in reporting:
@@ -135,7 +137,7 @@ class CudaStreams(Streams):
         return CudaBoundStreams(self, plan, slots)
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """The CUDA stream of a plan's stream."""
+        """The CUDA stream for a stream name of the plan."""
         if name not in self._streams:
             rule = self._rules.get(plain_stream(name), StreamRule())
             if rule.sms is not None:
@@ -162,14 +164,14 @@ class CudaBoundStreams(BoundStreams):
         self._marks = {
             pc: torch.cuda.Event() for pc in sorted(pcs | self._owners.keys() | self._behind.keys())
         }
-        """For instructions that another stream waits for, what says that they are done."""
+        """Events after instructions that another stream waits for, by program counter."""
         self._foreign = {
             slot: [streams.stream(name) for name in sorted(names)]
             for slot, names in _foreign(plan).items()
         }
         self._progress = Progress(plan) if streams.tracked else None
         self._noting: Progress | None = None
-        """The same while it is kept: not while a step is captured."""
+        """``_progress`` during this run; None while a step is captured."""
 
     def begin(self) -> None:
         self._noting = None if torch.cuda.is_current_stream_capturing() else self._progress
@@ -219,7 +221,7 @@ class CudaBoundStreams(BoundStreams):
 
     def complete(self, pending: Pending, pc: int) -> None:
         mark = self._marks.get(pc)
-        if not pending.in_order:  # else it has been, where it was begun
+        if not pending.in_order:  # else ``wrapped`` has completed it
             on = self._streams.stream(self._plan.instructions[pc].stream)
             torch.cuda.set_stream(on)
             try:
@@ -241,27 +243,28 @@ class CudaBoundStreams(BoundStreams):
 
 
 def _before(plan: Plan) -> list[tuple[int, ...]]:
-    """What each instruction waits for of other streams: in its own, order is enough."""
+    """For each instruction, the instructions of other streams that it waits for. Within a stream,
+    order is enough."""
     rows = plan.instructions
     return [tuple(w for w in x.waits if rows[w].stream != x.stream) for x in rows]
 
 
 def _makers(plan: Plan) -> dict[int, set[tuple[Verb, str]]]:
-    """For each slot, what allocates or writes it and on which streams."""
-    found: defaultdict[int, set[tuple[Verb, str]]] = defaultdict(set)
+    """For each slot, the verbs and streams of the instructions that allocate or write it."""
+    makers: defaultdict[int, set[tuple[Verb, str]]] = defaultdict(set)
     for x in plan.instructions:
         for slot in (*x.allocates, *x.writes):
-            found[slot].add((x.verb, x.stream))
-    return dict(found)
+            makers[slot].add((x.verb, x.stream))
+    return dict(makers)
 
 
 def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
-    """For each communication that reads what other streams made: those streams. The one that waits
-    for it anyway, where the plan takes it to its end, is left out."""
+    """For each communication, the other streams that computed its inputs: they wait for it. The
+    stream of the instruction that completes it is left out if that instruction waits anyway."""
     makers, reporting = _makers(plan), _reporting(plan)
     ends = {c: pc for pc, x in enumerate(plan.instructions) for c in x.ends}
     waits = _before(plan)
-    found = {}
+    owners = {}
     for pc, x in enumerate(plan.instructions):
         if x.verb not in COMMUNICATING or x.stream in reporting:
             continue
@@ -275,26 +278,26 @@ def _owners(plan: Plan) -> dict[int, tuple[str, ...]]:
         if end is not None and pc in waits[end]:
             streams.discard(plan.instructions[end].stream)
         if streams:
-            found[pc] = tuple(sorted(streams))
-    return found
+            owners[pc] = tuple(sorted(streams))
+    return owners
 
 
 def _behind(plan: Plan) -> dict[int, tuple[str, ...]]:
-    """For each instruction that is the last on its stream to read gathered parameters: the streams
-    that gathered them, if they are others."""
+    """For each instruction that is the last reader of gathered parameters on its stream, the other
+    streams that gathered them."""
     gathered = _gathered(plan)
     last: dict[tuple[int, str], int] = {}
     for pc, x in enumerate(plan.instructions):
         last |= {(slot, x.stream): pc for slot in x.reads if slot in gathered}
-    found: defaultdict[int, set[str]] = defaultdict(set)
+    behind: defaultdict[int, set[str]] = defaultdict(set)
     for (slot, stream), pc in last.items():
         if gathered[slot] != stream:
-            found[pc].add(gathered[slot])
-    return {pc: tuple(sorted(names)) for pc, names in found.items()}
+            behind[pc].add(gathered[slot])
+    return {pc: tuple(sorted(names)) for pc, names in behind.items()}
 
 
 def _gathered(plan: Plan) -> dict[int, str]:
-    """The slots with gathered parameters, and the streams that gathered them."""
+    """The slots with gathered parameters, each with the stream that gathered them."""
     return {
         slot: x.stream
         for x in plan.instructions
@@ -304,27 +307,27 @@ def _gathered(plan: Plan) -> dict[int, str]:
 
 
 def _reporting(plan: Plan) -> frozenset[str]:
-    """The streams that only sum up the scalars of the step."""
+    """The streams that only all-reduce the step's scalars."""
     others = {x.stream for x in plan.instructions if x.role not in REPORTED}
     return frozenset(x.stream for x in plan.instructions) - others
 
 
 def _foreign(plan: Plan) -> dict[int, set[str]]:
-    """For each slot the streams with which its memory is recorded when it is freed."""
+    """For each slot, the streams to record with the allocator when the slot is freed."""
     makers, gathered, reporting = _makers(plan), _gathered(plan), _reporting(plan)
-    found: defaultdict[int, set[str]] = defaultdict(set)
+    foreign: defaultdict[int, set[str]] = defaultdict(set)
     for x in plan.instructions:
         for slot in (*x.reads, *x.allocates, *x.writes):
             computed = all(verb not in COMMUNICATING for verb, _ in makers.get(slot, ()))
             kept = x.verb in COMMUNICATING and x.stream not in reporting
             if slot in makers and computed and kept:
                 continue
-            found[slot].add(x.stream)
+            foreign[slot].add(x.stream)
     for slot, made in makers.items():
         verb, stream = next(iter(made))
         if len(made) == 1 and verb not in COMMUNICATING:
-            found[slot].discard(stream)  # it took the memory, and so need not be told
-    return {slot: names for slot, names in found.items() if names and slot not in gathered}
+            foreign[slot].discard(stream)  # it allocated the memory: no need to record it
+    return {slot: names for slot, names in foreign.items() if names and slot not in gathered}
 
 
 def _tensors(content: Any) -> list[Tensor]:
@@ -341,7 +344,7 @@ def streams_for(
     *,
     tracked: bool = False,
 ) -> Streams:
-    """The streams of ``device``."""
+    """The logical streams of ``device``."""
     if device.type == "cuda":
         return CudaStreams(device, rules, shaker, tracked=tracked)
     limited = [name for name, rule in rules.items() if rule.sms is not None]

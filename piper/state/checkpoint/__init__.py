@@ -1,2 +1,2 @@
-"""A checkpoint is a folder: safetensors files that each device writes for itself, and an index in
-JSON that says which slice of which named tensor lies in which of them."""
+"""A checkpoint is a folder of safetensors files and a JSON index. Each device writes its own file;
+the index maps every slice of every named tensor to a file."""

@@ -1,7 +1,7 @@
-"""Rectangular slices of tensors: where they begin and how far they reach along each dimension.
+"""Rectangular slices of tensors: a start and a size along each dimension.
 
-What a device has of a parameter is a range of a flat shard, which is not rectangular. It is a few
-boxes: the rest of a row, whole rows, the beginning of a row, and so on inward.
+A device holds a contiguous range of a flat shard, which is not rectangular. The range splits into a
+few boxes: the rest of a row, whole rows, the beginning of a row, and so on for inner dimensions.
 
     [0 0 0 1]
     [1 1 1 1]     elements 3 to 9 of a 4 x 4 tensor: three boxes
@@ -39,7 +39,7 @@ class Box:
 
     @property
     def text(self) -> str:
-        """As Python writes slices."""
+        """In Python's slice notation."""
         pairs = zip(self.start, self.shape, strict=True)
         return "[" + ", ".join(f"{low}:{low + n}" for low, n in pairs) + "]"
 
@@ -50,7 +50,7 @@ class Box:
         return whole
 
     def common(self, other: Box) -> Box | None:
-        """What is in both, if anything is."""
+        """The intersection; None if it is empty."""
         start, shape = [], []
         for low, n, other_low, m in zip(
             self.start, self.shape, other.start, other.shape, strict=True
@@ -63,7 +63,7 @@ class Box:
         return Box(tuple(start), tuple(shape))
 
     def seen_from(self, other: Box) -> Box:
-        """The same box, counted from where ``other`` begins."""
+        """The same box, relative to the start of ``other``."""
         return Box(tuple(a - b for a, b in zip(self.start, other.start, strict=True)), self.shape)
 
     def moved(self, dim: int, by: int) -> Box:
@@ -72,7 +72,7 @@ class Box:
         return Box(tuple(start), self.shape)
 
     def between(self, dim: int, low: int, high: int) -> Box | None:
-        """What of it lies between two places along a dimension."""
+        """The part of this box from ``low`` up to ``high`` along ``dim``; None if it is empty."""
         first, last = max(self.start[dim], low), min(self.start[dim] + self.shape[dim], high)
         if first >= last:
             return None
@@ -81,22 +81,22 @@ class Box:
         return Box(tuple(start), tuple(shape))
 
     def without(self, other: Box) -> list[Box]:
-        """What of it is not in ``other``."""
+        """This box minus ``other``, as disjoint boxes."""
         common = self.common(other)
         if common is None:
             return [self]
-        found = []
+        outside = []
         rest: Box | None = self
         for dim, (low, n) in enumerate(zip(common.start, common.shape, strict=True)):
             assert rest is not None
             first, last = rest.start[dim], rest.start[dim] + rest.shape[dim]
             sides = rest.between(dim, first, low), rest.between(dim, low + n, last)
-            found += [side for side in sides if side is not None]
+            outside += [side for side in sides if side is not None]
             rest = rest.between(dim, low, low + n)
-        return found
+        return outside
 
     def cut(self, limit: int) -> Iterator[Box]:
-        """The same in boxes of at most ``limit`` elements."""
+        """This box as smaller boxes of at most ``limit`` elements."""
         if self.numel <= max(limit, 1):
             yield self
             return
@@ -117,12 +117,12 @@ class Box:
 
 
 def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
-    """Whether ``boxes`` have every element of a tensor of this shape once. How often an element is
-    there is known from the corners alone: the boxes' cancel all but those of the whole.
+    """Whether ``boxes`` cover every element of a tensor of this shape exactly once. The signed
+    corners decide: if the boxes tile the tensor, all corners cancel except those of the whole.
 
-    A box has 2**n corners in n dimensions. Here each place of a dimension is a random number, and a
-    corner the product of n of them: then all corners of a box, with their signs, are a product of n
-    differences. Sums that differ are equal by chance once in 10**16 times."""
+    A box has 2**n corners in n dimensions. Each coordinate of each dimension gets a random number,
+    and a corner is the product of n of them. So the signed sum over a box's corners is a product of
+    n differences. Boxes that do not tile pass by chance about once in 10**16 times."""
     numbers: defaultdict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
 
     def corners(box: Box) -> int:
@@ -135,8 +135,8 @@ def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
 
 
 def boxes_of_range(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """The elements from ``low`` up to ``high`` of a tensor, counted row by row, as boxes in that
-    order; at most two for each dimension."""
+    """The elements from ``low`` up to ``high`` of a tensor in row-major order, as boxes in that
+    order. At most two boxes for each dimension."""
     if low >= high:
         return
     if not shape:

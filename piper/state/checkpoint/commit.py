@@ -1,4 +1,5 @@
-"""The folder of a checkpoint, and those beside it whose names end in a number."""
+"""The files of a checkpoint folder, and rotation: numbered checkpoints beside it, old ones
+removed."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
 def numbered(target: Path) -> dict[int, Path]:
-    """The checkpoints beside ``target`` whose names differ from its own in the number at the end,
-    by this number."""
+    """Checkpoints in the folder of ``target`` whose names differ from it only in the number at the
+    end, by that number."""
     return {number: path for number, path in _beside(target) if (path / INDEX).exists()}
 
 
 def keep_last(target: Path, keep: int) -> None:
-    """Remove checkpoints of steps before that of ``target``, the newest one, so that ``keep`` are
-    left that can be loaded. Those of later steps stay: they are of a run that went further."""
+    """Remove checkpoints with smaller numbers than ``target``, the newest one, so that ``keep``
+    complete ones remain. Checkpoints with larger numbers stay: an earlier run got further."""
     _, newest = _parsed(target)
     kept = 1
     for number, path in reversed(_beside(target)):
@@ -43,7 +44,8 @@ def keep_last(target: Path, keep: int) -> None:
 
 
 def _beside(target: Path) -> list[tuple[int, Path]]:
-    """The folders with such names, in order."""
+    """Folders beside ``target`` with the same name up to the number, and ``target`` itself, sorted
+    by number."""
     stem, _ = _parsed(target)
     known = []
     for path in target.parent.iterdir() if target.parent.is_dir() else ():

@@ -1,9 +1,9 @@
-"""Checkpoints for ``torch.distributed.checkpoint``, whose ``load`` takes a ``CheckpointReader``: it
-reads the model's tensors out of what ``trainer.save`` wrote, into tensors or DTensors.
+"""``CheckpointReader`` for ``torch.distributed.checkpoint.load``: reads the model's tensors from a
+checkpoint of ``trainer.save`` into tensors or DTensors.
 
     dcp.load(state, storage_reader=CheckpointReader("run/state"))
 
-What ``trainer.export`` wrote needs no reader of ours: ``HuggingFaceStorageReader`` reads it.
+For output of ``trainer.export``, use torch's own ``HuggingFaceStorageReader``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from piper.state.checkpoint.tensor_files import Reader
 
 
 class CheckpointReader(StorageReader):
-    """Gives the tensors of a model under the keys of its state dict."""
+    """Reads a model's tensors under the keys of its state dict."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -46,7 +46,7 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        if not self._entries:  # another process has read the metadata
+        if not self._entries:  # the metadata was read by another process
             self._folder, self._entries = stored_tensors(self._path)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -75,8 +75,8 @@ class CheckpointReader(StorageReader):
 
 def _metadata(entry: Entry) -> TensorStorageMetadata:
     chunks = [
-        ChunkStorageMetadata(torch.Size(one.box.start), torch.Size(one.box.shape))
-        for one in entry.slices
+        ChunkStorageMetadata(torch.Size(part.box.start), torch.Size(part.box.shape))
+        for part in entry.slices
     ]
     return TensorStorageMetadata(
         TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks

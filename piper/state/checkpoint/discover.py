@@ -1,14 +1,14 @@
-"""Which tensors lie in a folder of safetensors files, by their names, and where.
+"""Finds the tensors in a folder of safetensors files: their names and locations.
 
-A folder is read in the first of these forms that it has:
+The folder's format is the first of these that exists:
 
     index.json                     a checkpoint of ``trainer.save``: slices of the model's tensors
-    model.safetensors.index.json   which tensor is in which file, as the transformers library has it
-    model.safetensors              all of them in one
-    *.safetensors                  any other names, as torch's distributed checkpoint has them: a
-                                   header may say that its tensors are slices of larger ones
+    model.safetensors.index.json   maps tensors to files, as in the transformers library
+    model.safetensors              all tensors in one file
+    *.safetensors                  any other names, as in torch's distributed checkpoints: a header
+                                   may say that its tensors are slices of larger ones
 
-Only headers are read here. Nothing in them is trusted: what is not what it must be is refused.
+Only headers and indices are read here. They are untrusted: malformed ones are refused.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ from piper.state.checkpoint.verify_files import size_of
 _SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
-"""Under these names a header says where in the whole tensors its slices begin."""
+"""Header fields with the offsets of a file's slices in the whole tensors."""
 _LARGEST_HEADER = 100_000_000
-"""Bytes: what the safetensors library allows."""
+"""Bytes; the limit of the safetensors library."""
 
 
 def stored_tensors(path: Path) -> tuple[Path, dict[str, Entry]]:
-    """The folder that the files are in, and every tensor in them. ``path`` is a folder, or one
-    file."""
+    """The folder with the files, and every tensor in them. ``path`` is a folder or one file."""
     if path.is_file():
         return path.parent, _of_files(path.parent, [path.name])
     if not path.is_dir():
@@ -111,20 +110,20 @@ def _of_index(folder: Path) -> dict[str, Entry]:
 
 
 def _of_files(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name in names:
         with _reading(folder / name):
             for key, entry in _of_file(folder, name):
-                known = found.get(key)
-                found[key] = entry if known is None else _joined(key, known, entry)
-    for key, entry in found.items():
+                known = entries.get(key)
+                entries[key] = entry if known is None else _joined(key, known, entry)
+    for key, entry in entries.items():
         if not tile((one.box for one in entry.slices), entry.shape):
             files = ", ".join(dict.fromkeys(one.file for one in entry.slices))
             raise PiperError(
                 f"the slices of {key} in {files} of {folder} are not a whole tensor: they overlap "
                 "or leave something out"
             )
-    return found
+    return entries
 
 
 def _joined(key: str, one: Entry, other: Entry) -> Entry:
@@ -135,7 +134,8 @@ def _joined(key: str, one: Entry, other: Entry) -> Entry:
 
 
 def _of_file(folder: Path, name: str) -> Iterator[tuple[str, Entry]]:
-    """The tensors of one file, each with what is known of its whole shape from here."""
+    """The tensors of one file. Each shape is a lower bound of the whole tensor's: it ends where
+    this file's slice ends."""
     header, begin, end = _header(folder / name)
     starts = _starts(header.pop("__metadata__", None))
     extents = []
@@ -147,19 +147,19 @@ def _of_file(folder: Path, name: str) -> Iterator[tuple[str, Entry]]:
             dtype, shape = DTYPES[item["dtype"]], sizes(item["shape"])
             first, last = map(count, row(item["data_offsets"], 2))
             if last - first != math.prod(shape) * dtype.itemsize or begin + last > end:
-                raise MalformedError("its place in the file is not one of its size")
+                raise MalformedError("its data_offsets do not fit its size or the file")
             extents.append(Extent(first, last - first, key))
             start = starts.get(key, (0,) * len(shape))
             if len(start) != len(shape):
-                raise MalformedError("it begins in a tensor of other dimensions")
-            one = Slice(Box(start, shape), name, key, begin + first, 0)
+                raise MalformedError("its offsets have another number of dimensions than its shape")
+            part = Slice(Box(start, shape), name, key, begin + first, 0)
             whole = tuple(a + n for a, n in zip(start, shape, strict=True))
-            yield key, Entry(dtype, whole, (one,))
+            yield key, Entry(dtype, whole, (part,))
     refuse_overlaps(extents)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header of a file, where it ends, and where the file does."""
+    """A file's header, the offset of its end, and the size of the file."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -172,14 +172,14 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _starts(metadata: Any) -> dict[str, tuple[int, ...]]:
-    """By name, where the slice of a tensor begins, if the file has slices."""
+    """For each tensor name, the offset of its slice in the whole tensor; empty without slices."""
     if type(metadata) is not dict or _SHARDING not in metadata:
         return {}
     with within(_SHARDING):
-        found = parsed(string(metadata[_SHARDING]))
-        if type(found) is not dict:
-            raise wrong(found, "an object")
-        return {key: _start(key, item) for key, item in found.items()}
+        offsets = parsed(string(metadata[_SHARDING]))
+        if type(offsets) is not dict:
+            raise wrong(offsets, "an object")
+        return {key: _start(key, item) for key, item in offsets.items()}
 
 
 def _start(key: str, item: Any) -> tuple[int, ...]:

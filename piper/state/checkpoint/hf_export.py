@@ -1,8 +1,8 @@
-"""Weights as ``from_pretrained`` of the transformers library loads them: whole tensors under the
-model's own names, in one or several safetensors files.
+"""Export for ``from_pretrained`` of the transformers library: whole tensors under the model's own
+names, in one or several safetensors files.
 
-Files are laid out first, at their full length; then everyone writes the slices that it has to where
-they belong. Nobody holds a tensor that it has not.
+``lay_out`` first creates the files at their full length. Then each worker writes its own slices in
+place. No worker gathers a whole tensor.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PRETRAINED = FileKind(
     re.compile(r"(?P<stem>model)(-(?P<number>\d{1,4}))?-\d{5}-of-\d{5}\.safetensors"),
     (WEIGHTS, WEIGHTS_INDEX),
 )
-"""Several files are named by the index; one file names itself."""
+"""Markers: the index names several files; a single file is its own marker."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """Where a whole tensor is to lie."""
+    """The place of a whole tensor in the exported files."""
 
     key: str
     dtype: torch.dtype
@@ -50,9 +50,9 @@ class WholeTensor:
 def lay_out(
     folder: Path, tensors: Mapping[str, WholeTensor], file_bytes: int, named: Callable[[str], str]
 ) -> dict[str, WholeTensor]:
-    """Make the files for ``tensors``, none of them much longer than ``file_bytes``, and the index
-    that goes with them, in which they have the names that ``named`` gives; and say where each
-    tensor is to lie."""
+    """Create files for ``tensors``, none much longer than ``file_bytes``, and their index if there
+    are several. The index uses the file names that ``named`` returns. Returns the place of each
+    tensor."""
     runs: list[list[str]] = [[]]
     size = 0
     for name, one in tensors.items():
@@ -61,38 +61,38 @@ def lay_out(
             size = 0
         runs[-1].append(name)
         size += one.nbytes
-    found: dict[str, WholeTensor] = {}
+    placed: dict[str, WholeTensor] = {}
     for place, names in enumerate(runs):
         file = WEIGHTS
         if len(runs) > 1:
             file = f"model-{place + 1:05}-of-{len(runs):05}.safetensors"
-        found |= _make(folder, file, {name: tensors[name] for name in names})
+        placed |= _make(folder, file, {name: tensors[name] for name in names})
     if len(runs) > 1:
         index = {
             "metadata": {"total_size": sum(one.nbytes for one in tensors.values())},
-            "weight_map": {one.key: named(one.file) for one in found.values()},
+            "weight_map": {one.key: named(one.file) for one in placed.values()},
         }
         (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2))
-    return found
+    return placed
 
 
 def _make(folder: Path, file: str, tensors: Mapping[str, WholeTensor]) -> dict[str, WholeTensor]:
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header = header_of([(x.key, x.dtype, x.shape) for x in (tensors[name] for name in names)])
     at = len(header)
-    found = {}
+    placed = {}
     for name in names:
-        one = tensors[name]
-        found[name] = WholeTensor(one.key, one.dtype, one.shape, file, at)
-        at += one.nbytes
+        tensor = tensors[name]
+        placed[name] = WholeTensor(tensor.key, tensor.dtype, tensor.shape, file, at)
+        at += tensor.nbytes
     with (folder / file).open("xb") as content:
         content.write(header)
         content.truncate(at)
-    return found
+    return placed
 
 
 class SliceWriter:
-    """Writes slices of tensors to where they are to lie."""
+    """Writes slices of tensors to their places in the files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -101,7 +101,7 @@ class SliceWriter:
     @staticmethod
     @contextmanager
     def opened(folder: Path) -> Iterator[SliceWriter]:
-        """All is on the disk in the end."""
+        """A writer that syncs its files to disk at the end, and closes them."""
         writer = SliceWriter(folder)
         try:
             yield writer
@@ -112,7 +112,7 @@ class SliceWriter:
                 os.close(descriptor)
 
     def write(self, target: WholeTensor, box: Box, tensor: Tensor) -> None:
-        """Put ``tensor`` at ``box`` of ``target``."""
+        """Write ``tensor`` at ``box`` of ``target``."""
         if target.file not in self._files:
             self._files[target.file] = os.open(self._folder / target.file, os.O_WRONLY)
         strides = [math.prod(target.shape[i + 1 :]) for i in range(len(target.shape))]
@@ -122,7 +122,7 @@ class SliceWriter:
     def _put(self, target: WholeTensor, at: int, strides: Sequence[int], tensor: Tensor) -> None:
         size = target.dtype.itemsize
         inner = math.prod(tensor.shape[1:])
-        if not tensor.dim() or strides[0] == inner:  # its rows lie one after another
+        if not tensor.dim() or strides[0] == inner:  # contiguous in the file
             for piece in pieces_in_order(tensor):
                 data = memory_of(piece.to(target.dtype).cpu().contiguous())
                 self._write(self._files[target.file], data, at)

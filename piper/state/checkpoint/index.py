@@ -1,15 +1,15 @@
-"""The index of a checkpoint: ``index.json``, which says what lies where.
+"""The index of a checkpoint, ``index.json``: where every slice of every tensor is stored.
 
-    model       by name, each parameter and buffer: dtype, shape, and the slices that it lies in
-    optimizer   by kind of state (exp_avg), by parameter, the same
-    values      what an optimizer keeps of a parameter that has not its shape, such as a counter
-    stored      the tensors of such values, if they are large
-    keys        the keys of the model's state dict, and which tensor each stands for
+    model       by name, each parameter and buffer: dtype, shape and slices
+    optimizer   by kind of state (exp_avg), then by parameter: the same
+    values      optimizer state without the parameter's shape, such as a step counter
+    stored      large tensors inside such values
+    keys        the keys of the model's state dict, each with its tensor's first name
     steps, seed, strategy, scheduler, groups, kind of optimizer, data
-    files       how long each file and its header are, and the header's CRC-32; a slice has its own
+    files       size of each file and of its header, and the header's CRC-32; slices have their own
 
-The first line has the SHA-256 of all others. Nothing that is read is trusted: whatever is not what
-it must be raises a ``MalformedError`` that says where.
+The first line holds the SHA-256 of all other lines. Content that is read is untrusted: malformed
+content raises a ``MalformedError`` that says where.
 """
 
 from __future__ import annotations
@@ -56,33 +56,34 @@ _FORMAT = Format("checkpoint", 2)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A rectangular slice of a tensor, and where it lies."""
+    """A rectangular slice of a tensor and its location."""
 
     box: Box
     file: str
-    """In memory, the number of a device."""
+    """The file's name. For state in memory: the number of the device."""
     key: str
-    """What the file calls it."""
+    """The slice's name in the file."""
     offset: int
-    """Where in the file it begins, in bytes; in memory, which of the device's slices it is."""
+    """Bytes from the start of the file. For state in memory: the index among the device's
+    slices."""
     crc32: int
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole tensor and the slices that it consists of."""
+    """A whole tensor and its slices."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
 
     def within(self, box: Box) -> list[tuple[Box, TensorInFile]]:
-        """The parts of ``box``, and what each one lies in."""
-        found = []
-        for one in self.slices:
-            if (common := box.common(one.box)) is not None:
-                found.append((common, TensorInFile(one.file, one.offset, self.dtype, one.box)))
-        return found
+        """The parts of ``box``, each with the stored slice that contains it."""
+        parts = []
+        for part in self.slices:
+            if (common := box.common(part.box)) is not None:
+                parts.append((common, TensorInFile(part.file, part.offset, self.dtype, part.box)))
+        return parts
 
     def read(self, reader: Reader, box: Box, into: Tensor, via: Sequence[torch.dtype] = ()) -> None:
         """Copy ``box`` to ``into``, rounded to each dtype of ``via`` on the way."""
@@ -95,20 +96,20 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
-    """What an optimizer keeps of a parameter, or of a shard of it, that has not its shape."""
+    """Optimizer state of a parameter, or of a shard of it, that does not have its shape."""
 
     name: str
     kind: str
     part: int
-    """Which shard of the parameter it was kept for, of how many."""
+    """Index of the parameter's shard that it belongs to, of ``ways`` shards."""
     ways: int
     value: Any
-    """As ``values.to_json`` writes it."""
+    """As ``plain_values.to_json`` writes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEntry:
-    """The settings of a group of the optimizer, and what a scheduler keeps for it."""
+    """The settings of an optimizer's parameter group, and the scheduler's values for it."""
 
     names: tuple[str, ...]
     settings: Any
@@ -117,7 +118,7 @@ class GroupEntry:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What a checkpoint, or one device's part of it, holds."""
+    """The contents of a checkpoint, or of one device's part of it."""
 
     model: Entries = field(default_factory=dict)
     optimizer: Mapping[str, Entries] = field(default_factory=dict)
@@ -126,7 +127,7 @@ class Tensors:
 
     @staticmethod
     def joined(parts: Iterable[Tensors]) -> Tensors:
-        """All that the devices have written."""
+        """The parts of all devices, joined."""
         model: dict[str, Entry] = {}
         optimizer: dict[str, dict[str, Entry]] = {}
         stored: dict[str, Entry] = {}
@@ -140,7 +141,7 @@ class Tensors:
         return Tensors(model, optimizer, stored, tuple(values))
 
     def tables(self) -> Iterable[tuple[str, Entries]]:
-        """All entries, and what to call them."""
+        """All entries, each table with its name."""
         yield "model", self.model
         for kind, entries in self.optimizer.items():
             yield f"optimizer.{kind}", entries
@@ -157,7 +158,7 @@ def _join(all_of: dict[str, Entry], some: Entries) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Everything that a checkpoint says of itself."""
+    """The parsed content of ``index.json``."""
 
     tensors: Tensors
     keys: Mapping[str, str]
@@ -165,24 +166,24 @@ class Index:
     steps: int
     seed: int
     strategy: str
-    """The directives, to be read by people."""
+    """The directives, for human readers."""
     kind: str
-    """The name of the optimizer's class, or nothing."""
+    """The class names of the optimizers; empty without an optimizer."""
     groups: tuple[GroupEntry, ...]
     scheduler: Any
     data: Any
-    """Where in the data training is, if it was told."""
+    """The position in the data, if it is known."""
 
     def first(self, name: str) -> str:
-        """The name here of what the model has under ``name``: tied tensors have several."""
+        """This index's name for the model's tensor ``name``. Tied tensors have several names."""
         return self.keys.get(name, name)
 
     def entry(self, name: str) -> Entry:
-        """The parameter or buffer that the model has under ``name``."""
+        """The entry of the model's parameter or buffer ``name``."""
         return self.tensors.model[self.first(name)]
 
     def in_files(self, named: Callable[[str], str]) -> Index:
-        """The same where each file has the name that ``named`` gives it."""
+        """This index with each file renamed by ``named``."""
 
         def moved(entries: Entries) -> dict[str, Entry]:
             return {
@@ -200,7 +201,7 @@ class Index:
         return replace(self, tensors=tensors, files=files)
 
     def to_bytes(self) -> bytes:
-        """The file that holds it."""
+        """The content of ``index.json``."""
         content = _FORMAT.headed(
             {
                 "steps": self.steps,
@@ -223,12 +224,12 @@ class Index:
 
     @staticmethod
     def from_bytes(content: bytes) -> Index:
-        """What ``to_bytes`` wrote; anything else is refused."""
+        """Parses output of ``to_bytes``. Anything else is refused."""
         return _index(_checked(content))
 
 
 def files_of(content: bytes) -> dict[str, FileFacts]:
-    """Of an index, which files there are."""
+    """The files that an index lists, without parsing the rest of it."""
     with within("files"):
         return _files(_checked(content)["files"])
 
@@ -303,11 +304,11 @@ def _index(data: dict[str, Any]) -> Index:
 def _named(item: Any, read: Callable[[Any], Any]) -> dict[str, Any]:
     if type(item) is not dict:
         raise wrong(item, "an object")
-    found = {}
-    for name, one in item.items():
+    values = {}
+    for name, value in item.items():
         with within(name):
-            found[name] = read(one)
-    return found
+            values[name] = read(value)
+    return values
 
 
 def _listed(item: Any, length: int, what: str) -> list[Any]:
@@ -360,7 +361,7 @@ def _slice(
 
 
 def _refuse_overlaps(tensors: Tensors, files: Mapping[str, FileFacts]) -> None:
-    """What one slice is read from is no other's, nor the header's."""
+    """Refuse slices that share bytes with each other or with a file's header."""
     held: dict[str, list[Extent]] = {
         file: [Extent(0, facts.header, "the header")] for file, facts in files.items()
     }
@@ -379,7 +380,7 @@ def _value(item: Any, stored: Entries) -> SavedValue:
     name, kind, part, ways, value = _listed(item, 5, "a parameter, a kind, a part, ways, a value")
     for one in stored_names(value):
         if one not in stored:
-            raise MalformedError(f"{one!r} is not among what is stored")
+            raise MalformedError(f"{one!r} is not among the stored tensors")
     from_json(
         value, lambda key: torch.empty(stored[key].shape, dtype=stored[key].dtype, device="meta")
     )

@@ -1,8 +1,8 @@
-"""Plain values as JSON and back, exactly: what schedulers and groups of an optimizer keep.
+"""Converts plain values to JSON and back exactly: state of schedulers and optimizer groups.
 
-Numbers, text, lists and objects with names are what they are in JSON. What JSON lacks is an object
-with one name that begins with "!": {"!tuple": [1, 2]}. A number of numpy's becomes Python's; what
-cannot be told without running code, such as a function, is refused where it is written.
+Numbers, text, lists and dicts with string keys stay as they are. Other types become an object with
+one key that begins with "!": {"!tuple": [1, 2]}. A numpy scalar becomes a Python number. A value
+that cannot be restored without running code, such as a function, is refused when it is written.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from piper.base.reading import (
 
 _DEPTH = 16
 _INLINE = 16
-"""Elements up to which a tensor is written as numbers, beside the others."""
+"""Tensors of up to this many elements are written inline, as numbers."""
 
 Store = Callable[[Tensor], str]
-"""Keeps a tensor elsewhere, and says under which name."""
+"""Stores a tensor outside the JSON and returns its name."""
 Find = Callable[[str], Tensor]
 
 
 def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
-    """``item`` in types that JSON has; larger tensors go to ``store``, if that is given."""
+    """``item`` as JSON types. Larger tensors go to ``store``, if it is given."""
     if depth > _DEPTH:
         raise MalformedError("this is nested too deeply")
 
     def each(items: Any) -> list[Any]:
-        found = []
-        for place, one in enumerate(items):
+        written = []
+        for place, element in enumerate(items):
             with within(place):
-                found.append(to_json(one, store, depth + 1))
-        return found
+                written.append(to_json(element, store, depth + 1))
+        return written
 
     if isinstance(item, np.generic):
         item = item.item()
@@ -61,7 +61,7 @@ def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
         case None | bool():
             return item
         case int():
-            check_limits(int(item))  # so that it can be read again
+            check_limits(int(item))  # must be readable again
             return int(item)
         case str():
             return str(item)
@@ -96,12 +96,12 @@ def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
 
 def _table(item: dict[Any, Any], store: Store | None, depth: int) -> dict[str, Any]:
     named = all(isinstance(key, str) and not key.startswith("!") for key in item)
-    found = []
+    pairs = []
     for key, value in item.items():
         with within(str(key)):
             written = key if named else to_json(key, None, depth + 1)
-            found.append([written, to_json(value, store, depth + 1)])
-    return dict(found) if named else {"!table": found}
+            pairs.append([written, to_json(value, store, depth + 1)])
+    return dict(pairs) if named else {"!table": pairs}
 
 
 def _tensor(item: Tensor, store: Store | None) -> Any:
@@ -116,7 +116,7 @@ def _tensor(item: Tensor, store: Store | None) -> Any:
 
 
 def from_json(data: Any, find: Find | None = None) -> Any:
-    """What ``to_json`` was given; ``find`` gives the tensors that were stored elsewhere."""
+    """The inverse of ``to_json``. ``find`` returns a stored tensor by its name."""
 
     def each(items: Any) -> list[Any]:
         return rows(items, lambda one: from_json(one, find))
@@ -128,11 +128,11 @@ def from_json(data: Any, find: Find | None = None) -> Any:
             raise wrong(data, "a plain value")
         return data
     if not any(key.startswith("!") for key in data):
-        found = {}
+        values = {}
         for key, value in data.items():
             with within(key):
-                found[key] = from_json(value, find)
-        return found
+                values[key] = from_json(value, find)
+        return values
     if len(data) != 1:
         raise wrong(data, "a plain value")
     ((kind, content),) = data.items()
@@ -216,7 +216,7 @@ def _read_tensor(content: Any, each: Callable[[Any], list[Any]]) -> Tensor:
 
 
 def stored_names(data: Any) -> list[str]:
-    """The names of the tensors that a value keeps elsewhere."""
+    """The names of the stored tensors that a value in JSON refers to."""
     if type(data) is list:
         return [name for one in data for name in stored_names(one)]
     if type(data) is dict:

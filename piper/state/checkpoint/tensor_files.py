@@ -1,8 +1,8 @@
-"""Safetensors files, written and read in pieces of a few megabytes.
+"""Writes and reads safetensors files in pieces of a few megabytes.
 
-The safetensors library takes all tensors of a file at once, as bytes beside the tensors themselves.
-Here no process holds more than two times ``BLOCK`` bytes beside its own state, on a GPU or not.
-Each tensor, and the header, has a CRC-32, so that damage is found and named.
+The safetensors library copies all tensors of a file to bytes at once. Here a process never holds
+more than two times ``BLOCK`` bytes besides its own state, on CPU or GPU. Each tensor and the header
+have a CRC-32, so damage is detected and located.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from piper.base.reading import MalformedError, counts, open_file, wrong
 from piper.state.checkpoint.boxes import Box
 
 BLOCK = 4 * 2**20
-"""Bytes that are copied, written or read at a time."""
+"""Bytes copied, written or read at a time."""
 _SMALL = 2**16
-"""Bytes below which another thread does not pay."""
+"""Bytes below which a second thread is not worth it."""
 _OPEN = 64
-"""Files that are held open at a time."""
+"""Files held open at a time."""
 _DIMENSIONS = 64
-"""That a tensor of torch can have."""
+"""The most dimensions of a torch tensor."""
 
 NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -54,12 +54,12 @@ NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls the types that it has."""
+"""The format's names for the dtypes it supports."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 def sizes(item: Any) -> tuple[int, ...]:
-    """The shape of a tensor, as torch can have it."""
+    """A tensor's shape, checked against torch's limits."""
     shape = counts(item)
     if len(shape) > _DIMENSIONS or math.prod(n for n in shape if n) >= 2**63:
         raise wrong(item, "the shape of a tensor")
@@ -68,7 +68,7 @@ def sizes(item: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Bytes of a file, and what they hold."""
+    """A byte range of a file, and the name of its content."""
 
     start: int
     size: int
@@ -76,7 +76,7 @@ class Extent:
 
 
 def refuse_overlaps(extents: Iterable[Extent]) -> None:
-    """Refuse a file of which some bytes are said to be two things."""
+    """Refuse a file whose byte ranges overlap."""
     placed = sorted(extent for extent in extents if extent.size)
     for one, other in itertools.pairwise(placed):
         if other.start < one.start + one.size:
@@ -85,13 +85,13 @@ def refuse_overlaps(extents: Iterable[Extent]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     get: Callable[[], Tensor]
-    """Gives it when its turn comes."""
+    """Returns the tensor when it is about to be written."""
 
     @staticmethod
     def of(key: str, tensor: Tensor) -> TensorToWrite:
@@ -104,7 +104,7 @@ class TensorToWrite:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file must be: its length, and that of its header with the header's checksum."""
+    """Expected facts of a file, in bytes: its size, its header's size and the header's CRC-32."""
 
     bytes: int
     header: int
@@ -113,37 +113,37 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file as it was written, and where in it each tensor begins, with its checksum."""
+    """The facts of a written file, and each tensor's offset and CRC-32."""
 
     facts: FileFacts
     tensors: Mapping[str, tuple[int, int]]
 
 
 def in_order(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
-    """As they lie in a file: the widest types first, so that every one is aligned."""
+    """The order in a file: widest dtypes first, so that every tensor is aligned."""
     return sorted(tensors, key=lambda x: -x.dtype.itemsize)
 
 
 def write_file(path: Path, tensors: Sequence[TensorToWrite]) -> Written:
-    """A new safetensors file at ``path``, which is on the disk when this returns."""
+    """Writes a new safetensors file at ``path`` and syncs it to disk."""
     header = header_of([(x.key, x.dtype, x.shape) for x in in_order(tensors)])
     at = len(header)
-    found = {}
+    written = {}
     with path.open("xb", buffering=BLOCK) as file, ThreadPoolExecutor(1) as pool:
         file.write(header)
         for given in in_order(tensors):
             crc = 0
             for piece in pieces_in_order(given.get().detach()):
                 crc = _copied(memory_of(piece.cpu().contiguous()), file, crc, pool)
-            found[given.key] = (at, crc)
+            written[given.key] = (at, crc)
             at += given.nbytes
         file.flush()
         os.fsync(file.fileno())
-    return Written(FileFacts(at, len(header), zlib.crc32(header)), found)
+    return Written(FileFacts(at, len(header), zlib.crc32(header)), written)
 
 
 def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """The beginning of a file with these tensors, one after another."""
+    """The header of a file that holds these tensors in this order."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for key, dtype, shape in tensors:
@@ -158,14 +158,15 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, itself."""
-    flat = x.as_strided((x.numel(),), (1,))  # one element may have any stride
+    """The memory of a contiguous tensor, not copied."""
+    flat = x.as_strided((x.numel(),), (1,))  # a dimension of size 1 may have any stride
     data: Any = flat.view(torch.uint8).numpy()
     return memoryview(data)
 
 
 def pieces_in_order(x: Tensor) -> Iterator[Tensor]:
-    """``x`` in pieces that may be copied, one after another in the order of their elements."""
+    """``x`` in pieces that are small enough to copy, in row-major order. A contiguous CPU tensor is
+    one piece: it needs no copy."""
     if not x.numel():
         return
     copied = x.device.type != "cpu" or not x.is_contiguous()
@@ -178,8 +179,8 @@ def pieces_in_order(x: Tensor) -> Iterator[Tensor]:
 
 
 def _copied(data: memoryview, file: BinaryIO, crc: int, pool: ThreadPoolExecutor) -> int:
-    """Write ``data``, and bring the checksum up to date meanwhile. What is large goes past the
-    file's buffer, which would copy it once more."""
+    """Write ``data`` and update the checksum at the same time. Large blocks bypass the file's
+    buffer, which would copy them once more."""
     for at in range(0, len(data), BLOCK):
         block = data[at : at + BLOCK]
         if len(block) < _SMALL:
@@ -197,7 +198,7 @@ def _copied(data: memoryview, file: BinaryIO, crc: int, pool: ThreadPoolExecutor
 
 
 def checksum(file: BinaryIO, start: int, size: int) -> int:
-    """The CRC-32 of a range of a file, as far as there is one."""
+    """The CRC-32 of a range of a file, up to the end of the file."""
     buffer = memoryview(bytearray(min(BLOCK, size)))
     file.seek(start)
     crc = 0
@@ -222,7 +223,7 @@ def _filled(file: BinaryIO, buffer: memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInFile:
-    """A tensor in a file: a slice of a larger one."""
+    """A slice of a tensor, stored in a file."""
 
     file: str
     offset: int
@@ -231,7 +232,7 @@ class TensorInFile:
 
 
 class Reader:
-    """Reads slices of what lies in the files of a folder."""
+    """Reads slices of tensors from the files of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -253,14 +254,14 @@ class Reader:
     def read(
         self, into: Tensor, stored: TensorInFile, box: Box, via: Sequence[torch.dtype] = ()
     ) -> None:
-        """Copy ``box``, which lies inside what is stored, to ``into``, which has its shape. It is
-        rounded to each dtype of ``via`` on the way."""
+        """Copy ``box`` to ``into``, rounded to each dtype of ``via`` on the way. ``stored`` must
+        contain ``box``, and ``into`` must have its shape."""
         self._read(into, stored, box.seen_from(stored.box), via)
 
     def _read(
         self, into: Tensor, stored: TensorInFile, box: Box, via: Sequence[torch.dtype]
     ) -> None:
-        """``box`` is counted from where the stored slice begins."""
+        """``box`` is relative to the start of the stored slice."""
         strides = _strides(stored.box.shape)
         first = sum(a * s for a, s in zip(box.start, strides, strict=True))
         span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
@@ -274,10 +275,10 @@ class Reader:
             buffer = self._scratch(span * size)
             self._fill(stored.file, at, buffer)
             flat = torch.frombuffer(buffer, dtype=stored.dtype, count=span)
-            found = flat.as_strided(box.shape, strides)
+            values = flat.as_strided(box.shape, strides)
             for dtype in via:
-                found = found.to(dtype)
-            into.copy_(found)
+                values = values.to(dtype)
+            into.copy_(values)
         else:
             dim = next(i for i, n in enumerate(box.shape) if n > 1)
             half = box.shape[dim] // 2

@@ -1,5 +1,5 @@
-"""Whether the files of a checkpoint are what was written, and which tensors lie where they are
-not; and, for a glance at it, whether they are there at all."""
+"""Checks the files of a checkpoint: ``damage`` compares all checksums and names damaged tensors;
+``is_whole`` is a quick check of the index and the file sizes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from piper.state.checkpoint.tensor_files import FileFacts, checksum
 
 
 def damage(folder: Path, index: Index, files: Sequence[str]) -> list[str]:
-    """What is wrong with ``files``, one text each."""
+    """One text for each of ``files`` that is damaged: its name and the first difference found."""
     held: dict[str, list[tuple[str, Slice, int]]] = {}
     for table, entries in index.tensors.tables():
         for name, entry in entries.items():
             for one in entry.slices:
                 size = one.box.numel * entry.dtype.itemsize
                 held.setdefault(one.file, []).append((f"{table} {name}{one.box.text}", one, size))
-    found = (_damage(folder, file, index.files[file], held.get(file, [])) for file in files)
-    return [f"{file}: {why}" for file, why in zip(files, found, strict=True) if why is not None]
+    reasons = (_damage(folder, file, index.files[file], held.get(file, [])) for file in files)
+    return [f"{file}: {why}" for file, why in zip(files, reasons, strict=True) if why is not None]
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether it has an index that is as it was written, and files of the length that this says.
-    Their content is not read: it may be terabytes."""
+    """Whether the index is intact and every file has the size it states. File contents are not
+    read: they may be terabytes."""
     try:
         facts = files_of(file_bytes(folder / INDEX))
         return all(size_of(folder / name) == one.bytes for name, one in facts.items())
@@ -35,7 +35,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def size_of(path: Path) -> int:
-    """How long a file of a checkpoint is, which must lie where it was written."""
+    """The size of a checkpoint's file. It must be a regular file, not a link."""
     facts = path.lstat()
     if not stat.S_ISREG(facts.st_mode):
         raise MalformedError("it is a link, or no file at all: copy the file itself to its place")

@@ -1,1 +1,1 @@
-"""The state of one device: flat buffers, their slices, and how they travel."""
+"""The state of one device: flat buffers, their slices, and their transfer to files and devices."""

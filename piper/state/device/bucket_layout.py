@@ -1,4 +1,4 @@
-"""How a bucket of parameters lies in one flat buffer, and which part of it a device has."""
+"""The layout of a bucket in one flat buffer, and the part of it that a device has."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from piper.ir.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The part of a parameter that lies in a range of the flat buffer."""
+    """The part of a parameter in a range of the flat buffer. All numbers count elements."""
 
     name: str
     start: int
-    """Where it begins in the buffer's range."""
+    """Its start within the range."""
     stop: int
     offset: int
-    """Where it begins in the parameter, counted in elements as they lie in memory."""
+    """Its start within the device's shard of the parameter, in memory order."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class BucketLayout:
 
     bucket: Bucket
     specs: Mapping[str, TensorSpec]
-    """The whole parameters."""
+    """The unsharded parameters."""
     index: int
-    """This device's index among those that hold the same values, in this or in other copies."""
+    """This device's index in its group: the devices with the same values, over all copies."""
     part: int
-    """Which share of the experts it has."""
+    """Index of its shard along the bucket's axis, such as its share of the experts."""
 
     @staticmethod
     def of(bucket: Bucket, specs: Mapping[str, TensorSpec], device: int) -> BucketLayout | None:
-        """The layout for ``device``, or None if it holds nothing of the bucket."""
+        """The layout for ``device``; None if the device has no part of the bucket."""
         for part, group in enumerate(bucket.groups):
             if device in group:
                 mine = {name: specs[name] for name in bucket.parameters}
@@ -49,33 +49,33 @@ class BucketLayout:
 
     @property
     def copy(self) -> int:
-        """Which of the equal copies of the bucket this device has, or has a part of."""
+        """Index of the copy of the bucket that this device has, whole or in part."""
         return self.index // self.bucket.within
 
     @property
     def rank(self) -> int:
-        """Which part of its copy it has."""
+        """Index of this device's part within its copy."""
         return self.index % self.bucket.within
 
     @property
     def sharded(self) -> bool:
-        """Whether each device updates a part of its own."""
+        """Whether each device updates only its own part (ZeRO-1 and above)."""
         return self.bucket.level >= 1
 
     @property
     def scattered(self) -> bool:
-        """Whether the parameters themselves are kept in parts."""
+        """Whether the parameters themselves are sharded (ZeRO-3)."""
         return self.bucket.level == 3
 
     @property
     def sliced(self) -> bool:
-        """Whether what it updates are flat ranges, and not tensors of their own shape."""
+        """Whether the optimizer gets flat ranges instead of tensors with their own shapes."""
         return self.sharded and self.bucket.sliced
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each parameter on this device: the last shard of an uneven dimension is
-        padded."""
+        """The shape of each parameter's shard on this device. If the dimension does not divide
+        evenly, shards are padded."""
         ways, dim = self.bucket.ways, self.bucket.dim
         return {
             name: tuple(-(-n // ways) if i == dim else n for i, n in enumerate(spec.shape))
@@ -84,17 +84,17 @@ class BucketLayout:
 
     @cached_property
     def offsets(self) -> Mapping[str, int]:
-        """Where each parameter begins in the whole buffer."""
+        """The start of each parameter in the whole buffer."""
         return dict(zip(self.bucket.parameters, self.bucket.offsets, strict=True))
 
     @property
     def share(self) -> int:
-        """Elements of one device's part."""
+        """Elements in one device's part."""
         return self.bucket.share
 
     @property
     def padded(self) -> int:
-        """Elements of the whole buffer, filled up to even parts."""
+        """Elements in the whole buffer, padded to equal parts."""
         return self.share * self.bucket.within
 
     @property
@@ -104,7 +104,7 @@ class BucketLayout:
         return start, start + self.share
 
     def buffer(self, dtype: torch.dtype, where: torch.device) -> Tensor:
-        """A whole buffer to be filled: what belongs to no parameter is zero."""
+        """A whole buffer for the caller to fill. Padding is zero."""
         if self._uneven:
             return torch.zeros(self.padded, dtype=dtype, device=where)
         flat = torch.empty(self.padded, dtype=dtype, device=where)
@@ -123,39 +123,39 @@ class BucketLayout:
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the whole buffer between and after the parameters."""
-        found, end = [], 0
+        gaps, end = [], 0
         for start, size in sorted(zip(self.bucket.offsets, self.bucket.sizes, strict=True)):
-            found.append((end, start))
+            gaps.append((end, start))
             end = start + size
-        return tuple((low, high) for low, high in (*found, (end, self.padded)) if low < high)
+        return tuple((low, high) for low, high in (*gaps, (end, self.padded)) if low < high)
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter in the whole buffer."""
+        """A view of a parameter in the whole buffer."""
         start = self.offsets[name]
         return self.shaped(flat[start : start + math.prod(self.shapes[name])], name)
 
     def shaped(self, row: Tensor, name: str) -> Tensor:
-        """A parameter that lies in ``row``, with the strides that its model has if it is whole."""
+        """The flat ``row`` in the parameter's shape, with the model's strides if unsharded."""
         shape, spec = self.shapes[name], self.specs[name]
         if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
             return row.as_strided(shape, spec.stride)
         return row.view(shape)
 
     def updated(self, row: Tensor, fragment: Fragment) -> Tensor:
-        """A fragment as the optimizer is given it; ``row`` is this device's range."""
+        """A fragment in the form the optimizer gets. ``row`` is this device's range."""
         mine = row[fragment.start : fragment.stop]
         return mine if self.sliced else self.shaped(mine, fragment.name)
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
-        """What this device updates, parameter by parameter, within its range: whole parameters,
-        if they are not sliced."""
+        """The parts of parameters that this device updates, relative to its range. Unless sliced,
+        each is a whole parameter."""
         low, high = self.mine
-        found = []
+        fragments = []
         for name in self.bucket.parameters:
             start = self.offsets[name]
             stop = start + math.prod(self.shapes[name])
             first, last = max(low, start), min(high, stop)
             if first < last:
-                found.append(Fragment(name, first - low, last - low, first - start))
-        return tuple(found)
+                fragments.append(Fragment(name, first - low, last - low, first - start))
+        return tuple(fragments)

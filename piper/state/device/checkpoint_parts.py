@@ -1,7 +1,7 @@
-"""One device's part of a checkpoint: what it writes of its state, and how it reads another's.
+"""One device's part of a checkpoint: writes its state, exports its weights, and resumes from files.
 
-A device writes only what it has, and of equal copies each writes a share. It reads just the slices
-that it needs, straight to where they are kept: beside its state it holds a few megabytes.
+A device writes only its own state; devices with equal copies write a share each. It reads only the
+slices it needs, directly into its state. It needs only a few megabytes besides its state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from piper.state.device.slices import given_by
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one device has written, or has in memory."""
+    """The part of a state that one device has written, or has in memory."""
 
     file: str
     facts: FileFacts | None
@@ -40,8 +40,8 @@ class Part:
 
 
 def write_part(state: DeviceState, folder: Path, file: str, buffers: Collection[str]) -> Part:
-    """Write what this device gives to a checkpoint: its share of parameters and of the optimizer's
-    state, and the ``buffers`` that are its to write."""
+    """Write this device's part of a checkpoint: its share of parameters and optimizer state, and
+    the ``buffers`` assigned to it."""
     return write(given_by(state, buffers), folder, file)
 
 
@@ -57,7 +57,7 @@ def write(holding: Holding, folder: Path, file: str) -> Part:
 
 
 def in_memory(holding: Holding, device: int) -> Part:
-    """The part of a state that is not written: its file is the device, an offset the number of a
+    """A part that stays in memory: its file is the device's number, and an offset is the index of a
     slice in ``holding``."""
     places = ((str(device), held.key, i, 0) for i, held in enumerate(holding.slices))
     return _part(holding, str(device), None, holding.tensors(places))
@@ -76,8 +76,9 @@ def _part(holding: Holding, file: str, facts: FileFacts | None, tensors: Tensors
 def export_part(
     state: DeviceState, folder: Path, targets: Mapping[str, WholeTensor], buffers: Collection[str]
 ) -> list[str]:
-    """Write this device's share of the model's tensors to where they are to lie; their names."""
-    found: dict[str, None] = {}
+    """Write this device's share of the model's tensors to their places in the exported files.
+    Returns their names."""
+    written: dict[str, None] = {}
     with SliceWriter.opened(folder) as out:
         for held in state.held.values():
             layout = held.layout
@@ -88,23 +89,23 @@ def export_part(
                 for piece in pieces_of(layout, fragment):
                     tensor = piece.of_range(row, layout, fragment)
                     out.write(targets[fragment.name], piece.whole, tensor)
-                found[fragment.name] = None
+                written[fragment.name] = None
         for name in buffers:
             if name in targets:
                 tensor = state.buffers[name]
                 out.write(targets[name], Box.whole(tensor.shape), tensor)
-                found[name] = None
-    return list(found)
+                written[name] = None
+    return list(written)
 
 
 @torch.no_grad()
 def read_part(state: DeviceState, folder: Path, index: Index) -> None:
-    """Resume from a checkpoint. ``refusal`` has found nothing; whatever fails all the same leaves
-    the state half changed, and said to be so."""
+    """Resume from a checkpoint. Requires that ``refusal`` returned None. If reading still fails,
+    the state is partly changed and ``state.changing`` stays True."""
     state.changing = True
     tables = dict(index.tensors.tables())
     with Reader(folder) as reader:
-        for one in wanted(state, index):
-            tables[one.table][one.name].read(reader, one.box, one.into)
+        for want in wanted(state, index):
+            tables[want.table][want.name].read(reader, want.box, want.into)
     settle(state, index)
     state.changing = False

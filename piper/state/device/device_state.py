@@ -1,4 +1,5 @@
-"""What a device keeps between steps: parameters in flat buffers, buffers, the optimizer."""
+"""The state of a device between steps: parameters in flat buckets, the model's buffers, the
+optimizer and the scheduler. Made from an ``Assignment``."""
 
 from __future__ import annotations
 
@@ -32,58 +33,59 @@ class HeldBucket:
 
     layout: BucketLayout
     flat: Tensor
-    """The parameters the programs read: whole, or this device's part if they are scattered."""
+    """The parameters that the executables read: whole, or this device's shard with ZeRO-3."""
     updated: Tensor
-    """What the optimizer updates: this device's range of ``flat``, or a copy in more precision."""
+    """What the optimizer updates: this device's range of ``flat``, or its master copy in higher
+    precision."""
     trained: tuple[nn.Parameter, ...]
-    """The optimizer's parameters, one for each fragment."""
+    """The optimizer's parameters, one for each fragment; empty if the bucket is frozen."""
     groups: list[list[nn.Parameter]] = field(default_factory=list)
-    """The same, as the optimizer groups them."""
+    """``trained``, by the optimizer's parameter groups."""
 
     @property
     def is_copy(self) -> bool:
         return self.layout.bucket.gradient != self.layout.bucket.dtype
 
     def places(self) -> dict[str, list[tuple[Box, Tensor]]]:
-        """By parameter, the boxes of it that this device has, and the memory that each is kept in;
-        ``publish`` brings parts to where they are kept a second time."""
+        """For each parameter, the boxes of it on this device and the memory of each. A scattered
+        bucket lists only ``updated``; ``publish`` copies it to ``flat``."""
         layout = self.layout
-        found: dict[str, list[tuple[Box, Tensor]]] = {n: [] for n in layout.bucket.parameters}
+        by_name: dict[str, list[tuple[Box, Tensor]]] = {n: [] for n in layout.bucket.parameters}
         if layout.scattered or self.is_copy:
             for fragment in layout.fragments:
                 row = self.updated[fragment.start : fragment.stop]
                 for piece in pieces_of(layout, fragment):
                     into = piece.of_range(row, layout, fragment)
-                    found[fragment.name].append((piece.whole, into))
+                    by_name[fragment.name].append((piece.whole, into))
         if not layout.scattered:
-            for name, places in found.items():
+            for name, places in by_name.items():
                 view = layout.view(self.flat, name)
                 places += [(p.whole, p.shard.of(view)) for p in whole_shard(layout, name)]
-        return found
+        return by_name
 
     def publish(self) -> None:
-        """Bring what was updated into this device's part of ``flat``."""
+        """Copy the master copy, if there is one, to this device's part of ``flat``."""
         if self.is_copy:
             low, high = (0, self.layout.share) if self.layout.scattered else self.layout.mine
             self.flat[low:high].copy_(self.updated)
 
 
 class DeviceState:
-    """Everything that one device holds."""
+    """All state of one device."""
 
     def __init__(self, given: Assignment, where: torch.device, fetch: Fetch | None) -> None:
-        """``fetch`` gives the first values of a parameter or buffer by name; None if all of it is
-        to be filled from elsewhere."""
+        """``fetch`` returns the initial values of a parameter or buffer by name. None: the caller
+        fills the state later."""
         self.device = given.device
         self.where = where
         self.training = given.training
         self.capturable = False
-        """Whether steps may be captured as CUDA graphs: then the host waits for nothing in them."""
+        """Whether CUDA graphs may capture a step: the host then waits for nothing in it."""
         self.steps = 0
         self.changing = False
-        """Whether a step has begun to change what is kept, and is not over."""
+        """Whether a step has begun to change the state and has not ended."""
         self.snapshot: Snapshot | None = None
-        """What a save in the background has not copied yet, all or some of it."""
+        """The snapshot of a background save that is not fully copied yet."""
         self.held: dict[int, HeldBucket] = {}
         for index, bucket in enumerate(given.buckets):
             layout = BucketLayout.of(bucket, given.parameters, given.device)
@@ -106,15 +108,15 @@ class DeviceState:
             mine = {id(p) for p in held.trained}
             held.groups = [[p for p in g["params"] if id(p) in mine] for g in self._groups()]
         self._rates: list[Tensor] = []
-        """On the device, the learning rate of each of the optimizer's groups, if a schedule changes
-        what a captured update reads."""
+        """The learning rate of each parameter group, in device memory. Only for a captured update
+        with a scheduler: the graph reads it, the scheduler changes it."""
         factory = given.training.scheduler
         self.scheduler = None
         if factory is not None and self.optimizer is not None:
             self.scheduler = make_scheduler(factory, self.optimizer)
 
     def update(self, rows: Sequence[tuple[HeldBucket, list[Tensor]]]) -> None:
-        """One step of the optimizer, on some buckets with their gradients."""
+        """One optimizer step on one bucket or on all of them, with their gradients."""
         if self.optimizer is None:
             return
         self.changing = True
@@ -132,7 +134,7 @@ class DeviceState:
             held.publish()
 
     def make_capturable(self) -> None:
-        """From now on a step waits for nothing on the host, and may be captured as a CUDA graph."""
+        """From now on the host waits for nothing in a step, so CUDA graphs can capture it."""
         if self.training.on_nan is not None:
             raise PiperError(
                 f"cuda_graphs=True: on_nan={self.training.on_nan!r} decides on the host whether a "
@@ -152,20 +154,20 @@ class DeviceState:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The learning rate of each of the optimizer's groups, in the step that runs; none that is
-        on a GPU, which would have to be waited for."""
+        """The learning rate of each parameter group in the current step. Rates in GPU memory are
+        left out: reading them waits for the GPU."""
         rates = [group["lr"] for group in self._groups() if "lr" in group]
         return tuple(float(x) for x in rates if not (isinstance(x, Tensor) and x.is_cuda))
 
     def settings(self) -> list[dict[str, Any]]:
-        """The numbers that a captured update has fixed."""
+        """The group settings that a captured update has baked in."""
         free = ("params", "lr") if self._rates else ("params",)
         return [{k: v for k, v in group.items() if k not in free} for group in self._groups()]
 
     @contextmanager
     def _only(self, rows: Sequence[HeldBucket]) -> Iterator[None]:
-        """The optimizer knows of these buckets' parameters only: it looks at every one that it
-        knows."""
+        """Restricts the optimizer's groups to a single bucket's parameters: ``step`` visits
+        everything in them. Several buckets are all buckets, and the groups stay complete."""
         groups = self._groups()
         usual = [dict(group) for group in groups]
         for i, group in enumerate(groups):
@@ -188,7 +190,7 @@ class DeviceState:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def tensors(self) -> Iterable[Tensor]:
-        """All that is kept between steps."""
+        """All tensors that persist between steps."""
         for held in self.held.values():
             yield held.flat
             yield held.updated
@@ -198,7 +200,7 @@ class DeviceState:
                 yield from (item for item in kept.values() if isinstance(item, Tensor))
 
     def advance(self) -> None:
-        """A step is over."""
+        """End a step: count it and advance the scheduler."""
         self.steps += 1
         if self.scheduler is not None:
             self.scheduler.step()
@@ -221,7 +223,7 @@ class DeviceState:
         return held
 
     def _fill(self, held: HeldBucket, fetch: Fetch) -> None:
-        """With first weights."""
+        """Fill a bucket with the initial weights."""
         for name, places in held.places().items():
             first = fetch(name)
             for box, into in places:
@@ -230,21 +232,21 @@ class DeviceState:
             held.publish()
 
     def _optimizer(self, order: Sequence[str]) -> torch.optim.Optimizer | None:
-        """For the parameters in the model's own order: a factory may group them by their place."""
+        """The optimizer, with parameters in the model's order: a factory may group by position."""
         places = {name: place for place, name in enumerate(order)}
-        found = [
+        placed = [
             (places[fragment.name], fragment.name, parameter)
             for held in self.held.values()
             for fragment, parameter in zip(held.layout.fragments, held.trained, strict=False)
         ]
-        trained = [(name, parameter) for _, name, parameter in sorted(found, key=lambda x: x[0])]
+        trained = [(name, parameter) for _, name, parameter in sorted(placed, key=lambda x: x[0])]
         factory = self.training.optimizer
         return make(factory, trained) if factory is not None and trained else None
 
 
 def buffers_of(given: Assignment) -> dict[str, TensorSpec]:
     """The buffers of the chunks that a device runs, in training or evaluation."""
-    found: dict[str, TensorSpec] = {}
+    buffers: dict[str, TensorSpec] = {}
     rows = ((given.plan, given.code), (given.evaluation_plan, given.evaluation_code))
     for plan, code in rows:
         programs = next(iter(code.programs.values()))
@@ -252,5 +254,5 @@ def buffers_of(given: Assignment) -> dict[str, TensorSpec]:
         for chunk in sorted(chunks):
             for place, name in enumerate(code.pieces[chunk].buffers):
                 if name not in code.constants and not name.startswith(RANK):
-                    found[name] = programs[chunk].specs[Ref(Kind.BUFFER, place)]
-    return found
+                    buffers[name] = programs[chunk].specs[Ref(Kind.BUFFER, place)]
+    return buffers

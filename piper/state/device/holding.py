@@ -1,4 +1,5 @@
-"""Slices of named tensors that a device gives away, and values beside them."""
+"""The state that a device contributes to a checkpoint or to other devices: slices of named tensors,
+and plain values."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ class Held:
     table: str
     name: str
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     box: Box
     tensor: Tensor | TensorToWrite
 
     @property
     def key(self) -> str:
-        """What a file calls it."""
+        """The slice's name in a file."""
         prefix = "" if self.table == MODEL else self.table.replace(".", "/", 1) + "/"
         return prefix + self.name + ("" if self.box == Box.whole(self.shape) else self.box.text)
 
@@ -38,11 +39,11 @@ def whole(table: str, name: str, tensor: Tensor | TensorToWrite) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one device gives of the state: of equal copies, each device a share."""
+    """One device's contribution to the state. Devices with equal copies contribute a share each."""
 
     slices: Sequence[Held] = ()
     buckets: Sequence[int | None] = ()
-    """For each slice the bucket whose update alone changes it; None for buffers."""
+    """For each slice, the bucket whose update changes it, and nothing else; None for buffers."""
     values: tuple[SavedValue, ...] = ()
     groups: tuple[GroupEntry, ...] = ()
     scheduler: Any = None
@@ -50,8 +51,8 @@ class Holding:
     steps: int = 0
 
     def tensors(self, places: Iterable[tuple[str, str, int, int]]) -> Tensors:
-        """The same as entries of an index, given where each slice lies: a file, its key there, an
-        offset and a checksum."""
+        """This holding as entries of an index. ``places`` has a file, a key in it, an offset and a
+        checksum for each slice."""
         tables: dict[str, dict[str, Entry]] = {}
         for held, place in zip(self.slices, places, strict=True):
             entries = tables.setdefault(held.table, {})

@@ -1,5 +1,5 @@
-"""An optimizer's groups of parameters, known by what they hold: their settings travel by the names
-of parameters, since each device has groups of its own."""
+"""Saves and restores the settings of an optimizer's parameter groups. Groups differ between
+devices, so settings are matched by parameter names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from piper.state.device.device_state import DeviceState
 from piper.state.optimizer.factory import members_of, settings
 
 _KIND = "piper.optimizer"
-"""The setting of a group that says which of several optimizers it belongs to."""
+"""The setting that names the class of a group's optimizer."""
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
-"""What a scheduler keeps as a list with an item for each group."""
+"""Scheduler state that is a list with one item for each group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class OptimizerGroup:
     """One group of one device's optimizer."""
 
     names: tuple[str, ...]
-    """The parameters it holds, whole or in part."""
+    """Its parameters, whole or in part."""
     settings: Mapping[str, Any]
     schedule: Mapping[str, Any]
-    """What a scheduler keeps for this group."""
+    """The scheduler's state for this group."""
 
 
 def export_groups(state: DeviceState) -> list[OptimizerGroup]:
@@ -52,8 +52,8 @@ def export_groups(state: DeviceState) -> list[OptimizerGroup]:
 def match_groups(
     state: DeviceState, groups: Sequence[OptimizerGroup]
 ) -> list[OptimizerGroup | None]:
-    """For each group of a device's optimizer, one of those that held the same parameters; they must
-    agree."""
+    """For each group of a device's optimizer, a saved group with some of its parameters, or None.
+    All such saved groups must have equal settings."""
     if state.optimizer is None:
         return []
     pairs = zip(_names(state), _kinds(state), strict=True)
@@ -63,21 +63,22 @@ def match_groups(
 def restore_groups(
     state: DeviceState, groups: Sequence[OptimizerGroup], schedule: Mapping[str, Any] | None
 ) -> None:
-    """Give each group the settings of those that held the same parameters."""
+    """Give each group the settings of the saved group with its parameters."""
     if state.optimizer is None:
         return
     mine = state.optimizer.param_groups
-    found = match_groups(state, groups)
-    for group, other in zip(mine, found, strict=True):
+    matches = match_groups(state, groups)
+    for group, other in zip(mine, matches, strict=True):
         if other is not None:
-            here = group.get("capturable")  # a matter of how it runs, not of what it computes
+            here = group.get("capturable")  # depends on how this run executes: not restored
             group.update({k: copy.deepcopy(v) for k, v in other.settings.items() if k != _KIND})
             if here is not None:
                 group["capturable"] = here
     if schedule is not None and state.scheduler is not None:
         own = state.scheduler.state_dict()
         rows = [
-            _of_group(own, i) if group is None else group.schedule for i, group in enumerate(found)
+            _of_group(own, i) if group is None else group.schedule
+            for i, group in enumerate(matches)
         ]
         state.scheduler.load_state_dict(_with_groups(copy.deepcopy(dict(schedule)), rows))
 
@@ -104,10 +105,11 @@ def _kinds(state: DeviceState) -> list[str]:
 def _match(
     names: tuple[str, ...], kind: str, groups: Sequence[OptimizerGroup]
 ) -> OptimizerGroup | None:
-    """The group that held these parameters, of the same kind of optimizer."""
+    """A saved group with some of these parameters. All such groups must belong to the same class of
+    optimizer and have equal settings."""
     wanted = set(names)
-    found = [group for group in groups if not wanted.isdisjoint(group.names)]
-    for other in found:
+    matches = [group for group in groups if not wanted.isdisjoint(group.names)]
+    for other in matches:
         if (before := other.settings.get(_KIND, kind)) != kind:
             name = next(n for n in other.names if n in wanted)
             raise PiperError(
@@ -115,19 +117,19 @@ def _match(
                 f"{kind}, which cannot continue from its state: give it the same optimizer, or "
                 "take over the weights alone with load_state_dict"
             )
-    for other in found[1:]:
-        if not same(other.settings, found[0].settings):
-            one, two = (next(n for n in g.names if n in wanted) for g in (found[0], other))
+    for other in matches[1:]:
+        if not same(other.settings, matches[0].settings):
+            one, two = (next(n for n in g.names if n in wanted) for g in (matches[0], other))
             raise PiperError(
                 f"{one} and {two} were in groups of the optimizer with different settings, but "
                 "here they are in one group: group the parameters as they were before, or take "
                 "over the weights alone with load_state_dict"
             )
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two settings are equal, tensors in them too."""
+    """Whether two settings are equal, including tensors in them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -138,20 +140,21 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _of_group(schedule: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """What a scheduler, or each one of several in it, keeps for the group at ``place``."""
-    found = {
+    """A scheduler's state for the group at ``place``, including that of nested schedulers."""
+    kept = {
         k: schedule[k][place]
         for k in _BY_GROUP
         if isinstance(schedule.get(k), list) and place < len(schedule[k])
     }
     inner = schedule.get("_schedulers")
     if isinstance(inner, list):
-        found["_schedulers"] = [_of_group(s, place) for s in inner]
-    return copy.deepcopy(found)
+        kept["_schedulers"] = [_of_group(s, place) for s in inner]
+    return copy.deepcopy(kept)
 
 
 def _with_groups(schedule: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a scheduler with the groups of one device."""
+    """A scheduler's state with its lists by group replaced by ``rows``: one for each group of this
+    device."""
     for k in _BY_GROUP:
         if isinstance(schedule.get(k), list) and all(k in row for row in rows):
             schedule[k] = [row[k] for row in rows]

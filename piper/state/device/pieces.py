@@ -1,8 +1,8 @@
-"""What a device has of a bucket, as rectangular slices of the model's own tensors.
+"""A device's part of a bucket as rectangular slices of the model's tensors.
 
-A device's part of a parameter is a range (ZeRO) of a shard (experts, tensor parallelism), as it
-lies in memory. A ``Piece`` is a box of it: where it is in the whole parameter, and where in the
-shard.
+A device's part of a parameter is a contiguous range (ZeRO) of a shard (experts, tensor
+parallelism), in memory order. A ``Piece`` is one box of it, with its place in the whole parameter
+and its place in the shard.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Piece:
     """A box of one device's part of a parameter."""
 
     whole: Box
-    """In the parameter that the model has."""
+    """Its place in the model's parameter."""
     shard: Box
-    """In this device's shard of it."""
+    """Its place in this device's shard."""
 
     def of_range(self, row: Tensor, layout: BucketLayout, fragment: Fragment) -> Tensor:
         """This piece of ``row``, which holds the elements of ``fragment``."""
@@ -37,7 +37,7 @@ def pieces_of(layout: BucketLayout, fragment: Fragment) -> list[Piece]:
     name = fragment.name
     strides = _strides(layout, name)
     shape = layout.shapes[name]
-    dims = sorted(range(len(shape)), key=lambda i: -strides[i])  # as they lie in memory
+    dims = sorted(range(len(shape)), key=lambda i: -strides[i])  # in memory order
     stop = fragment.offset + fragment.stop - fragment.start
     boxes = boxes_of_range([shape[i] for i in dims], fragment.offset, stop)
     return [piece for box in boxes for piece in _in_whole(layout, name, box.reordered(dims))]
@@ -50,24 +50,24 @@ def whole_shard(layout: BucketLayout, name: str) -> list[Piece]:
 
 
 def _in_whole(layout: BucketLayout, name: str, box: Box) -> list[Piece]:
-    """Where a box of the shard is in the whole parameter: for a fused weight, one of each
-    section."""
+    """The places of a shard's box in the whole parameter. A fused weight has up to one for each
+    section. Padding is left out."""
     bucket = layout.bucket
     if bucket.ways == 1:
         return [Piece(box, box)]
-    found = []
+    pieces = []
     begin = start = 0
     for size in bucket.sections or (layout.specs[name].shape[bucket.dim],):
-        mine = -(-size // bucket.ways)  # what is after the last element is padding
+        mine = -(-size // bucket.ways)  # elements past the end are padding
         part = box.between(bucket.dim, begin, begin + min(mine, size - layout.part * mine))
         if part is not None:
-            found.append(Piece(part.moved(bucket.dim, start + layout.part * mine - begin), part))
+            pieces.append(Piece(part.moved(bucket.dim, start + layout.part * mine - begin), part))
         begin, start = begin + mine, start + size
-    return found
+    return pieces
 
 
 def _strides(layout: BucketLayout, name: str) -> tuple[int, ...]:
-    """How a shard lies in memory; see ``BucketLayout.view``."""
+    """The strides of a shard in memory; see ``BucketLayout.shaped``."""
     shape, spec = layout.shapes[name], layout.specs[name]
     if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
         return spec.stride
@@ -75,20 +75,20 @@ def _strides(layout: BucketLayout, name: str) -> tuple[int, ...]:
 
 
 def written_by(layout: BucketLayout) -> list[tuple[int, Fragment]]:
-    """What this device writes of what it updates, each with the index of the fragment that it is
-    of: equal copies write a share each, cut where rows begin."""
+    """The parts of its fragments that this device writes, each with its fragment's index. Devices
+    with equal copies write a share each, cut at row boundaries."""
     low, high = _cut(layout, layout.copy), _cut(layout, layout.copy + 1)
-    found = []
-    for place, one in enumerate(layout.fragments):
-        first, last = max(low, one.start), min(high, one.stop)
+    parts = []
+    for place, fragment in enumerate(layout.fragments):
+        first, last = max(low, fragment.start), min(high, fragment.stop)
         if first < last:
-            part = Fragment(one.name, first, last, one.offset + first - one.start)
-            found.append((place, part))
-    return found
+            offset = fragment.offset + first - fragment.start
+            parts.append((place, Fragment(fragment.name, first, last, offset)))
+    return parts
 
 
 def _cut(layout: BucketLayout, copy: int) -> int:
-    """Where the share of a copy begins in the range that each of them has."""
+    """The start of a copy's share within the range that all copies have."""
     copies = layout.bucket.copies
     at = layout.share * copy // copies
     for one in layout.fragments:

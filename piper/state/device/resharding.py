@@ -1,13 +1,13 @@
-"""State that goes from devices to devices, memory to memory, when the strategy changes.
+"""Moves state between devices, memory to memory, when the strategy changes.
 
-What a device wants and has already it copies; the rest comes from the one that gives it. Slices
-travel in parcels of a few megabytes, each packed by the sender when its turn comes and taken apart
-by the receiver, so that nobody holds more than ``IN_FLIGHT`` of them beside its old and its new
-state.
+A device copies the slices it already has and receives the rest from the devices that hold them.
+Slices travel in parcels of a few megabytes. The sender packs a parcel just before it is sent, and
+the receiver unpacks it. So a process holds at most ``IN_FLIGHT`` parcels besides its old and its
+new state.
 
-All processes go through the parcels in one order, and wait for the oldest only: the first that is
-not over is under way at both ends, so nobody waits in a circle. In round r device i sends to the
-r-th after it, so that all send and receive at a time.
+All processes handle the parcels in the same order and wait only for the oldest one. Both ends have
+started the first unfinished parcel, so there is no deadlock. In round r, device i sends to the r-th
+device after it, so all devices send and receive at the same time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from piper.state.device.holding import Held
 from piper.state.device.restore import Wanted
 
 IN_FLIGHT = 4
-"""Parcels, of ``files.BLOCK`` bytes at most, that a process holds at a time."""
+"""Parcels, of at most ``files.BLOCK`` bytes, that a process holds at a time."""
 _ALIGNED = 16
-"""Bytes at a multiple of which every slice of a parcel begins."""
+"""Alignment in bytes of every slice in a parcel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A slice that a device wants of others."""
+    """A slice that a device needs from others."""
 
     table: str
     name: str
@@ -45,16 +45,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SliceTransfer:
-    """A slice on its way from one device to another."""
+    """The transfer of one slice from one device to another."""
 
     number: int
-    """Of the sender's slice, in what it gives."""
+    """Index of the sender's slice in its holding."""
     sent: Box
-    """In that slice."""
+    """The transferred box, relative to that slice."""
     request: int
-    """Of the receiver's request."""
+    """Index of the receiver's request."""
     received: Box
-    """In that request."""
+    """The transferred box, relative to that request."""
     dtype: torch.dtype
 
     @property
@@ -77,7 +77,7 @@ class Parcel:
 
 
 class Messages(Protocol):
-    """Messages between any two processes."""
+    """Point-to-point messages between any two processes."""
 
     def send(self, data: Tensor, to: int, tag: int) -> Handle: ...
 
@@ -86,7 +86,7 @@ class Messages(Protocol):
 
 @torch.no_grad()
 def still_missing(wants: Iterable[Wanted], here: Iterable[Held]) -> list[Wanted]:
-    """Copy what is ``here`` to where it is wanted; what is not here remains."""
+    """Copy slices that are ``here`` to their targets. Returns the slices that are not here."""
     known: dict[tuple[str, str], list[Held]] = {}
     for held in here:
         known.setdefault((held.table, held.name), []).append(held)
@@ -108,7 +108,7 @@ def still_missing(wants: Iterable[Wanted], here: Iterable[Held]) -> list[Wanted]
 
 @torch.no_grad()
 def copied(missing: Iterable[Wanted], index: Index, gives: Mapping[int, Sequence[Held]]) -> None:
-    """Bring what is missing from devices of the same process, which give what they say."""
+    """Copy missing slices from devices of the same process. ``gives`` has each device's slices."""
     tables = dict(index.tensors.tables())
     for one in missing:
         for box, stored in tables[one.table][one.name].within(one.box):
@@ -119,12 +119,12 @@ def copied(missing: Iterable[Wanted], index: Index, gives: Mapping[int, Sequence
 
 
 def requests(missing: Sequence[Wanted]) -> list[Request]:
-    """What others must know of what is missing here."""
+    """The missing slices in a form that other processes can read."""
     return [Request(x.table, x.name, x.box, x.into.dtype) for x in missing]
 
 
 def parcels(index: Index, wanted: Mapping[int, Sequence[Request]], me: int) -> list[Parcel]:
-    """All that ``me`` sends or receives, in order; ``wanted`` has every device's requests."""
+    """The parcels that ``me`` sends or receives, in order. ``wanted``: every device's requests."""
     pairs: dict[tuple[int, int], list[SliceTransfer]] = {}
     tables = dict(index.tensors.tables())
     for to, rows in wanted.items():
@@ -138,14 +138,16 @@ def parcels(index: Index, wanted: Mapping[int, Sequence[Request]], me: int) -> l
                     sent, received = part.seen_from(stored.box), part.seen_from(request.box)
                     move = SliceTransfer(stored.offset, sent, number, received, request.dtype)
                     pairs.setdefault((source, to), []).append(move)
-    found = [one for (source, to), moves in pairs.items() for one in _packed(source, to, moves)]
+    mine = [
+        parcel for (source, to), moves in pairs.items() for parcel in _packed(source, to, moves)
+    ]
     places = {device: i for i, device in enumerate(sorted({*wanted, *_givers(index)}))}
 
-    def turn(one: Parcel) -> tuple[int, int, int]:
-        rounds = (places[one.to] - places[one.source]) % len(places)
-        return rounds, one.tag, one.source
+    def turn(parcel: Parcel) -> tuple[int, int, int]:
+        rounds = (places[parcel.to] - places[parcel.source]) % len(places)
+        return rounds, parcel.tag, parcel.source
 
-    return sorted(found, key=turn)
+    return sorted(mine, key=turn)
 
 
 def _givers(index: Index) -> set[int]:
@@ -179,7 +181,7 @@ class Exchange:
 
     @torch.no_grad()
     def run(self, rows: Iterable[Parcel], link: Messages) -> int:
-        """Send and receive; how many bytes were sent."""
+        """Send and receive all parcels. Returns the number of bytes sent."""
         under_way: deque[tuple[Parcel, Tensor, Handle]] = deque()
         sent = 0
         for parcel in rows:

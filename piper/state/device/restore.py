@@ -1,5 +1,7 @@
-"""How a device goes on from state that lies elsewhere, in files or in other devices' memory: which
-slices of which named tensors it wants, and where each is to go.
+"""Resumes a device from state in files or in other devices' memory.
+
+``refusal`` checks an index, ``wanted`` lists the slices to read and their targets, and ``settle``
+completes the state once they are filled.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from piper.state.device.pieces import pieces_of, whole_shard
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A slice of a named tensor, and where it is to go."""
+    """A slice of a named tensor, and the memory to fill with it."""
 
     table: str
     name: str
@@ -33,7 +35,7 @@ class Wanted:
 
 
 def refusal(state: DeviceState, index: Index) -> str | None:
-    """Why this device cannot go on from what ``index`` says, if it cannot; nothing changes."""
+    """Why this device cannot resume from ``index``; None if it can. Changes nothing."""
     try:
         match_groups(state, groups_of(index))
         kept = _values_by_name(index)
@@ -53,8 +55,8 @@ def groups_of(index: Index) -> list[OptimizerGroup]:
 
 @torch.no_grad()
 def wanted(state: DeviceState, index: Index) -> Iterator[Wanted]:
-    """All that this device needs, each slice once; ``refusal`` has found nothing. What the
-    optimizer keeps is made on the way; ``settle`` must follow."""
+    """All slices that this device needs, each once. Allocates the optimizer's state on the way.
+    Requires that ``refusal`` returned None; ``settle`` must follow."""
     kept = _values_by_name(index)
     for held in state.held.values():
         yield from _of_bucket(held, index)
@@ -68,7 +70,7 @@ def wanted(state: DeviceState, index: Index) -> Iterator[Wanted]:
 
 @torch.no_grad()
 def settle(state: DeviceState, index: Index) -> None:
-    """All that was wanted is there: bring the rest of the state up to it."""
+    """Update the rest of the state after all wanted slices are filled."""
     for held in state.held.values():
         held.publish()
     state.steps = index.steps
@@ -77,7 +79,8 @@ def settle(state: DeviceState, index: Index) -> None:
 
 
 def _of_bucket(held: HeldBucket, index: Index) -> Iterator[Wanted]:
-    """What is updated; with ZeRO, the rest is gathered before each use."""
+    """The part of the bucket that this device updates. With ZeRO, the rest is gathered before each
+    use."""
     layout = held.layout
     for fragment in layout.fragments:
         row = held.updated[fragment.start : fragment.stop]
@@ -126,8 +129,8 @@ def _of_optimizer(
 
 
 def _like(parameter: nn.Parameter, dtype: torch.dtype, before: Any) -> Tensor:
-    """A tensor for state of a parameter: the one that was there, if it fits, since memory that is
-    freed is not always given back."""
+    """A tensor for a parameter's optimizer state. Reuses ``before`` if it fits, since freed memory
+    is not always returned."""
     fits = isinstance(before, Tensor) and before.shape == parameter.shape
     if fits and (before.dtype, before.device) == (dtype, parameter.device):
         return before
@@ -135,7 +138,8 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, before: Any) -> Tensor:
 
 
 def _moved(item: Any, parameter: nn.Parameter, *, counters: bool) -> Any:
-    """Large tensors are where the parameter is; ``counters`` are if the update reads them there."""
+    """``item`` with large tensors on the parameter's device. Tensors with one element go there only
+    if ``counters``: if the update reads them on the device."""
     if isinstance(item, Tensor):
         return item.to(parameter.device if counters or item.numel() > 1 else "cpu")
     if type(item) in (list, tuple):
@@ -144,26 +148,26 @@ def _moved(item: Any, parameter: nn.Parameter, *, counters: bool) -> Any:
 
 
 def _values_by_name(index: Index) -> dict[str, list[SavedValue]]:
-    found: dict[str, list[SavedValue]] = {}
+    by_name: dict[str, list[SavedValue]] = {}
     for value in index.tensors.values:
-        found.setdefault(value.name, []).append(value)
-    return found
+        by_name.setdefault(value.name, []).append(value)
+    return by_name
 
 
 def _values(layout: BucketLayout, name: str, rows: Sequence[SavedValue]) -> dict[str, Any]:
-    """By kind, what was kept of a parameter, or of this shard of it."""
+    """By kind, the saved values of a parameter, or of this shard of it."""
     kinds: dict[str, list[SavedValue]] = {}
     for value in rows:
         kinds.setdefault(value.kind, []).append(value)
-    found = {}
+    chosen = {}
     for kind, values in kinds.items():
         mine = [v for v in values if (v.part, v.ways) == (layout.part, layout.bucket.ways)]
         if not mine and any(v.value != values[0].value or stored_names(v.value) for v in values):
             raise PiperError(
                 f"the optimizer's {kind} of {name} was kept for each of {values[0].ways} shards of "
-                f"it, but here it has {layout.bucket.ways}, and what is kept has not the "
+                f"it, but here it has {layout.bucket.ways}, and this state does not have the "
                 "parameter's shape: resume under a strategy that shards it alike, or take over "
                 "the weights alone with load_state_dict"
             )
-        found[kind] = (mine or values)[0].value
-    return found
+        chosen[kind] = (mine or values)[0].value
+    return chosen

@@ -1,7 +1,7 @@
-"""What a device has of the state of training, as slices of named tensors, wherever they go: to a
-file of a checkpoint, or to other devices.
+"""A device's training state as slices of named tensors, for a checkpoint or for other devices.
 
-A table is ``model``, ``optimizer.`` and a kind of its state, or ``stored``, as an index calls them.
+Enters: a ``DeviceState``. Leaves: a ``Holding``. Tables have the names of an ``Index``: ``model``,
+``optimizer.<kind of state>`` or ``stored``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from piper.state.optimizer.factory import kind_of
 
 
 def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
-    """What this device gives of the state, and the ``buffers`` that are its to give."""
+    """This device's contribution to the state, with the ``buffers`` assigned to it."""
     slices: list[Held] = []
     values: list[SavedValue] = []
     buckets: list[int | None] = []
@@ -52,8 +52,8 @@ def given_by(state: DeviceState, buffers: Collection[str]) -> Holding:
 
 
 def all_held(state: DeviceState) -> Iterator[Held]:
-    """Every slice that this device has, also what others have too. Of a parameter that is what it
-    updates: with ZeRO, the rest is gathered before each use, and not current between steps."""
+    """Every slice on this device, including slices that other devices have too. Of parameters, only
+    the part it updates: with ZeRO, the rest is gathered before each use and stale between steps."""
     for held in state.held.values():
         for place, fragment in enumerate(held.layout.fragments):
             yield from _parameter(held, fragment)
@@ -65,7 +65,7 @@ def all_held(state: DeviceState) -> Iterator[Held]:
 
 
 def _parameter(held: HeldBucket, fragment: Fragment) -> Iterator[Held]:
-    """The boxes of a fragment."""
+    """The slices of a parameter's fragment."""
     layout = held.layout
     shape = layout.specs[fragment.name].shape
     row = held.updated[fragment.start : fragment.stop]
@@ -75,11 +75,11 @@ def _parameter(held: HeldBucket, fragment: Fragment) -> Iterator[Held]:
 
 
 def _kept(state: DeviceState, held: HeldBucket, place: int) -> Mapping[str, Any]:
-    """What the optimizer keeps for the fragment at ``place``."""
+    """The optimizer's state for the fragment at ``place``."""
     if state.optimizer is None or not held.trained:
         return {}
-    found: Mapping[str, Any] = state.optimizer.state.get(held.trained[place], {})
-    return found
+    kept: Mapping[str, Any] = state.optimizer.state.get(held.trained[place], {})
+    return kept
 
 
 def _like_parameter(kind: str, item: Any, held: HeldBucket, place: int) -> bool:
@@ -90,7 +90,7 @@ def _like_parameter(kind: str, item: Any, held: HeldBucket, place: int) -> bool:
 def _of_state(
     kind: str, item: Tensor, held: HeldBucket, place: int, fragment: Fragment
 ) -> Iterator[Held]:
-    """What the optimizer keeps for a fragment: a row, or of the shard's shape."""
+    """The slices of a fragment's optimizer state, which is flat or has the shard's shape."""
     layout = held.layout
     shape = layout.specs[fragment.name].shape
     for piece in pieces_of(layout, fragment):
@@ -109,8 +109,8 @@ def _piece_of_state(
 
 
 def _value(slices: list[Held], name: str, kind: str, layout: BucketLayout, item: Any) -> SavedValue:
-    """A value of the optimizer's that is no tensor of the parameter's shape; large tensors in it
-    are among ``slices``."""
+    """Optimizer state that is not a tensor of the parameter's shape. Its large tensors are appended
+    to ``slices``."""
 
     def store(tensor: Tensor) -> str:
         key = f"{kind}/{name}/{layout.part}/{len(slices)}"

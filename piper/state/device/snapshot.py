@@ -1,12 +1,12 @@
-"""What a device gives to a checkpoint, as it was when the save began, on its way to host memory.
+"""Copies a device's holding to host memory for a background save, as it was when the save began.
 
-Parameters and the optimizer's state change in the update of their bucket and nowhere else: they are
-copied bucket by bucket, by the COPY instructions of the next step, and what is left at the end of
-it then. Buffers, which forwards change, are copied at once; numbers are in the holding already.
+Parameters and optimizer state change only in the update of their bucket. So the COPY instructions
+of the next step copy them bucket by bucket; the rest is copied at the end of that step. Buffers
+change in forwards and are copied at once. Plain values are already in the holding.
 
-On a CPU a thread copies while the device waits for others, a piece at a time, and what is left of a
-bucket when its update comes is copied then: beside a computation, a copy would slow it by as much
-as it takes. On a GPU copies run on a stream of their own, into pinned memory.
+On a CPU, a thread copies pieces while the device waits for others. The rest of a bucket is copied
+just before its update. A copy that ran beside a computation would slow it down by its own duration.
+On a GPU, copies run on their own stream into pinned memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from piper.base.handles import Handle
 from piper.state.device.holding import Holding
 
 _PIECE = 2**20
-"""Bytes that are copied before it is looked again whether the device still waits."""
+"""Bytes copied between checks whether the device still waits."""
 
 
 class Snapshot:
-    """Copies of the slices of one holding. This is the CPU's."""
+    """Copies of the slices of one holding. This class is for a CPU."""
 
     def __init__(self, holding: Holding) -> None:
-        """``holding`` refers to the state itself."""
+        """``holding`` refers to the live state."""
         self._holding: Holding | None = holding
         self._copies: list[Tensor | None] = [None] * len(holding.slices)
         self._left: dict[int | None, list[int]] = {}
-        """By bucket, the slices whose turn has not come; those of None change otherwise."""
+        """By bucket, the slices whose copy has not begun. None: buffers."""
         for i, bucket in enumerate(holding.buckets):
             self._left.setdefault(bucket, []).append(i)
         self._all_begun = threading.Event()
@@ -43,26 +43,25 @@ class Snapshot:
             now.wait()
 
     def copy(self, bucket: int | None) -> Handle | None:
-        """Begin to copy what is saved of a bucket; the handle says when that is over, if the host
-        has a part in it."""
+        """Begin to copy a bucket's slices. Returns a handle if the host must finish the copy."""
         for i in self._left.pop(bucket, ()):
             self._copies[i] = self._begin(bucket, self._held(i))
         return self._handle(bucket)
 
     def copy_rest(self) -> None:
-        """Begin to copy all that is left: whoever writes it sees it through."""
+        """Begin all remaining copies. ``result``, in the writing thread, finishes them."""
         for bucket in list(self._left):
             self.copy(bucket)
         self._all_begun.set()
         self._waiting.set()
 
     def finish(self) -> None:
-        """Copy all that is left; the state may change when this returns."""
+        """Finish all copies. The state may change once this returns."""
         self.copy_rest()
         self._wait()
 
     def abandon(self) -> None:
-        """What is not being copied yet never will be."""
+        """Drop the snapshot, unless all its copies have begun."""
         if self._left:
             self._holding = None
             self._queue.clear()
@@ -70,8 +69,8 @@ class Snapshot:
         self._waiting.set()
 
     def result(self) -> Holding | None:
-        """The copies, when all of them are there; None if some never will be. For the thread that
-        writes them."""
+        """Waits for all copies and returns them; None if the snapshot was dropped. For the writing
+        thread."""
         self._all_begun.wait()
         holding = self._holding
         if holding is None:
@@ -90,18 +89,18 @@ class Snapshot:
         assert isinstance(tensor, Tensor)
         return tensor.detach()
 
-    # how it is done on a CPU
+    # copying on a CPU
 
     def _start(self) -> None:
         self._queue: deque[tuple[int | None, Tensor, Tensor]] = deque()
-        """Pieces, each with where it goes and the bucket that it is of."""
+        """Pieces to copy: bucket, target and source."""
         self._open: Counter[int | None] = Counter()
-        """By bucket, how many of them."""
+        """The number of queued pieces by bucket."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        """Why a copy failed: the save has failed then, and training goes on."""
+        """Why a copy failed. The save then fails; training continues."""
         self._waiting = threading.Event()
-        """Whether the device has nothing else to do."""
+        """Whether the device is idle."""
         self._thread: threading.Thread | None = None
 
     def _begin(self, bucket: int | None, tensor: Tensor) -> Tensor:
@@ -120,7 +119,7 @@ class Snapshot:
         return _Copying(self, bucket) if self._open[bucket] else None
 
     def wait_begins(self) -> None:
-        """The device has nothing to do: copy what has begun, as long as that lasts."""
+        """The device is idle: the copy thread may run until ``wait_ends``."""
         if self._queue:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="piper copy", daemon=True)
@@ -128,25 +127,25 @@ class Snapshot:
             self._waiting.set()
 
     def wait_ends(self) -> None:
-        """The device goes on."""
+        """The device continues: the copy thread pauses."""
         self._waiting.clear()
 
     def _run(self) -> None:
-        """Copy in the moments in which the device waits, until it is seen to otherwise."""
+        """Copy while the device waits. Ends once all copies have begun; ``result`` finishes."""
         while not self._all_begun.is_set():
             self._waiting.wait()
             if not self._advance():
                 self._waiting.clear()
 
     def _advance(self) -> bool:
-        """Copy one piece; whether there was one."""
+        """Copy one piece. False if there was none, or if the copy failed."""
         with self._lock:
             if not self._queue:
                 return False
             bucket, into, piece = self._queue.popleft()
             try:
                 copy_piece(into, piece)
-            except Exception as error:  # noqa: BLE001 - whatever it is, whoever saves is told
+            except Exception as error:  # noqa: BLE001 - result raises it
                 self._error = error
                 self._queue.clear()
                 self._open.clear()
@@ -155,7 +154,7 @@ class Snapshot:
             return True
 
     def drain(self, bucket: int | None) -> None:
-        """Copy all that has begun of a bucket, and what comes before it."""
+        """Copy all queued pieces of a bucket, and the pieces queued before them."""
         while self._open[bucket] and self._advance():
             pass
 
@@ -169,7 +168,8 @@ def copy_piece(into: Tensor, piece: Tensor) -> None:
 
 
 class _Copying:
-    """What is left to copy of a bucket. It needs no other device: whoever waits for it does it."""
+    """A handle for the rest of a bucket's copy. It involves no other device: waiting for it does
+    the copy."""
 
     span = None
 
@@ -189,8 +189,8 @@ class _Copying:
 
 
 class CudaSnapshot(Snapshot):
-    """The same from a GPU: the host waits for nothing, except where the state is about to change
-    outside of a step."""
+    """A snapshot of GPU state. The host waits for copies only before the state changes outside of a
+    step."""
 
     def __init__(self, holding: Holding, where: torch.device) -> None:
         self._where = where
@@ -200,10 +200,11 @@ class CudaSnapshot(Snapshot):
         super()._start()
         self._side: torch.cuda.Stream | None = None
         self._events: dict[int | None, torch.cuda.Event] = {}
-        """By bucket, what tells when it is copied."""
+        """By bucket, the event recorded after its copy."""
 
     def copy(self, bucket: int | None) -> Handle | None:
-        """The same in the order of the current stream, also where another one copies already."""
+        """Copy on the current stream. If another stream already copies the bucket, the current
+        stream waits for it."""
         with torch.cuda.device(self._where):
             if bucket in self._events:
                 torch.cuda.current_stream().wait_event(self._events[bucket])
@@ -225,10 +226,10 @@ class CudaSnapshot(Snapshot):
             super().copy_rest()
 
     def _wait(self) -> None:
-        for event in list(self._events.values()):  # a bucket without slices may come meanwhile
+        for event in list(self._events.values()):  # copy() may add an empty bucket meanwhile
             event.synchronize()
 
 
 def snapshot_of(holding: Holding, where: torch.device) -> Snapshot:
-    """A snapshot of what a device that computes on ``where`` holds."""
+    """A snapshot of the ``holding`` of a device that computes on ``where``."""
     return CudaSnapshot(holding, where) if where.type == "cuda" else Snapshot(holding)

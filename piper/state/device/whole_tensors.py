@@ -1,5 +1,4 @@
-"""Weights that can travel: a device's fragments of parameters, put together to whole tensors under
-their original names, and taken apart again."""
+"""Converts between the parameter fragments of devices and whole tensors under the model's names."""
 
 from __future__ import annotations
 
@@ -18,26 +17,26 @@ from piper.state.device.pieces import whole_shard
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A run of elements of one tensor of the state."""
+    """A contiguous range of elements of one parameter's shard."""
 
     name: str
     part: int
-    """Which share of the experts it belongs to."""
+    """Index of the shard along the bucket's axis, such as the share of the experts."""
     offset: int
     data: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Portions:
-    """What one device gives to the whole."""
+    """One device's contribution to the whole tensors."""
 
     parameters: list[Portion]
     buffers: dict[str, Tensor]
 
 
 def export(state: DeviceState, only: frozenset[str] | None = None) -> Portions:
-    """What ``state`` holds that no other device gives: of equal copies the first one's; of the
-    tensors named in ``only``, if that is given."""
+    """The contribution of ``state``, limited to the names in ``only`` if it is given. Of equal
+    copies of parameters, only the first contributes."""
     parameters: list[Portion] = []
     for held in state.held.values():
         layout = held.layout
@@ -56,7 +55,7 @@ def export(state: DeviceState, only: frozenset[str] | None = None) -> Portions:
 def assemble(
     specs: Mapping[str, TensorSpec], buckets: Iterable[Bucket], portions: Iterable[Portion]
 ) -> dict[str, Tensor]:
-    """Whole tensors from portions, in the shapes of the parameters they belong to."""
+    """Whole tensors from portions, in the shapes of their parameters."""
     layouts = {name: b for b in buckets for name in b.parameters}
     rows: dict[tuple[str, int], Tensor] = {}
     for portion in portions:
@@ -66,20 +65,20 @@ def assemble(
         if key not in rows:
             rows[key] = torch.empty(size, dtype=portion.data.dtype)
         rows[key][portion.offset : portion.offset + portion.data.numel()] = portion.data
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for (name, part), row in rows.items():
         bucket = layouts[name]
         layout = BucketLayout(bucket, {n: specs[n] for n in bucket.parameters}, 0, part)
-        if name not in found:
-            found[name] = torch.empty(specs[name].shape, dtype=row.dtype)
+        if name not in tensors:
+            tensors[name] = torch.empty(specs[name].shape, dtype=row.dtype)
         shard = layout.shaped(row, name)
         for piece in whole_shard(layout, name):
-            piece.whole.of(found[name]).copy_(piece.shard.of(shard))
-    return found
+            piece.whole.of(tensors[name]).copy_(piece.shard.of(shard))
+    return tensors
 
 
 def restore(state: DeviceState, tensors: Mapping[str, Tensor]) -> None:
-    """Take parameters and buffers from whole tensors; what is not among them stays as it is."""
+    """Load parameters and buffers from whole tensors. Names not in ``tensors`` stay unchanged."""
     for held in state.held.values():
         names = [n for n in held.layout.bucket.parameters if n in tensors]
         if names:

@@ -1,1 +1,1 @@
-"""Optimizers: how they are made, what they need, and when they step."""
+"""Optimizers: how Piper makes them, what they require, and when they step."""

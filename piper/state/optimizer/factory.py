@@ -1,13 +1,13 @@
-"""``optimizer=``: a function of parameters, or of named ones, and the optimizer that it makes.
+"""``optimizer=``: a function that takes parameters, or named parameters, and returns optimizers.
 
     lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)
 
-    def optimizer(named_parameters):  # known by this name of its first argument
+    def optimizer(named_parameters):  # recognised by the name of its first argument
         hidden = [p for name, p in named_parameters if is_hidden(name)]
         others = [p for name, p in named_parameters if not is_hidden(name)]
         return [torch.optim.Muon(hidden), torch.optim.AdamW(others)]
 
-Whatever it returns, one optimizer comes out: of all parameters that it was given, and no others.
+The result is always one optimizer. It updates exactly the parameters that the function was given.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from piper.base.errors import PiperError
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[
     [list[Any]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-]  # of parameters, or of pairs of a name and a parameter
+]  # takes parameters, or (name, parameter) pairs
 
 _NAMED = "named_parameters"
 
 
 def takes_names(factory: OptimizerFactory) -> bool:
-    """Whether a factory is to be given pairs of a name and a parameter."""
+    """Whether the factory takes (name, parameter) pairs."""
     try:
         return next(iter(inspect.signature(factory).parameters), None) == _NAMED
     except (TypeError, ValueError):  # a callable without a signature
@@ -39,10 +39,10 @@ def takes_names(factory: OptimizerFactory) -> bool:
 
 
 def make(factory: OptimizerFactory, parameters: NamedParameters) -> torch.optim.Optimizer:
-    """The optimizer that ``factory`` makes, or one that steps all those that it makes."""
+    """The optimizer that ``factory`` returns. Several are wrapped into one that steps them all."""
     names = takes_names(factory)
-    found: Any = factory(list(parameters) if names else [p for _, p in parameters])
-    members = list(found) if isinstance(found, list | tuple) else [found]
+    returned: Any = factory(list(parameters) if names else [p for _, p in parameters])
+    members = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not members:
         raise PiperError("optimizer= returned an empty list: it must make at least one optimizer")
     for member in members:
@@ -52,8 +52,8 @@ def make(factory: OptimizerFactory, parameters: NamedParameters) -> torch.optim.
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers of different parameters that step as one. Their groups and what they keep are its
-    own as well: the same objects."""
+    """Several optimizers of disjoint parameters that step as one. It shares its parameter groups
+    and state with its members: the same objects."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(members[0].param_groups, {})
@@ -63,7 +63,7 @@ class Several(torch.optim.Optimizer):
             self.state.update(member.state)
             member.state = self.state
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as no step here has one
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures here
         for member in self.members:
             if any(group["params"] for group in member.param_groups):
                 member.step()
@@ -75,22 +75,24 @@ def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer,
 
 
 def kind_of(*optimizers: torch.optim.Optimizer) -> str:
-    """The names of their classes: which a device has does not matter."""
-    return joined_kinds(type(x).__name__ for one in optimizers for x in members_of(one))
+    """Class names of all member optimizers: sorted, without duplicates, joined by "and"."""
+    return joined_kinds(
+        type(member).__name__ for optimizer in optimizers for member in members_of(optimizer)
+    )
 
 
 def joined_kinds(kinds: Any) -> str:
-    """Names of classes, or of several joined by this function, as one."""
+    """Joins class names. Names that this function already joined are split first."""
     return " and ".join(sorted({name for kind in kinds for name in kind.split(" and ") if name}))
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of its parameters, but not which they are."""
+    """The hyperparameters of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """By the id of a parameter, its optimizer and its group, as text to be compared."""
+    """For each parameter's id, its optimizer class and group settings, as text to compare."""
     return {
         id(parameter): f"{type(member).__name__} {sorted(settings(group).items())!r}"
         for member in members_of(optimizer)
@@ -99,24 +101,23 @@ def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     }
 
 
-def _refuse_other_kinds(found: object) -> None:
-    if not isinstance(found, torch.optim.Optimizer):
+def _refuse_other_kinds(member: object) -> None:
+    if not isinstance(member, torch.optim.Optimizer):
         raise PiperError(
             "optimizer= must be a function from a list of parameters to a torch.optim optimizer, "
             "or to a list of several, such as lambda params: torch.optim.AdamW(params, lr=3e-4); "
-            f"it returned a {type(found).__name__}"
+            f"it returned a {type(member).__name__}"
         )
-    closure = inspect.signature(found.step).parameters.get("closure")
+    closure = inspect.signature(member.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PiperError(
-            f"the optimizer {type(found).__name__} evaluates the loss again within a step, "
+            f"the optimizer {type(member).__name__} evaluates the loss again within a step, "
             "which a compiled step cannot: use one whose step needs no closure"
         )
 
 
 def _refuse_others(members: Sequence[torch.optim.Optimizer], given: Mapping[int, str]) -> None:
-    """Optimizers update the parameters that they are made for, all of them, no others, and each of
-    them once."""
+    """Together the optimizers must update every given parameter exactly once, and no others."""
     taken = Counter(id(p) for x in members for group in x.param_groups for p in group["params"])
     kind = kind_of(*members)
     if others := taken.keys() - given.keys():
@@ -141,5 +142,5 @@ def _refuse_others(members: Sequence[torch.optim.Optimizer], given: Mapping[int,
 
 
 def _shown(names: Sequence[str]) -> str:
-    """Some names, if the factory knows them."""
+    """The first three names in parentheses; empty for a factory that takes no names."""
     return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names[0] else ""

@@ -1,6 +1,7 @@
-"""What the compiler must know of an optimizer: how much it takes, and what it may be given.
+"""What the compiler must know about an optimizer: its memory cost, and which shards it can update.
 
-All is found by trying it on small parameters: there is no list of known optimizers.
+Enters: the user's factory and the shapes of the trained parameters. Leaves: an ``OptimizerCost``,
+or an error. All facts come from steps on small parameters; there is no list of known optimizers.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from piper.state.optimizer.trials import (
 )
 
 TrainedShapes = Mapping[str, tuple[int, ...]]
-"""Of the trained parameters, by name and in the model's order."""
+"""Shapes of the trained parameters by name, in the model's order."""
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 def make_scheduler(
     factory: SchedulerFactory, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The scheduler that ``factory`` makes, which must advance without being told anything."""
-    found = factory(optimizer)
-    step = getattr(found, "step", None)
+    """The scheduler that ``factory`` makes. Its ``step`` must not need arguments."""
+    scheduler = factory(optimizer)
+    step = getattr(scheduler, "step", None)
     if not callable(step):
         raise PiperError(
             "scheduler= must be a function from an optimizer to a learning-rate scheduler; it "
-            f"returned a {type(found).__name__}"
+            f"returned a {type(scheduler).__name__}"
         )
     needed = [
         name
@@ -64,14 +65,15 @@ def make_scheduler(
     ]
     if needed:
         raise PiperError(
-            f"the scheduler {type(found).__name__} must be told {', '.join(needed)} at each step; "
-            "use one that depends on the number of steps alone"
+            f"the scheduler {type(scheduler).__name__} must be told {', '.join(needed)} at each "
+            "step; use one that depends on the number of steps alone"
         )
-    return found
+    return scheduler
 
 
 def sample_optimizer(factory: OptimizerFactory, trained: TrainedShapes) -> torch.optim.Optimizer:
-    """One for small parameters: of all names, if it is given names."""
+    """An optimizer for small parameters: for all names if the factory takes names, else for one
+    matrix."""
     names = trained if takes_names(factory) else {"0": (0, 0)}
     return make(factory, _small(names))
 
@@ -79,7 +81,7 @@ def sample_optimizer(factory: OptimizerFactory, trained: TrainedShapes) -> torch
 def sample_optimizer_of_all(
     factory: OptimizerFactory, trained: TrainedShapes
 ) -> tuple[NamedParameters, torch.optim.Optimizer]:
-    """One for small parameters of all names, and these."""
+    """Small parameters for all names, and an optimizer for them."""
     given = _small(trained)
     return given, make(factory, given)
 
@@ -87,7 +89,7 @@ def sample_optimizer_of_all(
 def kept_kinds(
     factory: OptimizerFactory, trained: TrainedShapes, device: torch.device
 ) -> dict[str, frozenset[str]]:
-    """By parameter, the names of what the optimizer keeps of it after a step."""
+    """For each parameter, the keys of its optimizer state after a step."""
     with _trying("optimizer="), _own_randomness(device):
         kinds = _kinds(factory, trained)
         given = [(k.names[0], nn.Parameter(sample(0, k.shape).to(device))) for k in kinds]
@@ -105,7 +107,7 @@ def _small(shapes: TrainedShapes) -> list[tuple[str, nn.Parameter]]:
 def try_scheduler(
     factory: OptimizerFactory | None, scheduler: SchedulerFactory | None, trained: TrainedShapes
 ) -> None:
-    """Refuse a scheduler that cannot work, before anything is compiled."""
+    """Refuse a scheduler that cannot work, before compilation starts."""
     if factory is not None and scheduler is not None:
         with _trying("optimizer="):
             optimizer = sample_optimizer(factory, trained)
@@ -115,7 +117,7 @@ def try_scheduler(
 
 @contextmanager
 def _trying(argument: str) -> Iterator[None]:
-    """Whatever the user's function, or what it made, raises here is told as theirs."""
+    """Reports exceptions of the user's function, or of its result, as errors of ``argument``."""
     try:
         yield
     except PiperError:
@@ -130,12 +132,12 @@ def _trying(argument: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Parameters that a factory treats alike: with as many dimensions, and in one group if it
-    knows their names."""
+    """Parameters that a factory treats alike: the same number of dimensions, and the same
+    parameter group if the factory takes names."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    """Of a small one."""
+    """The shape of a small sample of this kind."""
 
     def samples(self, first: int, last: int) -> Samples:
         return [(name, self.shape) for name in self.names[first:last]]
@@ -147,16 +149,16 @@ def _kinds(factory: OptimizerFactory, trained: TrainedShapes) -> list[_Kind]:
     if takes_names(factory):
         made = make(factory, given).param_groups
         groups = {id(p): place for place, group in enumerate(made) for p in group["params"]}
-    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    names_by_kind: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name, parameter in given:
         key = (groups.get(id(parameter), 0), tuple(parameter.shape))
-        found.setdefault(key, []).append(name)
-    return [_Kind(tuple(names), shape) for (_, shape), names in found.items()]
+        names_by_kind.setdefault(key, []).append(name)
+    return [_Kind(tuple(names), shape) for (_, shape), names in names_by_kind.items()]
 
 
 def _samples(factory: OptimizerFactory, kinds: Sequence[_Kind]) -> Sequence[Samples]:
-    """What a factory is tried with: one parameter of each kind, then, in the other half, one more
-    of each."""
+    """Samples to try a factory with: one parameter of each kind in the first half, a second one of
+    each kind in the other half."""
     if not takes_names(factory):
         return UNNAMED
     return ([x for first in (0, 1) for kind in kinds for x in kind.samples(first, first + 1)],)
@@ -165,9 +167,9 @@ def _samples(factory: OptimizerFactory, kinds: Sequence[_Kind]) -> Sequence[Samp
 def cost_of(
     factory: OptimizerFactory | None, trained: TrainedShapes, device: torch.device
 ) -> OptimizerCost:
-    """What the optimizer keeps, what it needs while it updates, whether it steps as a whole, and
-    which of the ``trained`` parameters it must be given whole. Of several kinds of parameters, what
-    those cost that cost most."""
+    """The optimizer's state size, its temporary memory in an update, whether one ``step`` must
+    cover all parameters, and which ``trained`` parameters it needs unsliced. With several kinds of
+    parameters: the cost of the most expensive kind."""
     if factory is None or not trained:
         return OptimizerCost(0.0)
     with _trying("optimizer="), _own_randomness(device):
@@ -194,7 +196,8 @@ def cost_of(
 def _beside(
     factory: OptimizerFactory, kinds: Sequence[_Kind], kind: _Kind
 ) -> list[tuple[str, nn.Parameter]]:
-    """A parameter of each other kind: a factory that knows names may want some of every group."""
+    """One parameter of each other kind: a factory that takes names may need a parameter in every
+    group."""
     if not takes_names(factory):
         return []
     return _small({other.names[0]: other.shape for other in kinds if other is not kind})
@@ -218,7 +221,7 @@ def _cost(
 
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is not missing outside."""
+    """Random numbers drawn inside do not change torch's generators outside."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
@@ -229,7 +232,7 @@ def _tried(
     beside: NamedParameters,
     device: torch.device,
 ) -> OptimizerCost:
-    """What a step on small parameters takes; those ``beside`` them are not updated."""
+    """The cost of a step on small parameters. The parameters ``beside`` them are not updated."""
     parameters = [nn.Parameter(sample(0, shape).to(device)) for _, shape in samples]
     gradients = [sample(1, shape).to(device) for _, shape in samples]
     names = [name for name, _ in samples]
@@ -254,8 +257,8 @@ def check_factory(
     trained: TrainedShapes,
     device: torch.device,
 ) -> None:
-    """Refuse an optimizer for a lowered step whose trained parameters have these shapes; ``cost``
-    is what was found when it was tried."""
+    """Refuse an optimizer that cannot run the lowered step of ``dag``. ``cost`` is the result of
+    ``cost_of``."""
     if takes_names(factory):
         _check_made_on_devices(factory, dag, trained)
     else:
@@ -268,7 +271,7 @@ def check_factory(
 def _check_shards(
     factory: OptimizerFactory, cost: OptimizerCost, dag: Dag, trained: TrainedShapes
 ) -> None:
-    """Refuse to give an optimizer shards of tensors that it must have whole."""
+    """Refuse shards of tensors that the optimizer needs whole."""
     tensors = set(cost.tensors)
     kinds = _kinds(factory, trained) if tensors else []
     known: dict[tuple[_Kind, int], bool] = {}
@@ -298,7 +301,7 @@ def _check_shards(
 def _check_across(
     factory: OptimizerFactory, dag: Dag, trained: TrainedShapes, device: torch.device
 ) -> None:
-    """Refuse to give an optimizer some of what it looks at together."""
+    """Refuse an optimizer that looks at all parameters together if no device has all of them."""
     apart = _apart(dag.buckets)
     if not apart:
         return
@@ -318,7 +321,7 @@ def _check_across(
 
 
 def _apart(buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    """The devices, if not every one of them has all of the trained parameters."""
+    """All devices, if any of them lacks some of the trained parameters; else none."""
     trained = [b for b in buckets if b.trained]
     owners = [{d for group in b.groups for d in group} for b in trained]
     everyone = set().union(*owners)
@@ -327,8 +330,8 @@ def _apart(buckets: Sequence[Bucket]) -> tuple[int, ...]:
 
 
 def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse an optimizer that cannot be made for parameters of these shapes: tried on small ones
-    with as many dimensions."""
+    """Refuse a factory that cannot make an optimizer for parameters of these shapes. It is tried on
+    small parameters with the same numbers of dimensions."""
     names = {len(shape): name for name, shape in reversed(list(shapes.items()))}
 
     def tried(dimensions: Sequence[int]) -> Exception | None:
@@ -336,13 +339,13 @@ def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]
             make(factory, [(str(n), nn.Parameter(sample(0, (4,) * n))) for n in dimensions])
         except PiperError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        except Exception as error:  # noqa: BLE001 - any error is reported below
             return error
         return None
 
     if not names or (error := tried(sorted(names))) is None:
         return
-    alone = {n: found for n in names if (found := tried([n])) is not None}
+    alone = {n: failure for n in names if (failure := tried([n])) is not None}
     dimensions, error = next(iter(alone.items()), (next(iter(names)), error))
     name = names[dimensions]
     shape = "x".join(map(str, shapes[name])) or "a scalar"
@@ -355,8 +358,8 @@ def _check_taken(factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]
 
 
 def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: TrainedShapes) -> None:
-    """Refuse a factory of named parameters that cannot make an optimizer for what some device has,
-    or makes another of it."""
+    """Refuse a factory of named parameters that fails on some device's parameters, or gives them
+    other settings there."""
     held: defaultdict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for bucket in (b for b in dag.buckets if b.trained):
         for group in bucket.groups:
@@ -371,7 +374,7 @@ def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: Trained
         tried.add(names)
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         try:
-            found = _settings(factory, {name: shapes[name] for name in trained if name in shapes})
+            actual = _settings(factory, {name: shapes[name] for name in trained if name in shapes})
         except PiperError:
             raise
         except Exception as error:
@@ -382,7 +385,7 @@ def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: Trained
                 "list is empty"
             ) from error
         for name in names:
-            if found[name] != expected[name]:
+            if actual[name] != expected[name]:
                 raise DirectiveError(
                     f"optimizer= gives the parameter {name!r} other settings where it is given all "
                     f"parameters than on device {device}, which has only {len(names)} of them, "
@@ -391,10 +394,10 @@ def _check_made_on_devices(factory: OptimizerFactory, dag: Dag, trained: Trained
 
 
 def _settings(factory: OptimizerFactory, shapes: TrainedShapes) -> dict[str, str]:
-    """By name, the optimizer and the group of each parameter."""
+    """For each parameter's name, its optimizer and group settings as text."""
     given, optimizer = sample_optimizer_of_all(factory, shapes)
-    found = settings_by_parameter(optimizer)
-    return {name: found[id(parameter)] for name, parameter in given}
+    by_id = settings_by_parameter(optimizer)
+    return {name: by_id[id(parameter)] for name, parameter in given}
 
 
 def _name(factory: OptimizerFactory, trained: TrainedShapes) -> str:

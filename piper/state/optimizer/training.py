@@ -1,4 +1,4 @@
-"""How a step ends: what is done with the gradients; and the seed of random numbers."""
+"""Training settings: optimizer, scheduler, gradient clipping, non-finite gradients, seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_NAN = ("skip", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a user says of training besides model, loss and strategy."""
+    """The user's training settings besides model, loss and strategy."""
 
     optimizer: OptimizerFactory | None
     scheduler: SchedulerFactory | None
@@ -24,10 +24,11 @@ class Training:
     precision: str
     seed: int
     on_nan: str | None = None
-    """What becomes of a step whose gradients are not finite: it updates as if they were, or
-    nothing and goes on ("skip"), or nothing and raises ("stop")."""
+    """What to do in a step with non-finite gradients. None: update anyway. "skip": do not update,
+    and continue. "stop": do not update, and raise."""
     default_dtype: torch.dtype = torch.float32
-    """Torch's own when the model was captured; operations that name no dtype depend on it."""
+    """``torch.get_default_dtype()`` at capture. Operations without an explicit dtype depend on
+    it."""
 
     def check(self) -> None:
         if self.optimizer is not None and not callable(self.optimizer):
@@ -52,10 +53,10 @@ class Training:
 
     @property
     def waits_for_norm(self) -> bool:
-        """Whether nothing is updated before the norm of all gradients is known."""
+        """Whether every update waits for the global gradient norm."""
         return self.clip_norm is not None or self.on_nan is not None
 
     @property
     def master(self) -> torch.dtype | None:
-        """What weights are kept in, where the step computes with copies."""
+        """The dtype of the master weights; None if the step computes with the weights directly."""
         return torch.float32 if self.precision == Precision.BF16.value else None

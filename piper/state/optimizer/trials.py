@@ -1,15 +1,15 @@
-"""Whether an optimizer treats each parameter by itself, found by training small ones with it.
+"""Whether an optimizer treats each parameter independently, found by training small parameters.
 
-Four facts, of which each matters for where and when its ``step`` may be called:
+Four facts decide where and when Piper may call its ``step``:
 
-- ``steps_by_bucket``: calling ``step`` for some parameters and then for the others is the same as
-  calling it once for all of them. Not so for whatever counts its calls, or for hooks on ``step``.
-- ``looks_across``: what becomes of a parameter depends on the others, as with a norm over all.
-- ``works_on_slices``: it treats each element by itself, so that a parameter may be cut anywhere.
+- ``steps_by_bucket``: one ``step`` for some parameters and a second for the others equal one
+  ``step`` for all. False for an optimizer that counts its calls, or that has hooks on ``step``.
+- ``looks_across``: a parameter's update depends on other parameters, as with a global norm.
+- ``works_on_slices``: it treats each element independently, so a parameter may be cut anywhere.
 - ``works_on_shards``: a parameter may be cut along a dimension.
 
-What is trained are ``Samples``: a small parameter for each of some names. An optimizer that treats
-names alike is tried on those of no model.
+The trials train ``Samples``: names and small shapes. A factory that takes no names is tried with
+made-up ones.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from piper.state.optimizer.factory import (
 
 Make = Callable[[NamedParameters], torch.optim.Optimizer]
 Samples = Sequence[tuple[str, tuple[int, ...]]]
-"""Names, and the shapes of small parameters."""
+"""Names and shapes of small parameters."""
 
 _ROWS, _COLUMNS = 16, 16
 _SHAPES = {1: (_ROWS * _COLUMNS,), 2: (_ROWS, _COLUMNS), 3: (4, 8, 8)}
 _STEPS = 12
-"""Enough for what is done every ten steps."""
+"""Enough to see an action that runs every ten steps."""
 _LARGE = 1e4
-"""Some gradients are multiplied with it: by that a limit on their norm is found."""
+"""Some gradients are multiplied by this, to reveal clipping of their norm."""
 _MIXED = ((_ROWS, _COLUMNS), (_COLUMNS,), (_ROWS, _COLUMNS), (_COLUMNS,))
 _MATRICES = ((_ROWS, _COLUMNS),) * 4
 UNNAMED: tuple[Samples, ...] = tuple(
     tuple((str(i), shape) for i, shape in enumerate(shapes)) for shapes in (_MIXED, _MATRICES)
 )
-"""For an optimizer that is given no names: some take matrices only."""
+"""For a factory without names. The second set is for optimizers that take matrices only."""
 _DTYPES = (torch.float64, torch.float32)
-"""Some take no fp64, in which the smallest influence is seen."""
+"""fp64 shows the smallest influence, but some optimizers do not take it."""
 
 
 def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with as many dimensions."""
+    """A small shape with the same number of dimensions."""
     return _SHAPES.get(len(shape), (4,) * len(shape))
 
 
@@ -64,7 +64,7 @@ def step_with(
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor],
 ) -> None:
-    """A step on some of an optimizer's parameters."""
+    """One step on these parameters of the optimizer."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
     with only(optimizer, parameters):
@@ -72,7 +72,7 @@ def step_with(
 
 
 def steps_by_bucket(make: Make, samples: Sequence[Samples], device: torch.device) -> bool:
-    """Whether ``step`` may be called for some of the parameters, and then for the others."""
+    """Whether ``step`` may be called for some of the parameters first, then for the others."""
 
     def trained(row: Samples, dtype: torch.dtype) -> bool:
         together = _Trial(make, row, range(len(row)), dtype, device)
@@ -88,7 +88,7 @@ def steps_by_bucket(make: Make, samples: Sequence[Samples], device: torch.device
 
 
 def looks_across(make: Make, samples: Sequence[Samples], device: torch.device) -> bool:
-    """Whether it does something else with parameters if it is given fewer of them."""
+    """Whether its updates change if it is made for fewer parameters."""
 
     def trained(row: Samples, dtype: torch.dtype) -> bool:
         everything = _Trial(make, row, range(len(row)), dtype, device)
@@ -102,8 +102,8 @@ def looks_across(make: Make, samples: Sequence[Samples], device: torch.device) -
 
 
 def looks_at_others(make: Make, samples: Sequence[Samples], device: torch.device) -> bool:
-    """The same for one that must be made for all of them: whether it does something else if it
-    steps with fewer."""
+    """``looks_across`` for an optimizer that must be made for all parameters: whether its updates
+    change if it steps with fewer of them."""
 
     def trained(row: Samples, dtype: torch.dtype) -> bool:
         whole = range(len(row))
@@ -113,22 +113,22 @@ def looks_at_others(make: Make, samples: Sequence[Samples], device: torch.device
             everything.step(step)
             for trial, which in parts:
                 trial.step(step, which)
-        found = [trial.facts()[i] for trial, which in parts for i in which]
-        return everything.facts() != found
+        facts_of_parts = [trial.facts()[i] for trial, which in parts for i in which]
+        return everything.facts() != facts_of_parts
 
     return _tried(trained, samples)
 
 
 def works_on_slices(make: Make, name: str, shape: tuple[int, ...], beside: NamedParameters) -> bool:
-    """Whether two steps on a parameter equal two steps on its halves, each a flat row and on a
-    device of its own. The optimizer is made for those ``beside`` it, too."""
+    """Whether two steps on a parameter equal two steps on its flat halves, each half with its own
+    optimizer, as on its own device. Each optimizer also has the parameters ``beside`` it."""
     return _works_on(make, name, shape, beside, lambda x: x.flatten().chunk(2))
 
 
 def works_on_shards(
     make: Make, name: str, shape: tuple[int, ...], beside: NamedParameters, dim: int
 ) -> bool:
-    """The same with two shards along a dimension."""
+    """``works_on_slices`` with two shards along ``dim`` instead of flat halves."""
     return _works_on(make, name, shape, beside, partial(torch.chunk, chunks=2, dim=dim))
 
 
@@ -164,7 +164,7 @@ def _works_on(
 def _owners(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter
 ) -> list[torch.optim.Optimizer]:
-    """Those of the user's optimizers that have a parameter."""
+    """The user's optimizers that have this parameter."""
     return [
         member
         for member in members_of(optimizer)
@@ -173,22 +173,23 @@ def _owners(
 
 
 def _halves(count: int) -> list[range]:
-    """Neither of them empty."""
+    """Index ranges of the two halves, without an empty one."""
     half = (count + 1) // 2
     return [which for which in (range(half), range(half, count)) if which]
 
 
 def _tried(trained: Callable[[Samples, torch.dtype], bool], samples: Sequence[Samples]) -> bool:
-    """What comes out with the first samples that are taken."""
+    """The result for the first samples and dtype that the optimizer accepts."""
     *first, last = [(row, dtype) for dtype in _DTYPES for row in samples]
     for row, dtype in first:
-        with suppress(Exception):  # whatever it is, the last kind tells it to the caller
+        with suppress(Exception):  # the last attempt raises it to the caller
             return trained(row, dtype)
     return trained(*last)
 
 
 class _Trial:
-    """Small parameters, each drawn to a goal of its own, and an optimizer of some of them."""
+    """The small parameters ``which`` of ``row`` and their optimizer. Gradients pull each parameter
+    to its own goal."""
 
     def __init__(
         self,
@@ -208,12 +209,12 @@ class _Trial:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether something of the user's happens with every call of ``step``."""
+        """Whether the user registered hooks on ``step``."""
         kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         return any(getattr(x, kind, None) for x in members_of(self._optimizer) for kind in kinds)
 
     def step(self, number: int, which: range | None = None) -> None:
-        """One step with all parameters at once, or with some of them, the others unseen."""
+        """One step with all parameters, or only with ``which``, hiding the others."""
         gradients = self._gradients(number)
         chosen = range(len(gradients)) if which is None else which
         parameters = [self._parameters[i] for i in chosen]
@@ -222,12 +223,12 @@ class _Trial:
             parameter.grad = None
 
     def step_in_turn(self, number: int) -> None:
-        """The same as one call for each half of the parameters, which does not see the other."""
+        """The same step as two calls: each sees one half of the parameters."""
         for which in _halves(len(self._parameters)):
             self.step(number, which)
 
     def facts(self) -> list[Any]:
-        """What was made of each parameter: its value, its state, the settings of its group."""
+        """The result for each parameter: its value, its state, the settings of its group."""
         groups = {
             id(p): settings(group)
             for group in self._optimizer.param_groups
@@ -237,7 +238,7 @@ class _Trial:
         return [_plain((p.detach(), state.get(p, {}), groups[id(p)])) for p in self._parameters]
 
     def counts(self) -> Any:
-        """Numbers that the optimizers keep for themselves."""
+        """Numbers that the optimizers keep as attributes, apart from parameter state."""
         kinds = (bool, int, float, Tensor)
         return [
             _plain({k: v for k, v in vars(member).items() if isinstance(v, kinds)})
@@ -253,20 +254,20 @@ class _Trial:
 
 @contextmanager
 def only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """The optimizer knows of some parameters only: it looks at every one that it knows."""
+    """Restricts the optimizer's groups to ``parameters``: ``step`` visits everything in them."""
     few = set(map(id, parameters))
     usual = [group["params"] for group in optimizer.param_groups]
     try:
-        for group, row in zip(optimizer.param_groups, usual, strict=True):
-            group["params"] = [p for p in row if id(p) in few]
+        for group, params in zip(optimizer.param_groups, usual, strict=True):
+            group["params"] = [p for p in params if id(p) in few]
         yield
     finally:
-        for group, row in zip(optimizer.param_groups, usual, strict=True):
-            group["params"] = row
+        for group, params in zip(optimizer.param_groups, usual, strict=True):
+            group["params"] = params
 
 
 def _plain(item: Any) -> Any:
-    """``item`` as something that is equal to another if all its bits are."""
+    """``item`` as plain values that compare equal only if every bit is equal."""
     if isinstance(item, Tensor):
         content = item.detach().cpu()
         bits = content.contiguous().reshape(-1).view(torch.uint8).tolist()

@@ -1,1 +1,1 @@
-"""Where the first weights of a model come from."""
+"""Initial weights of a model: from memory, from ``init`` functions, or from files."""

@@ -1,9 +1,9 @@
-"""The buffers of a model on the meta device that no state dict has, such as the frequencies of
-rotary embeddings: computed by the modules that they belong to.
+"""Values for non-persistent buffers on the meta device, such as rotary embedding frequencies. Their
+own modules compute them.
 
-A module computes them in ``reset_parameters``, as torch's own FSDP asks for, or a model of the
-transformers library in ``_init_weights``. It is asked of a copy whose parameters stay on the meta
-device, so nothing large is ever made.
+A module computes them in ``reset_parameters``, as torch FSDP requires; a transformers model in
+``_init_weights``. Piper calls these on a copy whose parameters stay on the meta device, so no
+parameter is allocated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from piper.state.weights.source import seed_for
 
 
 def computed_buffer(root: nn.Module, path: str, name: str, seed: int) -> Tensor:
-    """The buffer ``path`` of ``root``, which is on the meta device; ``name`` is what errors call
-    it, and what random numbers are seeded by."""
+    """A value for the buffer ``path`` of ``root``, which is on the meta device. Error messages and
+    the random seed use ``name``."""
     cause: Exception | None = None
     for prefix, module in _around(root, path):
         own = path.removeprefix(prefix)
@@ -33,12 +33,12 @@ def computed_buffer(root: nn.Module, path: str, name: str, seed: int) -> Tensor:
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
                     torch.manual_seed(seed_for(name, seed))
                     fill(made)
-            except Exception as error:  # noqa: BLE001 - it may be meant for something else
+            except Exception as error:  # noqa: BLE001 - fill may not handle this module
                 cause = error
                 continue
-            found = made.get_buffer(own)
-            if not found.is_meta and (found is not before or found._version != version):
-                return found.detach()
+            after = made.get_buffer(own)
+            if not after.is_meta and (after is not before or after._version != version):
+                return after.detach()
     raise PiperError(
         f"{name} is a buffer on the meta device that no state dict has, and no reset_parameters of "
         "its module computes it: give piper.weights(folder, init=...), a function (name, tensor, "
@@ -47,8 +47,7 @@ def computed_buffer(root: nn.Module, path: str, name: str, seed: int) -> Tensor:
 
 
 def _around(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module of a buffer and those around it, the innermost first, with what the names of
-    their buffers begin with."""
+    """The buffer's module and its parents, innermost first, each with the prefix of its names."""
     parts = path.split(".")[:-1]
     for depth in range(len(parts), -1, -1):
         prefix = ".".join(parts[:depth])
@@ -56,7 +55,7 @@ def _around(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _ways(root: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[Any], object]]:
-    """How the buffers of ``module`` might be filled."""
+    """Functions that may fill the buffers of a copy of ``module``."""
     for _, outer in _around(root, path):
         if callable(fill := getattr(outer, "_init_weights", None)):
             yield fill
@@ -66,7 +65,7 @@ def _ways(root: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[A
 
 
 def _empty_copy(module: nn.Module) -> Any:
-    """A copy whose parameters are on the meta device, and whose buffers are on the CPU."""
+    """A copy with its parameters on the meta device and uninitialised buffers on the CPU."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         kept = parameter.detach().to("meta")

@@ -1,5 +1,5 @@
-"""Where a device takes the first values of its parameters and buffers from: tensors in memory, or
-tensors in files, of which it reads the slices that it needs."""
+"""Sources for the initial values of a device's parameters and buffers: tensors in memory, or
+tensors in files. From files, a device reads only the slices it needs."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from piper.state.checkpoint.tensor_files import Reader
 
 
 class FirstTensor(Protocol):
-    """The first values of a parameter or buffer."""
+    """The initial values of a parameter or buffer."""
 
     def read(self, box: Box, into: Tensor, via: torch.dtype) -> None:
         """Copy ``box`` to ``into``, rounded to ``via`` on the way."""
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """The whole tensor."""
 
 
 Fetch = Callable[[str], FirstTensor]
-"""Gives the first values of what has a name."""
+"""Returns the initial values of the parameter or buffer with this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """A tensor that is there."""
+    """A tensor in memory."""
 
     tensor: Tensor
 
     def read(self, box: Box, into: Tensor, via: torch.dtype) -> None:
-        found = box.of(self.tensor)
-        into.copy_(found if into.dtype == via else found.to(via))
+        part = box.of(self.tensor)
+        into.copy_(part if into.dtype == via else part.to(via))
 
     def whole(self) -> Tensor:
         return self.tensor
@@ -52,7 +52,7 @@ class InFiles:
     folder: Path
     entry: Entry
     dtype: torch.dtype
-    """What the model has it in."""
+    """The tensor's dtype in the model."""
 
     def read(self, box: Box, into: Tensor, via: torch.dtype) -> None:
         try:
@@ -62,6 +62,6 @@ class InFiles:
             raise PiperError(f"{self.folder} cannot be read: {error}") from error
 
     def whole(self) -> Tensor:
-        found = torch.empty(self.entry.shape, dtype=self.dtype)
-        self.read(Box.whole(self.entry.shape), found, self.dtype)
-        return found
+        tensor = torch.empty(self.entry.shape, dtype=self.dtype)
+        self.read(Box.whole(self.entry.shape), tensor, self.dtype)
+        return tensor

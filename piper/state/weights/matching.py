@@ -1,5 +1,7 @@
-"""Which tensor of which file is which tensor of a model. What the files lack, what they have in
-another shape or kind, and what the model has not is refused, by its name and its file."""
+"""Matches the tensors in weight files to the tensors of a model, by name.
+
+A tensor that is missing in the files, has another shape or kind there, or is not in the model is an
+error. The message names the tensor and, where there is one, its file."""
 
 from __future__ import annotations
 
@@ -24,17 +26,17 @@ from piper.state.weights.weight_files import WeightFiles
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where the tensors of a model lie in the files of a folder, by their first names."""
+    """Where a model's tensors are in the files of a folder, by their first names."""
 
     folder: Path
     entries: Mapping[str, Entry]
 
 
 def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
-    """Where every tensor of the model's state dict lies. Those of the loss need not be there."""
+    """Locates every tensor of the model's state dict. Tensors of the loss may be missing."""
     folder, there = stored_tensors(files.path)
     tensors = {**dict(source.buffers()), **dict(source.parameters())}
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     used = set(names.added)
     missing = []
     shapes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
@@ -48,7 +50,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
         for other in written[1:] if not shapes else ():
             _refuse_different(folder, there, written[0], other, tensors[name].dtype)
         if written:
-            found[name] = there[written[0]]
+            entries[name] = there[written[0]]
         elif not name.startswith(LOSS_PREFIX):
             missing.append(keys[0])
     for name in tensors.keys() - set(names.keys.values()):  # buffers that are not persistent
@@ -60,15 +62,15 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
             ". Patterns in piper.weights(folder, ignore=[...]) leave such tensors aside"
         )  # fmt: skip
         raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
-    return Located(folder, found)
+    return Located(folder, entries)
 
 
 def _tied(names: StateNames) -> dict[str, list[str]]:
-    """The keys of each tensor, by its first name."""
-    found: dict[str, list[str]] = {}
+    """All state-dict keys of each tensor, by its first name."""
+    keys_by_name: dict[str, list[str]] = {}
     for key, name in names.keys.items():
-        found.setdefault(name, []).append(key)
-    return found
+        keys_by_name.setdefault(name, []).append(key)
+    return keys_by_name
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -76,23 +78,24 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _variants(key: str, source: Source, names: StateNames) -> list[str]:
-    """What files may call a tensor: as the model does, without the name of what wraps a model of
-    the transformers library, and with or without the name that this library gives to the model
-    below a head. No variant is the name of another tensor."""
+    """Names that files may use for a tensor: the model's own key, the key without the wrapper
+    around a transformers model, and that key with or without ``base_model_prefix``. No variant is
+    the key of another tensor."""
     outer, model = pretrained_part(source.model)
-    found = [key]
+    variants = [key]
     if key.startswith(outer):
         inner = key.removeprefix(outer)
         base = getattr(model, "base_model_prefix", "") or ""
-        found.append(inner)
+        variants.append(inner)
         if base:
-            found += [inner.removeprefix(f"{base}."), f"{base}.{inner}"]
-    return [key, *(one for one in dict.fromkeys(found) if one not in names.keys and one != key)]
+            variants += [inner.removeprefix(f"{base}."), f"{base}.{inner}"]
+    others = (name for name in dict.fromkeys(variants) if name not in names.keys and name != key)
+    return [key, *others]
 
 
 def pretrained_part(model: nn.Module) -> tuple[str, nn.Module | None]:
-    """The part of a model that has a configuration of the transformers library, and what its names
-    begin with."""
+    """The part of a model that has a transformers configuration, and the prefix of its names. It is
+    the model itself or its only such child; otherwise the prefix is empty and the part is None."""
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         return "", model
     inner = [
@@ -119,17 +122,17 @@ def _file(folder: Path, entry: Entry) -> Path:
 def _refuse_different(
     folder: Path, there: Mapping[str, Entry], key: str, other: str, dtype: torch.dtype
 ) -> None:
-    """Refuse tied names under which files have different values."""
+    """Refuse tied tensors whose values differ in the files."""
     one, two = there[key], there[other]
     size = BLOCK // 8
     numel = Box.whole(one.shape).numel
     with Reader(folder) as reader:
         for at in range(0, numel, size):
             for box in boxes_of_range(one.shape, at, min(at + size, numel)):
-                found = [torch.empty(box.shape, dtype=dtype) for _ in range(2)]
-                one.read(reader, box, found[0])
-                two.read(reader, box, found[1])
-                if not torch.equal(*found):
+                values = [torch.empty(box.shape, dtype=dtype) for _ in range(2)]
+                one.read(reader, box, values[0])
+                two.read(reader, box, values[1])
+                if not torch.equal(*values):
                     raise PiperError(
                         f"{key} and {other} are tied in the model, but differ in "
                         f"{_file(folder, one)} and {_file(folder, two)}"

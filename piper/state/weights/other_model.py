@@ -1,5 +1,5 @@
-"""How tensors differ from a model's: which it lacks, which are of no use to it, which have another
-shape. For messages."""
+"""Text for error messages: how a set of tensors differs from a model's. Lists missing tensors,
+extra tensors and other shapes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def differences(
     extra: Mapping[str, str],
     shapes: Mapping[str, tuple[AnyShape, AnyShape]],
 ) -> str:
-    """A sentence for each kind; empty if there is nothing to say. ``missing`` are names of
-    ``model``, ``extra`` those that it has not, each with a note, ``shapes`` theirs and the
-    model's."""
+    """One sentence for each kind of difference; empty if there is none. ``missing`` are names of
+    ``model``. ``extra`` maps names that the model lacks to a note. ``shapes`` maps names to the
+    shape given and the model's shape."""
     parts = []
     if missing:
         named = [name + _nearest(name, extra) for name in missing[:_SHOWN]]

@@ -1,5 +1,5 @@
-"""Where a model's first weights come from: its own tensors, ``init`` for those without data, or
-files."""
+"""Where a model's initial weights come from: its own tensors, ``init`` for tensors on the meta
+device, or files. Also the keys of its state dict."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from piper.state.weights.weight_files import Init, WeightFiles
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model, its loss if that has parameters, and ``init`` for tensors on the meta device, or
-    ``piper.weights(folder)``."""
+    """A model, its loss if the loss is a module, and ``init``: a function for tensors on the meta
+    device, or ``piper.weights(folder)``."""
 
     model: nn.Module
     loss: nn.Module | None = None
@@ -39,12 +39,11 @@ class Source:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parameters that do not require grad now."""
+        """The parameters that currently do not require grad."""
         return frozenset(name for name, p in self.parameters() if not p.requires_grad)
 
     def refuse_refrozen(self, frozen: frozenset[str]) -> None:
-        """Refuse a model whose frozen parameters are not these any more, with which it was
-        compiled."""
+        """Refuse a model whose frozen parameters changed. ``frozen`` is the set at compile time."""
         now = self.frozen
         changed = [(name, "False") for name in sorted(now - frozen)]
         changed += [(name, "True") for name in sorted(frozen - now)]
@@ -64,7 +63,7 @@ class Source:
                 yield prefix + name, buffer
 
     def roots(self) -> list[tuple[str, nn.Module]]:
-        """The modules that have state, and what their names begin with."""
+        """The modules with state, each with the prefix of its names."""
         roots = [("", self.model)]
         return roots + ([(LOSS_PREFIX, self.loss)] if self.loss is not None else [])
 
@@ -72,8 +71,8 @@ class Source:
 def materialised(
     name: str, tensor: Tensor, device: torch.device, init: Init | None, seed: int
 ) -> Tensor:
-    """``tensor`` on ``device``, filled by ``init`` if it has no data. Its generator is seeded by
-    the name, so that weights depend neither on the order of filling nor on the strategy."""
+    """``tensor`` on ``device``, filled by ``init`` if it is on the meta device. The name seeds the
+    generator, so weights depend neither on the order of filling nor on the strategy."""
     if not tensor.is_meta:
         return tensor.detach().to(device)
     if init is None:
@@ -87,25 +86,25 @@ def materialised(
 
 
 def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
-    """The generator that fills the parameter of that name."""
+    """The random generator for the tensor of this name."""
     return torch.Generator(device).manual_seed(seed_for(name, seed))
 
 
 def seed_for(name: str, seed: int) -> int:
-    """What random numbers for the tensor of that name begin with."""
+    """The random seed for the tensor of this name."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class StateNames:
-    """The keys of the model's state dict, and which tensor each stands for."""
+    """The keys of the model's state dict and the tensor behind each key."""
 
     keys: Mapping[str, str]
-    """For each key, the tensor's first name: tied parameters have several keys."""
+    """For each key, its tensor's first name. Tied parameters have several keys."""
     shapes: Mapping[str, tuple[int, ...]]
     added: tuple[str, ...] = ()
-    """Keys of what modules add to their state dict: extra state, and what hooks compute."""
+    """Keys that are neither parameters nor buffers: extra state, and values computed by hooks."""
 
     @staticmethod
     def of(source: Source) -> StateNames:
@@ -126,7 +125,7 @@ class StateNames:
 
     @property
     def elements(self) -> Mapping[str, int]:
-        """How many numbers each key's tensor has."""
+        """The number of elements of each key's tensor."""
         return {key: math.prod(shape) for key, shape in self.shapes.items()}
 
     def check(
@@ -136,8 +135,8 @@ class StateNames:
         strict: bool = True,
         what: str = "the state dict",
     ) -> None:
-        """Refuse a state dict whose tensors have these shapes if it is another model's; unless
-        ``strict``, some may be missing."""
+        """Refuse a state dict of another model, judged by its keys and ``shapes``. Unless
+        ``strict``, keys may be missing."""
         missing = [key for key in self.keys if key not in shapes] if strict else []
         known = {*self.keys, *self.added}
         extra = {key: "" for key in shapes if key not in known}
@@ -152,7 +151,7 @@ class StateNames:
             )
 
     def checked(self, state: Mapping[str, Tensor], *, strict: bool) -> dict[str, Tensor]:
-        """The tensors of a state dict by their first names; another model's are refused."""
+        """The tensors of a state dict by their first names. Refuses another model's state dict."""
         for key in self.keys.keys() & state.keys():
             if not isinstance(state[key], Tensor):
                 raise PiperError(f"{key} is a {type(state[key]).__name__}, not a tensor")
@@ -161,18 +160,18 @@ class StateNames:
         return {self.keys[key]: state[key] for key in self.keys if key in state}
 
     def named(self, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """A state dict, from a function that gives a tensor by its first name."""
+        """A state dict. ``tensor_of`` returns a tensor by its first name."""
         known: dict[str, Tensor] = {}
-        found = {}
+        state = {}
         for key, name in self.keys.items():
             if name not in known:
                 known[name] = tensor_of(name)
-            found[key] = known[name]
-        return found
+            state[key] = known[name]
+        return state
 
     def with_added(self, source: Source, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """``state`` and what the modules of ``source`` add to such a state, in their own order:
-        asked of a copy that has the tensors of ``state``."""
+        """``state`` plus the entries that the modules of ``source`` add, in the modules' order. A
+        copy of the modules with the tensors of ``state`` computes them."""
         if not self.added:
             return dict(state)
         first = {self.keys[key]: tensor for key, tensor in state.items()}
@@ -183,8 +182,8 @@ class StateNames:
         for name, buffer in source.buffers():
             if name in first:
                 memo.setdefault(id(buffer), first[name])
-        found: dict[str, Any] = {}
+        full: dict[str, Any] = {}
         for prefix, module in source.roots():
             for key, item in copy.deepcopy(module, memo).state_dict().items():
-                found[prefix + key] = state.get(prefix + key, item)
-        return found
+                full[prefix + key] = state.get(prefix + key, item)
+        return full

@@ -1,4 +1,4 @@
-"""``piper.weights``: a folder of safetensors files as the source of a model's first weights."""
+"""``piper.weights``: a folder of safetensors files as the source of a model's initial weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Init = Callable[[str, Tensor, torch.Generator], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Files that the first weights are read from, each device its own slices."""
+    """Files with the initial weights. Each device reads its own slices."""
 
     path: Path
     ignore: tuple[str, ...] = ()
-    """Patterns of names that the files may have and the model has not."""
+    """Patterns for names in the files that the model does not have."""
     init: Init | None = None
-    """Fills what has no values and is not in the files."""
+    """Fills meta tensors that are not in the files."""
 
 
 def weights(
@@ -32,11 +32,11 @@ def weights(
 ) -> WeightFiles:
     """The weights in ``folder``, for ``piper.compile(init=)``.
 
-    These are safetensors files: one or several with their index, as the transformers library has
-    them, what ``trainer.export`` or ``trainer.save`` wrote, or torch's distributed checkpoint as
-    safetensors. Every device reads the slices that it needs. Tensors that the model has not are an
-    error unless a pattern in ``ignore``, such as ``"*.attn.bias"``, matches their names. ``init``
-    is for buffers that no state dict has, if their modules do not compute them.
+    The folder holds safetensors files: one file, or several with their index, in the layout of the
+    transformers library; output of ``trainer.export`` or ``trainer.save``; or a torch distributed
+    checkpoint in safetensors format. Every device reads only the slices it needs. A tensor that the
+    model does not have is an error, unless a pattern in ``ignore``, such as ``"*.attn.bias"``,
+    matches its name. ``init`` fills non-persistent buffers that their modules do not compute.
     """
     if isinstance(ignore, str) or not all(isinstance(one, str) for one in ignore):
         raise PiperError(f"ignore={ignore!r} must be a list of patterns of names")

@@ -1,7 +1,8 @@
-"""What an order says of nodes on different devices, where nothing but the flow of data keeps it.
+"""Check orders between nodes on different devices, which only data flow can enforce.
 
-``order`` is kept on each device. A pair on different devices is kept if the second needs what the
-first makes; it cannot be kept if the first needs the second; else nobody would keep it.
+Each device enforces ``order`` among its own nodes. An order between nodes on different devices
+holds if the second needs the output of the first. It is impossible if the first needs the output of
+the second. Otherwise nothing enforces it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from piper.ir.passes import Pass
 
 
 def refuse_crossing(dag: Dag, groups: Sequence[Sequence[int]]) -> None:
-    """Refuse groups of nodes, in their order, that contradict the flow of data between devices, or
-    of which one has no device and no data in common with any other."""
+    """Refuse ordered groups of nodes that contradict the data flow between devices, or a group that
+    shares no device and no data with any other."""
     places = [dag.nodes[number].devices for group in groups for number in group]
     if len(groups) < 2 or len(set({id(devices): devices for devices in places}.values())) < 2:
         return
@@ -36,7 +37,7 @@ def refuse_crossing(dag: Dag, groups: Sequence[Sequence[int]]) -> None:
 
 
 def natural(node: Node) -> tuple[int, bool, int]:
-    """Microbatch by microbatch; forwards from the first chunk on, then backwards from the last."""
+    """Sort key: by microbatch; forwards from the first chunk on, then backwards from the last."""
     op = node.compute
     forward = op.which is Pass.F
     return op.microbatch, not forward, op.chunk if forward else -op.chunk
@@ -56,12 +57,12 @@ def _refuse_alone(
         return
     feeds: dict[int, list[int]] = {number: [] for number in in_flow}
     for number, before in needs.items():
-        for one in before:
-            feeds[one].append(number)
+        for producer in before:
+            feeds[producer].append(number)
     for flow, edges in ((in_flow, needs), (in_flow[::-1], feeds)):
         for last in (True, False):
-            found = _reached(flow, edges, place, last=last)
-            alone -= {i for n, i in place.items() if (o := found[n]) is not None and place[o] != i}
+            other = _reached(flow, edges, place, last=last)
+            alone -= {i for n, i in place.items() if (o := other[n]) is not None and place[o] != i}
     for i in sorted(alone):
         if groups[i]:
             raise DirectiveError(
@@ -78,15 +79,15 @@ def _reached(
     *,
     last: bool,
 ) -> dict[int, int | None]:
-    """For each node, of the ordered nodes that ``edges`` lead to, one with the last (or first)
-    place; ``flow`` has the nodes at the end of an edge before those at its start."""
+    """For each node, the reachable ordered node with the last (or first) place. Every edge leads to
+    an earlier node of ``flow``."""
     best = max if last else min
-    found: dict[int, int | None] = {}
+    reached: dict[int, int | None] = {}
     for number in flow:
-        met = [n for one in edges[number] for n in (one, found[one]) if n is not None]
+        met = [n for end in edges[number] for n in (end, reached[end]) if n is not None]
         met = [n for n in met if n in place]
-        found[number] = best(met, key=place.__getitem__) if met else None
-    return found
+        reached[number] = best(met, key=place.__getitem__) if met else None
+    return reached
 
 
 def _apart(dag: Dag, one: int, other: int) -> bool:

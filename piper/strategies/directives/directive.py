@@ -1,8 +1,8 @@
-"""What every directive is: data that rewrites a DAG.
+"""The base class of directives: data that rewrites a DAG.
 
-A directive is a frozen dataclass whose fields are what the user wrote. ``rewrite`` is a pure
-function from DAG to DAG; ``apply`` notes the directive in the DAG's history and says in every error
-which directive it was. A strategy refuses what ``check`` does as soon as it is made.
+A directive is a frozen dataclass; its fields are the user's arguments. ``rewrite`` is a pure
+function from DAG to DAG. ``apply`` adds the directive to the DAG's history and names the directive
+in every error. A strategy runs ``check`` of its directives when it is constructed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Directive(ABC):
 
     @property
     def policies(self) -> tuple[RematPolicy, ...]:
-        """What it may let regions recompute. A directive that changes this says so here: facts are
-        made for no other policies."""
+        """The remat policies that it sets. Facts are made only for policies listed here and for
+        the defaults (see ``Strategy.policies``)."""
         return ()
 
     def check(self) -> None:  # noqa: B027 (a directive may have nothing to refuse)
-        """Refuse arguments that are right for no DAG."""
+        """Refuse arguments that are wrong for every DAG."""
 
     @abstractmethod
     def rewrite(self, dag: Dag, me: int) -> Dag:
-        """``dag`` rewritten; nodes and rules that change are marked as made by ``me``."""
+        """``dag`` rewritten; changed nodes and rules get ``made_by=me``."""
 
     def checked(self) -> None:
-        """``check``, which says in its error which directive it was."""
+        """``check``, with the directive named in its error."""
         with self._named():
             self.check()
 
@@ -53,7 +53,7 @@ class Directive(ABC):
             raise DirectiveError(f"{self}: {error}") from None
 
     def apply(self, dag: Dag, *, check: bool = True) -> Dag:
-        """``dag`` rewritten, with this directive in its history, and checked if so asked."""
+        """``dag`` rewritten, with this directive in its history; verified if ``check``."""
         me = len(dag.history)
         with self._named():
             self.check()
@@ -63,7 +63,7 @@ class Directive(ABC):
         return after
 
     def to_json(self) -> dict[str, Any]:
-        """The directive as plain data: ``op`` and the fields that are not at their default."""
+        """The directive as plain data: ``op`` and the fields that differ from their default."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if not _at_default(self, f)}
         return {"op": self.name, **{key: _plain(value) for key, value in given.items()}}
 
@@ -75,7 +75,8 @@ class Directive(ABC):
     """The fields that the directive's function takes by position."""
 
     def _shown(self, field: str) -> bool:
-        """Whether it is an argument of the directive's function, and not part of another."""
+        """Whether the field is an argument of the directive's function, not part of another
+        argument."""
         return True
 
     def _written(self, field: str) -> str:
@@ -88,7 +89,7 @@ def _at_default(directive: Directive, field: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in types that JSON has."""
+    """``value`` in JSON types."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
@@ -113,7 +114,7 @@ def device_group(devices: object) -> tuple[int, ...]:
 
 
 def check_group(group: tuple[int, ...]) -> None:
-    """Refuse what is no group of devices."""
+    """Refuse an invalid group of devices."""
     if not group or any(not isinstance(d, int) or isinstance(d, bool) or d < 0 for d in group):
         raise DirectiveError(f"devices={list(group)} must be device numbers, at least one")
     if len(set(group)) < len(group):
@@ -121,7 +122,7 @@ def check_group(group: tuple[int, ...]) -> None:
 
 
 def whole_chunks(dag: Dag, where: Filter, what: str) -> list[int]:
-    """The nodes that match a filter on whole regions: not on single microbatches or passes."""
+    """The nodes that match a filter on whole regions, not on single microbatches or passes."""
     batch = dag.microbatches[0] if dag.microbatches else ""
     for term in where.terms:
         if term.name in (PASS, batch):
@@ -133,19 +134,19 @@ def whole_chunks(dag: Dag, where: Filter, what: str) -> list[int]:
 
 
 def check_stream(what: str, name: object) -> None:
-    """Refuse what is no name of a stream."""
+    """Refuse an invalid stream name."""
     if not isinstance(name, str) or not name:
         raise DirectiveError(f"{what}={name!r} must be the name of a stream")
 
 
 def check_tag(what: str, name: object) -> None:
-    """Refuse what is no name of a tag."""
+    """Refuse an invalid tag name."""
     if not isinstance(name, str) or not name:
         raise DirectiveError(f"{what}={name!r} must be the name of a tag")
 
 
 def check_axis(what: str, name: object) -> None:
-    """Refuse what is no name of an axis; None is no axis."""
+    """Refuse an invalid axis name; None (no axis) is valid."""
     if name is not None and not isinstance(name, str):
         raise DirectiveError(f"{what}={name!r} must be the name of an axis of the mesh")
 

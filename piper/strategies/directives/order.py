@@ -1,12 +1,12 @@
-"""``order``: runs groups of nodes one after another on their devices.
+"""``order``: run groups of nodes one after another on their devices.
 
     order([{"PP": 1, "MB": 0, "PASS": "F"}],                      F0 ─▶ ┌ F1 ┐ ─▶ B1
           [{"PP": 1, "MB": 1, "PASS": "F"},                             └ B0 ┘
            {"PP": 1, "MB": 0, "PASS": "B"}],                            overlap
           [{"PP": 1, "MB": 1, "PASS": "B"}])
 
-Filters in one group overlap: nothing orders their nodes against each other. A filter on BI or BW
-splits the backwards it matches.
+The nodes of different filters in one group may overlap: the order leaves them open. A filter on BI
+or BW splits the backwards that it matches.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Order(Directive):
 
 
 class _Finder:
-    """Finds the nodes of many filters on the same tags without looking at all nodes each time."""
+    """Finds the nodes of many filters on the same tags without a scan of all nodes per filter."""
 
     def __init__(self, dag: Dag, filters: Sequence[Filter]) -> None:
         self._dag = dag
@@ -99,12 +99,12 @@ class _Finder:
         self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
 
     def resources(self, devices: Group) -> tuple[OrderedOn, ...]:
-        """What a row on ``devices`` shares with other rows: the group as a whole, or, if other
-        groups have some of its devices, each device."""
+        """What orders on ``devices`` are tracked by: the group as a whole, or, if another group
+        shares some of its devices, each device."""
         return (devices,) if devices in self._apart else devices
 
     def rows(self, where: Filter) -> Mapping[Group, list[int]]:
-        """The matched nodes of each group of devices, in an order that follows the data."""
+        """The matched nodes of each group of devices, in data flow order."""
         numbers = self._matching(where)
         rows: defaultdict[Group, list[int]] = defaultdict(list)
         for number in numbers:
@@ -119,7 +119,7 @@ class _Finder:
         return rows
 
     def feeds(self, before: int, number: int) -> bool:
-        """Whether ``number`` reads what ``before`` makes, so that no order is needed."""
+        """Whether ``number`` reads an output of ``before``, so that no order edge is needed."""
         nodes = self._dag.nodes
         return not set(nodes[before].writes).isdisjoint(nodes[number].reads)
 
@@ -128,10 +128,10 @@ class _Finder:
         if exact and len(exact) == len(where.terms):
             names = tuple(term.name for term in exact)
             key = tuple(next(iter(term.values or ())) for term in exact)
-            found = self._index(names).get(key, [])
+            numbers = self._index(names).get(key, [])
         else:
-            found = [i for i, node in enumerate(self._dag.nodes) if where.accepts(node.tags)]
-        return found if found or self._may_be_empty(where) else select(self._dag, where)
+            numbers = [i for i, node in enumerate(self._dag.nodes) if where.accepts(node.tags)]
+        return numbers if numbers or self._may_be_empty(where) else select(self._dag, where)
 
     def _index(self, names: tuple[str, ...]) -> dict[tuple[object, ...], list[int]]:
         if names not in self._indices:
@@ -143,16 +143,16 @@ class _Finder:
         return self._indices[names]
 
     def _may_be_empty(self, where: Filter) -> bool:
-        """Whether a half of a backward is asked for that has nothing to compute: the regions are
-        there, but have no gradient of that kind."""
+        """Whether the filter asks for a BI or BW that has nothing to compute: its regions exist,
+        but have no gradient of that kind."""
         if not _wants_halves(where):
             return False
         return any(_without_pass(where).accepts(node.tags) for node in self._dag.nodes)
 
 
 def _wanted(dag: Dag, filters: Sequence[Filter]) -> Sequence[int]:
-    """The nodes that some of ``filters`` may match, judged by one tag that all ask for: an order
-    mostly speaks of one stage."""
+    """The nodes that some of ``filters`` may match, preselected by one tag that all filters use: an
+    order usually covers one stage."""
     asked = [{t.name: t.values for t in where.terms if t.values is not None} for where in filters]
     common = [n for n in asked[0] if n != PASS and all(n in terms for terms in asked)]
     if not common:
@@ -173,7 +173,7 @@ def _without_pass(where: Filter) -> Filter:
 
 
 def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
-    """``dag`` with every backward that some filter wants in halves split into BI and BW."""
+    """``dag`` with the backwards that filters on BI or BW match split into BI and BW."""
     wanted: set[int] = set()
     for where in filters:
         if _wants_halves(where):

@@ -1,4 +1,4 @@
-"""``partition``: groups consecutive regions into stages.
+"""``partition``: group consecutive regions into stages.
 
 layer[0] layer[1] layer[2] layer[3]   partition("layer", into="PP", parts=2)
 └──── PP[0] ────┘ └──── PP[1] ────┘
@@ -58,7 +58,7 @@ class Partition(Directive):
         return self._tagged(dag, [stages[owner] for owner in owners], me)
 
     def _tagged(self, dag: Dag, stages: Sequence[int], me: int) -> Dag:
-        """``dag`` with the stage of each chunk."""
+        """``dag`` with each chunk tagged with its stage."""
         changed = {
             number: replace(
                 node, tags={**node.tags, self.into: stages[node.compute.chunk]}, made_by=me
@@ -68,8 +68,8 @@ class Partition(Directive):
         return dag.with_nodes(changed)
 
     def _owners(self, chunks: Sequence[ChunkFacts], regions: Sequence[int]) -> list[int]:
-        """For each chunk, the region it belongs to: its own, else that of the chunk before it,
-        else the first."""
+        """The region of each chunk: its own, else the region of the previous chunk, else the
+        first."""
         owners: list[int] = []
         for chunk in chunks:
             before = owners[-1] if owners else regions[0]
@@ -93,7 +93,7 @@ class Partition(Directive):
             else:
                 for chunk, owner in zip(dag.model.chunks, owners, strict=True):
                     weights[owner] += self._weight(dag, chunk)
-            if not any(weights.values()):  # nothing known of any: as many for each
+            if not any(weights.values()):  # no costs known: equal weights
                 weights = dict.fromkeys(regions, 1.0)
             counts = balanced([weights[region] for region in regions], self.parts)
         stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -123,7 +123,7 @@ class Partition(Directive):
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """How many consecutive items each part gets, so that the heaviest part is lightest."""
+    """How many consecutive items each part gets, such that the heaviest part is minimal."""
     n = len(weights)
     sums = [0.0]
     for weight in weights:
@@ -150,9 +150,9 @@ def partition(
 ) -> Partition:
     """Group the regions named ``tag`` into ``parts`` stages named ``into``.
 
-    ``by`` is what the stages balance: "flops", "params", a mapping from region to measured cost,
-    or the number of regions in each stage. Chunks outside these regions join the stage before.
-    One stage needs no regions: it is the whole model.
+    ``by`` is the cost that is balanced over the stages: "flops", "params", or a mapping from region
+    to measured cost; or a list with the number of regions in each stage. Chunks outside these
+    regions join the previous stage. One stage needs no regions: it is the whole model.
     """
     if isinstance(by, Sequence) and not isinstance(by, str):
         by = list(by)

@@ -1,9 +1,9 @@
-"""``place``: runs nodes on a group of devices.
+"""``place``: run nodes on a group of devices.
 
     F PP[0] ─▶ F PP[1]     place({"PP": 0}, devices=[0, 2])     F PP[0] @0,2 ─▶ F PP[1] @1,3
                            place({"PP": 1}, devices=[1, 3])
 
-The group splits the microbatch; what flows between groups is sent.
+The devices of a group shard each microbatch. Values between groups are sent.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Place(Directive):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices with their axes, those that split the batch first."""
+        """The devices with their axes; the axes that split the batch come first."""
         if self.axes is None:
             return None
         mesh = Mesh(self.devices, **self.axes)
@@ -92,7 +92,7 @@ class Place(Directive):
 
     @property
     def replicas(self) -> int:
-        """How many devices have the same rows: those along the axes that do not split the
+        """The number of devices with the same rows: those along the axes that do not split the
         batch."""
         if self.axes is None or self.batch is None:
             return 1
@@ -100,7 +100,7 @@ class Place(Directive):
 
     @property
     def parts(self) -> int:
-        """Over how many devices the rows of a microbatch are split."""
+        """The number of devices over which the rows of a microbatch are split."""
         return len(self.devices) // self.replicas
 
     def _check_batch(self) -> None:
@@ -160,16 +160,16 @@ def place(
     sequence: str | None = None,
     attention: str = "all_to_all",
 ) -> Place:
-    """Run the matched nodes on ``devices``, which split each microbatch among them.
+    """Run the matched nodes on ``devices``, which split each microbatch.
 
-    ``devices`` is a list, or a ``Mesh`` whose axes other directives can name; ``batch`` are those
-    of its axes that split the batch, by default all: devices along the others have the same rows,
-    and compute the same, unless they are sharded. ``sequence`` is the axis along which the sequence
-    is sharded, dimension 1 of the tensors of the batch (context parallelism). Then ``attention`` is
-    "all_to_all" (each device has whole sequences for some of the heads) or "all_gather" (each has
-    all keys and values for its head and tail of the sequence, which is the same work for all under
-    a causal mask). What the nodes send to other groups goes over ``stream``. A filter on the
-    microbatch may place the same stage on different groups.
+    ``devices`` is a list, or a ``Mesh`` whose axes other directives can name. ``batch`` names the
+    axes that split the batch, by default all. Devices along the other axes have the same rows and
+    compute the same, unless ``shard`` shards them. ``sequence`` is the axis that shards the
+    sequence, dimension 1 of the batch tensors (context parallelism). Then ``attention`` is
+    "all_to_all" (each device attends over whole sequences for some of the heads) or "all_gather"
+    (each device gathers all keys and values for one block from the head and one from the tail of
+    the sequence, so a causal mask gives all devices the same work). The nodes send to other groups
+    on ``stream``. A filter on the microbatch can place one stage on different groups.
     """
     names = axis_names("batch", batch)
     axes = dict(devices.axes) if isinstance(devices, Mesh) else None

@@ -1,4 +1,4 @@
-"""``remat``: recompute instead of save.
+"""``remat``: recompute activations instead of saving them (activation checkpointing).
 
 F ─saved─▶ B        remat({"layer": "*"}, "all")        F ─▶ B, which runs F again
 """
@@ -49,6 +49,6 @@ class Remat(Directive):
 
 @named_arguments(DirectiveError)
 def remat(where: FilterLike, policy: str) -> Remat:
-    """Let the matched regions keep for their backward what ``policy`` says: "none" recomputes
-    nothing, "min-cut" what is cheap, "all" everything."""
+    """Set how much the backward of the matched regions recomputes: with ``policy`` "none" nothing,
+    "min-cut" cheap operations, "all" everything."""
     return Remat(plain_filter(where), policy)

@@ -1,11 +1,11 @@
-"""``replicate``: keeps parameters that several devices hold equal, and shards their state (ZeRO).
+"""``replicate``: keep replicated parameters equal (data parallelism), and shard their state (ZeRO).
 
 zero=0  gradients summed          everything whole on every device
 zero=1  … optimizer state sharded
 zero=2  … and gradients sharded
 zero=3  … and parameters sharded, gathered when they are used
 
-within=2 shards over two neighbours only, and keeps such copies equal:
+within=2 shards each copy over two adjacent devices, and keeps the copies equal (HSDP):
 
     [0 1 2 3]: one copy in four parts        within=2: [0 1] [2 3]: two copies in two parts each
 """
@@ -90,7 +90,7 @@ class Replicate(Directive):
 
 
 def _refuse_two_levels(dag: Dag, state: dict[int, StateRule]) -> None:
-    """A parameter that several chunks use has one owner and so one level."""
+    """Refuse different ZeRO levels for one parameter that several chunks use."""
     levels: dict[str, tuple[StateRule, int]] = {}
     for chunk, rule in state.items():
         for name in dag.model.chunks[chunk].parameters:
@@ -120,10 +120,9 @@ def replicate(
 ) -> Replicate:
     """Sum the gradients of the matched regions' parameters over all devices that hold them.
 
-    ``zero`` says what is sharded over those devices: 1 the optimizer state, 2 also gradients, 3
-    also parameters. ``within`` shards it over that many neighbours only, and keeps a copy in each
-    such group (HSDP). ``devices``, if given, are checked against where the regions are
-    placed.
+    ``zero`` sets what is sharded over those devices: 1 the optimizer state, 2 also gradients, 3
+    also parameters. ``within`` limits a shard group to that many adjacent devices, each group with
+    a full copy (HSDP). ``devices``, if given, must be the devices on which the regions are placed.
     """
     group = None if devices is None else device_group(devices)
     return Replicate(

@@ -1,11 +1,11 @@
-"""``shard``: expert parallelism, and (``tensor.py``) tensor parallelism.
+"""``shard``: expert parallelism, and (``tensor_parallel.py``) tensor parallelism.
 
     pre ─▶ EP ─▶ post   @0,1      shard({"EP": "*"})      pre ─▶ a2a ─▶ EP ─▶ a2a ─▶ post   @0,1
           E experts each                                        E/2 experts each
 
-The region's parameters are sharded along ``dim`` over its group; its inputs and outputs, which are
-expert-major, are dispatched and combined by all_to_all so that each device computes its own experts
-for all.
+The region's parameters are sharded along ``dim`` over its group. Its inputs and outputs are
+expert-major; an all-to-all dispatch and combine lets each device compute its own experts for the
+whole group.
 """
 
 from __future__ import annotations
@@ -91,12 +91,13 @@ class Shard(Directive):
         return self._experts(dag, me, numbers, self.stream or "exchange")
 
     def check_names(self, keys: Mapping[str, str]) -> None:
-        """Refuse names of tied parameters that are not their first ones, which ``keys`` has."""
+        """Refuse patterns that match only other names of tied parameters; ``keys`` maps every name
+        to the first one."""
         with self._named():
             refuse_tied_names(self.parameters or (), keys)
 
     def _is_tensor(self, dag: Dag, numbers: list[int]) -> bool:
-        """Whether it is along an axis whose devices have the same rows."""
+        """Whether this is tensor parallelism: along an axis whose devices have the same rows."""
         if self.axis is None:
             return False
         for number in numbers:
@@ -155,7 +156,7 @@ class Shard(Directive):
         return replace(dag, shards=shards)
 
     def _with_rows_divided(self, dag: Dag, me: int, numbers: list[int]) -> Dag:
-        """``dag`` where all axes in ``batch`` divide the rows of the matched nodes."""
+        """``dag`` with the rows of the matched nodes sharded along all axes in ``batch``."""
         if self.batch is None:
             return dag
         changed: dict[int, Node] = {}
@@ -179,7 +180,8 @@ class Shard(Directive):
         )
 
     def _division(self, node: Node, name: str) -> tuple[int, int]:
-        """Over how many devices of a node the experts are sharded, and how far these are apart."""
+        """The expert parallel size of a node, and the distance between the devices of a shard
+        group."""
         if self.axis is None:
             return (node.parts if self.ways is None else self.ways), node.replicas
         self._refuse_no_axis(node, name, self.axis)
@@ -197,7 +199,7 @@ class Shard(Directive):
             )
 
     def _refuse_sequence(self, dag: Dag, chunk: int, node: Node, name: str) -> None:
-        """Rows in the order of experts are not in that of the sequence."""
+        """Refuse a sharded sequence: rows sorted by expert are not in sequence order."""
         for rule in dag.tensor.get(chunk, ()):
             if rule.ways > 1 and rule.split is not None and node.mesh is not None:
                 axes = [axis for axis, _ in node.mesh.axes]
@@ -208,7 +210,7 @@ class Shard(Directive):
                 )
 
     def _refuse_half_shared(self, dag: Dag, shards: dict[int, ShardRule]) -> None:
-        """A parameter is sharded for all regions that use it or for none."""
+        """Refuse a parameter that is sharded for some of its regions only."""
         sharded = {name for chunk in shards for name in dag.model.chunks[chunk].parameters}
         for chunk in dag.model.chunks:
             shared = sharded.intersection(chunk.parameters)
@@ -229,9 +231,9 @@ class Shard(Directive):
                 )
             sizes[parameter] = shape[self.dim]
         if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{parameter} has {n}" for parameter, n in sizes.items())
+            each = ", ".join(f"{parameter} has {n}" for parameter, n in sizes.items())
             raise DirectiveError(
-                f"{name} mixes experts: dimension {self.dim} of its parameters differs ({found}); "
+                f"{name} mixes experts: dimension {self.dim} of its parameters differs ({each}); "
                 "put the experts alone into the region"
             )
         if not sizes:
@@ -268,20 +270,21 @@ def shard(
 ) -> Shard:
     """Shard the parameters of the matched regions over their devices.
 
-    Expert parallelism: along ``dim``, over the whole group. What the regions take and make is
-    dispatched and combined by all_to_all on ``stream``. ``ways`` fewer than the group's size makes
-    several such groups of neighbours, each with all experts; ``axis`` names the axis of a ``Mesh``
-    along which they lie. Rows that are sorted by expert are sent as many as there are for each
-    (no token is dropped); a device has room for ``capacity`` times its own rows, or for all.
-    ``batch`` names the axes of the ``Mesh`` that divide the rows of these regions, by default those
-    of ``place``: with the axes of tensor and context parallelism among them, each row goes through
-    its experts once, and not once on each device along these axes.
+    Expert parallelism: along ``dim``, over the whole group. The regions' inputs and outputs are
+    dispatched and combined by all_to_all on ``stream``. ``ways`` is the expert parallel size: if it
+    is smaller than the group, each ``ways`` adjacent devices hold all experts. ``axis`` names a
+    ``Mesh`` axis for the experts instead. Rows sorted by expert are sent by count (no token is
+    dropped); a device has room for ``capacity`` times its own rows, by default for all rows.
+    ``batch`` names the ``Mesh`` axes that shard the rows of these regions, by default those of
+    ``place``. If it includes the tensor and context parallel axes, the experts compute each row
+    once, not once on each device along these axes.
 
-    Tensor parallelism: along an ``axis`` that is not in ``place(batch=)``, whose devices have the
-    same rows. ``parameters`` maps patterns of parameters' names to the dimension that is sharded,
-    or of modules' names to "column" or "row"; without it, what the model itself declares
-    (its attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards
-    what would be replicated between the sharded products along dimension 1 (sequence parallelism).
+    Tensor parallelism: along an ``axis`` that is not in ``place(batch=)``, so its devices have the
+    same rows. ``parameters`` maps patterns of parameter names to the sharded dimension, or patterns
+    of module names to "column" or "row". The default is the plan that the model declares (its
+    attribute ``tensor_plan``, or ``_tp_plan`` of transformers models). ``sequence`` shards the
+    otherwise replicated activations between the sharded products along dimension 1 (sequence
+    parallelism).
     """
     rows = axis_names("batch", batch)
     return Shard(plain_filter(where), stream, dim, ways, axis, parameters, sequence, capacity, rows)

@@ -1,4 +1,4 @@
-"""``split``: the batch in microbatches.
+"""``split``: split the batch into microbatches (gradient accumulation).
 
 F ─▶ B          split(into="MB", parts=2)        F MB[0] ─▶ B MB[0]
                                                  F MB[1] ─▶ B MB[1]

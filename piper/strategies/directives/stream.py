@@ -1,4 +1,4 @@
-"""``stream``: assigns nodes to a logical stream and says what is asked of it.
+"""``stream``: assign nodes to a logical stream, and set its priority and SM share.
 
 same stream: one after the other          different streams: may overlap
 """
@@ -44,7 +44,7 @@ class Stream(Directive):
 
 
 def _share(sms: object) -> Sms:
-    """A share of a GPU as the user wrote it."""
+    """The user's ``sms`` as an SM share."""
     if sms == Rest.REST.value:
         return Rest.REST
     if not isinstance(sms, int) or isinstance(sms, bool) or sms < 1:
@@ -62,10 +62,11 @@ def stream(
 ) -> Stream:
     """Run the matched nodes on the logical stream ``name``.
 
-    ``sms`` is its share of each GPU's multiprocessors: a number, or "rest" for what the numbers of
-    all streams leave. Shares of different streams do not overlap, but all "rest" are one share.
+    ``sms`` is its share of each GPU's multiprocessors (SMs): a number, or "rest" for all SMs that
+    the numbered shares leave. Shares of different streams do not overlap, but all "rest" streams
+    have one share.
 
-    With None for a filter no node is moved: it says what is asked of a stream that another
-    directive sends, reduces, dispatches or combines on.
+    With ``where=None`` no node moves: only the settings of the stream change, for example of one on
+    which another directive sends, reduces, dispatches or combines.
     """
     return Stream(None if where is None else plain_filter(where), name, priority, sms)

@@ -1,7 +1,7 @@
 """``shard`` along an axis whose devices have the same rows: tensor parallelism.
 
-Which parameters are sharded and how is written with patterns; how activations are sharded, and all
-communication, follows from that when the regions are propagated.
+Patterns select the sharded parameters and their dimensions. Sharding propagation then derives the
+layouts of activations and all communication.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _STYLES = {
     "embedding_rowwise": Style.ROW,
     "packed_rowwise": Style.ROW,
 }
-"""Ours and those of ``transformers``: what else those say of activations is derived here."""
+"""Our styles and those of ``transformers``. The latter also describe activation layouts, which are
+derived here instead."""
 MODEL = "model"
-"""In place of a style: as the model declares."""
+"""Used as a style: shard as the model declares."""
 
 
 def tensor_rules(
@@ -45,7 +46,7 @@ def tensor_rules(
     sequence: bool,
     stream: str,
 ) -> Dag:
-    """``dag`` whose nodes ``numbers`` are sharded along ``axis``."""
+    """``dag`` with the nodes ``numbers`` sharded along ``axis``."""
     rules = dict(dag.tensor)
     chosen = _Chosen(dag, parameters)
     for number in numbers:
@@ -66,7 +67,7 @@ def tensor_rules(
 
 
 def _refuse_half_sharded(dag: Dag, rules: Mapping[int, tuple[TensorRule, ...]]) -> None:
-    """A parameter is sharded alike for all regions that use it."""
+    """Refuse a parameter that its regions shard differently."""
     first: dict[str, tuple[int, TensorRule]] = {}
     for chunk, row in rules.items():
         for rule in row:
@@ -91,10 +92,10 @@ def _refuse_half_sharded(dag: Dag, rules: Mapping[int, tuple[TensorRule, ...]]) 
 def with_rule(
     dag: Dag, name: str, rules: tuple[TensorRule, ...], rule: TensorRule
 ) -> tuple[TensorRule, ...]:
-    """``rules`` of the chunk of node ``name`` and one more, unless it is there."""
+    """``rules`` of the chunk of node ``name`` with ``rule`` added, unless it is there already."""
     for earlier in rules:
         again = replace(earlier, made_by=rule.made_by) == rule
-        if earlier == rule or (again and not rule.parameters):  # of other microbatches
+        if earlier == rule or (again and not rule.parameters):  # from other microbatches
             return rules
         if earlier.made_by == rule.made_by:
             raise DirectiveError(
@@ -112,7 +113,8 @@ def with_rule(
 
 
 def refuse_other_ways(dag: Dag) -> None:
-    """The regions must be cut into segments for the devices that they are placed on."""
+    """Refuse regions that were cut into segments for another number of devices than they are
+    placed on."""
     for chunk, rules in dag.tensor.items():
         ways = {segment.axis: segment.ways for segment in dag.model.chunks[chunk].segments}
         for rule in rules:
@@ -137,7 +139,7 @@ def _division(node: Node, axis: str, name: str) -> tuple[int, int]:
 
 
 class _Chosen:
-    """The parameters that patterns name."""
+    """The parameters that patterns select, and how each is sharded."""
 
     def __init__(self, dag: Dag, patterns: Mapping[str, ShardAlong] | None) -> None:
         self._dag = dag
@@ -164,12 +166,12 @@ class _Chosen:
         self._used: set[str] = set()
 
     def of(self, chunk: int) -> dict[str, int | Style]:
-        """How the parameters of a chunk are sharded, those that are."""
+        """The sharded parameters of a chunk, and how each is sharded."""
         styles = ((name, self._of(name)) for name in self._dag.model.chunks[chunk].parameters)
         return {name: how for name, how in styles if how is not None}
 
     def _of(self, name: str) -> int | Style | None:
-        """How a parameter is sharded; the first pattern that names it says so."""
+        """How a parameter is sharded, by the first pattern that matches it."""
         for pattern, declared, how in self._rules:
             if _matches(name, pattern) and _matches(name, declared):
                 self._used.add(pattern)
@@ -189,7 +191,7 @@ class _Chosen:
 
 
 def check_patterns(parameters: object) -> None:
-    """Refuse what does not map patterns to how their parameters are sharded."""
+    """Refuse ``parameters`` that is not a mapping from name patterns."""
     if parameters is None:
         return
     if not isinstance(parameters, Mapping) or not all(isinstance(p, str) for p in parameters):
@@ -200,8 +202,8 @@ def check_patterns(parameters: object) -> None:
 
 
 def refuse_tied_names(patterns: Iterable[str], keys: Mapping[str, str]) -> None:
-    """Refuse patterns of names that a parameter has beside its first one, as a head that is tied to
-    the embedding. ``keys`` has the first name for each."""
+    """Refuse patterns that match only later names of a tied parameter, such as a head tied to the
+    embedding. ``keys`` maps every name to the parameter's first name."""
     firsts = set(keys.values())
     for pattern in patterns:
         tied = [key for key, first in keys.items() if key != first and _matches(key, pattern)]
@@ -213,7 +215,7 @@ def refuse_tied_names(patterns: Iterable[str], keys: Mapping[str, str]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a parameter, or the module that it is of."""
+    """Whether a pattern matches a parameter's name, or the name of its module."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
@@ -257,4 +259,4 @@ _OTHERS = (
     "ep_router",
     "ep_dispatch_experts",
 )
-"""What ``transformers`` says of modules whose parameters are replicated here."""
+"""Styles of ``transformers`` for modules whose parameters are replicated here."""

@@ -1,1 +1,1 @@
-"""Pipeline schedules, one a file."""
+"""Pipeline schedules, one per file."""

@@ -31,6 +31,6 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         mirror = ranks - 1 - rank
         schedule.rows.append(Row({rank: first, mirror: second}))
-        turn = min(rank, mirror)  # how far from the end where its own microbatches enter
+        turn = min(rank, mirror)  # distance from the end where its near microbatches enter
         eight_phases(schedule.rows[-1], turn, ranks - 1 - turn, turn, ranks // 2, half)
     return schedule

@@ -4,7 +4,7 @@ a cut of DualPipe by Sea AI Lab).
     2 ranks, 4 stages: rank r has stage r (down) and stage 3 - r (up)
     rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3 3B1)(3F2 0B0) 3B2 (3F3 0B1) 3B3 0I2 W 0I3 W
     rank 1       1F0 2F0 1F1 2F1 1F2 2B0 (2F2 1B0)(1F3 2B1) ...
-    ( ) overlap: the dispatch and combine of one hides behind the compute of the other
+    ( ) overlap: compute of one hides the dispatch and combine of the other
 
 bubble       (PP/2 - 1)(F&B + B - 3W) over PP = 2 * ranks stages, where F = B - W = W
 activations  2 * ranks + 1 microbatches of half a rank's layers
@@ -26,29 +26,29 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
 
 def eight_phases(row: Row, near: int, far: int, rank: int, ranks: int, microbatches: int) -> None:
-    """The order of one rank: ``near`` is the stage that it begins with, ``far`` the one that
-    comes back to it; the last rank is where the two meet."""
+    """The order of one rank. ``near`` is its first stage; ``far`` is its stage after the turn,
+    which is at the last rank."""
     after = ranks - 1 - rank
-    row.forward(near, times=2 * after)  # 1: fill the way to the turn
-    for _ in range(rank + 1):  # 2: the first come back
+    row.forward(near, times=2 * after)  # 1: fill the stages up to the turn
+    for _ in range(rank + 1):  # 2: the first microbatches return from the turn
         row.forward(near).forward(far)
-    for _ in range(after):  # 3: first backwards, their weights at once
+    for _ in range(after):  # 3: first backwards, each weight half at once
         row.backward_input(far).backward_weight().forward(far)
-    for i in range(microbatches - 2 * ranks + rank + 1):  # 4: steady, all in pairs
-        if i == 0 and after == 0:  # the turn has nothing to overlap with yet
+    for i in range(microbatches - 2 * ranks + rank + 1):  # 4: steady state, all in pairs
+        if i == 0 and after == 0:  # the last rank has nothing to overlap with yet
             row.forward(near).backward(far)
         else:
             row.pair(forward=near, backward=far)
         row.pair(forward=far, backward=near)
-    for _ in range(after):  # 5: no more on the near side
+    for _ in range(after):  # 5: no near forwards left
         row.backward(far).pair(forward=far, backward=near)
-    halves = 2 * (rank + 1)  # 6: backwards alone, whose weights wait in the second half
+    halves = 2 * (rank + 1)  # 6: only backwards; in the second half the weight passes wait
     for i in range(halves):
         stage = near if i % 2 else far
         if i < halves // 2:
             row.backward(stage)
         else:
             row.backward_input(stage)
-    for _ in range(after):  # 7: weights fill the gaps
+    for _ in range(after):  # 7: weight passes fill the gaps
         row.backward_weight().backward_input(near)
-    row.backward_weight(times=row.weights_left)  # 8
+    row.backward_weight(times=row.weights_left)  # 8: the remaining weight passes

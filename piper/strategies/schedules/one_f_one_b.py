@@ -1,4 +1,5 @@
-"""1F1B: a backward as soon as it can be, then a forward (PipeDream-Flush, Narayanan et al. 2021).
+"""1F1B: each backward as early as possible, then one forward (PipeDream-Flush, Narayanan et al.
+2021).
 
     rank 0   F0 F1 F2       B0 F3 B1    B2    B3
     rank 1      F0 F1    B0 F2 B1 F3 B2    B3

@@ -1,10 +1,10 @@
-"""ZB-V: a V of stages without a bubble, where forward, input and weight passes take equally long
-(Qi et al. 2023).
+"""ZB-V: a V of stages without a bubble if forward, input and weight passes take equally long (Qi et
+al. 2023).
 
     rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 ...
     rank 1       1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 ...
 
-bubble       0 at F = I = W, from 2 * ranks - 1 microbatches on; else as small as they are unequal
+bubble       0 for F = I = W and at least 2 * ranks - 1 microbatches; grows with their inequality
 activations  2 * ranks microbatches of half a rank's layers: as 1F1B
 """
 
@@ -20,8 +20,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     refuse("zb-v", microbatches, needs, microbatches >= 2 * ranks - 1)
     for rank, row in enumerate(schedule.rows):
         near, far = rank, 2 * ranks - 1 - rank
-        row.forward(near, times=2 * (ranks - rank) - 1)  # warm-up: the way to the turn
-        for _ in range(rank):  # both ways
+        row.forward(near, times=2 * (ranks - rank) - 1)  # warm-up: fill the stages up to the turn
+        for _ in range(rank):  # forwards on both stages
             row.forward(far).forward(near)
         for _ in range(ranks - rank):  # the first backwards
             row.forward(far).backward_input(far).backward_weight()
@@ -30,7 +30,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
                 row.forward(near)
             row.backward_input(near).backward_weight()
             row.forward(far).backward_input(far).backward_weight()
-        for _ in range(rank):  # cool-down: weights wait
+        for _ in range(rank):  # cool-down: weight passes wait
             row.backward_input(near).backward_input(far)
         for _ in range(ranks - rank):
             row.backward_input(near).backward_weight()

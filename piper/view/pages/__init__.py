@@ -1,1 +1,1 @@
-"""Pages to explore: one HTML file each, which needs no server."""
+"""Interactive pages: one HTML file each, no server."""

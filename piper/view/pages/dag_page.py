@@ -1,8 +1,7 @@
-"""The DAG of a step as a page to explore, after each directive: ``Dag``s go in, one HTML file comes
-out.
+"""The DAG after each directive as an interactive page: ``Dag``s go in, one HTML file comes out.
 
-A directive leaves most nodes as they were, and they stay the same objects; so every distinct node
-is written once, and a step is the row of its nodes' numbers, or what changed of the row before.
+A directive leaves most nodes unchanged, as the same objects. So every distinct node is written
+once, and a step is the list of its nodes' numbers, or the changes to the previous step's list.
 """
 
 from __future__ import annotations
@@ -42,12 +41,11 @@ def dag_page(
     stages: Sequence[str] = ("PP",),
     models: Mapping[int, Model] | None = None,
 ) -> str:
-    """A page with the DAG after each of ``steps``: a name, such as a directive as written, and the
-    DAG then. All are of one model, in the order in which they were made.
+    """A page with the DAG after each of ``steps``: a label, such as the directive, and the DAG
+    after it. All DAGs are of one model, in the order in which they were made.
 
-    ``stages`` are the tags that name a stage. ``models`` are the model's facts at the shapes of
-    each size of group, ``Program.models``: without them the bytes of values are those of the last
-    DAG's own model.
+    ``stages`` are the tags that name a stage. ``models`` are the model's facts by group size
+    (``Program.models``). Without them the bytes of values are those of the last DAG's own model.
     """
     if not steps:
         raise PiperError("a page of DAGs needs at least one step: ('build', dag)")
@@ -67,7 +65,8 @@ def dag_page(
 
 
 class _Pool:
-    """Distinct nodes as columns of numbers; texts and lists stand beside, each once."""
+    """Distinct nodes as columns of numbers. Strings and lists are stored once each, and referenced
+    by number."""
 
     def __init__(self) -> None:
         self.strings, self.lists = Numbered(), Numbered()
@@ -76,15 +75,15 @@ class _Pool:
         self.columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
 
     def number(self, dag: Dag, place: int) -> int:
-        """The number of the node at ``place``, which is added if it is new."""
+        """The number of the node at ``place``; a new node is added."""
         node = dag.nodes[place]
         key = id(node), dag.history[node.made_by]
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = len(self._known)
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = len(self._known)
             for name, item in zip(_COLUMNS, self._items(dag, place, node), strict=True):
                 self.columns[name].append(item)
-        return found
+        return number
 
     def _items(self, dag: Dag, place: int, node: Node) -> tuple[int, ...]:
         text, row = self.strings.number, self.lists.number
@@ -132,8 +131,8 @@ _COLUMNS = (
 
 
 def _identity(node: Node, tags: tuple[int, ...]) -> tuple[Any, Any]:
-    """What makes a node the same in two DAGs, whatever its number; and what it shares with those
-    that ``split`` makes of one."""
+    """Two keys of a node: equal for the same node in two DAGs, whatever its number; and equal for
+    all nodes that ``split`` makes of one."""
     match node.op:
         case Compute(chunk=chunk, which=which, microbatch=microbatch):
             return (chunk, which.value, microbatch), (chunk, which.value)
@@ -160,7 +159,7 @@ def _kind(op: Op) -> str:
 
 
 def _steps(steps: Sequence[tuple[str, Dag]], pool: _Pool) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    data: list[dict[str, Any]] = []
     before: list[int] = []
     earlier = steps[0][1]
     for label, dag in steps:
@@ -171,13 +170,13 @@ def _steps(steps: Sequence[tuple[str, Dag]], pool: _Pool) -> list[dict[str, Any]
             step |= {"places": changed, "nodes": [nodes[i] for i in changed]}
         else:
             step |= {"nodes": nodes}
-        found.append(step)
+        data.append(step)
         before, earlier = nodes, dag
-    return found
+    return data
 
 
 def _notes(before: Dag, dag: Dag) -> list[str]:
-    """What a step changed besides nodes: the rules for whole chunks, and for streams."""
+    """The changes of a step besides nodes: the rules of chunks and of streams."""
 
     def ruled(
         mine: Mapping[int, Any], theirs: Mapping[int, Any], said: Callable[[Any], str]
@@ -200,15 +199,15 @@ def _notes(before: Dag, dag: Dag) -> list[str]:
 
 
 def _sms(sms: Sms | None) -> str:
-    """A share of a GPU in words."""
+    """An SM share in words."""
     if sms is None:
         return "all SMs"
     return "the rest of the SMs" if isinstance(sms, Rest) else f"{sms} SMs"
 
 
 def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:
-    """The values of one microbatch, in words, and those that lowering added: what they are, what
-    they are of, and their bytes on a device."""
+    """The values of one microbatch, with a description and the bytes on a device; and the values
+    that lowering added, with their role and origin."""
     first = dag.first_extra
     lies: dict[int, str] = {}
     for line in layout_lines(replace(dag, buckets=()), sizes.models):
@@ -233,7 +232,7 @@ def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:
 
 
 def _text(dag: Dag, value: Value) -> str:
-    """A value as a person may look for it: by the name of its tensor, or by its chunk."""
+    """A value in words: by the name of its tensor, or by its chunk."""
     if value.role is Role.SEED:
         return "gradient of the loss"
     if value.role not in _OF_VALUES:

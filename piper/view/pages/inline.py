@@ -1,7 +1,7 @@
-"""One HTML file from a template, its style, its script and its data: no server, no network.
+"""One HTML file from a template, its styles, its scripts and its data: no server, no network.
 
-The data are names that users chose, so nothing of them can end the element they stand in; and the
-page allows itself only the script and the style that it came with.
+The data contain user-chosen names, so they are escaped and cannot end the element that holds them.
+The page's content security policy allows only its own script and style.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 def page(
     title: str, template: str, styles: Sequence[str], scripts: Sequence[str], data: Any
 ) -> str:
-    """The page ``template`` of the assets with everything it needs inside; the scripts share one
-    module, in the order given."""
+    """The asset ``template`` with everything it needs inlined; the scripts form one module, in the
+    given order."""
     style = "\n".join(asset(name) for name in styles)
     script = "\n".join(asset(name) for name in scripts)
     parts = {
@@ -30,8 +30,8 @@ def page(
         "script": script,
         "data": embedded(data),
     }
-    # In one go: a name of the user's that looks like one of these stays as it is.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset(template))
+    # One pass: a placeholder inside user data is not replaced.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset(template))
 
 
 def asset(name: str) -> str:
@@ -40,8 +40,8 @@ def asset(name: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """``data`` as JSON that can stand inside a script element whatever its strings hold: neither
-    ``</script>`` nor ``<!--`` nor a separator of lines is left in it."""
+    """``data`` as JSON that is safe inside a script element, whatever its strings contain: it has
+    no ``</script>``, no ``<!--`` and no line separators."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII only
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 

@@ -1,7 +1,7 @@
-"""One step, or two side by side, as a page to explore: ``Run``s go in, one HTML file comes out.
+"""One step, or two side by side, as an interactive page: ``Run``s go in, one HTML file comes out.
 
-Everything is inside the file. The events stand in it as columns of numbers, with every string once,
-so that a hundred thousand of them stay a few megabytes.
+Everything is inside the file. Events are columns of numbers, and every string is stored once, so a
+hundred thousand events take a few megabytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCRIPTS = (
     "timeline.js",
 )
 _DIGITS = 12
-"""After the point, of times in seconds: finer than any clock, and short to write."""
+"""Decimals of times in seconds: finer than any clock, and still short."""
 
 
 def timeline_page(*runs: Run) -> str:
@@ -37,7 +37,7 @@ def timeline_page(*runs: Run) -> str:
 
 
 def _run(run: Run, strings: Numbered) -> dict[str, Any]:
-    events = sorted(run.events, key=lambda e: (e.row, e.start))  # the page searches by halving
+    events = sorted(run.events, key=lambda e: (e.row, e.start))  # for the page's binary search
     text = strings.number
     return {
         "title": run.title,
@@ -72,7 +72,7 @@ def _device(device: ShownDevice) -> dict[str, Any]:
 
 
 def _firsts(events: list[Event], rows: int) -> list[int]:
-    """Where the events of each row begin, and where the last row's end."""
+    """The index of the first event of each row, and the end of the last row."""
     counts = [0] * (rows + 1)
     for event in events:
         counts[event.row + 1] += 1

@@ -1,1 +1,1 @@
-"""What is written otherwise in a graph so that it can be sharded."""
+"""Rewrites of operations so that they can be sharded."""

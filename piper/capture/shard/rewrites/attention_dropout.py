@@ -1,9 +1,9 @@
-"""Attention with dropout as the products that torch computes it by on CPUs, so that each of them
-can be sharded, and the dropout draws on a shard what the whole would draw there.
+"""Attention with dropout, written as the products that torch computes on CPUs: each can be sharded,
+and the dropout on a shard draws the numbers that the whole would draw there.
 
     attention(q, k, v, p)      dropout(softmax(q k' + mask), p) v
 
-On GPUs, fused kernels draw in an order of their own, which shards cannot repeat.
+On GPUs, fused kernels draw in an order of their own, which shards cannot reproduce.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def drops(node: fx.Node) -> bool:
-    """Whether it is attention with dropout on a CPU."""
+    """Whether ``node`` is attention with dropout on a CPU."""
     return (
         node.target is ATTENTION
         and bool(arguments(node).get("dropout_p"))
@@ -29,7 +29,7 @@ def drops(node: fx.Node) -> bool:
 
 
 def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The same attention in ``copy``; ``new`` are the values that are there already."""
+    """The attention ``node`` as products in ``copy``; ``new`` maps nodes to their copies."""
     it = arguments(node)
     build = _Builder(copy, node)
     query, key, value = (new[it[name]] for name in ("query", "key", "value"))
@@ -47,7 +47,7 @@ def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
         build.call(aten.mul.Scalar, turned, scale),
     )
     scores = _masked(build, scores, it, new)
-    weights = build.call(aten._safe_softmax.default, scores, -1)  # rows may be hidden from all
+    weights = build.call(aten._safe_softmax.default, scores, -1)  # a row may be fully masked
     dropped = build.call(aten.dropout.default, weights, it["dropout_p"], True)
     return build.call(aten.matmul.default, dropped, value)
 
@@ -70,7 +70,7 @@ def _masked(
 
 
 class _Builder:
-    """Operations in a graph, in place of one node of another."""
+    """Adds operations to ``copy`` in place of ``node``."""
 
     def __init__(self, copy: fx.Graph, node: fx.Node) -> None:
         self._copy, self._meta = copy, node.meta
@@ -85,5 +85,5 @@ class _Builder:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """What an attention is given, by name."""
+    """The arguments of an attention, by name."""
     return {**dict(zip(NAMES, node.args, strict=False)), **node.kwargs}

@@ -1,5 +1,5 @@
-"""Causal attention on a device's head and tail of the sequence: keys and values are gathered, and
-their gradients reduced and scattered.
+"""Causal attention on a device's head and tail of the sequence: keys and values are all-gathered,
+their gradients reduce-scattered.
 
     q S(2), k S(2), v S(2) ─▶ q, [S(2) -> R] k, [S(2) -> R] v ─▶ head_tail_attention ─▶ S(2)
 """
@@ -29,7 +29,7 @@ _SEQUENCE = Shard(2)
 def wanted_keys(
     node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis
 ) -> dict[fx.Node, Placement]:
-    """How else keys and values must be placed for it; nothing for other operations."""
+    """The placements that this attention needs of keys and values; empty for other operations."""
     if not axis.head_tail or node.target is not ATTENTION:
         return {}
     it = arguments(node)
@@ -49,7 +49,7 @@ def causal_shards(
     local: Mapping[fx.Node, fx.Node],
     emit: Emitter,
 ) -> Rewrite | None:
-    """The rewrite of ``node`` for inputs that are placed so, if it is such an attention."""
+    """The rewrite of ``node`` for inputs placed as ``placed``, if it is such an attention."""
     if not wanted_keys(node, placed, emit.axis):
         return None
     it = arguments(node)

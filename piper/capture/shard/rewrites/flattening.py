@@ -1,5 +1,5 @@
-"""Views that put the sequence, which is sharded, into one dimension with the rows before it, and
-apart again: the sequence of each row stays sharded for itself, and nothing is communicated.
+"""Views that merge a sharded sequence with the rows before it into one dimension, and views that
+split it again: the sequence of each row stays sharded, and nothing is communicated.
 
     [rows, seq S, 64] ─▶ [rows * seq, 64], a section for each row ─▶ [rows, seq S, 8, 8]
 """
@@ -27,7 +27,7 @@ VIEWS = (
 
 
 def flattened(node: fx.Node, now: Mapping[fx.Node, Any], parts: int) -> ShardedSections | None:
-    """The placement of a view of a shard whose dimension is merged with those before it."""
+    """The placement of a view that merges the sharded dimension with those before it."""
     if node.target not in VIEWS or len(now) != 1:
         return None
     ((source, placement),) = now.items()
@@ -49,7 +49,7 @@ def flattened(node: fx.Node, now: Mapping[fx.Node, Any], parts: int) -> ShardedS
 def unflattened(
     node: fx.Node, packed: ShardedSections, parts: int
 ) -> Shard | ShardedSections | None:
-    """The placement of a view of sections that are sharded each for itself."""
+    """The placement of a view of separately sharded sections."""
     (source,) = node.all_input_nodes
     shape, made = source.meta["val"].shape, node.meta["val"].shape
     if len(set(packed.sections)) > 1:

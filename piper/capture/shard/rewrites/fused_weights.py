@@ -1,9 +1,9 @@
-"""Fused weights: the result of one product is split into several (q, k and v; gate and up), each of
-which is sharded for itself.
+"""Fused weights: the result of one product is split into several (q, k and v; gate and up), each
+sharded separately.
 
     [q q q q k k v v] over 2 devices     [q q k v] [q q k v]
 
-The sections follow from where the result is split, be it after it was viewed as heads.
+The sections follow from where the result is split, even after a view as heads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TURNS = (
 
 @dataclass(frozen=True, slots=True)
 class ShardedSections:
-    """Each of several sections of a dimension is sharded for itself."""
+    """A dimension of several sections, each sharded separately."""
 
     dim: int
     sections: tuple[int, ...]
@@ -44,8 +44,7 @@ class ShardedSections:
         return f"S({self.dim}) of {list(self.sections)}"
 
     def on(self, dim: int, size: int, ways: int) -> ShardedSections | None:
-        """The same where the sections lie along ``dim`` of ``size``; None where shards would not be
-        even there."""
+        """The same sections along ``dim``, of ``size``; None if its shards would be uneven."""
         unit, rest = divmod(sum(self.sections), size)
         if rest or any(n % (unit * ways) for n in self.sections):
             return None
@@ -53,13 +52,13 @@ class ShardedSections:
 
 
 def sections_of(product: fx.Node) -> tuple[int, ...]:
-    """The sizes into which the last dimension of a product is split; none if it is not."""
+    """The sizes into which the last dimension of a product is split; empty if it is not."""
     node, dim, unit = product, len(product.meta["val"].shape) - 1, 1
     while True:
         size = node.meta["val"].shape[dim]
-        found = _split(node, dim, size)
-        if found:
-            return tuple(n * unit for n in found)
+        sizes = _split(node, dim, size)
+        if sizes:
+            return tuple(n * unit for n in sizes)
         if len(node.users) != 1:
             return ()
         node, before = next(iter(node.users)), node
@@ -71,7 +70,7 @@ def sections_of(product: fx.Node) -> tuple[int, ...]:
 
 
 def _split(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
-    """The sizes into which those who read a node split it along ``dim``."""
+    """The sizes into which the readers of a node split it along ``dim``."""
     edges: set[tuple[int, int]] = set()
     for user in node.users:
         if user.target in SPLITS and dim_of(user, 2) == dim:
@@ -87,7 +86,7 @@ def _split(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
 
 
 def _followed(node: fx.Node, before: fx.Node, dim: int) -> int | None:
-    """Where the dimension ``dim`` of what ``before`` makes is in what ``node`` makes of it."""
+    """The dimension of ``node``'s result that holds dimension ``dim`` of its input ``before``."""
     if node.op != "call_function":
         return None
     value = node.meta["val"]
@@ -101,7 +100,7 @@ def _followed(node: fx.Node, before: fx.Node, dim: int) -> int | None:
 
 
 def turned(node: fx.Node, rank: int) -> list[int]:
-    """The order in which dimensions come after a transposition."""
+    """The order of the dimensions after a transpose."""
     order = list(range(rank))
     if node.target is aten.permute.default:
         return [d % rank for d in _integers(node.args[1])]
@@ -113,7 +112,7 @@ def turned(node: fx.Node, rank: int) -> list[int]:
 
 
 def _viewed(shape: Sequence[int], other: Sequence[int], dim: int) -> int | None:
-    """The dimension of ``other`` that has the outer part of dimension ``dim`` of ``shape``."""
+    """The dimension of ``other`` that holds the outer part of dimension ``dim`` of ``shape``."""
     before = math.prod(shape[:dim])
     for place, size in enumerate(other):
         if math.prod(other[:place]) == before and size > 1:
@@ -122,14 +121,14 @@ def _viewed(shape: Sequence[int], other: Sequence[int], dim: int) -> int | None:
 
 
 def section(node: fx.Node, packed: ShardedSections) -> int | None:
-    """Which of the sections a slice takes, if it is one."""
+    """The index of the section that a slice takes, if it takes exactly one."""
     taken = bounds(node, sum(packed.sections))
     edges = itertools.pairwise([0, *itertools.accumulate(packed.sections)])
     return next((i for i, edge in enumerate(edges) if edge == taken), None)
 
 
 def bounds(node: fx.Node, size: int) -> tuple[int, int]:
-    """From where to where a slice goes."""
+    """The start and the end of a slice."""
     start, stop, *_ = (*node.args[2:4], None, None)
     assert start is None or isinstance(start, int)
     assert stop is None or isinstance(stop, int)
@@ -138,10 +137,10 @@ def bounds(node: fx.Node, size: int) -> tuple[int, int]:
 
 
 def dim_of(node: fx.Node, position: int) -> int:
-    """The dimension that an operation on one tensor is along: an argument that may be left out."""
-    found: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    """The ``dim`` of an operation on one tensor; 0 if this argument is left out."""
+    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
     (source, *_) = node.all_input_nodes
-    return int(found) % max(1, len(source.meta["val"].shape))
+    return int(given) % max(1, len(source.meta["val"].shape))
 
 
 def _integers(given: Any) -> list[int]:

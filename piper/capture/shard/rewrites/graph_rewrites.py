@@ -1,12 +1,12 @@
-"""What is written otherwise in a graph before it is sharded, since its parts are sharded otherwise
-than the whole.
+"""Rewrites a graph before it is sharded: an operation whose parts need different placements becomes
+several.
 
     linear(x, w S(1), b)       linear(x, w S(1)) + b                the bias is added to the sum
     (p1 + b1) + (p2 + b2) + x  (p1 + p2) + b1 + b2 + x              partial sums first, reduced once
-    attention(q, k, v), gqa    attention(q, repeat(k), repeat(v))   2 heads of k for 4 devices, of
-                                                                    their weights (key_heads.py) or
-                                                                    of what is made with them
-    attention with dropout     its products, and a dropout          see dropped_attention.py
+    attention(q, k, v), gqa    attention(q, repeat(k), repeat(v))   2 key heads for 4 devices:
+                                                                    weights (key_heads.py) or keys
+                                                                    and values are repeated
+    attention with dropout     its products, and a dropout          see attention_dropout.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Graph:
-    """A copy of ``graph``, whose arguments are placed as ``given`` says."""
+    """A rewritten copy of ``graph``; ``given`` are the placements of its arguments."""
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     placed = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
@@ -51,8 +51,8 @@ def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Grap
 
 
 def _add_first(graph: fx.Graph, partial: set[fx.Node]) -> None:
-    """Let sums of many add those that are ``partial`` first, in their order, and then the others:
-    parallel residuals have several."""
+    """Make sums of several terms add the ``partial`` ones first, in their order, then the others:
+    parallel residuals have several partial terms."""
     for node in list(graph.nodes):
         if not _adds(node) or any(_is_term(node, user) for user in node.users):
             continue
@@ -70,20 +70,20 @@ def _add_first(graph: fx.Graph, partial: set[fx.Node]) -> None:
 
 
 def _adds(node: fx.Node) -> bool:
-    """Whether it is a sum of two values."""
+    """Whether ``node`` is a sum of two values."""
     return node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    """What a sum is of, where sums that nothing else reads are taken apart."""
-    found = []
+    """The terms of a sum; a term that is itself a sum, with no other reader, is expanded."""
+    terms = []
     for x in node.all_input_nodes:
-        found += _terms(x) if _is_term(x, node) else [x]
-    return found
+        terms += _terms(x) if _is_term(x, node) else [x]
+    return terms
 
 
 def _is_term(node: fx.Node, of: fx.Node) -> bool:
-    """Whether a sum is taken apart in another."""
+    """Whether the sum ``node`` is expanded within the sum ``of``."""
     return _adds(node) and _adds(of) and len(node.users) == 1 and _alike(node, of)
 
 
@@ -93,14 +93,14 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _is_row_product(node: fx.Node, weights: dict[fx.Node, Any]) -> bool:
-    """Whether it is a product that is a partial sum, without a bias."""
+    """Whether ``node`` is a product without bias whose result is a partial sum."""
     if node.target is aten.linear.default and node.args[2:] in ((), (None,)):
         return weights.get(node.args[1]) == Shard(1)  # type: ignore[arg-type]
     return node.target is aten.mm.default and weights.get(node.args[1]) == Shard(0)  # type: ignore[arg-type]
 
 
 def _has_bias(node: fx.Node, placed: dict[fx.Node, Any]) -> bool:
-    """Whether a bias is added within a product that is a partial sum."""
+    """Whether ``node`` is a product with bias whose result is a partial sum."""
     if node.target is aten.linear.default and len(node.args) == 3 and node.args[2] is not None:
         return placed.get(node.args[1]) == Shard(1)  # type: ignore[arg-type]
     if node.target is aten.addmm.default and not node.kwargs:
@@ -122,21 +122,21 @@ def _bias_apart(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
 
 
 def _wider(graph: fx.Graph, placed: dict[fx.Node, Any], axis: ShardAxis) -> dict[fx.Node, Wider]:
-    """What computes more heads of keys and values than the model does."""
-    found: dict[fx.Node, Wider] = {}
+    """The operations that compute repeated key and value heads."""
+    wider: dict[fx.Node, Wider] = {}
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         if axis.context is not None or drops(node) or not _repeats_heads(node, axis):
             continue
         times, rest = divmod(axis.ways, heads := _value(node.args[1]).shape[-3])
         if not rest:
-            found |= wider_heads(node, placed, KeyHeads(heads, times))
-    return found
+            wider |= wider_heads(node, placed, KeyHeads(heads, times))
+    return wider
 
 
 def _with_heads(
     copy: fx.Graph, node: fx.Node, wider: Wider, new: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """``node`` with more heads."""
+    """``node`` with repeated heads."""
     repeated = {}
     for x in wider.repeated:
         heads, times = wider.heads.heads, wider.heads.times
@@ -151,8 +151,8 @@ def _with_heads(
 
 
 def _repeats_heads(node: fx.Node, axis: ShardAxis) -> bool:
-    """Whether heads of keys and values that several heads of queries share are too few to be
-    sharded."""
+    """Whether query heads can be sharded evenly, but not the key and value heads that they
+    share."""
     if axis.head_tail:
         return False
     shares = node.target is ATTENTION and node.kwargs.get("enable_gqa")
@@ -163,7 +163,8 @@ def _repeats_heads(node: fx.Node, axis: ShardAxis) -> bool:
 
 
 def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """As torch does for ``enable_gqa``."""
+    """``node`` with keys and values repeated for all query heads, as torch does for
+    ``enable_gqa``."""
     query, key, value = node.args[:3]
     times = _value(query).shape[-3] // _value(key).shape[-3]
     repeated = []
@@ -177,15 +178,15 @@ def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) 
         repeated.append(more)
     others = fx.node.map_arg(node.args[3:], new.__getitem__)
     kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
-    found = copy.call_function(
+    made = copy.call_function(
         node.target,  # type: ignore[arg-type]
         (new[query], *repeated, *others),  # type: ignore[index]
         fx.node.map_arg(kwargs, new.__getitem__),
     )
-    found.meta = dict(node.meta)
-    return found
+    made.meta = dict(node.meta)
+    return made
 
 
 def _value(x: Any) -> Tensor:
-    found: Tensor = x.meta["val"]
-    return found
+    value: Tensor = x.meta["val"]
+    return value

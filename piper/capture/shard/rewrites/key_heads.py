@@ -1,11 +1,11 @@
-"""Fewer heads of keys and values than devices: each device computes the head that its queries need,
-as several others do, and no activation is communicated for it.
+"""Grouped-query attention with fewer key and value heads than devices: each device computes the
+head that its queries need, as several others do, and no activation is communicated for it.
 
     k = linear(x, w [2 heads])     device 0 of 4 has head 0, device 1 has head 0, 2 and 3 head 1
 
-The weights are repeated, head by head, to a head for each device, and so are their products up to
-the attention. A device that has a shard of a weight gathers it first, if that is fewer bytes than
-exchanging keys and values; one that has it whole takes its head of it.
+The weights are repeated, head by head, to one head for each device, and so are the values computed
+with them up to the attention. A device with a shard of a weight first gathers the weight, if that
+is fewer bytes than redistributing keys and values. A device with a whole weight selects its head.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ _EACH_HEAD = (
     aten.rsqrt.default,
     aten.rms_norm.default,
 )
-"""What computes each head for itself, as long as the heads stay a dimension of what it makes. Not
-what rounds: gradients of equal heads are summed after it, and would be rounded one by one."""
+"""Operations that compute each head by itself, as long as heads stay a dimension of the result. No
+operation that rounds: gradients of equal heads are summed after it, and would be rounded one by
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyHeads:
-    """How many heads of keys there are, and how often each is repeated."""
+    """The number of key heads, and how often each is repeated."""
 
     heads: int
     times: int
@@ -57,7 +58,7 @@ class KeyHeads:
 
 @dataclass(frozen=True, slots=True)
 class Wider:
-    """An operation of which the result has more heads."""
+    """An operation whose result has repeated heads."""
 
     target: Any
     args: tuple[Any, ...]
@@ -65,11 +66,11 @@ class Wider:
     value: Tensor
     heads: KeyHeads
     repeated: tuple[fx.Node, ...] = ()
-    """Parameters of which it reads so many heads too."""
+    """Parameters that it reads with repeated heads."""
 
 
 def repeated_heads(parameter: Tensor, heads: int, times: int) -> Tensor:
-    """A parameter whose first dimension are heads, with each so many times."""
+    """A parameter, with heads along dimension 0, with each head repeated ``times`` times."""
     apart = parameter.unflatten(0, (heads, -1))
     return apart.repeat_interleave(times, 0).flatten(0, 1)
 
@@ -77,9 +78,9 @@ def repeated_heads(parameter: Tensor, heads: int, times: int) -> Tensor:
 def wider_heads(
     attention: fx.Node, placed: Mapping[fx.Node, Any], how: KeyHeads
 ) -> dict[fx.Node, Wider]:
-    """What becomes of keys and values from their weights to ``attention``; nothing where they are
-    made otherwise than that, or where that would send more bytes."""
-    found: dict[fx.Node, Wider] = {}
+    """The operations from the weights of keys and values to ``attention``, with repeated heads;
+    empty if keys or values are computed in another way, or if this would send more bytes."""
+    operations: dict[fx.Node, Wider] = {}
     query, *ends = attention.args[:3]
     ways, exchanged, gathered = how.heads * how.times, 0, 0
     for end in ends:
@@ -89,15 +90,16 @@ def wider_heads(
         if not wider or wider[end].value.shape[-3] != ways:
             return {}
         shared = query.meta["val"].shape[-3] // how.heads  # type: ignore[union-attr]
-        exchanged += _nbytes(end) * (1 + shared)  # before and after they are repeated for queries
+        exchanged += _nbytes(end) * (1 + shared)  # before and after repetition for the queries
         sharded = [x for x in wider[path[0]].repeated if placed[x] != REPLICATED]
         gathered += sum(map(_nbytes, sharded)) * (ways - 1)
-        found |= wider
-    return found if gathered < exchanged else {}
+        operations |= wider
+    return operations if gathered < exchanged else {}
 
 
 def _path(attention: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """From a product with a weight, which is the first, what only ``end`` is made of, and it."""
+    """The operations from the only product with a weight to ``end``, both included; empty if
+    ``attention`` is not their only other reader."""
     before, products, left = {end}, set(), [end]
     while left:
         node = left.pop()
@@ -132,17 +134,19 @@ def _widened(
     fake = first.meta["val"]
     with fake.fake_mode, torch.no_grad():
         wide = fake.repeat_interleave(how.times, -1)
-        found = {first: Wider(first.target, first.args, dict(first.kwargs), wide, how, parameters)}
+        operations = {
+            first: Wider(first.target, first.args, dict(first.kwargs), wide, how, parameters)
+        }
         for node in others:
-            wider = _again(node, found, how)
+            wider = _again(node, operations, how)
             if wider is None:
                 return {}
-            found[node] = wider
-    return found
+            operations[node] = wider
+    return operations
 
 
 def _again(node: fx.Node, wider: Mapping[fx.Node, Wider], how: KeyHeads) -> Wider | None:
-    """The same of more heads."""
+    """``node`` with repeated heads; None if it does not compute each head by itself."""
     if node.target not in _EACH_HEAD:
         return None
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
@@ -157,7 +161,7 @@ def _again(node: fx.Node, wider: Mapping[fx.Node, Wider], how: KeyHeads) -> Wide
     )
     try:
         value = target(*fakes[0], **fakes[1])
-    except RuntimeError:  # what it is computed with has a dimension of heads too
+    except RuntimeError:  # its other argument has a dimension of heads too
         return None
     return (
         Wider(target, args, kwargs, value, how)
@@ -167,7 +171,7 @@ def _again(node: fx.Node, wider: Mapping[fx.Node, Wider], how: KeyHeads) -> Wide
 
 
 def _grown(node: fx.Node, value: Tensor, times: int) -> int | None:
-    """The dimension of the heads: the only one that is larger, and so many times."""
+    """The dimension of the heads: the only one that is larger, by a factor of ``times``."""
     shape, larger = node.meta["val"].shape, value.shape
     if len(shape) != len(larger):
         return None
@@ -176,7 +180,7 @@ def _grown(node: fx.Node, value: Tensor, times: int) -> int | None:
 
 
 def _viewed(source: fx.Node, node: fx.Node, wide: Tensor, how: KeyHeads) -> list[int] | None:
-    """The shape of a view, where the heads are still the first factor of a dimension."""
+    """The shape of a view with repeated heads, if they are the outermost factor of a dimension."""
     dim = _grown(source, wide, how.times)
     before = math.prod(wide.shape[:dim])
     shape = list(node.meta["val"].shape)
@@ -192,13 +196,13 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def wanted_weight(node: fx.Node) -> dict[fx.Node, Placement]:
-    """How a parameter must be placed of which a device takes a head; nothing for other
+    """The placement of a parameter from which a device selects a head; empty for other
     operations."""
     return dict.fromkeys(node.all_input_nodes, REPLICATED) if _repeats(node) else {}
 
 
 def own_head(node: fx.Node, local: Mapping[fx.Node, fx.Node], emit: Emitter) -> Rewrite | None:
-    """The rewrite of ``node``, if it repeats heads: the head of this device."""
+    """The rewrite of ``node``, if it repeats heads: it selects the head of this device."""
     if not _repeats(node):
         return None
     parameter, heads, times = node.args

@@ -1,8 +1,8 @@
-"""Operations that a shard computes otherwise than the whole: an embedding whose rows are sharded,
-and cross entropy of logits whose classes or rows are. No device ever has more than its own logits.
+"""Vocabulary parallelism: embeddings with sharded rows, and cross entropy of logits with sharded
+classes or rows. A device never has more than its own logits.
 
-    embedding of a sharded vocabulary      rows that are elsewhere are zero: a partial sum
-    cross entropy, classes sharded         max and sum of exponentials over all shards, a row each
+    embedding of a sharded vocabulary      rows of other devices are zero: a partial sum
+    cross entropy, classes sharded         for each row, max and sum of exponentials over all shards
     cross entropy, rows sharded            sum of losses and number of targets over all shards
 """
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 class Emitter(Protocol):
-    """What a rewrite needs of the graph of a share."""
+    """The interface of the share's graph for rewrites."""
 
     axis: ShardAxis
 
@@ -35,11 +35,11 @@ class Emitter(Protocol):
         ...
 
     def rank(self) -> fx.Node:
-        """The place of the device along the axis."""
+        """The device's index along the axis."""
         ...
 
     def positions(self, size: int) -> fx.Node:
-        """Where the ``size`` elements of this device's part of a dimension are in the whole."""
+        """The positions in the whole of the ``size`` elements of this device's part."""
         ...
 
     def moved(
@@ -51,7 +51,7 @@ class Emitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """What an operation becomes, and how its result is placed."""
+    """The result of a rewritten operation, and its placement."""
 
     local: fx.Node
     placement: LocalLayout
@@ -61,12 +61,12 @@ class Rewrite:
 def on_shards(
     node: fx.Node, placed: Mapping[fx.Node, Any], local: Mapping[fx.Node, fx.Node], emit: Emitter
 ) -> Rewrite | None:
-    """The rewrite of ``node`` for inputs that are placed so, if there is one."""
+    """The rewrite of ``node`` for inputs placed as ``placed``, if there is one."""
     if node.target is aten.embedding.default:
         weight, indices = node.args[:2]
         assert isinstance(weight, fx.Node)
         assert isinstance(indices, fx.Node)
-        by_frequency = len(node.args) > 3 and node.args[3]  # which no shard knows
+        by_frequency = len(node.args) > 3 and node.args[3]  # no shard knows the frequency
         if placed[weight] == Shard(0) and placed[indices] == REPLICATED and not by_frequency:
             padding = node.args[2] if len(node.args) > 2 else -1
             rows = weight.meta["val"].shape[0]
@@ -84,7 +84,7 @@ def on_shards(
 
 
 def wanted_target(node: fx.Node, placed: Mapping[fx.Node, Any]) -> dict[fx.Node, LocalLayout]:
-    """How else the inputs of an operation must be placed for its rewrite."""
+    """The placements of inputs that the rewrite of ``node`` needs and they do not have."""
     loss = _Loss.of(node) if node.target is aten.cross_entropy_loss.default else None
     if loss is None:
         return {}
@@ -99,19 +99,22 @@ def _embedding(
     weight: fx.Node, indices: fx.Node, rows: int, padding: int, emit: Emitter
 ) -> Rewrite:
     here, outside = _own(indices, weight.meta["val"].shape[0], rows, emit)
-    found = emit.call(aten.embedding.default, weight, here)
+    embedded = emit.call(aten.embedding.default, weight, here)
     if padding >= 0:  # its row is read and gets no gradient
         pads = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, indices, padding), -1)
-        found = emit.call(aten.where.self, pads, emit.call(aten.detach.default, found), found)
+        embedded = emit.call(
+            aten.where.self, pads, emit.call(aten.detach.default, embedded), embedded
+        )
     mask = emit.call(aten.unsqueeze.default, outside, -1)
-    return Rewrite(emit.call(aten.masked_fill.Scalar, found, mask, 0.0), Partial(), sharded=True)
+    return Rewrite(emit.call(aten.masked_fill.Scalar, embedded, mask, 0.0), Partial(), sharded=True)
 
 
 def _own(
     indices: fx.Node, size: int, whole: int, emit: Emitter, ignored: int | None = None
 ) -> tuple[fx.Node, fx.Node]:
-    """Indices into this device's ``size`` of the ``whole`` rows, 0 for those of others, and which
-    these are. What no device has is left for the operation to refuse, unless it is ``ignored``."""
+    """Indices into this device's ``size`` of the ``whole`` rows, 0 for rows of other devices, and a
+    mask of indices outside this device's rows. An index that no device has stays for the operation
+    to refuse, unless it is ``ignored``."""
     first = emit.call(aten.mul.Tensor, emit.rank(), size)
     here = emit.call(aten.sub.Tensor, indices, first)
     below = emit.call(aten.lt.Scalar, here, 0)
@@ -131,7 +134,7 @@ def _own(
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """A cross entropy without weights and smoothing."""
+    """A cross entropy without class weights and label smoothing."""
 
     logits: fx.Node
     target: fx.Node
@@ -192,7 +195,7 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
 
 
 def _without_padding(x: fx.Node, size: int, whole: int, emit: Emitter) -> fx.Node:
-    """Logits of which those after the ``whole`` classes never occur."""
+    """Logits with -inf for the padding after the ``whole`` classes."""
     after = emit.call(aten.ge.Scalar, emit.positions(size), whole)
     return emit.call(aten.masked_fill.Scalar, x, after, float("-inf"))
 
@@ -202,7 +205,7 @@ def _rows(loss: _Loss, placed: LocalLayout, x: fx.Node, target: fx.Node, emit: E
         losses = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
         return Rewrite(losses, placed, sharded=True)
     dtype = x.meta["val"].dtype
-    if dtype in (torch.bfloat16, torch.float16):  # sums of many rows, and their number, need more
+    if dtype in (torch.bfloat16, torch.float16):  # sums and counts of many rows need float32
         each = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
         total = emit.call(aten.sum.default, emit.call(aten.to.dtype, each, torch.float32))
     else:
@@ -223,7 +226,7 @@ def _rows(loss: _Loss, placed: LocalLayout, x: fx.Node, target: fx.Node, emit: E
 
 
 def _count(ignored: fx.Node, like: fx.Node, call: Any) -> fx.Node:
-    """How many targets are not ignored, in the dtype of ``like``."""
+    """The number of targets that are not ignored, in the dtype of ``like``."""
     counted = call(aten.sum.default, call(aten.logical_not.default, ignored))
     return _cast(counted, like.meta["val"].dtype, call)
 

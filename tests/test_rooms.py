@@ -1,0 +1,116 @@
+"""The rooms of the package, as CONTRIBUTING.md lists them: imports run downward, no circle, no
+import inside a function, no crowded folder, no name twice, and a map that has every file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOUSE = ROOT / "piper"
+MAP = (ROOT / "CONTRIBUTING.md").read_text().partition("## The map of the house")[2]
+ROOMS = re.findall(r"^(\w+)  ", MAP.split("```")[1], re.M)
+"""From the highest to the lowest: a room imports those after it."""
+FILES = sorted(HOUSE.rglob("*.py"))
+MOST = 12
+
+
+def module(file: Path) -> str:
+    """What a file is imported as."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(file): file for file in FILES}
+
+
+def imports(file: Path) -> Iterator[tuple[str, bool]]:
+    """The modules of Piper that a file imports, and whether that is inside something else."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in full]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.partition(".")[0] == "piper":
+                yield name, node not in tree.body
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_every_folder_is_a_room_of_the_map() -> None:
+    assert {path.parent.name for path in HOUSE.glob("*/__init__.py")} == set(ROOMS)
+    assert len(ROOMS) <= 14
+    loose = {path.name for path in HOUSE.glob("*.py")}
+    assert loose == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_only_rooms_below_it(name: str) -> None:
+    above = ROOMS[: ROOMS.index(name)]
+    upward = [
+        f"{file.relative_to(ROOT)} imports {other}"
+        for file in sorted((HOUSE / name).rglob("*.py"))
+        for other, _ in imports(file)
+        if room(other) in above
+    ]
+    assert not upward
+
+
+def test_no_files_import_each_other() -> None:
+    graph = {name: {other for other, _ in imports(file)} for name, file in MODULES.items()}
+    while free := [name for name, others in graph.items() if not others & graph.keys()]:
+        for name in free:
+            del graph[name]
+    assert not graph, "these are in a circle of imports, or import one"
+
+
+def test_no_import_hides_inside_a_function() -> None:
+    hidden = [(str(f.relative_to(ROOT)), name) for f in FILES for name, deep in imports(f) if deep]
+    assert not hidden
+
+
+def test_no_folder_is_crowded() -> None:
+    files = Counter(file.parent.relative_to(ROOT) for file in FILES)
+    assert {str(folder): count for folder, count in files.items() if count > MOST} == {}
+
+
+def test_no_file_name_occurs_twice() -> None:
+    names = Counter(file.name for file in FILES)
+    twice = {name for name, count in names.items() if count > 1}
+    assert twice <= {"__init__.py"}
+
+
+def test_no_public_name_has_two_meanings() -> None:
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for name, file in MODULES.items():
+        for node in ast.parse(file.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            made = [target.id for target in targets if isinstance(target, ast.Name)]
+            made += [node.name] if isinstance(node, ast.ClassDef) else []
+            for one in made:
+                if one[0].isupper() and not one.isupper() and len(one) > 1:
+                    homes[one].append(name)
+    assert {one: where for one, where in homes.items() if len(where) > 1} == {}
+
+
+def test_the_map_has_every_file() -> None:
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", MAP))
+    by_folder = ("piper/strategies/directives", "piper/strategies/schedules", "piper/cli", "piper")
+    expected = {
+        file.name
+        for file in FILES
+        if file.name != "__init__.py" and str(file.parent.relative_to(ROOT)) not in by_folder
+    }
+    pages = {"inline.py", "dag_page.py", "timeline_page.py", "demo.py"}
+    assert expected - named - pages == set()
+    assert {name for name in named if not list(ROOT.rglob(name))} == set()
