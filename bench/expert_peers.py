@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from workers import Step
 
-from piper.models.moe import MoE, Routing
+from piper.cli.demo.moe import MoE, Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from piper.capture.facts import facts_of
+from piper.capture.captured_facts import facts_of
 from piper.capture.model import capture
 from piper.ir.dag.build import build
 from piper.ir.dag.facts import Model

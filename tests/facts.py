@@ -1,8 +1,8 @@
 """Facts of small models, written down by hand: no capture, no tensor, no waiting.
 
-Every function returns the ``piper.ir.Model`` that capture gives for the model of the same name in
-``tests/strategies/test_directives.py``; a test there compares the two. Batches are [8, 4] tokens of 16 kinds,
-activations [8, 4, 8], all fp32. ``changing``, ``reading``, ``tying`` and ``mixed`` change a model
+Every function returns the ``Model`` that capture gives for the model of the same name in
+``tests/strategies/test_directives.py``; a test there compares the two. Batches are [8, 4] tokens of
+16 kinds, activations [8, 4, 8], all fp32. ``changing``, ``reading``, ``tying`` and ``mixed`` change a model
 further.
 """
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import piper
-from piper.capture.facts import facts_of
+from piper.capture.captured_facts import facts_of
 from piper.capture.model import capture
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag

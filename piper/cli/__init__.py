@@ -9,7 +9,3 @@ Commands only combine functions of the other packages. Exit codes:
     3   a run failed
     130 interrupted
 """
-
-from piper.cli.app import app, main
-
-__all__ = ["app", "main"]

@@ -36,7 +36,7 @@ class Overlap(NamedTuple):
 
 
 def sent_by(op: Transfer, device: int) -> list[Overlap]:
-    """What ``device`` sends to each member of the target."""
+    """The ranges that ``device`` sends, one per target device."""
     mine = op.source.index(device) // op.replicas[0]
     return [
         Overlap(peer, start, stop)
@@ -47,7 +47,7 @@ def sent_by(op: Transfer, device: int) -> list[Overlap]:
 
 
 def received_by(op: Transfer, device: int) -> list[Overlap]:
-    """What ``device`` receives from each member of the source."""
+    """The ranges that ``device`` receives, one per source device."""
     mine = op.target.index(device) // op.replicas[1]
     return [
         Overlap(_sender(op, part, device), start, stop)

@@ -43,7 +43,7 @@ class StateRule:
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
-    """How the experts of a chunk are sharded over its group."""
+    """How a chunk's parameters are sharded over its group: as experts or by tensor parallelism."""
 
     ways: int
     dim: int
@@ -111,7 +111,7 @@ class Bucket:
 
     parameters: tuple[str, ...]
     groups: tuple[Group, ...]
-    """Each group holds equal copies; several groups hold different experts."""
+    """Each group holds equal copies; different groups hold different experts or tensor shards."""
     within: int
     """The number of adjacent devices in a group that shard one copy; a larger group holds several
     copies."""

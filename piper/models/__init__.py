@@ -3,10 +3,10 @@
 Tokens enter, logits leave. `annotate` names their regions, and every model can be exported.
 """
 
-from piper.models.dense import DenseConfig, DenseTransformer
-from piper.models.layers import lm_loss, lm_loss_sum
-from piper.models.moe import MoEConfig, MoETransformer
-from piper.models.text_data import ByteBatches, stdlib_bytes
+from piper.cli.demo.dense import DenseConfig, DenseTransformer
+from piper.cli.demo.layers import lm_loss, lm_loss_sum
+from piper.cli.demo.moe import MoEConfig, MoETransformer
+from piper.cli.demo.text_data import ByteBatches, stdlib_bytes
 
 __all__ = [
     "ByteBatches",

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from piper.base.reading import MalformedError, shown, within
+from piper.capture.captured_facts import ends_of
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Eager
 from piper.capture.code.executables import ChunkSignature, Executables
-from piper.capture.facts import ends_of
 from piper.capture.model import Precision
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import ChunkFacts, Facts, Model, ParameterFacts, Variant

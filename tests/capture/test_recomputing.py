@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.model import capture
+from piper.cli.demo.layers import lm_loss
 from piper.ir.passes import Kind
-from piper.models.layers import lm_loss
 from piper.strategies import mesh
 from tests.training import Batch, Run, assert_same, compiled, plain, shared_captures, train
 

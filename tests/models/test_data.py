@@ -11,7 +11,7 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.capture.batch import Batch
-from piper.models.text_data import ByteBatches, source_bytes, stdlib_bytes
+from piper.cli.demo.text_data import ByteBatches, source_bytes, stdlib_bytes
 
 RAMP = torch.arange(200, dtype=torch.uint8)  # each byte is its own position
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from piper.base.errors import PiperError
 from piper.capture.regions import recording, tags_of
+from piper.cli.demo.layers import Attention, Rotary
+from piper.cli.demo.moe import MoE, Routing, load_balance
 from piper.models import (
     DenseConfig,
     DenseTransformer,
@@ -20,8 +22,6 @@ from piper.models import (
     lm_loss,
     lm_loss_sum,
 )
-from piper.models.layers import Attention, Rotary
-from piper.models.moe import MoE, Routing, load_balance
 
 DENSE = DenseConfig(vocab=23, dim=24, layers=2, heads=4, kv_heads=2, mlp_dim=20, max_seq=16)
 # Room for every choice, so that nothing is dropped unless a test asks for it.

@@ -2,7 +2,8 @@
 parallelism with ZeRO, schedules, remat, clipping, frozen parameters and bf16: each is refused in
 words that say why, or trains to the numbers of the whole batch on one device.
 
-``pytest tests/program/test_random_compositions.py -m slow -s --examples 10000 --first 7`` tries 500.
+``pytest tests/program/test_random_compositions.py -m slow -s --examples 10000 --first 7`` tries
+500.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.models.moe import MoE, MoEConfig
+from piper.cli.demo.moe import MoE, MoEConfig
 from piper.strategies import mesh
 from piper.strategies.directives import Directive, remat
 from piper.strategies.mesh_strategy import FOLDED, LOOPED, STRAIGHT

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, DirectiveError
 from piper.capture.operators.head_tail_attention import head_tail_attention
+from piper.cli.demo.layers import lm_loss
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective
 from piper.models import DenseConfig, DenseTransformer
-from piper.models.layers import lm_loss
 from piper.strategies import mesh
 from piper.strategies.directives import Directive, place, remat, replicate, shard, split
 from tests.tensor import DENSE

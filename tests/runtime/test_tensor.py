@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import piper
 from piper import CaptureError, DirectiveError
+from piper.cli.demo.layers import lm_loss
 from piper.ir.collectives import CollectiveKind
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective
 from piper.models import DenseConfig, DenseTransformer
-from piper.models.layers import lm_loss
 from piper.strategies import mesh
 from piper.strategies.directives import Directive, place, remat, replicate, shard, split
 from tests.hugging_face import FAMILIES

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from piper.base.errors import DirectiveError
-from piper.capture.facts import facts_of
+from piper.capture.captured_facts import facts_of
 from piper.capture.graphs import workspace
 from piper.capture.model import capture
 from piper.capture.regions import annotate

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from piper.capture.code.codegen import CompilerName
 from piper.capture.model import capture
+from piper.cli.demo.layers import lm_loss
+from piper.cli.demo.moe import MoEConfig, MoETransformer
 from piper.cli.demo.one_device import SingleDevice
+from piper.cli.demo.text_data import ByteBatches, stdlib_bytes
 from piper.cli.output import Output
 from piper.launch.launch import Where, launch
 from piper.launch.trainer.trainer import Trainer
-from piper.models import MoEConfig, MoETransformer, lm_loss
-from piper.models.text_data import ByteBatches, stdlib_bytes
 from piper.program.chunk_table import chunk_table
 from piper.program.compile.compiler import compile
 from piper.strategies.directives import partition, place, replicate, shard, split
@@ -85,7 +86,7 @@ def demo(
             experts=experts,
             top_k=min(2, experts),
         )
-        model = MoETransformer(config).double()  # annotates its own regions: piper/models/moe.py
+        model = MoETransformer(config).double()  # annotates its own regions: piper/cli/demo/moe.py
         _beside_one(
             model,
             four_devices(microbatches, zero),

@@ -1,7 +1,7 @@
 """What the compiler knows about a model: its chunks, the values between them, its parameters.
 
-Sizes, costs, reads and writes only: no tensors and no graphs. ``piper.capture.facts`` derives them
-from a captured model; tests may write them by hand.
+Sizes, costs, reads and writes only: no tensors and no graphs. ``piper.capture.captured_facts``
+derives them from a captured model; tests may write them by hand.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 
 
 class Role(Enum):
-    """What a value is."""
+    """The role of a value of the model."""
 
     BATCH = "batch"
     """A tensor of the batch: present when the step starts, on every device that reads it."""
@@ -38,7 +38,7 @@ class Role(Enum):
 
 
 class ExtraRole(Enum):
-    """What a value added by lowering is."""
+    """The role of a value that lowering added."""
 
     RECEIVED = "received"
     """A value received by a group other than its producer's."""

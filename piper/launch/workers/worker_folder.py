@@ -9,16 +9,13 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.launch.device.weight_readers import FirstWeights
+from piper.launch.workers.pickling import by_value
 from piper.program.program import Program
 from piper.state.weights.weight_files import WeightFiles
 
 
 def write_program(folder: Path, name: str, program: Program) -> None:
     """Write a program and its callables."""
-    try:
-        from piper.launch.workers.pickling import by_value
-    except ImportError as error:
-        raise PiperError("on='processes' needs cloudpickle: pip install cloudpickle") from error
     program.save(folder / name)
     init = None if program.source is None else program.source.init
     if isinstance(init, WeightFiles):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from piper.base.errors import DirectiveError
+from piper.capture.captured_facts import Known, facts_of
 from piper.capture.chunk.donation import consume_inputs
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.chunk.joint import Joint
@@ -14,7 +15,6 @@ from piper.capture.chunk.split_passes import Passes
 from piper.capture.code.executables import Executables
 from piper.capture.experts.batch_rows import Rows, rows_of
 from piper.capture.experts.share import trace_share, with_rows
-from piper.capture.facts import Known, facts_of
 from piper.capture.model import Captured
 from piper.capture.shard.local_chunks import Sharding
 from piper.ir.dag.build import build

@@ -99,8 +99,8 @@ class _Finder:
         self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
 
     def resources(self, devices: Group) -> tuple[OrderedOn, ...]:
-        """What orders on ``devices`` are tracked by: the group as a whole, or, if another group
-        shares some of its devices, each device."""
+        """The keys that track the order on ``devices``: the group as a whole, or each device if
+        another group shares some of them."""
         return (devices,) if devices in self._apart else devices
 
     def rows(self, where: Filter) -> Mapping[Group, list[int]]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from piper.base.errors import PiperError
 from piper.capture.operators.grouped_mm import grouped_mm
 from piper.capture.regions import annotate
-from piper.models.dense import Block, Decoder, DenseConfig
-from piper.models.layers import ModelOutput, at_least_fp32
+from piper.cli.demo.dense import Block, Decoder, DenseConfig
+from piper.cli.demo.layers import ModelOutput, at_least_fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from piper.base.errors import PiperError
 from piper.capture.regions import annotate
-from piper.models.layers import Attention, Rotary, SwiGLU
+from piper.cli.demo.layers import Attention, Rotary, SwiGLU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
