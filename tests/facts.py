@@ -2,8 +2,8 @@
 
 Every function returns the ``Model`` that capture gives for the model of the same name in
 ``tests/strategies/test_directives.py``; a test there compares the two. Batches are [8, 4] tokens of
-16 kinds, activations [8, 4, 8], all fp32. ``changing``, ``reading``, ``tying`` and ``mixed`` change a model
-further.
+16 kinds, activations [8, 4, 8], all fp32. ``changing``, ``reading``, ``tying`` and ``mixed``
+change a model further.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import piper
 from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.launch.watch.faults import described, peers_of
-from piper.launch.watch.heartbeat import SILENT, Neighbours
+from piper.launch.watch.heartbeat import SILENT, Heartbeat
 from piper.launch.watch.liveness import Monitor
 from piper.launch.workers.rank import refuse_too_few_gpus
 from tests.scripts.cases import ON_FOUR
@@ -44,11 +44,11 @@ def store() -> dist.Store:
     )
 
 
-def neighbours(store: dist.Store, clock: Clock) -> list[Neighbours]:
-    return [Neighbours(store, program(), number, TIMEOUT, clock) for number in range(4)]
+def neighbours(store: dist.Store, clock: Clock) -> list[Heartbeat]:
+    return [Heartbeat(store, program(), number, TIMEOUT, clock) for number in range(4)]
 
 
-def asked(everyone: list[Neighbours], clock: Clock, seconds: float) -> list[str | None]:
+def asked(everyone: list[Heartbeat], clock: Clock, seconds: float) -> list[str | None]:
     """What each says one second later."""
     clock.now += 1
     return [one.problem(seconds) for one in everyone]

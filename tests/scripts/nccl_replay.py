@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import piper
-from piper.runtime.streams.stream_jitter import Shaker
+from piper.runtime.streams.stream_jitter import StreamJitter
 from tests.scripts.nccl_cases import CASES, Case, batch, numbers
 
 
@@ -79,7 +79,7 @@ def shake(trainer: piper.Trainer, seed: int) -> None:
     group: Any = trainer._worker_group
     devices = [group._rank.device] if hasattr(group, "_rank") else group._devices
     for device in devices:
-        device.executor.streams.shaker = Shaker(seed, device.number)
+        device.executor.streams.shaker = StreamJitter(seed, device.number)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from piper.runtime.context import Scalars
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
 from piper.runtime.pending import Pending
 from piper.runtime.streams.recording import recorder_for
-from piper.runtime.streams.stream_jitter import Shaker
+from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.streams.streams import streams_for
 from piper.state.assignment import Assignment
 from piper.state.checkpoint.hf_export import WholeTensor
@@ -56,7 +56,7 @@ class LoadedDevice:
         comm: Comm,
         begin: Fetch | DeviceState,
         runners: Runners,
-        shaker: Shaker | None = None,
+        shaker: StreamJitter | None = None,
         *,
         tracked: bool = False,
     ) -> None:

@@ -28,7 +28,7 @@ _FAILED = "failed"
 _NOWHERE = "not waiting"
 
 
-class Neighbours:
+class Heartbeat:
     """One process's view of the others."""
 
     def __init__(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from piper.launch.device.device import LoadedDevice
-from piper.launch.watch.heartbeat import Neighbours
+from piper.launch.watch.heartbeat import Heartbeat
 from piper.launch.watch.liveness import Monitor, Query
 from piper.program.program import Program
 from piper.runtime.streams.signals import Signal
@@ -22,18 +22,18 @@ _ABORT = 10.0
 """Seconds that the communicators may take to abort."""
 
 
-class Guard:
+class Watchdog:
     """Watches one process of a GPU job. The watching never calls the driver: it may be blocked."""
 
     def __init__(self, store: dist.Store, program: Program, number: int, timeout: float) -> None:
         self._number = number
-        self._neighbours = Neighbours(store, program, number, timeout)
+        self._heartbeat = Heartbeat(store, program, number, timeout)
         self._signal = Signal()
-        self._monitor = Monitor(self._neighbours.problem, _end_process)
+        self._monitor = Monitor(self._heartbeat.problem, _end_process)
 
     def look_at(self, device: LoadedDevice) -> None:
         """Watch ``device``, the device of this process."""
-        self._neighbours.device = device
+        self._heartbeat.device = device
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -51,7 +51,7 @@ class Guard:
         self._monitor.watch(handed.over)
         with self.telling():
             yield
-        handed.record(self._neighbours.device)
+        handed.record(self._heartbeat.device)
 
     def close(self) -> None:
         """Stop watching; there was no error."""
@@ -74,7 +74,7 @@ class Guard:
             last.cancel()
 
     def _tell(self, error: BaseException) -> None:
-        self._neighbours.tell(f"device {self._number} failed: {type(error).__name__}: {error}")
+        self._heartbeat.tell(f"device {self._number} failed: {type(error).__name__}: {error}")
 
 
 class _Handed:

@@ -27,7 +27,7 @@ from piper.runtime.comm.gloo import Gloo
 from piper.runtime.comm.nccl import Nccl
 from piper.runtime.executor import CommunicationError
 from piper.runtime.pending import Pending
-from piper.runtime.streams.stream_jitter import Shaker
+from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.uploads import Uploads
 from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
@@ -72,7 +72,7 @@ class Rank:
                 self.comm = Nccl(number, plans, store, limit, where, program.streams)
             else:
                 self.comm = Gloo(number, plans, store, limit, alone=alone)
-        shaker = None if shake is None else Shaker(shake, number)
+        shaker = None if shake is None else StreamJitter(shake, number)
         self.device = LoadedDevice(
             program, number, where, self.comm, begin, Runners(program.compiler), shaker,
             tracked=where.type == "cuda",

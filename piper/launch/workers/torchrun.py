@@ -36,7 +36,7 @@ from piper.launch.agreement import (
 from piper.launch.device.worker_group import ProfileKind, Refusal, Report, T
 from piper.launch.state.switch import Crossing, NextState
 from piper.launch.watch.clock import seconds_ahead
-from piper.launch.watch.watchdog import Guard
+from piper.launch.watch.watchdog import Watchdog
 from piper.launch.workers.rank import Rank, choose_gpu
 from piper.program.program import Program
 from piper.runtime.feeding import cut, rows_read
@@ -101,7 +101,7 @@ class TorchrunWorkerGroup:
         self._evaluated = BatchChecks(check_batches, self._objects)
         self._rank: Rank | None = None
         """None if the program has no device for this process; it then waits."""
-        self._guard: Guard | None = None
+        self._guard: Watchdog | None = None
         weights = Weights(fetch)
         self._begin(weights if check_weights else fetch)
         if check_weights:
@@ -121,7 +121,7 @@ class TorchrunWorkerGroup:
         read = (rows_read(plan, code, number) for plan, code in plans)
         self._rows = sorted(set().union(*read))
         if where.type == "cuda":
-            self._guard = Guard(store, program, number, self._timeout)
+            self._guard = Watchdog(store, program, number, self._timeout)
         with nullcontext() if self._guard is None else self._guard.telling():
             if where.type == "cuda":
                 _refuse_shared(store, where, number, allowed=self._share_gpus)

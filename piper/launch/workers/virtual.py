@@ -29,7 +29,7 @@ from piper.program.program import Program
 from piper.runtime.comm.loopback import Hub, Loopback
 from piper.runtime.feeding import cut
 from piper.runtime.pending import Pending
-from piper.runtime.streams.stream_jitter import Shaker
+from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.uploads import Uploads
 from piper.state.checkpoint.hf_export import WholeTensor
 from piper.state.checkpoint.index import Index
@@ -96,7 +96,7 @@ class VirtualWorkerGroup:
                     Loopback(hub, number),
                     begin[number],
                     runners,
-                    None if self._shake is None else Shaker(self._shake, number),
+                    None if self._shake is None else StreamJitter(self._shake, number),
                 )
                 for number in program.devices
             ]

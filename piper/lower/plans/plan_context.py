@@ -52,7 +52,7 @@ class Touched:
         return classes
 
 
-class Shared:
+class PlanContext:
     """Data shared by the plans of all rank classes."""
 
     def __init__(self, dag: Dag, sizes: Sizes, touched: Touched, whole: bool) -> None:

@@ -31,7 +31,7 @@ from piper.ir.plan.rank_classes import RankClasses
 from piper.ir.shards import RANK
 from piper.lower.communication.sorted_rows import brought_in_turn
 from piper.lower.plans.accumulation import GRADIENTS, Accumulation
-from piper.lower.plans.plan_context import Shared, Touched
+from piper.lower.plans.plan_context import PlanContext, Touched
 
 _UNDER_WAY = 2
 """Limit on sends, or on reduce-scatters, in progress on a stream: each holds its input until it
@@ -49,7 +49,7 @@ def plans_of(
         takes_part = [c for group in dag.nodes[number].endpoints for c in touched.by(group)]
         for c in dict.fromkeys(takes_part):
             rows[c].append(number)
-    shared = Shared(dag, sizes, touched, whole)
+    shared = PlanContext(dag, sizes, touched, whole)
     return tuple(
         _Planner(shared, members).plan(row)
         for members, row in zip(classes.members, rows, strict=True)
@@ -75,7 +75,7 @@ def _buffer(reduced: int) -> int:
 class _Planner:
     """Allocates slots to values over the step, for one rank class."""
 
-    def __init__(self, shared: Shared, members: Group) -> None:
+    def __init__(self, shared: PlanContext, members: Group) -> None:
         self.shared = shared
         self.dag = shared.dag
         self.members = members

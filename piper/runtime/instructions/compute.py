@@ -15,7 +15,7 @@ from piper.ir.shards import RANK, Draws
 from piper.ir.tensors import TensorSpec
 from piper.runtime.context import ExecutionContext, Made
 from piper.runtime.draw_seeds import fold, seeded, skip
-from piper.runtime.instructions.grad_arena import Together
+from piper.runtime.instructions.grad_arena import GradArena
 from piper.runtime.pending import BoundInstruction
 from piper.runtime.streams.streams import Free
 
@@ -136,7 +136,7 @@ def _allocates(
             allocates.append((slot, context.buffer_maker(slot)))
             continue
         mine = [specs[i] for i in places[slot]]
-        together = Together(mine, context.plan.slots[slot].dtypes, context.where)
+        together = GradArena(mine, context.plan.slots[slot].dtypes, context.where)
         allocates.append((slot, together.empty))
     return allocates
 

@@ -16,7 +16,7 @@ from piper.ir.tensors import TensorSpec
 from piper.lower.plans.accumulation import LINE
 
 
-class Together:
+class GradArena:
     """A layout of tensors side by side: one buffer for each dtype."""
 
     def __init__(

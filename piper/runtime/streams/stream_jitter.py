@@ -16,7 +16,7 @@ _CYCLES = 4_000_000
 """The longest delay in cycles: two milliseconds at 2 GHz."""
 
 
-class Shaker:
+class StreamJitter:
     """Random delays of one device, the same for the same seed."""
 
     def __init__(self, seed: int, device: int) -> None:

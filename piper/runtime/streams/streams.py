@@ -30,7 +30,7 @@ from piper.ir.rules import StreamRule
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.streams.progress import Progress
 from piper.runtime.streams.sm_shares import Shares
-from piper.runtime.streams.stream_jitter import Shaker
+from piper.runtime.streams.stream_jitter import StreamJitter
 
 REPORTED = OF_STEP
 Free = Callable[[int], None]
@@ -100,7 +100,7 @@ class CudaStreams(Streams):
         self,
         device: torch.device,
         rules: Mapping[str, StreamRule],
-        shaker: Shaker | None = None,
+        shaker: StreamJitter | None = None,
         *,
         tracked: bool = False,
     ) -> None:
@@ -340,7 +340,7 @@ def _tensors(content: Any) -> list[Tensor]:
 def streams_for(
     device: torch.device,
     rules: Mapping[str, StreamRule],
-    shaker: Shaker | None = None,
+    shaker: StreamJitter | None = None,
     *,
     tracked: bool = False,
 ) -> Streams:

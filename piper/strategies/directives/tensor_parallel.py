@@ -244,7 +244,6 @@ def _style(pattern: str, how: object) -> int | Style | None:
 
 
 _OTHERS = (
-    "embedding_rowwise",
     "embedding_colwise",
     "replicate",
     "all_reduce",
