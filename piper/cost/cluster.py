@@ -84,7 +84,11 @@ class Cluster:
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """The cluster that a TOML file describes."""
-        return Cluster(*cluster_toml.read(path))
+        parts = cluster_toml.read(path)
+        try:
+            return Cluster(*parts)
+        except PiperError as error:
+            raise PiperError(f"{path}: {error}") from None
 
     def to_toml(self) -> str:
         """The cluster as a TOML file that ``load`` reads."""

@@ -71,6 +71,7 @@ def step_of(model: nn.Module, **given: Any) -> tuple[piper.Program, Tensor]:
         return program, trainer.step(*batch).loss
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("family", ["BERT", "Llama"])
 def test_the_loss_of_a_model_of_its_own_is_that_of_autocast(family: str) -> None:
     """A loss in bf16 is a multiple of 1/64 between 2 and 4: further from autocast than this."""

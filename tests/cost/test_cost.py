@@ -392,7 +392,7 @@ def test_a_cluster_survives_its_file(tmp_path: Path) -> None:
 def test_the_example_in_the_docstring_is_read() -> None:
     text = toml.__doc__ or ""
     example = text[text.index("name = ") :].replace("\n    ", "\n")
-    cluster = toml.parse(example)
+    cluster = piper.Cluster(*toml.parse(example))
     assert len(cluster) == 2 * 8 + 3
     assert cluster.device(18).peak(torch.bfloat16) == 700e12
     assert cluster.device(18).peak(torch.float32) == DEVICES["H100"].peak(torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ def model() -> MoETransformer:
     return MoETransformer(CONFIG)
 
 
+@functools.cache
 def compiled(zero: int) -> piper.Program:
     """Two stages of two devices, listed backwards in one of them; experts divided."""
     strategy = piper.Strategy(

@@ -430,6 +430,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).sum() / output.shape[0]
 
 
+@pytest.mark.slow
 def test_computations_are_compared_at_other_sizes() -> None:
     def computed(
         model: nn.Module | None = None,

@@ -20,7 +20,6 @@ from piper.ir.dag.build import build
 from piper.ir.ops import Collective
 from piper.ir.plan.instructions import Verb
 from piper.ir.plan.plan import Plan
-from piper.ir.plan.plan_text import parse, text
 from piper.lower.lower import Settings, lower
 from piper.runtime.instructions.expert_rows import packed, padded
 from piper.strategies import mesh
@@ -379,9 +378,9 @@ def test_rows_follow_their_counts() -> None:
         assert not passes or passes[-1] in plan.instructions[pc].waits
     gpu = replace(program.settings, gpu=True)
     (plan,) = replace(program, settings=gpu).lowered.plans
-    assert ", by the host" in text(plan)
+    assert ", by the host" in str(plan)
     assert counts_ended(plan) == 2, "one in each microbatch"
-    assert parse(text(plan)) == plan
+    assert Plan.parse(str(plan)) == plan
 
 
 def test_load_is_reported() -> None:

@@ -14,7 +14,7 @@ from tests.scripts.nccl_cases import CASES, CONFIG, ROWS, Case, batch, differenc
 from tests.training import shared_captures
 
 ONE = piper.Strategy([piper.split(into="MB", parts=1), piper.place({}, devices=[0])])
-FAST = ("experts on more devices", "stages that share devices", "tensor, sequence")
+FAST = ("tensor, sequence",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,6 +48,7 @@ def test_every_case(case: Case) -> None:
     assert not differences(found, should, exact=False)
 
 
+@pytest.mark.slow
 def test_outputs_of_experts_with_a_capacity() -> None:
     """Which tokens an expert takes depends on other rows; there is still one output a row."""
     assert isinstance(CONFIG, MoEConfig)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import piper
 from piper.ir.dag.build import build
 from piper.ir.overlaps import most_overlaps
-from piper.ir.plan.plan_text import parse, text
+from piper.ir.plan.plan import Plan
 from piper.lower.lower import Settings, lower
 from piper.runtime.instructions.expert_rows import counts_within, merged, own_counts, unmerged
 from piper.state.device.device_state import DeviceState
@@ -143,14 +143,14 @@ def test_plans_are_right(zero: int, capacity: float | None) -> None:
         found = lower(strategy.apply(build(model)), sizes, Settings(clip=others == 0))
         check_plans(found.dag, found.plans, found.memory, models=sizes, clip=others == 0)
         for plan in found.plans:
-            assert parse(text(plan)) == plan
+            assert Plan.parse(str(plan)) == plan
 
 
 def test_plans_say_what_is_sent() -> None:
     model = dropless(1, 12)
     sizes = {n: at(model, n) for n in (2, 4)}
     found = lower(apart([0, 1, 2, 3], [0, 1]).apply(build(model)), sizes)
-    written = "\n".join(map(text, found.plans))
+    written = "\n".join(map(str, found.plans))
     rows = next(c.sorted_rows for c in sizes[4].chunks if c.sorted_rows is not None)
     assert f"0-3/1->0,1/1 dim 0 counts of {rows.rows} rows received" in written
     assert f"all_to_all 0,1 room for {4 * rows.rows} rows of 2 runs dispatched" in written
@@ -300,7 +300,7 @@ def test_rows_without_an_expert(
     if not waits:
         program = replace(program, settings=replace(program.settings, gpu=True))
         program = replace(program, plans=program.lowered.plans)
-        assert all(", padded" in text(plan) for plan in program.plans if 0 in plan.devices)
+        assert all(", padded" in str(plan) for plan in program.plans if 0 in plan.devices)
         always = property(lambda _: True, lambda *_: None)
         monkeypatch.setattr(DeviceState, "capturable", always, raising=False)
     expected = plain(Looped(copy.deepcopy(model)), square_loss, given, microbatches=2 * len(rest))

@@ -160,6 +160,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded(name: str, tied: bool) -> N
         assert sum(gathers) < 8 * SEQ * 29 * 8 / 2
 
 
+@pytest.mark.slow
 def test_padded_vocabularies_are_saved_without_padding(tmp_path: Path) -> None:
     """From padded shards to whole tensors, through files and from memory to memory."""
     model = dense(vocab=29)
@@ -188,6 +189,7 @@ class Wrapped(nn.Module):
         return self.inner(tokens)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_wrapped_model() -> None:
     def sharded(model: nn.Module, **how: Any) -> set[str]:
         program = compiled(model, mesh(tp=2, **how).directives, lm_loss, batches())
@@ -494,6 +496,7 @@ class Parallel(nn.Module):
         return logits
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> None:
     torch.manual_seed(0)
@@ -514,6 +517,7 @@ def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> 
     assert_same(train(program, batches()), reference, CLOSE)
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_remat_gathers_again(axis: str) -> None:
     """Of what was gathered (activations, or keys and values) nothing is left when the backward
@@ -743,6 +747,7 @@ def longer_run() -> tuple[list[Batch], Run]:
     return more, plain(library_model("llama-gqa"), logits_loss, more, microbatches=1)
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize(
     ("weights", "moves"),
     [

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError
-from piper.cost import cluster_toml as toml
 from piper.cost.cluster import Cluster
 from piper.ir.plan.plan import Plan
 from piper.launch.state.saving import read_index
@@ -200,7 +199,7 @@ class Fuzzer:
         self.files = {name: (folder / "program" / name).read_bytes() for name in names}
         self.parsed = {n: json.loads(self.files[n]) for n in ("program.json", "graphs.json")}
         self.strategy = self.program.strategy.to_json()
-        self.cluster = toml.write(Cluster.of("H100", 2, machines=2))
+        self.cluster = Cluster.of("H100", 2, machines=2).to_toml()
         self.batch = (torch.linspace(-1, 1, 8).view(4, 2), torch.linspace(1, 3, 8).view(4, 2))
         self.numbers = self._numbers(self.program)
         self.trainer = piper.launch(self.program)
@@ -342,7 +341,7 @@ class Fuzzer:
         path = self.folder / "cluster.toml"
         try:
             with self._any_file(path, self.cluster, rng):
-                cluster = toml.read(path)
+                cluster = Cluster.load(path)
             simulated = self.program.simulate(cluster)
         except PiperError:
             return REFUSED

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import piper
 from piper import DirectiveError, PiperError
 from piper.ir.plan.instructions import Verb
+from piper.state.optimizer.probe import cost_of
 from piper.strategies.directives import Directive, replicate
 from tests.training import (
     Batch,
@@ -290,9 +291,9 @@ def test_trying_an_optimizer_draws_nothing_from_the_users_generator() -> None:
         torch.rand(3)
         return Counting(parameters)
 
-    piper.optimizer.cost_of(Counting, {"w": (4, 4)}, torch.device("cpu"))
+    cost_of(Counting, {"w": (4, 4)}, torch.device("cpu"))
     before = torch.get_rng_state()
-    piper.optimizer.cost_of(noisy, {"w": (4, 4)}, torch.device("cpu"))
+    cost_of(noisy, {"w": (4, 4)}, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
 
 

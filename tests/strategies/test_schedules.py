@@ -578,7 +578,9 @@ def test_the_lines_of_each_schedule_are_those_of_the_docs() -> None:
     assert len(said) == 9
     for name, lines in said.items():
         stem = files.get(name, name.replace("-", "_"))
-        assert int(lines) == _lines(root / "piper" / "strategies" / "schedules" / f"{stem}.py"), name
+        assert int(lines) == _lines(root / "piper" / "strategies" / "schedules" / f"{stem}.py"), (
+            name
+        )
 
 
 def _lines(path: Path) -> int:
