@@ -142,6 +142,35 @@ def test_means_over_what_counts_are_those_of_the_whole_batch(loss: Callable[...,
         assert_whole(captured.compile(strategy), loss, x, y)
 
 
+def summed(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum")
+
+
+def halved(output: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * (output.square().mean(-1) * (y > 0)).sum()
+
+
+def of_two(output: Tensor, y: Tensor) -> Tensor:
+    """A sum over rows, a mean over rows, and a number of its own."""
+    return -output.logsumexp(-1).sum() / 3 + output.square().mean() + 1
+
+
+def by_rows(output: Tensor, y: Tensor) -> Tensor:
+    return output.square().sum() / len(output)
+
+
+def of_columns(output: Tensor, y: Tensor) -> Tensor:
+    return output.square().mean(0).sum()
+
+
+@pytest.mark.parametrize("loss", [summed, halved, of_two, by_rows, of_columns])
+def test_sums_over_rows_are_those_of_the_whole_batch(loss: Callable[..., Tensor]) -> None:
+    x, y = batch()
+    captured = piper.capture(model(), inputs=(x,), targets=(y,), loss=loss, optimizer=sgd)
+    for strategy in (mesh(microbatches=4), mesh(pp=2, dp=2, microbatches=2, zero=1)):
+        assert_whole(captured.compile(strategy), loss, x, y)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

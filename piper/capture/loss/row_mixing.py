@@ -51,7 +51,9 @@ class RowMixing:
     """The user's lines."""
 
 
-class _Kind(Enum):
+class RowKind(Enum):
+    """How a value depends on the rows of a batch."""
+
     FIXED = "the same for every part"
     ROWS = "each row by itself"
     REDUCED = "linear in rows"
@@ -59,13 +61,17 @@ class _Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    kind: _Kind
+class RowState:
+    """What is known of a value."""
+
+    kind: RowKind
     layout: Layouts = ()
     mixing: RowMixing | None = None
+    summed: bool | None = None
+    """Of a reduction over rows: True for a sum, False for a mean, None if unknown."""
 
 
-_FIXED, _REDUCED, _UNKNOWN = map(_State, (_Kind.FIXED, _Kind.REDUCED, _Kind.UNKNOWN))
+_FIXED, _REDUCED, _UNKNOWN = map(RowState, (RowKind.FIXED, RowKind.REDUCED, RowKind.UNKNOWN))
 
 _BATCH_NORMS = (
     aten._native_batch_norm_legit_functional, aten._native_batch_norm_legit, aten.native_batch_norm,
@@ -100,27 +106,33 @@ def row_mixing(
 ) -> RowMixing | None:
     """The first operation before ``loss`` that needs the whole batch. ``inputs`` are the tensors of
     the batch; dimension 0 of those in ``rows`` is the batch."""
-    walk = _Walk(inputs, rows)
-    needed = ancestors([loss], ())
-    for node in graph.nodes:
-        if node in needed:
-            walk.visit(node)
-    return walk.states[loss].mixing
+    return RowWalk(graph, inputs, rows, loss).states[loss].mixing
 
 
-class _Walk:
-    """One pass over a graph, in its order."""
+class RowWalk:
+    """One pass over the operations before ``loss``, in their order: ``states`` holds what is known
+    of each."""
 
-    def __init__(self, inputs: Collection[fx.Node], rows: Collection[fx.Node]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: Collection[fx.Node],
+        rows: Collection[fx.Node],
+        loss: fx.Node,
+    ) -> None:
         self._rows = rows
         self._batch = set(inputs)
         """Nodes that depend on the batch only."""
-        self.states: dict[fx.Node, _State] = {}
+        self.states: dict[fx.Node, RowState] = {}
         self._apart: dict[str, Layouts | None] = {}
         """A cache of the layouts of operations without a rule, which are decomposed; None if that
         fails."""
+        needed = ancestors([loss], ())
+        for node in graph.nodes:
+            if node in needed:
+                self._visit(node)
 
-    def visit(self, node: fx.Node) -> None:
+    def _visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self.states[node] = self._given(node)
         elif node.op != "call_function":
@@ -130,35 +142,35 @@ class _Walk:
                 self._batch.add(node)
             self.states[node] = self._made(node)
 
-    def _given(self, node: fx.Node) -> _State:
+    def _given(self, node: fx.Node) -> RowState:
         if node not in self._rows:
             return _FIXED
-        return _State(_Kind.ROWS, DimLayout.of(node.meta["val"].shape, {0: Axis.ROWS}))
+        return RowState(RowKind.ROWS, DimLayout.of(node.meta["val"].shape, {0: Axis.ROWS}))
 
-    def _made(self, node: fx.Node) -> _State:
+    def _made(self, node: fx.Node) -> RowState:
         given = [self.states[x] for x in node.all_input_nodes]
         packet = getattr(node.target, "overloadpacket", node.target)
         for state in given:
             if state.mixing is not None:
                 return state
         kinds = {state.kind for state in given}
-        if kinds <= {_Kind.FIXED}:
+        if kinds <= {RowKind.FIXED}:
             return _FIXED
         if packet in _BATCH_NORMS and _trains(node):
             return self._mixed(node, Meeting.STATISTICS)
-        if _Kind.UNKNOWN in kinds:
+        if RowKind.UNKNOWN in kinds:
             return _REDUCED if _reduces(node, packet) and _is_single(node) else _UNKNOWN
-        if _Kind.REDUCED in kinds:
+        if RowKind.REDUCED in kinds:
             return self._of_reduced(node, packet, kinds)
         return self._of_rows(node, packet)
 
-    def _of_reduced(self, node: fx.Node, packet: Any, kinds: Collection[_Kind]) -> _State:
+    def _of_reduced(self, node: fx.Node, packet: Any, kinds: Collection[RowKind]) -> RowState:
         if not _is_real(node):
             return _UNKNOWN
-        if _Kind.ROWS in kinds:
+        if RowKind.ROWS in kinds:
             return self._mixed(node, Meeting.ROWS)
         states = [(x, self.states[x].kind) for x in node.all_input_nodes]
-        reduced = [x for x, kind in states if kind is _Kind.REDUCED]
+        reduced = [x for x, kind in states if kind is RowKind.REDUCED]
         if packet in _LINEAR or node.target is operator.getitem:
             return _REDUCED
         if packet in _BILINEAR and len(reduced) == 1:
@@ -169,27 +181,27 @@ class _Walk:
             return _UNKNOWN
         return self._mixed(node, Meeting.MEAN)
 
-    def _of_rows(self, node: fx.Node, packet: Any) -> _State:
+    def _of_rows(self, node: fx.Node, packet: Any) -> RowState:
         layouts = {
-            x: state.layout if state.kind is _Kind.ROWS else plain_layouts(x.meta["val"])
+            x: state.layout if state.kind is RowKind.ROWS else plain_layouts(x.meta["val"])
             for x, state in ((x, self.states[x]) for x in node.all_input_nodes)
         }
         try:
-            return _State(_Kind.ROWS, _simple(self._layouts(node, packet, layouts)))
+            return RowState(RowKind.ROWS, _simple(self._layouts(node, packet, layouts)))
         except UnknownOperation:
             return _REDUCED if _reduces(node, packet) and _is_single(node) else _UNKNOWN
         except Mixed:
             pass
         if _reduces(node, packet):
-            return _REDUCED
+            return RowState(RowKind.REDUCED, summed=_sums(node, packet))
         if packet in _OFFSETS and self._is_offsets(node):
             return self._mixed(node, Meeting.OFFSETS)
         if packet in _PRODUCTS and _sums_over_rows(node, layouts):
             return _REDUCED
         if packet is aten.cat:
             joined = _joined(node, layouts)
-            return _UNKNOWN if joined is None else _State(_Kind.ROWS, joined)
-        with_rows = [x for x in layouts if self.states[x].kind is _Kind.ROWS]
+            return _UNKNOWN if joined is None else RowState(RowKind.ROWS, joined)
+        with_rows = [x for x in layouts if self.states[x].kind is RowKind.ROWS]
         if packet in _PRODUCTS and len(with_rows) == 1:
             return _UNKNOWN  # the other may be a table repeated for every row
         if (packet in _ACROSS or _is_pointwise(node)) and _is_real(node):
@@ -230,12 +242,12 @@ class _Walk:
             and first.meta["val"].dtype in (torch.int32, torch.int64)
         )
 
-    def _mixed(self, node: fx.Node, meeting: Meeting) -> _State:
+    def _mixed(self, node: fx.Node, meeting: Meeting) -> RowState:
         packet = getattr(node.target, "overloadpacket", node.target)
         name = str(packet).removeprefix("aten.").removeprefix("_")
         if meeting is Meeting.STATISTICS:
             name = "batch normalization"
-        return _State(_Kind.UNKNOWN, mixing=RowMixing(meeting, name, lines_of(node)))
+        return RowState(RowKind.UNKNOWN, mixing=RowMixing(meeting, name, lines_of(node)))
 
 
 def _trains(node: fx.Node) -> bool:
@@ -274,6 +286,16 @@ def _reduces(node: fx.Node, packet: Any) -> bool:
     names = [a.name for a in getattr(getattr(node.target, "_schema", None), "arguments", ())]
     value = node.meta["val"]
     return "reduction" in names and isinstance(value, Tensor) and value.dim() == 0
+
+
+def _sums(node: fx.Node, packet: Any) -> bool | None:
+    """Whether a reduction is a sum (True) or a mean (False)."""
+    if packet in (aten.sum, aten.mean):
+        return packet is aten.sum
+    arguments = node.target._schema.arguments
+    given = {a.name: a.default_value for a in arguments}
+    given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+    return {1: False, 2: True}.get(given.get("reduction", 0))
 
 
 def _is_real(node: fx.Node) -> bool:

@@ -40,6 +40,7 @@ from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
 from piper.capture.loss.row_mixing import RowMixing, row_mixing
 from piper.capture.loss.whole_means import MeanEnds, take_whole_means
+from piper.capture.loss.whole_sums import take_whole_sums
 from piper.capture.regions import (
     LOSS,
     Region,
@@ -204,16 +205,20 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
     """The step with weighted means (over targets that are not ignored) taken over the whole batch,
     and a note of the first operation that mixes rows."""
     graph = exported.graph
-    averaged = exported.outputs if exported.count else (exported.loss, *exported.outputs)
     given = zip(exported.inputs, batch.tensors, strict=True)
+    rows = {node for node, x in given if batch.has_rows(x)}
+    before = returned(graph)
+    if exported.count is None:
+        take_whole_sums(graph, exported.inputs, rows, exported.loss, parts)
+    now = dict(zip(before, returned(graph), strict=True))
+    loss, outputs = now[exported.loss], tuple(now[node] for node in exported.outputs)
     ends = MeanEnds(
         inputs=exported.inputs,
-        rows={node for node, x in given if batch.has_rows(x)},
-        loss=exported.loss,
-        results=averaged,
-        kept=(exported.loss, exported.count) if exported.count else (),
+        rows=rows,
+        loss=loss,
+        results=outputs if exported.count else (loss, *outputs),
+        kept=(loss, exported.count) if exported.count else (),
     )
-    before = returned(graph)
     inputs, totals = take_whole_means(graph, ends, parts)
     now = dict(zip(before, returned(graph), strict=True))
     loss = now[exported.loss]
@@ -225,7 +230,7 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
         outputs=tuple(now[node] for node in exported.outputs),
         updates={name: now[node] for name, node in exported.updates.items()},
         totals=totals,
-        mixing=row_mixing(graph, exported.inputs, ends.rows, loss) if parts > 1 else None,
+        mixing=row_mixing(graph, exported.inputs, rows, loss) if parts > 1 else None,
     )
 
 
