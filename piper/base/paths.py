@@ -28,3 +28,13 @@ def path_of(given: object) -> Path:
                 "allows: give a shorter path"
             ) from None
     return path
+
+
+def write_file(given: object, text: str) -> None:
+    """Write ``text`` to the file at ``given``, in folders that are made if needed."""
+    path = path_of(given)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PiperError(f"{path} cannot be written: {error.strerror or error}") from error

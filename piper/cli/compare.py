@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from piper.base.errors import PiperError
+from piper.base.paths import write_file
 from piper.base.reading import MalformedError, file_bytes, parsed
 from piper.base.units import bytes_text, seconds_text
 from piper.cli.options import AsJson, ClusterOption, CostsOption, Timeline, cluster_of
@@ -75,7 +76,7 @@ def compare(
                     "a timeline needs the strategies themselves: results have figures only"
                 )
             page = timeline_page(simulated_a.run(first.stem), simulated_b.run(second.stem))
-            timeline.write_text(page, encoding="utf-8")
+            write_file(timeline, page)
             output.wrote("timeline", timeline)
 
 

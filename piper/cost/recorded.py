@@ -18,6 +18,7 @@ from pathlib import Path
 
 from piper.base.codec import Format, decode, encode
 from piper.base.errors import PiperError
+from piper.base.paths import write_file
 from piper.base.reading import MalformedError, file_bytes, parsed
 from piper.cost.tasks import Task, Work
 from piper.ir.ops import Group
@@ -160,7 +161,7 @@ class Recorded:
 
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file."""
-        Path(path).write_text(json.dumps(_FORMAT.headed(encode(Recorded, self))))
+        write_file(path, json.dumps(_FORMAT.headed(encode(Recorded, self))))
 
     @staticmethod
     def load(path: str | Path) -> Recorded:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from piper.base.modes import without_modes
-from piper.base.paths import path_of
+from piper.base.paths import path_of, write_file
 from piper.base.units import counted
 from piper.capture.batch import Batch
 from piper.cost.cluster import Cluster
@@ -85,7 +85,7 @@ class Program(Compiled):
         page = dag_page(
             counted(len(self.devices), "device"), steps, stages=self.stages, models=self.models
         )
-        path_of(path).write_text(page, encoding="utf-8")
+        write_file(path, page)
 
     def text(self) -> str:
         """A readable text: the strategy, the DAG, the layouts of its values, the waste, the plans

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from piper.base.errors import DirectiveError
+from piper.base.paths import write_file
 from piper.base.reading import MalformedError, file_bytes
 from piper.ir.passes import Pass
 from piper.strategies.action import Action
@@ -77,7 +78,7 @@ def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:
             steps[round(cell.start)] = _text(group)
         writer.writerow(steps)
     if path is not None:
-        Path(path).write_text(buffer.getvalue(), encoding="utf-8")
+        write_file(path, buffer.getvalue())
     return buffer.getvalue()
 
 

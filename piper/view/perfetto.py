@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from piper.base.paths import write_file
 from piper.view.runs import Event, Run
 
 _MICRO = 1e6
@@ -62,9 +63,8 @@ def write_trace(path: Path, *runs: Run, inner: Iterable[Inner] = ()) -> None:
         events += trace_events(run, first)
         first += len(run.devices)
     facts = {run.title: dict(run.facts) for run in runs}
-    path.write_text(
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
-    )
+    data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+    write_file(path, json.dumps(data))
 
 
 def _inner(inner: Iterable[Inner]) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from piper.base.paths import write_file
 from piper.view.pages.timeline_page import timeline_page
 from piper.view.perfetto import write_trace
 from piper.view.runs import Run
@@ -21,7 +22,7 @@ class Shown(ABC):
         """Write a page with the timeline of the step: one file, no server. ``beside`` is another
         step to compare it with."""
         others = [] if beside is None else [beside.run()]
-        Path(path).write_text(timeline_page(self.run(), *others), encoding="utf-8")
+        write_file(path, timeline_page(self.run(), *others))
 
     def trace(self, path: str | Path, *, beside: Shown | None = None) -> None:
         """Write a trace for Perfetto or chrome://tracing."""

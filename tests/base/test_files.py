@@ -651,6 +651,15 @@ def test_what_is_no_path_is_refused(program: piper.Program) -> None:
             trainer.load("n" * 250)
 
 
+def test_pages_that_cannot_be_written_are_refused(program: piper.Program, tmp_path: Path) -> None:
+    simulation = program.simulate(piper.Cluster.of("H100", len(program.devices)))
+    for write in (program.show_dag, simulation.show, simulation.trace):
+        with pytest.raises(PiperError, match="cannot be written: Is a directory"):
+            write(tmp_path)
+        write(tmp_path / "new" / "page")
+        assert (tmp_path / "new" / "page").stat().st_size > 1000
+
+
 # saving
 
 

@@ -292,7 +292,7 @@ def _sums(node: fx.Node, packet: Any) -> bool | None:
     """Whether a reduction is a sum (True) or a mean (False)."""
     if packet in (aten.sum, aten.mean):
         return packet is aten.sum
-    arguments = node.target._schema.arguments
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
     given = {a.name: a.default_value for a in arguments}
     given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
     return {1: False, 2: True}.get(given.get("reduction", 0))
