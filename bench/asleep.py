@@ -1,4 +1,4 @@
-"""What is trained in the comparisons with emulated kernels: blocks that sleep (see emulated.py)."""
+"""The workload of the comparisons with emulated kernels: blocks that sleep (see emulated.py)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SCHEDULES = {
     "zb-v": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Ours, and what torch calls the same."""
+"""Our schedule names, and torch's names of the same schedules."""
 DIM = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Asleep:
-    """Two blocks a worker, trained on random rows."""
+    """Two blocks per worker, trained on random rows."""
 
     workers: int
     microbatches: int
     seconds: tuple[float, float, float]
-    """Of a block: its forward, the gradient of its input, that of its weight."""
+    """Of a block: forward, gradient of the input, gradient of the weight."""
 
     @property
     def layers(self) -> int:
@@ -90,8 +90,8 @@ class Asleep:
         )
 
     def lengths(self) -> tuple[float, float, float]:
-        """How long the operators of a block's three passes take when nothing else happens: a little
-        longer than the sleep that is in each."""
+        """Seconds that the operators of a block's three passes take alone: slightly more than the
+        sleep in each."""
         x, scale = torch.zeros(1, DIM), torch.ones(DIM)
         forward, inputs, weights = self.seconds
         found = []
@@ -109,7 +109,7 @@ class Asleep:
         return found[0], found[1], found[2]
 
     def ideal(self, schedule: str, lengths: tuple[float, float, float]) -> float:
-        """Seconds of a step if nothing but passes of these lengths took time."""
+        """Seconds of a step in which only passes of these lengths take time."""
         each = self.layers // stages_of(SCHEDULES[schedule], self.workers)
         forward, inputs, weights = (each * x for x in lengths)
         found = timed(

@@ -1,10 +1,10 @@
-"""Where the time of a step goes: parts that add up to it, beside the least that it could take.
+"""Where the time of a step goes: parts that add up to the step, beside its lower limit.
 
-The reference pipeline of pipelines.py on two workers, measured instruction by instruction. Of each
-worker: seconds in forwards, backwards, and updates; messages under way while nothing is computed;
-nothing to do, because the other worker is not so far. The limit is the schedule on paper with the
-passes as long as they were, and nothing else; beside it, what a step takes from outside, with
-handing over the batch and telling the loss.
+Runs the reference pipeline of pipelines.py on two workers and measures each instruction. For each
+worker the table has seconds in forwards, backwards and updates, seconds of exposed messages, and
+seconds spent waiting for the other worker. The limit is the schedule on paper, with the measured
+pass lengths and nothing else. Beside it stands the step time that a caller sees, which includes
+passing in the batch and returning the loss.
 
     python bench/breakdown.py [--schedule zb-v] [--microbatches 8]
 """
@@ -88,7 +88,7 @@ def _cells(row: list[float], step: float) -> list[str]:
 
 
 def _limit(work: Work, name: str, passes: dict[str, float]) -> float:
-    """Seconds of the schedule on paper."""
+    """Seconds of the schedule on paper, with these pass lengths."""
     found = schedule_named(name, WORKERS, work.microbatches, None)
     each = found.stages * work.microbatches
     half = sum(passes[which] for which in ("B", "BI", "BW")) / each / 2

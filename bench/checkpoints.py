@@ -1,16 +1,17 @@
-"""Saving and loading the state of training: ours, torch.save of each rank's own tensors, and
-torch's distributed checkpoint (DCP), beside the speed of the disk itself.
+"""Saving and loading the training state: ours, torch.save of each rank's own tensors, and torch's
+distributed checkpoint (DCP), beside the raw speed of the disk.
 
     python bench/checkpoints.py [--mb 512] [--ranks 2] [--rounds 3] [--rows 2048]
 
-"in background" is the call with background=True. All save the same tensors, sharded over the ranks
-alike (ZeRO-3 with AdamW), and sync them to the disk. They take turns in the same processes. Memory
-is what the process's peak rises by, as a share of its own state. Ours also has checksums of all
-bytes, and checks them before it loads.
+"in background" is the call with background=True. All save the same tensors with the same sharding
+(ZeRO-3 with AdamW) and sync them to disk. They take turns in the same processes. Memory is the rise
+of the process's peak, as a share of its own state. Ours also writes checksums of all bytes, and
+verifies them before it loads.
 
-The second table is what a save in the background costs the step after it, with the call, under a
-pipeline and under ZeRO: beside steps without one, and beside steps before which all is copied at
-once. Nothing is written meanwhile. The copy alone is that of this rank's tensors between steps.
+The second table is the cost of a background save: the time of the call and the next step, under a
+pipeline and under ZeRO. It is compared with steps without a save, and with steps that copy the
+whole state first. Nothing is written to disk meanwhile. "copy alone" copies this rank's tensors
+between steps.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class Net(nn.Module):
 
 
 def batch_of(rows: int) -> Tensor:
-    """The same on all ranks."""
+    """The same batch on all ranks."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def trainer_of(mb: int, x: Tensor, strategy: piper.Strategy) -> piper.Trainer:
-    """One whose state, on all ranks together, takes about ``mb`` MiB."""
+    """A trainer whose state takes about ``mb`` MiB, summed over all ranks."""
     torch.manual_seed(0)
     layers = max(1, mb * 2**20 // (3 * 4 * WIDTH * WIDTH))
     program = piper.compile(
@@ -81,7 +82,7 @@ def trainer_of(mb: int, x: Tensor, strategy: piper.Strategy) -> piper.Trainer:
 
 
 def own_tensors(trainer: piper.Trainer) -> dict[str, Tensor]:
-    """The tensors that this rank keeps between steps."""
+    """The tensors that this rank holds between steps."""
     state = trainer._worker_group._rank.device.state  # type: ignore[union-attr]
     found = {f"p{i}": held.updated for i, held in state.held.items()}
     for i, kept in enumerate(state.optimizer.state.values()):
@@ -103,7 +104,7 @@ class Ours:
 
 
 class Background(Ours):
-    """What training waits for: the copy, and not the disk."""
+    """The part of a save that blocks training: the copy, not the disk."""
 
     name = "in background"
 
@@ -153,7 +154,7 @@ class Dcp:
 
 
 class Disk:
-    """As many bytes as this rank has, and nothing else."""
+    """Writes and reads as many bytes as this rank's state has, and nothing else."""
 
     name = "disk"
 
@@ -178,7 +179,7 @@ class Disk:
 
 
 def resident(what: str) -> int:
-    """``VmRSS`` or ``VmHWM``, its peak, in bytes."""
+    """``VmRSS`` (resident memory) or ``VmHWM`` (its peak), in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what):
             return int(line.split()[1]) * 1024
@@ -186,7 +187,7 @@ def resident(what: str) -> int:
 
 
 def measured(call: Callable[[], None]) -> tuple[float, int]:
-    """Seconds, and by how many bytes the peak rose."""
+    """Seconds of the call, and the rise of peak memory in bytes."""
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
@@ -196,7 +197,7 @@ def measured(call: Callable[[], None]) -> tuple[float, int]:
 
 
 class Held:
-    """Keeps parts from being written until that is measured which is not about the disk."""
+    """Blocks the writing of parts, so that the disk does not affect the measurement."""
 
     def __init__(self) -> None:
         self._usual = parts.write_file
@@ -213,7 +214,7 @@ KINDS = (PLAIN, SAVED, AT_ONCE)
 
 
 def saved_step(trainer: piper.Trainer, x: Tensor, kind: str, path: Path) -> None:
-    """A step of one of these kinds."""
+    """One step of the given kind."""
     if kind != PLAIN:
         trainer.save(path, background=True)
     if kind == AT_ONCE:
@@ -222,7 +223,7 @@ def saved_step(trainer: piper.Trainer, x: Tensor, kind: str, path: Path) -> None
 
 
 def stalls(folder: Path, mb: int, rows: int, rounds: int) -> dict[str, dict[str, float]]:
-    """By strategy, the median seconds of each kind of step, of the slowest rank."""
+    """By strategy: the median seconds of each kind of step, on the slowest rank."""
     ranks = int(os.environ["WORLD_SIZE"])
     strategies = {
         f"pp {ranks}, 1F1B": piper.strategies.mesh(pp=ranks, schedule="1f1b", microbatches=4),
@@ -233,8 +234,8 @@ def stalls(folder: Path, mb: int, rows: int, rounds: int) -> dict[str, dict[str,
         x = batch_of(rows)
         taken: dict[str, list[float]] = {PLAIN: [], SAVED: [], AT_ONCE: [], COPY: []}
         with trainer_of(mb, x, strategy) as trainer:
-            for turn in range(rounds + 1):  # the first of each makes what is made once
-                for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:  # none always follows another
+            for turn in range(rounds + 1):  # round 0 does one-time setup; not counted
+                for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:  # rotated: no fixed predecessor
                     held.go.clear()
                     seconds, _ = measured(
                         partial(saved_step, trainer, x, kind, folder / f"stall-{turn}-{kind}")
@@ -254,7 +255,7 @@ def stalls(folder: Path, mb: int, rows: int, rounds: int) -> dict[str, dict[str,
 
 
 def work(folder: Path, mb: int, tokens: int, rounds: int) -> None:
-    """What one rank does."""
+    """The work of one rank."""
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     place = piper.place({}, devices=list(range(ranks)))
@@ -282,7 +283,7 @@ def work(folder: Path, mb: int, tokens: int, rounds: int) -> None:
 
 
 def figures(found: list[Any], side: str, what: str) -> tuple[float, float]:
-    """The median of the seconds of the slowest rank, and the most memory of any."""
+    """The median seconds of the slowest rank, and the largest memory of any rank."""
     rows = [[(s, m) for name, w, s, m in rank if (name, w) == (side, what)] for rank in found]
     turns: Iterator[Any] = zip(*rows, strict=True)
     slowest = [max(seconds for seconds, _ in turn) for turn in turns]

@@ -1,9 +1,9 @@
-"""What an NCCL communicator costs: GPU memory and time to make it, with ranks that share one GPU.
+"""The cost of an NCCL communicator: GPU memory and creation time, with ranks that share one GPU.
 
     python bench/communicators.py [--ranks 2]
 
-Also messages between two: as broadcasts on the current stream, which is how Piper sends them,
-beside torch's send and receive, which have a stream of their own.
+Also times messages between two ranks: as broadcasts on the current stream, which is how Piper sends
+them, beside torch's send and receive, which use a stream of their own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def one_rank(ranks: int) -> None:
         store.wait([f"{key} {other}" for other in range(ranks)])
 
     def used() -> float:
-        """MiB of the GPU that each rank takes."""
+        """GPU memory per rank, in MiB."""
         torch.cuda.synchronize()
         barrier()
         free, total = torch.cuda.mem_get_info()

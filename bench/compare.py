@@ -1,18 +1,18 @@
-"""All comparisons with others in one command: tables, JSON and a picture.
+"""All comparisons with other systems in one command: tables, JSON and a picture.
 
     pipelines   real kernels on two workers: 1F1B, interleaved, ZB-V, DualPipeV
     data        data parallelism and ZeRO on the loopback, with one microbatch and with several
     slow        the same at 200 Mbit/s, in a network namespace
-    dropless    a mixture of experts without dropped tokens, beside TorchTitan's way of dispatch
+    dropless    a mixture of experts without dropped tokens, beside TorchTitan's dispatch
     tensor      tensor and sequence parallelism, with one microbatch and with several
     emulated    schedules of sleeping blocks on 4, 8 and 16 workers
     experts     a mixture of experts over a link as slow as its compute
-    host        what the runtime costs beside the kernels
+    host        host time of the runtime, besides the kernels
     gpu         whole steps on one GPU; skipped without one
 
 Peers: ``torch.distributed.pipelining``, ``DistributedDataParallel``, ``fully_shard``,
-``parallelize_module``, DeepSpeed; those that are not installed are named and skipped. Ratios only
-mean something on cores that nothing else uses.
+``parallelize_module``, DeepSpeed. A peer that is not installed is named and skipped. Ratios are
+meaningful only on otherwise idle cores.
 
     python bench/compare.py [SET ...] [--quick] [--rounds 2] [--out FOLDER]
 """
@@ -56,7 +56,7 @@ QUICK = {
     "overhead.py": ["--rounds", "5"],
     "gpu.py": ["--layers", "4", "--dim", "256", "--heads", "4", "--rounds", "3"],
 }
-"""Sizes that show that everything runs, and nothing about speed."""
+"""Small sizes: they show that everything runs, and say nothing about speed."""
 
 
 def main(
@@ -94,7 +94,7 @@ def main(
 
 
 def _write(found: list[Comparison], out: Path) -> None:
-    """All tables, ratios and the picture of what was found."""
+    """Write all tables and ratios, and the picture."""
     ratios = [
         {
             "comparison": comparison.title,

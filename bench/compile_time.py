@@ -1,6 +1,6 @@
-"""How capture's cost grows with depth: time per layer, traced programs and peak memory.
+"""How the cost of capture grows with depth: time per layer, traced programs and peak memory.
 
-Each depth runs in a process of its own, so that one's caches and memory do not help the next.
+Each depth runs in its own process, so that caches and memory of one depth do not affect the next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Row:
     programs: int
     seconds: float
     peak_mib: float
-    """How far the process grew beyond what it was before the capture."""
+    """Growth of the process's peak memory during the capture."""
 
 
 def measure(model: str, layers: int) -> Row:

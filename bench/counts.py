@@ -1,11 +1,12 @@
-"""Products computed and bytes sent by each strategy, beside a count by hand.
+"""FLOPs and bytes sent of each strategy, beside a count by hand.
 
-Unmodified Llama, Phi and Mixtral of ``transformers`` on the meta device: nothing runs. Products are
-the floating-point operations of all devices together over those of one. Bytes are what a device
-sends in a step along an axis, in units of an activation [rows, sequence, width] of the whole batch;
-beside them what Megatron sends (Phi's parallel residual, which it does not have: two all-reduces a
-layer; experts sharded by ``tp`` communicate the rows of each of a token's experts). A model has 2
-layers and a vocabulary that ``tp`` shards. The loss's few numbers a row are not counted by hand.
+Unmodified Llama, Phi and Mixtral of ``transformers`` on the meta device: nothing runs. "products"
+are the floating-point operations of all devices, divided by those of a single-device program. Bytes
+are those that a device sends in a step along an axis, in units of one activation [rows, sequence,
+width] of the whole batch. The count by hand is Megatron's traffic. (Megatron has no parallel
+residual as in Phi: there the count is two all-reduces per layer. Experts sharded by ``tp``
+communicate the rows of each of a token's experts.) A model has 2 layers and a vocabulary that
+``tp`` shards. The count by hand leaves out the loss, which is a few numbers per row.
 From the root of the project: ``python -m bench.counts``.
 """
 
@@ -70,7 +71,7 @@ def products(program: piper.Program) -> int:
 
 
 def sent(program: piper.Program, axis: str) -> float:
-    """Activations that the busiest device sends along an axis in a step."""
+    """Traffic of the busiest device along an axis in a step, in activations."""
     activation = ROWS * SEQ * DIM * 4
     each = [
         sum(f.nbytes for f in traffic.flows if f.stream == STREAMS.get(axis, axis))
@@ -84,26 +85,26 @@ class Case:
     model: str
     how: dict[str, Any]
     by_hand: dict[str, float]
-    """Activations a step, by axis."""
+    """Traffic of a step in activations, by axis."""
 
 
 def reduced(t: int, layers: float, share: float = 1) -> float:
-    """All-reduces of ``share`` of an activation: ``layers`` times four, embedding and head."""
+    """All-reduces of ``share`` of an activation: ``layers`` per layer, embedding and head."""
     return 2 * (t - 1) / t * (layers * LAYERS + 2) * share
 
 
 def headed(n: int, share: float = 1) -> float:
-    """All-to-alls of queries, keys, values and results, forward and backward."""
+    """All-to-alls of queries, keys, values and outputs, forward and backward."""
     return LAYERS * (4 + 4 * G) * (n - 1) / n**2 * share
 
 
 def gathered(n: int, share: float = 1) -> float:
-    """Keys and values gathered, their gradients scattered."""
+    """All-gather of keys and values, reduce-scatter of their gradients."""
     return LAYERS * 4 * G * (n - 1) / n * share
 
 
 def dispatched(n: int, devices: int) -> float:
-    """Rows to their experts and back, forward and backward."""
+    """Dispatch and combine of rows, forward and backward."""
     return LAYERS * 4 * TOP_K * (n - 1) / n / devices
 
 

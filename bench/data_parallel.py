@@ -3,18 +3,18 @@
 One model (a dense transformer), the same weights, batches and AdamW, in fp32; two gloo workers of
 one thread, each pinned to a core. Level by level:
 
-    zero=0   mesh(dp=2, zero=0)    DistributedDataParallel; ours with zero=1 beside
+    zero=0   mesh(dp=2, zero=0)    DistributedDataParallel; ours with zero=1 and 2 beside
     zero=1   mesh(dp=2, zero=1)    DeepSpeed 1
     zero=2   mesh(dp=2, zero=2)    fully_shard, reshard_after_forward=False; DeepSpeed 2
     zero=3   mesh(dp=2, zero=3)    fully_shard, reshard_after_forward=True; DeepSpeed 3
 
-each in several settings, of which the best counts: the size of buckets, when gathers begin, whether
-gradients are summed with every microbatch or after the last. With several microbatches ours is also
-run breadth first (all of a layer before the next, so that more can hide communication). With
-``--slow 200`` all of it runs in a network namespace whose loopback carries 200 Mbit/s each way.
+Each runs in several settings, and the best one counts: the bucket size, when gathers begin, whether
+gradients are reduced in every microbatch or after the last. With several microbatches ours also
+runs breadth first (all microbatches of a layer before the next layer, so that more computation can
+hide communication). With ``--slow 200`` everything runs in a network namespace whose loopback
+carries 200 Mbit/s each way.
 
-How they are timed stands in turns.py. The losses of all steps must agree: a faster wrong answer
-fails.
+turns.py explains the timing. The losses of all steps must agree: a faster wrong answer fails.
 
     python bench/data_parallel.py [--microbatches 4] [--level 0] [--slow 200] [--json FILE]
 """
@@ -41,7 +41,7 @@ from piper.strategies import mesh
 
 WORKERS = 2
 BUCKETS, SLOW = (25, 4), (4, 1)
-"""Sizes in MB that all try: torch's default and a smaller one; and what is best on slow links."""
+"""Bucket sizes in MB for all sides: torch's default and a smaller one; those for slow links."""
 
 
 def program(
@@ -85,7 +85,7 @@ def sides(
         broad = program(work, zero, small, "breadth-first", costs)
         found[f"piper breadth-first, {small} MB"] = broad
     if zero == 0:
-        for more in (1, 2):  # the same sums, updated by one device each, and gathered later
+        for more in (1, 2):  # equal gradient sums, sharded update, later gather
             found[f"piper zero={more}, {small} MB"] = program(work, more, small, "1f1b", costs)
         found |= {f"DDP, {size} MB": Replicated(work, size) for size in buckets}
     if zero >= 2:

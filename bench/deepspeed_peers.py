@@ -1,5 +1,5 @@
-"""DeepSpeed's ZeRO and pipelines, used as its documentation recommends. It is not installed with
-Piper: see ``missing``."""
+"""DeepSpeed's ZeRO and pipelines, used as its documentation recommends. Piper does not install
+DeepSpeed: see ``missing``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from piper.models import DenseTransformer
 
 
 def missing() -> str | None:
-    """Why DeepSpeed is skipped, if it is."""
+    """The reason to skip DeepSpeed, or None."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed here: skipped (`make bench` installs it)"
     return None
@@ -75,7 +75,7 @@ class Zero(Divided):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """``PipelineModule``: 1F1B, one stage a worker."""
+    """``PipelineModule``: 1F1B, one stage per worker."""
 
     work: Work
 

@@ -1,7 +1,7 @@
-"""Models whose computations are sleeps of known length: many workers fit on few cores.
+"""Models whose computations are sleeps of known length, so that many workers fit on few cores.
 
-Everything else is real: capture, plans, processes, communication. Forwards, gradients of inputs and
-gradients of weights each have a length of their own.
+Everything else is real: capture, plans, processes, communication. Forwards, input gradients and
+weight gradients each have their own length.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ FLOPS = 1e9
 
 @torch.library.custom_op("piper_bench::pause", mutates_args=(), tags=(torch.Tag.pointwise,))
 def pause(x: Tensor, seconds: float) -> Tensor:
-    """``x``, later."""
+    """A copy of ``x``, after ``seconds``."""
     time.sleep(seconds)
     return x.clone()
 
 
 @torch.library.custom_op("piper_bench::sleep", mutates_args=(), tags=(torch.Tag.pointwise,))
 def sleep(x: Tensor, forward: float, backward: float) -> Tensor:
-    """``x``, later; its gradient takes a time of its own."""
+    """A copy of ``x``, after ``forward`` seconds; its gradient takes ``backward`` seconds."""
     time.sleep(forward)
     return x.clone()
 
 
 @torch.library.custom_op("piper_bench::slowly", mutates_args=(), tags=(torch.Tag.pointwise,))
 def slowly(weight: Tensor, seconds: float) -> Tensor:
-    """``weight``, at once; its gradient takes time."""
+    """A copy of ``weight``, at once; its gradient takes ``seconds``."""
     return weight.clone()
 
 
@@ -72,7 +72,7 @@ slowly.register_autograd(_slowly_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.piper_bench.pause)
 def _pause_flops(shape: object, seconds: float, **_: object) -> int:
-    """So that plans know how long it takes, on a device of ``FLOPS`` a second."""
+    """Tells plans how long a pause takes, on a device of ``FLOPS`` operations per second."""
     return round(seconds * FLOPS)
 
 
@@ -82,8 +82,8 @@ def _sleep_flops(shape: object, forward: float, backward: float, **_: object) ->
 
 
 class Sleepers(nn.Module):
-    """Layers that sleep and scale, each followed by experts that do; a backward takes as long as a
-    forward."""
+    """Layers that sleep and scale, each followed by experts that do the same; a backward takes as
+    long as a forward."""
 
     def __init__(self, layers: int, experts: int, dim: int, seconds: float) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Sleepers(nn.Module):
         self.expert_scales = nn.ParameterList(torch.ones(experts, 1, dim) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows of ``experts`` times some positions: those at position p go to expert p."""
+        """Dimension 1 has ``experts`` blocks of positions: block p goes to expert p."""
         for scale, expert_scale in zip(self.scales, self.expert_scales, strict=True):
             with annotate("layer"):
                 x = sleep(x * scale, self.seconds, self.seconds)
@@ -104,10 +104,10 @@ class Sleepers(nn.Module):
 
 
 class Block(nn.Module):
-    """Sleeps and scales."""
+    """Sleeps, and scales its input."""
 
     def __init__(self, dim: int, forward: float, inputs: float, weights: float) -> None:
-        """Seconds of a forward, of the gradient of its input, and of that of its weight."""
+        """Seconds of the forward, of the input gradient, and of the weight gradient."""
         super().__init__()
         self.scale = nn.Parameter(torch.ones(dim))
         self.seconds = forward, inputs, weights
@@ -118,7 +118,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """One after the other, each a region "layer"."""
+    """Blocks in sequence, each a region "layer"."""
 
     def __init__(self, blocks: list[Block]) -> None:
         super().__init__()

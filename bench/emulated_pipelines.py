@@ -1,13 +1,14 @@
-"""Schedules with emulated kernels: the share of their theoretical speed that a runtime reaches.
+"""Schedules with emulated kernels: the share of a schedule's theoretical speed that a runtime
+reaches.
 
 Blocks sleep instead of computing (see emulated.py), F : BI : BW = 1 : 1 : 1, so that more workers
-than cores still show the schedule. Everything else is real: processes, gloo, the loopback. Ours and
-``torch.distributed.pipelining`` take turns:
+than cores still follow the schedule. Everything else is real: processes, gloo, the loopback. Ours
+and ``torch.distributed.pipelining`` take turns:
 
     4 workers x 8 microbatches, 8 x 16, 16 x 32
 
-The ideal is the schedule on paper, where sending takes no time and passes take what their operators
-take when alone; "of ideal" is what is left of it.
+The ideal is the schedule on paper: messages take no time, and a pass takes as long as its operators
+alone. "of ideal" is the ideal time divided by the measured time.
 
     python bench/emulated_pipelines.py [--workers 4] [--seconds 0.04] [--json FILE]
 """

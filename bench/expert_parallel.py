@@ -1,12 +1,12 @@
-"""Steps of a mixture of experts without dropped tokens on two workers: ours beside TorchTitan's way
-of dispatch.
+"""Steps of a mixture of experts without dropped tokens on two workers: ours beside TorchTitan's
+dispatch.
 
-One transformer, the same weights, batches and AdamW, fp32; the experts are sharded over the
-workers, all else is replicated. Ours in two orders: microbatch after microbatch, and in pairs that
-overlap the all-to-alls of one microbatch with the computation of another; with room for all rows on
-each worker, and for twice the even share.
+One transformer, the same weights, batches and AdamW, fp32. The experts are sharded over the
+workers, everything else is replicated. Ours runs in two orders: one microbatch after another, and
+in pairs that overlap the all-to-alls of one microbatch with the computation of another. It also
+runs with two capacities: room for all rows on each worker, and for twice the even share.
 
-With ``--slow`` the workers talk over a link of so many Mbit/s, in a network namespace.
+With ``--slow`` the workers are connected by a link of that many Mbit/s, in a network namespace.
 
     python bench/expert_parallel.py [--slow 2000] [--json FILE]
 """
@@ -58,7 +58,7 @@ def program(
 
 
 def mixture(layers: int, dim: int, seq: int, vocab: int, experts: int) -> MoEConfig:
-    """The model of the comparison, in some size."""
+    """The model of the comparison, in the given size."""
     return MoEConfig(
         vocab=vocab,
         dim=dim,

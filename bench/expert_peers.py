@@ -1,6 +1,6 @@
-"""Expert parallelism as TorchTitan does it: tokens are sorted by expert, counts are exchanged, rows
-go by ``all_to_all_single`` with these splits, are put in the order of experts, multiplied expert by
-expert or by a grouped product, and go back the same way. All else is ``DistributedDataParallel``.
+"""Expert parallelism as in TorchTitan: sort tokens by expert, exchange counts, dispatch rows by
+``all_to_all_single`` with these splits, reorder them by expert, multiply expert by expert or with a
+grouped product, and return the rows the same way. Everything else is ``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from piper.cli.demo.moe import MoE, Routing
 
 @dataclass(frozen=True, slots=True)
 class Dispatched(Divided):
-    """Experts sharded over all workers, everything else replicated on them."""
+    """Experts sharded over all workers, everything else replicated."""
 
     device: str = "cpu"
     bucket_mb: float = 25
@@ -44,7 +44,7 @@ class Dispatched(Divided):
 
         def step(xs: list[Tensor], ys: list[Tensor]) -> Tensor:
             total = accumulated(net, work, xs, ys)
-            for shard in experts:  # the mean over workers, as of all other gradients
+            for shard in experts:  # the mean over workers, as for all other gradients
                 assert shard.grad is not None
                 shard.grad.div_(ways)
             optimizer.step()
@@ -55,7 +55,7 @@ class Dispatched(Divided):
 
 
 class _Experts(nn.Module):
-    """A mixture whose experts are on several workers."""
+    """An MoE layer whose experts are sharded over the workers."""
 
     def __init__(self, whole: MoE, ways: int, rank: int) -> None:
         super().__init__()

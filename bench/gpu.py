@@ -1,14 +1,14 @@
-"""Whole training steps on one GPU: ours beside ``torch.compile``, pipelines of virtual devices too.
+"""Whole training steps on one GPU: ours beside ``torch.compile``, and pipelines of virtual devices.
 
-One dense transformer of 200M parameters in bf16, fused AdamW, the same weights and batches; every
-side takes turns, and a step is timed from host to host around a synchronized device:
+One dense transformer of 200M parameters in bf16, fused AdamW, the same weights and batches. The
+sides take turns. A step is timed on the host, with the device synchronized before and after:
 
     8 x 1,024 tokens     ours and torch.compile, each with and without CUDA graphs
     1 x 1,024 tokens     the same
     8 microbatches of 1 and of 4 x 1,024 tokens
                          ours on one device; 1F1B on 4 and 8 virtual devices, DualPipeV on 4
 
-Memory is what a side holds between steps, and the most it takes beyond that in one.
+Memory is the bytes that a side holds between steps, plus the most it allocates beyond that in one.
 
     python bench/gpu.py [--rounds 20] [--json FILE]
 """
@@ -35,13 +35,13 @@ from piper.strategies import mesh
 
 adamw = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 COMPARED, TOLERANCE = 10, 5e-4
-"""Whole-model compilation fuses otherwise than chunks do, and rounds otherwise in bf16: 3e-5 apart
-in the first step, which training multiplies from step to step."""
+"""Whole-model compilation and chunk programs fuse differently, so bf16 rounds differently. Losses
+differ by 3e-5 in the first step, and the difference grows from step to step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained, on what."""
+    """The model and the batch size."""
 
     config: DenseConfig
     rows: int
@@ -67,11 +67,11 @@ class Way:
 
     make: Make
     graphs: bool
-    """Whether with CUDA graphs: what they hold, the allocator does not count."""
+    """Whether it uses CUDA graphs: the allocator does not count their memory."""
 
 
 class Side:
-    """Something that trains, and the memory it takes."""
+    """A way to train, and its memory."""
 
     def __init__(self, way: Way, stack: contextlib.ExitStack) -> None:
         gc.collect()
@@ -89,7 +89,7 @@ class Side:
         return float(loss)
 
     def settle(self) -> None:
-        """Everything that is kept between steps is there."""
+        """Record the memory held between steps; all of it exists from now on."""
         gc.collect()
         torch.cuda.synchronize()
         self._held = torch.cuda.memory_allocated() - self._before
@@ -146,7 +146,7 @@ def ours(setting: Setting, strategy: piper.Strategy, graphs: bool) -> Way:
 
 
 def single(setting: Setting) -> dict[str, Way]:
-    """On one device."""
+    """The sides on one device."""
     strategy = mesh(microbatches=setting.microbatches)
     return {
         "torch.compile": torchs(setting, None),
@@ -157,7 +157,7 @@ def single(setting: Setting) -> dict[str, Way]:
 
 
 def pipelines(setting: Setting) -> dict[str, Way]:
-    """Several virtual devices, beside one."""
+    """Pipelines on several virtual devices, beside one device."""
     parts = setting.microbatches
     found = {}
     for graphs in (False, True):

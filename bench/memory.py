@@ -2,20 +2,21 @@
 
 The same dense transformer, cut into the same stages, 1F1B with the same microbatches, AdamW, fp32:
 
-    ours     mesh(pp=8, dp=4, zero=0..3), a bucket for each block
-    theirs   torch.distributed.pipelining with fully_shard on each block, as TorchTitan does it:
+    ours     mesh(pp=8, dp=4, zero=0..3), one bucket per block
+    theirs   torch.distributed.pipelining with fully_shard on each block, as in TorchTitan:
              reshard_after_forward=False stands for ZeRO-2, True for ZeRO-3 (see pipelining.py)
 
-Bytes of tensors alive are counted, of the device that needs most: parameters, gradients, optimizer
+The count is bytes of live tensors on the device that needs most: parameters, gradients, optimizer
 state, activations, buffers. Ours is predicted (``program.memory``) and measured on virtual devices
-(``trainer.measure_memory``), theirs is measured, rank by rank. Both count with the same tracker,
-theirs is checked on PP 2 x DP 2 against processes that talk through gloo.
+(``trainer.measure_memory``). Theirs is measured, rank by rank. Both use the same tracker; theirs is
+checked on PP 2 x DP 2 against processes that communicate through gloo.
 
-There are two models: in "state" parameters and what belongs to them take the most, in "activations"
-what is kept for the backwards does. First a batch of one size; then the largest that fits a memory,
-for memories that hold some sizes with our ZeRO-2. Batches grow by the rows of a microbatch, since
-the number of microbatches changes little under 1F1B. Theirs is searched on the rank that needed
-most at first: if another needed more, they would fit less.
+There are two models: in "state", parameters, gradients and optimizer state take the most memory; in
+"activations", saved activations do. The first table has one batch size. The second has the largest
+batch that fits a memory limit; the limits are what our ZeRO-2 needs at some batch sizes. Batches
+grow by the rows of a microbatch, since the number of microbatches changes little under 1F1B. Theirs
+is searched on the rank that needed most in the first table: if another rank needed more, theirs
+would fit less.
 
     python bench/memory.py [--model state] [--remat] [--virtual 2] [--json FILE]
 """
@@ -44,11 +45,11 @@ from piper.strategies import mesh
 
 LEVELS = range(4)
 RESHARD = {2: False, 3: True}
-"""What their setting is called here."""
+"""Their ``reshard_after_forward``, by our ZeRO level."""
 MIB = 2**20
 
 
-# The embedding is as large as a block, so that our buckets begin where blocks do.
+# The embedding is as large as a block, so that our buckets are aligned with blocks.
 MODELS = {
     "state": DenseConfig(vocab=4096, dim=256, layers=32, heads=8, mlp_dim=768, max_seq=4),
     "activations": DenseConfig(vocab=1024, dim=64, layers=8, heads=4, mlp_dim=128, max_seq=256),
@@ -57,7 +58,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Predicted:
-    """The class of our devices that needs most."""
+    """The class of our devices with the highest peak."""
 
     peak: int
     at: str
@@ -70,24 +71,24 @@ class Level:
 
     zero: int
     theory: int
-    """Parameters, gradients and optimizer state of the largest stage, divided as ZeRO divides."""
+    """Parameters, gradients and optimizer state of the largest stage, sharded by ZeRO."""
     predicted: Predicted
     measured: int
     measured_at: str
     theirs: list[int] | None
-    """Of each rank."""
+    """The peak of each rank."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The most rows of a microbatch that fit a memory."""
+    """The most rows of a microbatch that fit a memory limit."""
 
     limit: int
     zero: int
     ours: int
     theirs: int
     ours_measured: int | None = None
-    """Bytes that ours took with that many rows."""
+    """The measured peak of ours with that many rows, in bytes."""
 
 
 def theory(case: Case, zero: int) -> int:
@@ -96,7 +97,7 @@ def theory(case: Case, zero: int) -> int:
     stages = [pipelining.Stage(model, case, number) for number in range(case.stages)]
     ranks = [stages[rank :: case.pp] for rank in range(case.pp)]
     largest = max(sum(p.nbytes for s in rank for p in s.parameters()) for rank in ranks)
-    whole = {0: 4, 1: 2, 2: 1, 3: 0}[zero]  # of parameters, gradients and twice optimizer state
+    whole = {0: 4, 1: 2, 2: 1, 3: 0}[zero]  # of parameters, gradients and optimizer state (2)
     return whole * largest + (4 - whole) * largest // case.dp
 
 
@@ -139,7 +140,7 @@ def compiled(case: Case, zero: int) -> piper.Program:
 
 @cache
 def predicted(case: Case) -> dict[int, Predicted]:
-    """What each level needs: the model is captured once, and lowered for each."""
+    """The peak at each ZeRO level: the model is captured once, and lowered for each level."""
     program = compiled(case, 0)
     found = {}
     for zero in LEVELS:
@@ -153,7 +154,7 @@ def predicted(case: Case) -> dict[int, Predicted]:
 
 
 def measured(case: Case, zero: int) -> tuple[int, str]:
-    """The most that a device held in a second step, and during which instruction."""
+    """The highest peak of a device in the second step, and the instruction at which it occurs."""
     x = batch(case)
     with piper.launch(compiled(case, zero), on="virtual") as trainer:
         trainer.step(x, x)
@@ -168,8 +169,8 @@ def theirs(case: Case, zero: int, rank: int) -> int:
 
 
 def largest(peak: Callable[[int], int], limit: int, low: int, high: int) -> int:
-    """The largest number whose ``peak``, which grows nearly in a line, is within ``limit``; it may
-    well be between ``low`` and ``high``."""
+    """The largest number whose ``peak`` is within ``limit``. ``peak`` grows almost linearly;
+    ``low`` and ``high`` are a first guess of the bounds."""
     if peak(low) > limit:
         return largest(peak, limit, 1, low) if low > 1 else 0
     while peak(high) <= limit:
@@ -213,7 +214,7 @@ def main(
         _print_levels(console, f"{name}, PP {pp} x DP {dp}", case, levels)
         with console.status(f"{name}: the largest batch"):
             fits = [x for rows in fit or (8, 32) for x in _fits(case, rows, levels)]
-            fits[:2] = [_validated(case, x) for x in fits[:2]]  # more rows take long
+            fits[:2] = [_validated(case, x) for x in fits[:2]]  # more rows take too long
         _print_fits(console, fits)
         result[name] = {"levels": list(map(asdict, levels)), "fits": list(map(asdict, fits))}
     if out is not None:
@@ -227,7 +228,7 @@ def _level(case: Case, zero: int) -> Level:
 
 
 def _fits(case: Case, rows: int, levels: list[Level]) -> Iterable[Fit]:
-    """For the memory that our ZeRO-2 needs with ``rows`` rows."""
+    """The largest batches within the memory that our ZeRO-2 needs with ``rows`` rows."""
     limit = predicted(replace(case, rows=rows))[2].peak
     for zero in RESHARD:
         peaks = levels[zero].theirs or [0]
@@ -248,7 +249,7 @@ def _validated(case: Case, fit: Fit) -> Fit:
 
 
 def _checked(console: Console) -> list[dict[str, Any]]:
-    """Theirs, rank by rank, without the others and with them, on a small case."""
+    """Check theirs on a small case: each rank alone against all ranks over gloo."""
     config = DenseConfig(vocab=1024, dim=64, layers=4, heads=4, mlp_dim=192, max_seq=32)
     case = Case(config, pp=2, dp=2, microbatches=4, rows=2)
     found = []

@@ -1,9 +1,10 @@
-"""Which models of the ``transformers`` library train as they are, and how exactly.
+"""Which models of the ``transformers`` library train unmodified, and how exactly.
 
-Small models with random weights, in fp64, given dicts with labels: two pipeline stages with two
-microbatches on virtual devices, beside plain PyTorch. No two runs share what dropout draws, so it
-is 0 where losses are compared, and a model with its own dropout is compiled only. From the root of
-the project: ``python -m bench.models``, or for some families ``python -m bench.models GPT-2 T5``.
+Small models with random weights, in fp64, with dict inputs that include labels. Each runs in two
+pipeline stages with two microbatches on virtual devices, beside plain PyTorch. Dropout draws differ
+between the two, so dropout is 0 where losses are compared; a model with its own dropout is only
+compiled. From the root of the project: ``python -m bench.models``, or for some families
+``python -m bench.models GPT-2 T5``.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of a model in one mode."""
+    """The result of a model in one mode."""
 
     seconds: float
-    """To compile it."""
+    """Compile time."""
     difference: float | None
-    """The largest of a loss to PyTorch's, over all steps."""
+    """The largest difference of a loss from PyTorch's, over all steps."""
     refusal: str = ""
 
 
 def examine(family: Family, mode: Mode) -> Found:
-    """Compile a model of ``family`` and, without dropout, train it both ways."""
+    """Compile a model of ``family`` and, without dropout, train it with Piper and with PyTorch."""
     torch.manual_seed(0)
     model = family.make(dropout=mode is Mode.SHIPPED).double()
     model.train(mode is not Mode.EVALUATION)
@@ -73,7 +74,7 @@ def examine(family: Family, mode: Mode) -> Found:
 
 
 def in_fp64(model: nn.Module) -> nn.Module:
-    """A model that computes the same: torch itself has no grouped products in fp64."""
+    """A copy for the fp64 reference: torch has no grouped products in fp64."""
     found = copy.deepcopy(model)
     found.config._experts_implementation = "batched_mm"  # type: ignore[union-attr]
     return found

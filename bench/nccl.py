@@ -1,23 +1,24 @@
 """Steps of several ranks over NCCL that share one GPU: ours beside torch's own parallelism.
 
-One transformer in fp32, or as the case says, the same weights, batches and AdamW; on 2 or 4 ranks:
+One transformer, in fp32 unless the case says otherwise, the same weights, batches and AdamW; on 2
+or 4 ranks:
 
     1f1b, interleaved, zb-v, dualpipev   the same schedule of ``torch.distributed.pipelining``
     ddp                                  ``DistributedDataParallel``
     zero-2, zero-3                       ``fully_shard`` that keeps, or frees, gathered parameters
     tp, tp-sequence                      ``parallelize_module``, without and with sequence parallel
-    experts, experts-bf16                TorchTitan's way of dispatch: experts, no token dropped
+    experts, experts-bf16                TorchTitan's dispatch: experts, no token dropped
 
-Each side runs without a report, and with one: the loss of all ranks and the norm of all gradients,
-which take communication of their own.
+Each side runs without a report and with one. A report has the loss of all ranks and the norm of all
+gradients, which take extra communication.
 
-NCCL lets ranks share a GPU if each says that it is a host of its own. They talk over the loopback
-then: order and lifetimes are real, and speeds are not those of a cluster, for all sides alike.
+NCCL lets ranks share a GPU if each claims to be its own host. They then communicate over the
+loopback: order and lifetimes are real, speeds are not those of a cluster, for all sides alike.
 
-The sides of a case take turns in one set of processes. A turn is timed on every rank as a whole,
-between two barriers on a synchronized device; nothing waits for the device inside it. The time of
-the call alone is ``host``, of the rank where it took longest. Memory is what a side allocates at
-most, on each rank. The losses of the first steps must agree: a faster wrong answer fails.
+The sides of a case take turns in one set of processes. Every rank times a turn as a whole, between
+two barriers on a synchronized device; nothing inside a turn waits for the device. ``host`` is the
+time of the call alone, on the slowest rank. Memory is the peak that a side allocates, on each rank.
+The losses of the first steps must agree: a faster wrong answer fails.
 
     python bench/nccl.py [--ranks 4] [--sides 1f1b] [--device cpu] [--json FILE]
 """
@@ -58,13 +59,13 @@ LEVELS = {"ddp": 0, "zero-2": 2, "zero-3": 3}
 TENSOR = {"tp": False, "tp-sequence": True}
 EXPERTS = {"experts": torch.float32, "experts-bf16": torch.bfloat16}
 CASES = ("1f1b", *LEVELS, *TENSOR, *EXPERTS, "interleaved", "zb-v", "dualpipev")
-"""The rarer ones last: where a rank hangs, the cases before it are known."""
+"""Rare cases come last: if a rank hangs, the results of the earlier cases are known."""
 COSTS = piper.Costs(flops_per_second=20e12, bytes_per_second=1e9, overhead=5e-5)
-"""About what fp32 kernels and sockets of one machine do."""
+"""Roughly the speed of fp32 kernels and of sockets on one machine."""
 BUCKETS = (25.0, 4.0)
 """Sizes in MB: torch's default, and a smaller one."""
 WARM = 10
-"""Steps before all others, whose losses must agree: AdamW multiplies differences of rounding."""
+"""Warm-up steps, whose losses must agree. Later losses may not: AdamW amplifies rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,17 @@ class Ours:
 
 Make = Callable[[], Ours | piper.Program | Way]
 REPORTING = ", loss and norm"
-"""What names of sides that report end in."""
+"""The suffix of the names of sides that report."""
 
 
 class Side:
-    """Something that trains on this rank, and what it took."""
+    """A way to train on this rank, with its times and memory."""
 
     def __init__(self, make: Make, here: Here) -> None:
         gc.collect()
         self._here, self._held = here, 0
         self._allocates = here.device == "cuda"
-        """Whether the allocator knows what a step takes: not of a CUDA graph, which has its own."""
+        """Whether the allocator counts a step's memory: a CUDA graph has a pool of its own."""
         self._forget()
         self._before = here.allocated()
         self.found = Found()
@@ -112,8 +113,8 @@ class Side:
             self.close = lambda: None
 
     def take(self, batches: Sequence[tuple[Tensor, Tensor]], *, report: bool) -> None:
-        """Train on ``batches``; only the whole of it is timed. Whether ours ``report`` can be said
-        of every turn."""
+        """Train on ``batches`` and time them as a whole. Ours can ``report`` or not in each turn;
+        theirs ignores it."""
         given = [(self._rows(x), self._rows(y)) for x, y in batches]
         losses, host = [], []
         self._forget()
@@ -136,14 +137,14 @@ class Side:
             self.found.memory = max(self.found.memory, peak)
 
     def _forget(self) -> None:
-        """Let the workspaces of cuBLAS go, so that every side pays for those of its own streams and
-        threads, and not the first for all."""
+        """Free the cuBLAS workspaces, so that every side pays for those of its own streams and
+        threads, and the first side does not pay for all."""
         if self._here.device == "cuda":
             self._here.barrier()
             torch._C._cuda_clearCublasWorkspaces()
 
     def settle(self) -> None:
-        """Warm from now on, and everything that is kept between steps is there."""
+        """End of warm-up: record the memory held between steps, and reset the measurements."""
         gc.collect()
         self._forget()
         self._held = self._here.allocated() - self._before
@@ -153,7 +154,7 @@ class Side:
 def measure(
     here: Here, name: str, sides: Mapping[str, Make], work: Work, rounds: int, steps: int, warm: int
 ) -> list[Case]:
-    """Each side is begun once and made warm; then they take turns, there and back."""
+    """Start and warm up each side once; then the sides take turns, in alternating order."""
 
     def batches(first: int, count: int) -> list[tuple[Tensor, Tensor]]:
         drawn = (work.batch(first + i) for i in range(count))
@@ -170,7 +171,7 @@ def measure(
         given = batches(warm + number * steps, steps)
         for side in list(sides)[:: -1 if number % 2 else 1]:
             ready[side].take(given, report=side.endswith(REPORTING))
-    for one in ready.values():  # not after an error: the other ranks would be waited for
+    for one in ready.values():  # not after an error: close waits for the other ranks
         one.close()
     found = {side: joined(here.everyone(one.found)) for side, one in ready.items()}
     return [
@@ -181,7 +182,7 @@ def measure(
 
 
 def joined(ranks: Sequence[Found]) -> Found:
-    """What all ranks found of one side: times of the slowest, and the loss of those that know."""
+    """One side over all ranks: the times of the slowest, and the loss of the ranks that know it."""
     losses = torch.tensor([x.losses for x in ranks], dtype=torch.float64)
     return Found(
         losses=losses.nanmean(0).tolist(),
@@ -194,7 +195,7 @@ def joined(ranks: Sequence[Found]) -> Found:
 
 
 def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> dict[str, Make]:
-    """Ours and theirs."""
+    """Our sides and theirs."""
     found: dict[str, Make] = {}
     for reports in (False, True):
         more = REPORTING if reports else ""
@@ -210,7 +211,7 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
             )
             continue
         if name in EXPERTS:
-            if not reports:  # theirs reports nothing
+            if not reports:  # theirs does not report
                 found |= experts(work, device)
             continue
         if name not in LEVELS:
@@ -228,14 +229,14 @@ def sides_of(name: str, work: Work, buckets: Sequence[float], device: str) -> di
                     Replicated, work, mb, device, False, reports
                 )
         if zero:
-            ahead = device == "cpu"  # on GPUs it is the default
+            ahead = device == "cpu"  # the default on GPUs
             found[f"FSDP2{more}"] = partial(Sharded, work, zero == 3, ahead, True, device, reports)
     return found
 
 
 def experts(work: Work, device: str) -> dict[str, Make]:
-    """One microbatch after another and in pairs; with a bound on the rows of a rank; and as a CUDA
-    graph, which theirs cannot be: its host reads counts."""
+    """One microbatch after another, and in pairs; with a bound on the rows of a rank; and as a CUDA
+    graph, which theirs cannot be, because its host reads the counts."""
     ours = partial(expert_parallel.program, work, costs=COSTS, device=device)
     found: dict[str, Make] = {
         "piper 1f1b": partial(ours, "1f1b", None),

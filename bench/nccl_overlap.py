@@ -1,18 +1,19 @@
-"""What overlapping hides on a GPU: experts without dropped tokens, on ranks that share it.
+"""How much communication overlapping hides on a GPU: experts without dropped tokens, on ranks that
+share the GPU.
 
-The experts are made wider or narrower until the all-to-alls of a step of 1F1B take as long as all
-its computations. Then, with the same model and microbatches, in turns:
+The width of the experts is adjusted until the all-to-alls of a 1F1B step take as long as all its
+computation. Then these run in turns, with the same model and microbatches:
 
     1F1B; DualPipeV; with the weights' backwards apart; the same, ordered by a profile of it
 
-Beside the step times: the share of the all-to-alls that is exposed, as the plan predicts it from
-what 1F1B took, and as events measured it; of all, and of those in pairs, since at the ends of a
-step there is nothing to pair with.
+Beside the step times stands the exposed share of the all-to-alls, predicted by the plan from the
+1F1B profile, and measured by events. It is given for all of them, and for those in pairs, since at
+the start and end of a step there is nothing to pair with.
 
-Sequences and microbatches are long, so that attention has its part, and a microbatch takes longer
-than the host needs to launch it.
+Sequences and microbatches are long, so that attention takes a realistic share, and a microbatch
+takes longer than the host needs to launch it.
 
-Ranks talk over the loopback, which is slow, and share the GPU's multiprocessors: only the ratio of
+Ranks communicate over the loopback, which is slow, and share the GPU's SMs: only the ratio of
 communication to computation is that of a cluster.
 
     python bench/nccl_overlap.py [--ranks 4] [--json FILE]
@@ -43,9 +44,9 @@ from piper.models import MoEConfig
 from piper.strategies import Schedule, dualpipev, mesh, one_f_one_b
 
 TRIES = 3
-"""How often the width of the experts is corrected, at most."""
+"""The most corrections of the experts' width."""
 NEAR = 0.1
-"""How far from 1 the ratio of all-to-alls to computations may be."""
+"""The allowed distance from 1 of the ratio of all-to-all time to compute time."""
 APART = "DualPipeV with weights apart"
 
 
@@ -67,14 +68,14 @@ def strategy(work: Work, schedule: Schedule) -> piper.Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """A model whose all-to-alls take about as long as its computations."""
+    """A model whose all-to-alls take about as long as its computation."""
 
     work: Work
     captured: piper.Capture
     costs: piper.Costs
-    """As measured; all ranks have the same."""
+    """Measured on rank 0, the same on all ranks."""
     ratio: float
-    """Of the one to the other."""
+    """All-to-all time over compute time."""
 
 
 def profiled(here: Here, program: piper.Program, work: Work) -> Profile:
@@ -87,7 +88,7 @@ def profiled(here: Here, program: piper.Program, work: Work) -> Profile:
 
 
 def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
-    """``work`` with experts of the width that makes it so."""
+    """``work`` with the experts' width that balances all-to-alls and computation."""
     for number in range(TRIES):
         model = captured(work, here.device)
         program = model.compile(strategy(work, one_f_one_b(1, microbatches)))
@@ -97,7 +98,7 @@ def balanced(here: Here, work: Work, microbatches: int) -> Balanced:
         ratio, width = communicating / computing, work.config.mlp_dim
         if dist.get_rank() == 0:
             print(f"experts of width {width}: all-to-alls take {ratio:.2f} of computing")
-        wanted = max(64, round(width * ratio**2 / 64) * 64)  # experts are about half of it
+        wanted = max(64, round(width * ratio**2 / 64) * 64)  # about half the compute is in experts
         if abs(ratio - 1) <= NEAR or wanted == width or number == TRIES - 1:
             break
         work = replace(work, config=replace(work.config, mlp_dim=wanted))
@@ -140,7 +141,7 @@ def compare(here: Here, work: Work, microbatches: int, rounds: int) -> Compariso
             here.barrier()
             sides[name].seconds.append(time.perf_counter() - start)
             sides[name].losses.append(float(result.loss))
-    for trainer in trainers.values():  # not after an error: the other ranks would be waited for
+    for trainer in trainers.values():  # not after an error: close waits for other ranks
         trainer.close()
     size = f"experts of width {work.config.mlp_dim}, all-to-alls {found.ratio:.2f} of computing"
     return Comparison(
@@ -162,7 +163,7 @@ def compare(here: Here, work: Work, microbatches: int, rounds: int) -> Compariso
 
 
 def link_note(program: piper.Program, profile: Profile) -> str:
-    """How evenly all-to-alls go when nothing runs beside them."""
+    """The spread of all-to-all times when nothing overlaps them."""
     ops = [node.op for node in program.dag.nodes]
     tenths = statistics.quantiles(
         (
@@ -178,7 +179,7 @@ def link_note(program: piper.Program, profile: Profile) -> str:
 
 
 def _make_room(here: Here) -> None:
-    """Let go of what the allocator keeps for the streams of the side before."""
+    """Free the memory that the allocator caches for the streams of the previous side."""
     if here.device == "cuda":
         here.barrier()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What the comparisons can be told, the same in each."""
+"""Command-line options that the comparisons share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ File = Annotated[Path | None, typer.Option("--json", help="Write the figures her
 
 
 def chosen(names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Those of the known names that were asked for; all, if none were."""
+    """The requested names, in the order of ``known``; all of them if none is requested."""
     known = list(known)
     wrong = [name for name in names or () if name not in known]
     if wrong:

@@ -1,11 +1,10 @@
-"""What the executor costs beside its kernels, for each instruction, next to torch's pipelining.
+"""The executor's overhead per instruction, besides its kernels, beside torch's pipelining.
 
 Both run the same stages on one device in one process, with the same microbatches and kernels too
-small to matter: two stages, one after the other, no communication. The kernels' own time is
-measured inside the same steps (ours: the programs, the sums of gradients over microbatches, and the
-few that sum the loss, take the norm and update) or by running the same modules without a schedule
-(theirs, which takes no norm and updates nothing), and taken off. The two alternate, so
-that a noisy machine hits both.
+small to matter: two stages in sequence, no communication. The time of the kernels is subtracted.
+For ours it is measured inside the same steps: the chunk programs, gradient accumulation, and the
+few operations for loss, norm and update. For theirs the same modules run without a schedule; theirs
+computes no norm and updates nothing. The two alternate, so that a noisy machine affects both.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Timed(Runners):
-    """Runners that add up how long their kernels take."""
+    """Runners that add up the time of their kernels."""
 
     seconds = 0.0
 
@@ -157,7 +156,8 @@ class Ours:
         self.count = len(plan.instructions)
 
     def _once_a_step(self, op: LoadedInstruction) -> LoadedInstruction:
-        """The loss, the norm and the update are tensor operations, and nothing else."""
+        """Count an instruction of the loss, the norm or the update as kernel time: it consists of
+        tensor operations only."""
         instruction = self.device._training.context.plan.instructions[op.pc]
         if instruction.verb not in (Verb.COLLECTIVE, Verb.UPDATE):
             return op

@@ -1,16 +1,17 @@
-"""What overlapping hides: experts on processes whose network is as slow as their compute.
+"""How much communication overlapping hides: experts on processes with a network as slow as their
+compute.
 
-Runs in a network namespace of its own, whose loopback is slowed until all-to-alls of a step take
-as long as all its computations. There, with the same model and microbatches, side by side:
+Runs in its own network namespace, whose loopback is slowed until the all-to-alls of a step take as
+long as all its computation. These run there side by side, with the same model and microbatches:
 
     1F1B; DualPipeV without its pairs; DualPipeV; with the weights'
     backwards of its pairs apart; the same, ordered by a profile    on two workers
     with --emulate the same of DualPipe too                         on four
 
 With ``--emulate`` computations are sleeps of known length, so that four workers fit on few cores.
-The strategies take turns, so that a noisy machine hits all of them. Beside the step times: the
-share of the all-to-alls that is exposed, as the plan predicts it and as it was measured; of all,
-and of those in pairs, since at the ends of a step there is nothing to pair with.
+The strategies take turns, so that a noisy machine affects all of them. Beside the step times stands
+the exposed share of the all-to-alls, as predicted by the plan and as measured. It is given for all
+of them, and for those in pairs, since at the start and end of a step there is nothing to pair with.
 
     python bench/overlap.py [--emulate] [--json FILE]
 """
@@ -47,7 +48,7 @@ from piper.view.exposed import Exposure, Span, all_to_all
 
 VOCAB, SEQ, DIM = 256, 128, 128
 WAYS = 2
-"""Over how many workers the experts are divided."""
+"""The number of workers over which the experts are sharded."""
 SLEEP = 0.02
 
 
@@ -120,7 +121,7 @@ def main(
 
 
 def note(name: str, program: piper.Program, profile: Profile) -> str:
-    """How much of the all-to-alls is exposed."""
+    """The exposed share of the all-to-alls, as text."""
     paired = in_pairs(program)
     text = (
         f"{name}: of its dispatch and combine {program.schedule.all_to_all.share:.0%} is exposed "
@@ -134,7 +135,7 @@ def note(name: str, program: piper.Program, profile: Profile) -> str:
 
 
 def in_pairs(program: piper.Program) -> set[int]:
-    """The collectives of passes that the strategy lets overlap with those of other microbatches."""
+    """The collectives of passes that the strategy overlaps with passes of other microbatches."""
     orders = [x for x in program.strategy.directives if isinstance(x, Order)]
     groups = [group for order in orders for group in order.groups]
     pairs = [group for group in groups if len({where["MB"] for where in group}) > 1]
@@ -147,7 +148,7 @@ def in_pairs(program: piper.Program) -> set[int]:
 
 
 def among(nodes: set[int], dag: Dag, devices: Iterable[Sequence[Span]]) -> float:
-    """The share of these all-to-alls that is exposed."""
+    """The exposed share of these all-to-alls."""
     found = Exposure(0.0, 0.0)
     for spans in devices:
         others = [s for s in spans if s.node in nodes or isinstance(dag.nodes[s.node].op, Compute)]
@@ -173,17 +174,17 @@ def _profile(program: piper.Program, x: Tensor) -> Profile:
 
 
 def _slow_down(program: piper.Program, x: Tensor) -> piper.Costs:
-    """Slow the loopback until all-to-alls take as long as computations; how fast both are then."""
+    """Slow the loopback until all-to-alls take as long as computation; the speeds of both then."""
     profile = _profile(program, x)
     computing = computing_seconds(program, profile)
-    # of each worker's part one half stays; all workers' other halves share the loopback
+    # half of each worker's rows stay local; the other halves of all workers share the loopback
     costs = costs_if(program, computing, computing, WAYS)
     slow_link.slow_down(8 * costs.bytes_per_second)
     return costs
 
 
 def computing_seconds(program: piper.Program, profile: Profile) -> float:
-    """What the computations of a step took on a device, on average."""
+    """Compute time of a step on a device, averaged over devices."""
     ops = [node.op for node in program.dag.nodes]
     return statistics.mean(
         sum(span.end - span.start for span in spans if isinstance(ops[span.node], Compute))
@@ -194,8 +195,7 @@ def computing_seconds(program: piper.Program, profile: Profile) -> float:
 def costs_if(
     program: piper.Program, computing: float, communicating: float, ways: int
 ) -> piper.Costs:
-    """The speeds of devices that compute for so many seconds of a step, and are at its all-to-alls
-    for so many."""
+    """The device speeds that give these seconds of computation and of all-to-alls per step."""
     dag, sizes = program.dag, Sizes(program.dag, program.models)
     ops = [node.op for node in dag.nodes if isinstance(node.op, Compute)]
     flops = sum(sizes.facts(op, ways).flops for op in ops) / len(program.devices) * ways

@@ -19,12 +19,12 @@ from workers import Step
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Data parallel: every worker has rows of its own."""
+    """Data parallel: every worker has its own rows."""
 
     work: Work
 
     def rows(self, x: Tensor, rank: int) -> list[Tensor]:
-        """Those that our device of this rank gets, microbatch by microbatch."""
+        """The rows of this rank, microbatch by microbatch: the same that our device gets."""
         workers = self.work.workers
         return [part.clone() for part in x.chunk(workers * self.work.microbatches)[rank::workers]]
 
@@ -36,10 +36,10 @@ class Replicated(Divided):
     bucket_mb: float
     device: str = "cpu"
     broadcasts: bool = True
-    """Whether the first rank sends its buffers with each forward: the default, though here none
-    change."""
+    """Whether rank 0 broadcasts its buffers in each forward: DDP's default, though no buffer
+    changes here."""
     reports: bool = False
-    """Whether a step also finds the loss of all ranks and the norm of the gradients, as ours do."""
+    """Whether a step also computes the loss over all ranks and the gradient norm, as ours does."""
 
     def begin(self) -> Step:
         from torch.nn.parallel import DistributedDataParallel
@@ -65,8 +65,8 @@ class Replicated(Divided):
 
 
 def accumulated(net: Any, work: Work, xs: list[Tensor], ys: list[Tensor]) -> Tensor:
-    """Gradients of all microbatches, which ``DistributedDataParallel`` sums with the last; their
-    mean loss."""
+    """Accumulate the gradients of all microbatches (DDP all-reduces them with the last one); return
+    the mean loss."""
     total = torch.zeros((), device=xs[0].device)
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         with net.no_sync() if i + 1 < len(xs) else contextlib.nullcontext():
@@ -81,12 +81,12 @@ class Sharded(Divided):
     """``fully_shard``, block by block."""
 
     scattered: bool
-    """Whether parameters are let go after the forward and gathered again: ZeRO-3, not ZeRO-2."""
+    """Whether parameters are freed after the forward and gathered again: ZeRO-3, not ZeRO-2."""
     ahead: bool
-    """Whether gathers are begun one block ahead, which on CPUs must be asked for."""
+    """Whether gathers are prefetched one block ahead, which is not the default on CPUs."""
     each: bool
-    """Whether gradients are summed and divided with each microbatch, which holds only a part of
-    them, or after the last."""
+    """Whether gradients are reduce-scattered in each microbatch, so that only a shard is held, or
+    after the last one."""
     device: str = "cpu"
     reports: bool = False
     """As for ``Replicated``."""
@@ -124,13 +124,13 @@ class Sharded(Divided):
 
 @dataclass(frozen=True, slots=True)
 class Tensored:
-    """``parallelize_module`` with the plan that TorchTitan has for such a model: columns of the
-    first matrices and rows of the second, the vocabulary of embedding and head, and a loss that
-    works on shards of the logits."""
+    """``parallelize_module`` with TorchTitan's plan for such a model: column-parallel first
+    matrices, row-parallel second ones, vocab-parallel embedding and head, and a loss on sharded
+    logits."""
 
     work: Work
     sequence: bool
-    """Whether norms and residuals work on shards of the sequence."""
+    """Whether norms and residuals compute on shards of the sequence."""
     device: str = "cpu"
     reports: bool = False
     """As for ``Replicated``."""
@@ -173,8 +173,8 @@ class Tensored:
 
 
 def _deal_heads(attention: Any, ways: int) -> None:
-    """Order the rows of the fused projection so that each of ``ways`` shards has heads of its own
-    of queries, keys and values."""
+    """Reorder the rows of the fused projection so that each of ``ways`` shards has its own heads of
+    queries, keys and values."""
     weight, width = attention.w_qkv.weight, attention.head_dim
     sizes = [n * width for n in (attention.heads, attention.kv_heads, attention.kv_heads)]
     parts = [section.chunk(ways) for section in weight.detach().split(sizes)]
@@ -225,7 +225,7 @@ def _plan(layers: int, sequence: bool) -> dict[str, Any]:
 
 
 def _report(loss: Tensor, net: nn.Module) -> None:
-    """``loss`` becomes the mean over all ranks, and the norm of all gradients is found."""
+    """Make ``loss`` the mean over all ranks, and compute the norm of all gradients."""
     dist.all_reduce(loss, dist.ReduceOp.AVG if loss.is_cuda else dist.ReduceOp.SUM)
     if not loss.is_cuda:
         loss /= dist.get_world_size()
@@ -265,11 +265,11 @@ STRAIGHT = ("GPipe", "1F1B")
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """``torch.distributed.pipelining``, with shapes given, so that none are sent."""
+    """``torch.distributed.pipelining``, with the shapes given, so that it sends none."""
 
     work: Staged
     schedule: str
-    """The name of its class, without "Schedule"."""
+    """The name of the torch class, without "Schedule"."""
     device: str = "cpu"
     reports: bool = False
     """As for ``Replicated``."""
@@ -312,7 +312,7 @@ class Piped:
         return step
 
     def _report(self, loss: Tensor | float, modules: Sequence[nn.Module]) -> Tensor:
-        """The loss, which one rank knows, on all; the norm of all gradients is found with it."""
+        """The loss of the last stage, sent to all ranks together with the norm of all gradients."""
         grads = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
         known = loss if isinstance(loss, Tensor) else torch.zeros((), device=self.device)
         both = torch.stack([known, nn.utils.get_total_norm(grads).square()])
@@ -321,10 +321,10 @@ class Piped:
 
 
 def _shape_of(x: Tensor) -> Tensor:
-    """A tensor that is like another and takes no memory."""
+    """A meta tensor like ``x``, which takes no memory."""
     return torch.empty_like(x, device="meta", requires_grad=x.requires_grad)
 
 
 def stages_of(schedule: str, workers: int) -> int:
-    """How many stages one of torch's schedules has here."""
+    """The number of stages of one of torch's schedules here."""
     return workers * (1 if schedule in STRAIGHT else 2)

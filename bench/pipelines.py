@@ -6,8 +6,8 @@ the same weights, batches and AdamW, fp32; two gloo workers of one thread, each 
     1F1B, interleaved 1F1B, ZB-V, DualPipeV, each against torch's own; 1F1B against DeepSpeed too;
     then our best against their best
 
-All take turns, so that a machine whose speed changes decides nothing; how they are timed stands in
-turns.py. The losses of all steps must agree: a faster wrong answer fails.
+All sides take turns, so that a change of the machine's speed affects all of them; turns.py explains
+the timing. The losses of all steps must agree: a faster wrong answer fails.
 
     python bench/pipelines.py [--microbatches 8] [--microbatches 16] [--rounds 8] [--json FILE]
 """
@@ -38,7 +38,7 @@ SCHEDULES = {
     "zb-v": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Ours, and what torch calls the same."""
+"""Our schedule names, and torch's names of the same schedules."""
 
 
 def program(
@@ -64,7 +64,7 @@ def program(
 
 
 def _sides(work: Work, schedule: str, deepspeed: bool) -> dict[str, piper.Program | Way]:
-    """Those who run a schedule."""
+    """The sides that run a schedule."""
     sides: dict[str, piper.Program | Way] = {
         f"piper {schedule}": program(work, schedule),
         f"torch {SCHEDULES[schedule]}": Piped(work, SCHEDULES[schedule]),

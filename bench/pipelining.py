@@ -1,17 +1,17 @@
 """One pipeline rank of ``torch.distributed.pipelining`` with ``fully_shard``, and its memory.
 
-The stages hold the blocks of our own dense transformer and are wrapped as TorchTitan does it: the
-embedding, each block and the head with its norm are units of ``fully_shard`` over the ranks of the
-stage, then the stage itself; a fused AdamW; no outputs are kept; shapes are given, so that nothing
-is run to find them. A rank runs
+The stages hold the blocks of our own dense transformer and are wrapped as in TorchTitan: the
+embedding, each block, and the head with its norm are units of ``fully_shard`` over the ranks of the
+stage, then the stage itself. AdamW is fused, no outputs are kept, and shapes are given, so that no
+forward runs to find them. A rank runs
 
     alone    with torch's fake process group, whose collectives do nothing, and fake tensors, which
              have a size but no data: 32 ranks of any model need one process
-    gloo     with all others, a process each, with real tensors: to see that the first is right
+    gloo     with all others, one process each, with real tensors: this validates "alone"
 
-Bytes of tensors are counted by the same ``Tracker`` that counts ours, in a step before which the
-optimizer has its state. Of a DTensor its local part is counted, and the storage of a gathered
-parameter, which ``fully_shard`` resizes to nothing when it lets go of it, as it is then.
+The ``Tracker`` that counts our tensors also counts these, in a step for which the optimizer state
+already exists. A DTensor counts as its local part. ``fully_shard`` resizes the storage of a
+gathered parameter to zero when it frees it; the storage counts with its size at that time.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and on what; the same for them and for us."""
+    """The model, the parallelism and the batch: the same for them and for us."""
 
     model: DenseConfig
     pp: int
     dp: int
     microbatches: int
     rows: int
-    """Sequences of a microbatch on each device; all of the model's longest length."""
+    """Sequences of a microbatch on each device, all of the model's maximum length."""
     virtual: int = 1
     """Stages of a rank: 1 for 1F1B, more for interleaved 1F1B."""
     remat: bool = False
-    """Whether blocks are computed again in the backward."""
+    """Whether blocks are recomputed in the backward."""
 
     @property
     def stages(self) -> int:
@@ -75,12 +75,12 @@ class Found:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Updates in place, without temporary copies."""
+    """AdamW that updates in place, without temporary copies."""
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 class ShardedStage(Stage):
-    """A stage whose state is divided over its ranks."""
+    """A stage whose state is sharded over its ranks."""
 
     def __init__(self, whole: DenseTransformer, case: Case, number: int) -> None:
         super().__init__(whole, evenly(case.model.layers, case.stages), number)
@@ -105,7 +105,7 @@ class ShardedStage(Stage):
 
 
 class Counter(Tracker):
-    """A tracker that looks into DTensors and sees storages change their size."""
+    """A tracker that counts the local part of DTensors and follows resized storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Counter(Tracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it will come back with the local tensors
+            return NotImplemented  # it is called again with the local tensors
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextlib.contextmanager
@@ -149,14 +149,14 @@ class Counter(Tracker):
 
 
 class _Agreed:
-    """That all shapes are given: the answer of a vote that needs the other ranks."""
+    """The answer that all shapes are given, to a vote that would need the other ranks."""
 
     def item(self) -> int:
         return 1
 
 
 class _Alone(PipelineStage):
-    """A stage whose neighbours are not there to be asked whether they know their shapes."""
+    """A stage that does not ask its neighbours whether they know their shapes: they do not run."""
 
     def _warmup_forward_vote(self, *_: Any, **__: Any) -> Any:
         return _Agreed()
@@ -166,7 +166,7 @@ class _Alone(PipelineStage):
 
 
 class Rank:
-    """What one rank runs."""
+    """The program of one rank."""
 
     def __init__(self, case: Case, number: int, mesh: DeviceMesh, reshard: bool, alone: bool):
         self.first, self.last = number == 0, number == case.pp - 1
@@ -209,7 +209,7 @@ class Rank:
 
 
 def _ends(case: Case, number: int) -> dict[str, Any]:
-    """What enters and leaves a stage, on the meta device."""
+    """The input and the output of a stage, on the meta device."""
     shape = (case.rows, case.model.max_seq)
     like = partial(torch.empty, device="meta", requires_grad=True)
     inside = like(*shape, case.model.dim)
@@ -237,7 +237,7 @@ def _mesh(case: Case) -> DeviceMesh:
 
 
 def alone(case: Case, number: int, reshard: bool) -> Found:
-    """The memory of pipeline rank ``number``, run without the others."""
+    """The memory of pipeline rank ``number``, which runs without the others."""
     world = case.pp * case.dp
     dist.init_process_group("fake", rank=number * case.dp, world_size=world, store=FakeStore())
     try:
@@ -249,7 +249,7 @@ def alone(case: Case, number: int, reshard: bool) -> Found:
 
 
 def together(case: Case, reshard: bool) -> list[Found]:
-    """The memory of each pipeline rank, all of them run, as processes that talk through gloo."""
+    """The memory of each pipeline rank, where all run as processes and communicate by gloo."""
     world = case.pp * case.dp
     spawn = multiprocessing.get_context("spawn")
     with (

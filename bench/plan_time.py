@@ -1,4 +1,4 @@
-"""How long it takes from a model's facts to all plans, and how that grows: one core.
+"""The time from a model's facts to all plans, and how it grows: one core.
 
 64 MoE layers in 16 stages, an order like DualPipeV's steady state with overlapped pairs, on 16 x 1
 and on 16 x 1,024 devices, for growing numbers of microbatches.

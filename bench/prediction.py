@@ -1,12 +1,12 @@
-"""Simulated steps beside measured ones.
+"""Simulated step times beside measured ones.
 
 Emulated: a model whose computations are sleeps of known length (see emulated.py) on 2 to 8 worker
-processes, so that the cores of the machine do not matter. Each strategy is simulated twice: from
-the lengths alone, with what a loopback usually takes (``Cluster.of("CPU")``), nothing fitted; and
-from the profile of one strategy, which knows what processes and messages really take here.
+processes, so that the number of cores does not matter. Each strategy is simulated twice: from the
+lengths alone, with typical loopback costs (``Cluster.of("CPU")``) and nothing fitted; and from the
+profile of one strategy, which has the real cost of processes and messages on this machine.
 
-Real (``--real``): the MoE model on two workers, with real kernels. Two strategies are profiled; by
-those profiles all are simulated, and the two orders, simulated and measured, are compared.
+Real (``--real``): the MoE model on two workers, with real kernels. Two strategies are profiled. All
+are simulated from those profiles, and the simulated ranking is compared with the measured one.
 
     python bench/prediction.py [--seconds 0.01] [--rounds 5] [--real] [--json FILE]
 """
@@ -64,16 +64,16 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy, in seconds."""
+    """The times of one strategy, in seconds."""
 
     name: str
     measured: float
     spread: tuple[float, float]
     simulated: float
-    """From what was recorded."""
+    """Simulated from a profile."""
     bubble: float
     from_lengths: float | None = None
-    """From the lengths of sleeps."""
+    """Simulated from the lengths of the sleeps."""
 
     @property
     def ratio(self) -> float:
@@ -126,7 +126,7 @@ def profiled(program: piper.Program, x: torch.Tensor) -> piper.Recorded:
 
 
 def sleepers() -> piper.Cluster:
-    """Devices that compute by sleeping, on one machine's loopback."""
+    """A cluster of devices that compute by sleeping, on one machine's loopback."""
     usual = piper.Cluster.of("CPU", 8).machines[0]
     device = piper.Device(
         name="sleeper",
@@ -183,7 +183,7 @@ def _emulated(console: Console, seconds: float, rounds: int, only: str) -> list[
 
 
 def _real(console: Console, rounds: int) -> list[Row]:
-    """All take turns, so that a noisy machine hits all of them."""
+    """The strategies take turns, so that a noisy machine affects all of them."""
     cluster = piper.Cluster.of("CPU", 2)
     times: dict[str, list[float]] = {name: [] for name in REAL}
     recorded = None
@@ -213,7 +213,7 @@ def _row(name: str, times: list[float], found: piper.Simulation) -> Row:
 
 
 def _order(rows: list[Row]) -> str:
-    """How many pairs of strategies the simulator puts in the measured order."""
+    """How many pairs of strategies the simulator ranks as measured."""
     pairs = list(itertools.combinations(rows, 2))
     agree = sum((a.measured < b.measured) == (a.simulated < b.simulated) for a, b in pairs)
     wrong = [

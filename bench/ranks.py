@@ -1,12 +1,11 @@
-"""Ranks that share one GPU: this program once more for each of them, and what a rank knows.
+"""Ranks that share one GPU: starts this program once per rank, and gives each rank its context.
 
-NCCL lets ranks share a GPU if each says that it is a host of its own, which must be said before
-torch starts. Under NVIDIA's MPS, which is started if it is there, their kernels run at the same
-time, as on GPUs of their own; without it they take turns, and a rank that waits for another keeps
-it from running for a slice of time.
+NCCL lets ranks share a GPU if each claims to be its own host, which must be set before torch
+starts. Under NVIDIA's MPS, which is started if it is available, their kernels run concurrently, as
+on separate GPUs. Without it the ranks take turns, and a rank that waits for another blocks it for a
+time slice.
 
-All are ended if one fails, or if they take too long; then the ends of their logs say
-what they did.
+If one rank fails, or the time limit passes, all are ended, and the tails of their logs are shown.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class Here:
 
     device: str
     limit: float
-    """Seconds that anything may take."""
+    """Time limit in seconds, of the run and of each operation."""
     control: Any
-    """The group for what is not measured: gloo, so that NCCL sees the sides alone."""
+    """The gloo group for everything that is not measured, so that NCCL serves only the sides."""
 
     def barrier(self) -> None:
-        """Return when all ranks are here, and their devices have nothing left to do."""
+        """Return when all ranks are here, and their devices are idle."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         dist.barrier(group=self.control)
@@ -57,15 +56,15 @@ class Here:
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
     def everyone(self, mine: Given) -> list[Given]:
-        """What each rank gives."""
+        """Gather one value from each rank."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine, group=self.control)
         return found
 
 
 def run_ranks(count: int, limit: float) -> str | None:
-    """This program once for each rank, to the end; what went wrong, if anything did, with the ends
-    of their logs. None is left running."""
+    """Run this program once per rank, to the end; the error with the tails of the logs, or None.
+    Leaves no rank running."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -92,7 +91,7 @@ def run_ranks(count: int, limit: float) -> str | None:
         end = time.monotonic() + limit
         while any(x.poll() is None for x in ranks) and time.monotonic() < end:
             if any(x.poll() for x in ranks):
-                end = min(end, time.monotonic() + 5)  # the others may fail too, and say why
+                end = min(end, time.monotonic() + 5)  # others may also fail and say why
             time.sleep(0.1)
         codes = [x.poll() for x in ranks]
         hang = [rank for rank, code in enumerate(codes) if code is None]
@@ -107,14 +106,14 @@ def run_ranks(count: int, limit: float) -> str | None:
 
 
 def skip_without(device: str) -> None:
-    """End here if ranks would need a GPU, and there is none."""
+    """Exit if the ranks need a GPU and there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         typer.echo("skipped: no CUDA device here")
         raise typer.Exit
 
 
 def run_comparison(file: Path, ranks: int, limit: float) -> None:
-    """Let ranks compare, of whom one writes ``file``, and show what it says, also if they fail
+    """Run the ranks, one of which writes ``file``, and print its content, even if they fail
     later."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
@@ -129,8 +128,8 @@ def run_comparison(file: Path, ranks: int, limit: float) -> None:
 
 @contextlib.contextmanager
 def shared_gpu(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which kernels of several processes run on a GPU at the same time, where
-    NVIDIA's MPS can be started."""
+    """The environment in which kernels of several processes run concurrently on a GPU: NVIDIA's
+    MPS, if it can be started."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield {}
@@ -149,7 +148,7 @@ def shared_gpu(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it say in its log where it is; then it must end."""
+    """Let the process dump its stacks into its log, then end it."""
     if process.poll() is None:
         process.send_signal(signal.SIGABRT)
         try:
@@ -161,14 +160,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def entered(device: str, limit: float) -> Iterator[Here]:
-    """This process as a rank of all."""
+    """Join the process group as one rank."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     if device == "cuda":
         torch.cuda.set_device(0)
     wait = timedelta(seconds=limit)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait)
-    dist.all_reduce(torch.zeros(1, device=device))  # all know each other, before two of them talk
+    dist.all_reduce(torch.zeros(1, device=device))  # connect all ranks before any two communicate
     here = Here(device, limit, dist.new_group(backend="gloo", timeout=wait))
     with contextlib.ExitStack() as stack:
         stack.push(_fail)
@@ -178,7 +177,7 @@ def entered(device: str, limit: float) -> Iterator[Here]:
 
 
 def _fail(_: object, error: BaseException | None, __: object) -> None:
-    """End with an error at once: what torch does at the end may wait for the other ranks."""
+    """Exit at once on an error: torch's cleanup might wait for the other ranks."""
     if error is not None:
         traceback.print_exception(error)
         sys.stderr.flush()

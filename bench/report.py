@@ -1,4 +1,4 @@
-"""What comparisons found: as a table, as JSON, as a picture; and whether all computed the same."""
+"""The results of comparisons: as a table, as JSON, as a picture; and a check that losses agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from turns import Found
 
 _FIRST, _ROUNDED = 10, 1e-4
-"""How many losses of sides that round otherwise must agree, and how far."""
+"""For sides that round differently: how many first losses must agree, and how closely."""
 
 
 @dataclass(slots=True)
@@ -24,13 +24,13 @@ class Case:
 
     name: str
     against: str
-    """The side that the others' ratios are to."""
+    """The side that the ratios of the others refer to."""
     sides: dict[str, Found]
     ideal: dict[str, float] = field(default_factory=dict)
-    """By side, the seconds of a step that cannot be beaten, where they are known."""
+    """By side: a lower bound of the step time in seconds, where it is known."""
 
     def time_ratio(self, side: str) -> float:
-        """The median over steps, of which each was measured in the same round."""
+        """The median ratio over steps; the two times of a ratio come from the same round."""
         return _ratio(self.sides[side].seconds, self.sides[self.against].seconds)
 
     def running_ratio(self, side: str) -> float | None:
@@ -47,12 +47,12 @@ class Case:
 
     @property
     def has_losses(self) -> bool:
-        """Whether anything is computed that could be wrong."""
+        """Whether there are losses to compare."""
         return any(one.losses for one in self.sides.values())
 
     def difference(self, steps: int | None = None, without: str | None = None) -> float:
-        """The largest relative difference between the losses of any two, in any of the first
-        ``steps``; not of those whose names begin with ``without``."""
+        """The largest relative difference between the losses of any two sides, in any of the first
+        ``steps``; sides whose names begin with ``without`` are left out."""
         sides = [x for n, x in self.sides.items() if not (without and n.startswith(without))]
         losses = torch.tensor([one.losses[:steps] for one in sides], dtype=torch.float64)
         apart, largest = losses.amax(0) - losses.amin(0), losses.abs().amax(0)
@@ -67,15 +67,15 @@ class Comparison:
     where: str
     cases: list[Case]
     notes: list[str] = field(default_factory=list)
-    """What was skipped, and why; and whatever else a reader must know."""
+    """Skipped sides with the reason, and other notes for the reader."""
     tolerance: float = 1e-5
-    """Of losses, relative."""
+    """Allowed relative difference of losses."""
     compared: int | None = None
-    """The losses of how many steps must agree; all, if not said."""
+    """The number of first steps whose losses must agree; None for all."""
     rounding: str | None = None
-    """How the names of sides begin whose gradients are rounded otherwise. AdamW makes much of
-    gradients that are nearly zero, and differences grow from step to step, so of these sides it is
-    the first losses that must agree."""
+    """The name prefix of sides whose gradients round differently. AdamW amplifies gradients near
+    zero, and differences grow from step to step, so for these sides only the first losses must
+    agree."""
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(asdict(self), indent=1))
@@ -90,14 +90,14 @@ class Comparison:
         return Comparison(**data, cases=cases)
 
     def conclude(self, file: Path | None) -> None:
-        """Print the tables, write the figures, and end the program if sides disagree."""
+        """Print the tables, write the figures, and exit with an error if sides disagree."""
         print_cases(self)
         if file is not None:
             self.write(file)
         self.check()
 
     def check(self) -> None:
-        """End the program if sides disagree: a faster wrong answer is none."""
+        """Exit with an error if sides disagree: a faster wrong answer does not count."""
         apart = [(c.name, *found) for c in self.cases if c.has_losses for found in self.apart(c)]
         wrong = [
             f"{self.title}, {name}: losses differ by {difference:.1e}{what}, more than "
@@ -109,7 +109,7 @@ class Comparison:
             sys.exit("\n".join(wrong))
 
     def apart(self, case: Case) -> list[tuple[float, str, float]]:
-        """How far losses of a case are apart, which, and how far they may be."""
+        """The differences of a case's losses, a text for the steps compared, and the limits."""
         steps = f" in the first {self.compared} steps" if self.compared else ""
         found = [(case.difference(self.compared, self.rounding), steps, self.tolerance)]
         if self.rounding and any(side.startswith(self.rounding) for side in case.sides):
@@ -119,12 +119,12 @@ class Comparison:
 
 
 def theirs(sides: Iterable[str]) -> list[str]:
-    """Those of the peers."""
+    """The names of the peers' sides."""
     return [side for side in sides if not side.startswith("piper")]
 
 
 def best(sides: dict[str, Found], among: Iterable[str]) -> str:
-    """The fastest of some sides."""
+    """The fastest of the named sides."""
     return min(among, key=lambda name: sides[name].median)
 
 

@@ -1,14 +1,14 @@
-"""What shares of a GPU do: matrix products beside work that only moves memory.
+"""The effect of GPU shares (SM partitions): matrix products beside memory-bound work.
 
-Pairs of large products in bf16 on one stream; on another, additions over tensors that fit into no
-cache. Both are queued while the GPU waits, so that the host counts for nothing:
+Pairs of large products in bf16 run on one stream; on another, additions over tensors larger than
+any cache. Both are queued while the GPU waits, so that host time does not matter:
 
-    one after the other              alone, with the whole GPU: what all ratios are to
+    one after the other              alone, with the whole GPU: the base of all ratios
     together                         on two plain streams
     together, shares                 the additions on some SMs, the products on the rest
 
-The ways take turns, and medians are printed: until the products end, until the additions end, and
-until both do, each beside the same alone.
+The ways take turns. The table has medians: until the products end, until the additions end, and
+until both end, each beside the same work alone.
 
     python bench/shares.py [--sms 32] [--rounds 15] [--json FILE]
 """
@@ -31,12 +31,12 @@ from piper.ir.rules import Rest, StreamRule
 from piper.runtime.streams.sm_shares import Shares
 
 WAIT = 20_000_000
-"""Cycles for which the GPU waits until everything is queued: about 10 ms."""
+"""Cycles that the GPU waits until everything is queued: about 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is queued on each of the two streams."""
+    """The work on each of the two streams."""
 
     products: Callable[[], None]
     additions: Callable[[], None]
@@ -70,7 +70,7 @@ def work(size: int, pairs: int, gib: float, additions: int) -> Work:
 
 
 def measured(what: Work, products: torch.cuda.Stream, additions: torch.cuda.Stream) -> Times:
-    """Both at once on two streams; one after the other where they are the same stream."""
+    """Times of both on two streams; one after the other if both are the same stream."""
     torch.cuda.synchronize()
     begin, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     torch.cuda._sleep(WAIT)
@@ -113,7 +113,7 @@ def main(
     }
     what = work(size, pairs, gib, additions)
     found: dict[str, list[Times]] = {name: [] for name in ways}
-    for number in range(-2, rounds):  # two to warm up
+    for number in range(-2, rounds):  # two warm-up rounds
         for name in list(ways)[:: -1 if number % 2 else 1]:
             times = measured(what, *ways[name])
             if number >= 0:

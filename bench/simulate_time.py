@@ -1,8 +1,8 @@
-"""How long a simulation takes for thousands of devices: one core.
+"""How long a simulation of thousands of devices takes: one core.
 
-MoE layers in 16 stages, 64 replicas of 8 ways of experts each: 8,192 devices, 64 microbatches.
-Once on machines that are all alike, once with a few slow devices and a slow link, which divide the
-replicas into more kinds that must be simulated by themselves.
+MoE layers in 16 stages, 64 replicas with expert parallel size 8: 8,192 devices, 64 microbatches.
+Once on identical machines, and once with a few slow devices and a slow link. These split the
+replicas into more equivalence classes, each of which is simulated separately.
 
     python bench/simulate_time.py [--layers 64] [--json FILE]
 """

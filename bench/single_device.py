@@ -1,8 +1,8 @@
 """Chunk programs against plain PyTorch on one device: time and peak memory of loss and gradients.
 
-Four ways to compute the same gradients run in turn, round after round, in one process: eager,
-eager chunk programs, whole-model ``torch.compile``, Inductor chunk programs. Ratios are those of
-the medians; the spread is the middle half of the rounds.
+Four ways to compute the same gradients take turns in one process: eager, eager chunk programs,
+whole-model ``torch.compile``, Inductor chunk programs. Ratios compare the medians; the spread is
+the interquartile range of the rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A network that is slow, on one machine: a namespace whose loopback lets only so much through."""
+"""A slow network on one machine: a network namespace whose loopback has a bandwidth limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_inside() -> bool:
 
 
 def why_not() -> str | None:
-    """Why there can be no such namespace here, if so."""
+    """Why such a namespace cannot be created here, or None."""
     tools = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
     if tools:
         return f"skipped: {', '.join(tools)} not found (util-linux, iproute2)"
@@ -30,8 +30,8 @@ def why_not() -> str | None:
 
 
 def again_inside() -> int:
-    """Run this program again in a namespace of its own; its exit status, 0 if that is not allowed
-    here."""
+    """Run this program again in its own namespace; its exit status, or 0 if namespaces are not
+    available here."""
     reason = why_not()
     if reason is not None:
         print(reason)
@@ -41,7 +41,7 @@ def again_inside() -> int:
 
 
 def enter(mbits_per_second: float | None) -> None:
-    """Go on in such a namespace, at this speed each way; None: stay here."""
+    """Continue in such a namespace with this bandwidth each way; with None, stay here."""
     if mbits_per_second is None:
         return
     if not is_inside():
@@ -51,12 +51,12 @@ def enter(mbits_per_second: float | None) -> None:
 
 
 def bring_up() -> None:
-    """Inside, make the loopback work."""
+    """Inside the namespace: bring the loopback up."""
     _run("ip", "link", "set", "lo", "mtu", "9000", "up")
 
 
 def slow_down(bits_per_second: float) -> None:
-    """Inside, limit what passes, in both directions together."""
+    """Inside the namespace: limit the bandwidth of both directions together."""
     shape = ("rate", f"{bits_per_second:.0f}bit", "burst", "256kb", "latency", "200ms")
     _run("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *shape)
 
@@ -69,7 +69,7 @@ def _run(*command: str) -> None:
 
 
 def costs(mbits_per_second: float | None, workers: int) -> piper.Costs:
-    """What communication costs on so many workers of this machine, over such a link."""
+    """Communication costs for ``workers`` workers of this machine, over such a link."""
     found = piper.Cluster.of("CPU", workers).costs()
     if mbits_per_second is None:
         return found
@@ -77,6 +77,6 @@ def costs(mbits_per_second: float | None, workers: int) -> piper.Costs:
 
 
 def described(mbits_per_second: float | None, microbatches: int) -> str:
-    """The link and the size of a step, as titles have them."""
+    """The link and the number of microbatches, for titles."""
     link = "loopback" if mbits_per_second is None else f"{mbits_per_second:g} Mbit/s"
     return f"{link}, {microbatches} microbatch{'es' * (microbatches > 1)}"

@@ -2,10 +2,10 @@
 
 One dense transformer, the same weights, batches and AdamW, fp32. The matrices of every block, the
 embedding and the head are sharded over the workers, and the logits stay sharded; with and without
-sequence parallelism. Ours in two orders: microbatch after microbatch, and in pairs that overlap the
-collectives of one microbatch with the computation of another.
+sequence parallelism. Ours runs in two orders: one microbatch after another, and in pairs that
+overlap the collectives of one microbatch with the computation of another.
 
-With ``--slow`` the workers talk over a link of so many Mbit/s, in a network namespace.
+With ``--slow`` the workers are connected by a link of that many Mbit/s, in a network namespace.
 
     python bench/tensor_parallel.py [--slow 2000] [--json FILE]
 """

@@ -1,7 +1,7 @@
-"""Sides that train in turns, timed: what all comparisons have in common.
+"""Timed sides that train in turns: shared by all comparisons.
 
-All take turns in one run, so that a noisy machine hits all of them; the others wait meanwhile. A
-step's time is taken by the caller, from before it hands over the batch until the loss is there.
+All sides take turns in one run, so that a noisy machine affects all of them; the others wait
+meanwhile. The caller times a step, from before it passes the batch until it has the loss.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ class Side(Protocol):
     """Something that trains."""
 
     def step(self, x: Tensor, y: Tensor) -> float:
-        """Train on a batch; the loss."""
+        """Train on a batch and return the loss."""
         ...
 
     def settle(self) -> None:
-        """Warm from now on."""
+        """Called at the end of warm-up."""
         ...
 
     def running(self) -> float:
-        """Seconds that each of its processes has really run so far, on average."""
+        """CPU seconds so far, averaged over its processes."""
         ...
 
     def peak(self) -> int:
-        """The most bytes that one of its processes held."""
+        """The largest peak memory of its processes, in bytes."""
         ...
 
 
 @dataclass(slots=True)
 class Found:
-    """What one side did."""
+    """The measurements of one side."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     running: list[float] = field(default_factory=list)
-    """Seconds that its processes really ran, of each step: says more where others use the cores
-    too."""
+    """CPU seconds of each step, averaged over the processes: more reliable than ``seconds`` when
+    other programs use the cores."""
     memory: int = 0
-    """The most bytes that one of its processes held."""
+    """The largest peak memory of its processes, in bytes."""
     host: list[float] = field(default_factory=list)
-    """Seconds until the call that takes a step returned, of each step, where kernels run on."""
+    """Seconds of each step until its call returns, where kernels run asynchronously."""
     by_rank: list[int] = field(default_factory=list)
-    """The most bytes that each of its processes held, where that is known."""
+    """The peak memory of each process in bytes, where known."""
     predicted: list[int] = field(default_factory=list)
-    """The same, as the compiler predicted it."""
+    """The compiler's prediction of ``by_rank``."""
 
     def take(self, side: Side, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Let ``side`` train on ``batches``."""
+        """Train ``side`` on ``batches`` and record each step."""
         for x, y in batches:
             before, start = side.running(), time.perf_counter()
             self.losses.append(side.step(x, y))
@@ -85,8 +85,8 @@ def turns(
     warm: int,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Found]:
-    """All sides, each started by ``start`` and ended by the stack, ``turn`` steps each, round after
-    round, on the batches that ``batch`` gives by number."""
+    """Run all sides in rounds, ``turn`` steps each per round. ``start`` starts a side, the stack
+    ends it, and ``batch`` gives the batch of a number."""
     with contextlib.ExitStack() as stack:
         ready: dict[str, Side] = {}
         found = {name: Found() for name in sides}

@@ -1,4 +1,4 @@
-"""What is trained in the comparisons with real kernels, on what: the same for them and for us."""
+"""The workload of the comparisons with real kernels: the same for them and for us."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransforme
 
 
 def reference(layers: int, dim: int, seq: int, vocab: int) -> DenseConfig:
-    """The model of the comparisons, in some size."""
+    """The model of the comparisons, in the given size."""
     return DenseConfig(
         vocab=vocab, dim=dim, layers=layers, heads=dim // 64, mlp_dim=4 * dim, max_seq=seq
     )
@@ -22,7 +22,7 @@ def reference(layers: int, dim: int, seq: int, vocab: int) -> DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A transformer, dense or with experts, trained by some workers on random tokens."""
+    """A transformer, dense or with experts, trained by ``workers`` workers on random tokens."""
 
     config: DenseConfig
     workers: int
@@ -30,7 +30,7 @@ class Work:
     rows: int
     """Sequences of a microbatch for each worker."""
     fused: bool = True
-    """Whether AdamW is."""
+    """Whether AdamW is fused."""
     dtype: torch.dtype = torch.float32
 
     def model(self) -> Any:
@@ -53,12 +53,12 @@ class Work:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def modules(self, stages: int, numbers: Sequence[int]) -> list[nn.Module]:
-        """Some of the stages of a pipeline."""
+        """The pipeline stages with these numbers."""
         whole = self.model()
         return [Stage(whole, evenly(self.config.layers, stages), number) for number in numbers]
 
     def ends(self, stages: int, number: int) -> tuple[Tensor, Tensor]:
-        """What enters a stage with a microbatch, and what leaves it."""
+        """The input and the output of a stage for one microbatch."""
         shape = (self.workers * self.rows, self.config.max_seq)
         tokens = torch.zeros(shape, dtype=torch.int64)
         hidden = torch.zeros(*shape, self.config.dim, requires_grad=True)
@@ -67,13 +67,13 @@ class Work:
 
 
 def evenly(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has."""
+    """The number of layers of each stage."""
     least, more = divmod(layers, stages)
     return [least + (stage < more) for stage in range(stages)]
 
 
 class Stage(nn.Module):
-    """Some consecutive blocks of a whole model, with what stands before and after them."""
+    """Consecutive blocks of a model; the first stage has the embedding, the last norm and head."""
 
     def __init__(self, whole: DenseTransformer, counts: Sequence[int], number: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Sides whose training is done by worker processes: ours, and those of others, driven alike.
+"""Sides that train in worker processes: ours and those of peers, driven alike.
 
-Every worker has one thread and, once it is warm, a core of its own. Workers of others are started
-as ours are, as a program of their own; they get their rows over a connection, train on them, and
-answer with the loss.
+Every worker has one thread and, after warm-up, its own core. Workers of peers are started like
+ours, as separate programs. They receive their rows over a connection, train on them, and answer
+with the loss.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-"""For every worker, before it imports torch."""
+"""Set for every worker, before it imports torch."""
 
 Step = Callable[[list[Tensor], list[Tensor]], Tensor | float]
-"""Takes a step and gives the loss, or NaN where that is not known."""
+"""Takes a step and returns the loss, or NaN on a worker that does not know it."""
 
 
 class Way(Protocol):
-    """How others train; sent to their workers."""
+    """How a peer trains; sent to its workers."""
 
     def rows(self, x: Tensor, rank: int) -> list[Tensor]:
-        """What the worker of a rank gets of a batch."""
+        """The rows of a batch that the worker of a rank gets."""
         ...
 
     def begin(self) -> Step:
-        """In a worker, when all can talk: what takes a step."""
+        """In a worker, once the process group exists: the function that takes a step."""
         ...
 
 
 class Workers:
-    """What processes took."""
+    """Processes, their CPU time and their memory."""
 
     pids: list[int]
 
     def settle(self) -> None:
-        """Each worker on a core of its own, with all threads that it has; later ones inherit it."""
+        """Pin each worker, with all its threads, to its own core; new threads inherit it."""
         cores = sorted(os.sched_getaffinity(0))
         for rank, pid in enumerate(self.pids):
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -64,22 +64,22 @@ class Workers:
                     os.sched_setaffinity(int(thread.name), {cores[rank % len(cores)]})
 
     def running(self) -> float:
-        """Seconds that the threads of a worker have run so far, on average."""
+        """CPU seconds so far of all threads, averaged over the workers."""
         threads = (t for pid in self.pids for t in Path(f"/proc/{pid}/task").iterdir())
         seconds = sum(int((t / "schedstat").read_text().split()[0]) for t in threads) / 1e9
         return seconds / len(self.pids)
 
     def peak(self) -> int:
-        """The most bytes that a worker held."""
+        """The largest peak memory of a worker, in bytes."""
         statuses = (Path(f"/proc/{pid}/status").read_text() for pid in self.pids)
         return max(int(s.split("VmHWM:")[1].split()[0]) * 1024 for s in statuses)
 
 
 class Launched(Workers):
-    """A program of ours."""
+    """The workers of a Piper program."""
 
     def __init__(self, program: piper.Program, stack: contextlib.ExitStack) -> None:
-        """``stack`` ends its workers."""
+        """``stack`` ends the workers."""
         self._trainer = stack.enter_context(piper.launch(program, on="processes", threads=1))
         group = self._trainer._worker_group
         assert isinstance(group, ProcessWorkerGroup)
@@ -90,10 +90,10 @@ class Launched(Workers):
 
 
 class Peers(Workers):
-    """Workers that train in another way."""
+    """The workers of a peer."""
 
     def __init__(self, way: Way, count: int, stack: contextlib.ExitStack) -> None:
-        """``stack`` ends them."""
+        """``stack`` ends the workers."""
         self._way = way
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ends: list[Connection] = []
@@ -102,7 +102,7 @@ class Peers(Workers):
             here, there = Pipe()
             command = [sys.executable, __file__, str(there.fileno())]
             process = subprocess.Popen(command, pass_fds=[there.fileno()])
-            there.close()  # so that its end is noticed
+            there.close()  # so that the worker's exit closes the connection
             stack.callback(_end, process, here)
             here.send_bytes(pickle.dumps((sys.path, rank, count, self._store.port)))
             here.send_bytes(pickle.dumps(way))
@@ -120,7 +120,7 @@ class Peers(Workers):
 
 
 def _bytes(tensors: Iterable[Tensor]) -> list[Any]:
-    """As arrays: tensors would be sent as files in shared memory."""
+    """As NumPy arrays: pickled tensors would be sent as files in shared memory."""
     return [x.numpy() for x in tensors]
 
 
@@ -158,7 +158,7 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
 def starter(
     count: int,
 ) -> Callable[[piper.Program | Way, contextlib.ExitStack], Launched | Peers]:
-    """Starts a side of so many workers."""
+    """A function that starts a side of ``count`` workers."""
 
     def start(what: piper.Program | Way, stack: contextlib.ExitStack) -> Launched | Peers:
         return (

@@ -1,5 +1,5 @@
-"""Draw every picture of the documentation into docs/pictures, from the real thing: schedules from
-schedules, DAGs from DAGs, pages from the pages that Piper writes.
+"""Draw every picture of the documentation into docs/pictures, from real objects: schedules from
+schedules, DAGs from DAGs, screenshots from the pages that Piper writes.
 
     .venv/bin/python docs/make_pictures.py                 # all of them
     .venv/bin/python docs/make_pictures.py gpipe place     # only some
@@ -34,7 +34,7 @@ SCHEDULES = {
 
 
 def drawings() -> dict[str, Callable[[], str]]:
-    """Every SVG by its name."""
+    """All SVG drawings by name."""
     schedules = {
         name: lambda name=name, title=title: drawn(getattr(strategies, name)(4, 8), title)
         for name, title in SCHEDULES.items()
@@ -43,7 +43,7 @@ def drawings() -> dict[str, Callable[[], str]]:
 
 
 def made(wanted: list[str]) -> Iterator[Path]:
-    """Draw what is wanted, or everything."""
+    """Draw the wanted pictures, or all if none is named."""
     known = drawings()
     for name, draw in known.items():
         if not wanted or name in wanted:

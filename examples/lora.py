@@ -4,8 +4,8 @@
     python examples/lora.py --model path/to/llama --on processes --pp 2 --dp 1
     torchrun --nproc-per-node 4 examples/lora.py --on torchrun --pp 1 --dp 4 --zero 3
 
-The base model is frozen: it has no gradients and no optimizer state. Started again with the same
-folder of ``--checkpoints``, it resumes from the last one there. The text is the source of Python's
+The base model is frozen: it has no gradients and no optimizer state. A second start with the same
+``--checkpoints`` folder resumes from its last checkpoint. The text is the source of Python's
 standard library, byte by byte; put your own tokens into ``batch``.
 """
 
@@ -49,7 +49,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """One linear layer that computes the same."""
+        """One linear layer that computes the same function."""
         self.base.weight += self.scale * self.up @ self.down
         return self.base
 
@@ -64,7 +64,7 @@ def adapt(model: nn.Module, names: list[str], rank: int, alpha: float) -> None:
 
 
 def merge(model: nn.Module) -> None:
-    """The model without adapters, with what they learned in its weights."""
+    """Remove the adapters and add their products to the weights."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, LoRALinear):
@@ -80,7 +80,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def small_model(folder: Path) -> Path:
-    """A folder as one would download it, of a model that trains in seconds."""
+    """Write a model folder as downloaded from Hugging Face, of a model that trains in seconds."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -113,11 +113,11 @@ def main() -> None:
         "--out", type=Path, help="where to write the merged model; default: nowhere"
     )
     options = parser.parse_args()
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started
+    first = os.environ.get("RANK", "0") == "0"  # rank 0 under torchrun
     with tempfile.TemporaryDirectory() as folder:
         source = options.model or small_model(Path(folder))
         model = AutoModelForCausalLM.from_pretrained(source, use_cache=False).train()
-    torch.manual_seed(0)  # adapters are the same in every process of torchrun
+    torch.manual_seed(0)  # equal adapters in every process of torchrun
     adapt(model, ["q_proj", "v_proj"], options.rank, alpha=2.0 * options.rank)
     batches = ByteBatches(stdlib_bytes(2**20), batch=16, seq=32)
 

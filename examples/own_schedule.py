@@ -1,11 +1,11 @@
-"""A schedule that is in no paper, written as a user would, and trained beside one device.
+"""A new schedule, written as a user would, and trained beside one device.
 
     python examples/own_schedule.py
 
-1F1B computes the gradients of weights as soon as it can; zero-bubble schedules let them wait. Here
-they are computed in beats: those of a few microbatches together, one after another with the same
-weights at hand. Its bubble lies between those of ZB-H1 and of 1F1B, and it holds the activations of
-one beat more.
+1F1B computes weight gradients as soon as it can; zero-bubble schedules delay them. Here they run in
+beats: the weight gradients of a few microbatches together, one after another with the same weights
+in cache. The bubble is between those of ZB-H1 and 1F1B, and the schedule holds the activations of
+one more beat.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from piper.strategies import Schedule, mesh, one_f_one_b, straight, timed, zb_h1
 
 
 def beats(ranks: int, microbatches: int, beat: int = 2) -> Schedule:
-    """1F1B whose weight passes come ``beat`` microbatches at a time."""
+    """1F1B whose weight passes run for ``beat`` microbatches at a time."""
     schedule = straight("beats", ranks, microbatches)
     for rank, row in enumerate(schedule.rows):
         row.forward(rank, times=min(ranks - rank, microbatches))
@@ -37,7 +37,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def losses(strategy: piper.Strategy, steps: int = 3) -> list[float]:
-    """Train on virtual devices."""
+    """The losses of training on virtual devices."""
     torch.manual_seed(0)
     config = DenseConfig(vocab=64, dim=16, heads=2, mlp_dim=32, max_seq=8, layers=4)
     tokens = torch.randint(64, (16, 8))

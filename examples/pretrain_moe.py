@@ -4,9 +4,9 @@
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         examples/pretrain_moe.py --pp 2 --dp 8 --ep 8 --device cuda --checkpoints /shared
 
-Every process runs this file; pp x dp of them are needed. Stages are ordered by DualPipeV, which
-hides the all-to-alls of experts behind computation. With --checkpoints the state is saved there;
-started again, the run resumes from the last one with the same losses. SIGTERM saves and ends.
+Every process runs this file; pp x dp processes are needed. DualPipeV orders the stages and hides
+the experts' all-to-alls behind computation. With --checkpoints the state is saved there; a second
+start resumes from the last checkpoint with the same losses. SIGTERM saves and ends the run.
 examples/slurm.sbatch and examples/kubernetes.yaml start it on clusters.
 """
 
@@ -28,7 +28,7 @@ from piper.strategies import mesh
 
 
 class Lines:
-    """Prints a line every so many steps."""
+    """Prints a line every ``every`` steps."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -47,7 +47,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def warmup_then_cosine(steps: int) -> object:
-    """A function that makes the scheduler of a run of so many steps."""
+    """A factory of the learning-rate scheduler for a run of ``steps`` steps."""
     warmup = max(1, steps // 20)
 
     def rate(step: int) -> float:
@@ -87,7 +87,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
-    torch.manual_seed(0)  # the same first weights in every process
+    torch.manual_seed(0)  # equal initial weights in every process
     config = MoEConfig(
         vocab=256,
         dim=given.dim,

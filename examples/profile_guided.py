@@ -3,9 +3,10 @@
     python examples/profile_guided.py                 # two processes
     python examples/profile_guided.py --on virtual    # one; its times of communication are not real
 
-What a strategy leaves open is ordered by how long things take. Without a profile that is predicted
-from counts of operations, which know nothing of this machine. `trainer.switch` replaces the plan in
-the middle of the run: the state stays where it is, and the losses are those of a run without it.
+Piper orders what a strategy leaves open by how long each operation takes. Without a profile it
+predicts the times from operation counts, which know nothing of this machine. `trainer.switch`
+replaces the plan in the middle of the run: the state stays in place, and the losses are those of a
+run without the switch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def predicted(program: piper.Program, recorded: piper.Recorded) -> str:
-    """A step of a program, simulated with measured costs."""
+    """The step time of a program, simulated with measured costs."""
     found = program.simulate(piper.Cluster.of("CPU", 2), recorded)
     return f"{1e3 * found.seconds:.1f} ms, exposed communication {1e3 * found.exposed:.1f} ms"
 
@@ -48,7 +49,7 @@ def main() -> None:
     captured = piper.capture(
         MoETransformer(config), inputs=(x,), targets=(y,), loss=lm_loss, optimizer=adamw
     )
-    # The weight backward apart: nothing waits for it, so the order has gaps to fill with it.
+    # Separate weight backwards: nothing waits for them, so they can fill gaps in the order.
     strategy = mesh(dp=2, ep=2, schedule=dualpipev(1, 4).with_weights_apart())
     guessed = captured.compile(strategy)
     with piper.launch(guessed, on=on) as trainer:

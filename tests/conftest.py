@@ -1,5 +1,5 @@
-"""One thread for torch in every test process: several processes share the cores, and some CPU
-kernels (``index_put`` with ``accumulate``) give the same bits only on one thread.
+"""Torch runs on one thread in every test process: several processes share the cores, and some CPU
+kernels (``index_put`` with ``accumulate``) are deterministic only on one thread.
 
 ``pytest tests/strategies/test_properties.py --examples 10000 -s`` tries more random strategies.
 """
@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked ``cases(fast=n, slow=m)`` the first n cases that are not marked
-    slow are run always, m others are slow ones, and the rest, if there are more, thorough ones."""
+    """For a test marked ``cases(fast=n, slow=m)``: its first n cases not marked slow always run, m
+    others become slow, and the rest thorough."""
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("cases") is not None:

@@ -1,9 +1,9 @@
-"""Facts of small models, written down by hand: no capture, no tensor, no waiting.
+"""Facts of small models, written by hand: no capture, no tensors, no waiting.
 
-Every function returns the ``Model`` that capture gives for the model of the same name in
-``tests/strategies/test_directives.py``; a test there compares the two. Batches are [8, 4] tokens of
-16 kinds, activations [8, 4, 8], all fp32. ``changing``, ``reading``, ``tying`` and ``mixed``
-change a model further.
+Each function returns the ``Model`` that capture gives for the model of the same name in
+``tests/strategies/test_directives.py``; a test there compares them. Batches are [8, 4] tokens from
+a vocabulary of 16; activations are [8, 4, 8] in fp32. ``changing``, ``reading``, ``tying`` and
+``mixed`` modify a model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MATMUL = 2 * TOKENS * DIM * DIM
 
 @dataclass
 class _Writer:
-    """A model in the making: every method adds one chunk and returns the values it makes."""
+    """Builds a model: values and weights, then the chunks that use them."""
 
     chunks: list[ChunkFacts] = field(default_factory=list)
     values: list[ValueFacts] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Writer:
 
 
 def _pass(written: str, flops: int = 0, *, weights: bool = False, workspace: int = 0) -> PassFacts:
-    """``"input0 -> output0 saved0"`` as facts."""
+    """Pass facts from ``"input0 -> output0 saved0"``."""
     reads, writes = written.split("->")
     return PassFacts(_refs(reads), _refs(writes), flops, weights, workspace)
 
@@ -86,7 +86,7 @@ def _refs(written: str) -> tuple[Ref, ...]:
 
 
 def _same(passes: Mapping[Pass, PassFacts], bi_saved: int = 0) -> dict[RematPolicy, Variant]:
-    """A chunk that keeps nothing, whatever the policy."""
+    """A chunk that saves no activations under any policy."""
     return dict.fromkeys(RematPolicy, Variant(passes, 0, 0, bi_saved))
 
 
@@ -106,8 +106,8 @@ def _layer(
     read_later: bool = False,
     masked: bool = False,
 ) -> dict[RematPolicy, Variant]:
-    """``x + relu(w x)``: the relu is kept. Of an ``x`` that is ``read_later``, what both uses
-    give to the gradient is left apart."""
+    """``x + relu(w x)``: the relu is saved. If ``x`` is ``read_later``, its gradient has a separate
+    term for each of its two uses."""
     reads = "input0 input1" if extra_input or masked else "input0"
     makes = "output0 output1" if outputs == 2 else "output0"
     if not trained:
@@ -144,8 +144,8 @@ def _layer(
             bi_saved_bytes=ROWS,
         )
 
-    # MIN_CUT keeps what the relu takes; then a mask is multiplied before the weight's gradient is
-    # made, which takes its place
+    # MIN_CUT saves the relu's input. A mask is then multiplied before the weight's gradient is
+    # made, and the gradient takes the memory of the product
     at_once = 2 * ROWS - 4 * DIM * DIM if masked else 0
     return {
         RematPolicy.NONE: variant("saved0", 0, ROWS if extra_input or masked else 0),
@@ -155,7 +155,7 @@ def _layer(
 
 
 def _experts() -> dict[RematPolicy, Variant]:
-    """``relu(bmm(rows, w))``: the output is all that the backward needs."""
+    """``relu(bmm(rows, w))``: nothing is saved; the backward reads the input and the output."""
     return _same(
         {
             Pass.F: _pass("input0 -> output0", MATMUL, weights=True, workspace=ROWS),
@@ -173,7 +173,7 @@ def _experts() -> dict[RematPolicy, Variant]:
 
 
 def _combine() -> dict[RematPolicy, Variant]:
-    """``x + rows``: nothing to keep, no weight, no BW."""
+    """``x + rows``: nothing to save, no weight, no BW."""
     backward = _pass("output_grad0 -> input_grad0 input_grad1")
     return _same({Pass.F: _pass("input0 input1 -> output0"), Pass.B: backward, Pass.BI: backward})
 
@@ -190,15 +190,16 @@ def _head(trained_below: bool) -> dict[RematPolicy, Variant]:
 
 
 def _loss(counted: bool) -> dict[RematPolicy, Variant]:
-    """Cross entropy: the mean, or, ``counted``, the sum and the number of targets."""
+    """Cross entropy: the mean or, if ``counted``, the sum and the number of targets."""
     scores = 4 * TOKENS * VOCAB
-    # the losses of all targets, where their mean is taken; or which of the targets count
+    # workspace: the loss of each target before the mean or, counted, a mask of the targets that
+    # count
     makes, counting = ("output0 output1", TOKENS) if counted else ("output0", 4 * TOKENS)
     backward = _pass("saved0 input1 output_grad0 -> input_grad0", workspace=scores)
     again = _pass("input0 input1 output_grad0 -> input_grad0", workspace=2 * scores)
     forward = _pass(f"input0 input1 -> {makes} saved0", workspace=counting)
     keeping = Variant({Pass.F: forward, Pass.B: backward, Pass.BI: backward}, scores + 4, 0, 0)
-    # beside the scores are made the losses, or their sum; the count comes later
+    # beside the scores: the losses, or their sum; the count is made later
     lean = _pass(f"input0 input1 -> {makes}", workspace=scores + (-4 if counted else counting))
     passes = {Pass.F: lean, Pass.B: again, Pass.BI: again}
     return {
@@ -209,7 +210,7 @@ def _loss(counted: bool) -> dict[RematPolicy, Variant]:
 
 
 def _start(trained: bool, *, masked: bool = False) -> tuple[_Writer, int, int]:
-    """A model with its batch and its embedding: the targets, and the embedded tokens."""
+    """A model with its batch and embedding; the values of the targets and the embedded tokens."""
     writer = _Writer()
     tokens = writer.value("inputs[0]", BATCH, SEQ, width=8)
     if masked:
@@ -255,15 +256,15 @@ def _dense(
 
 
 def chain(layers: int, *, trained: bool = True, counted: bool = False) -> Model:
-    """embed, layers, head, loss. Not ``trained``: all but the head is frozen."""
+    """embed, layers, head, loss. ``trained=False`` freezes all but the head."""
     writer, targets, x = _start(trained)
     x = _dense(writer, x, layers, trained=trained)
     return _end(writer, x, targets, below=trained, counted=counted)
 
 
 def skip(layers: int, *, counted: bool = False) -> Model:
-    """A chain whose last layer adds the embedding again: two chunks give to its gradient, the first
-    of them for two uses."""
+    """A chain whose last layer adds the embedding again: two chunks contribute to its gradient, the
+    first of them with two terms."""
     assert layers > 1
     writer, targets, x = _start(trained=True)
     x = _dense(writer, x, layers, skip=x)
@@ -278,7 +279,7 @@ def tied(layers: int, *, counted: bool = False) -> Model:
 
 
 def masked(layers: int, *, counted: bool = False) -> Model:
-    """A chain every layer of which reads a tensor of the batch, value 1."""
+    """A chain in which every layer reads a mask from the batch (value 1)."""
     writer, targets, x = _start(trained=True, masked=True)
     for i in range(layers):
         weight = writer.weight(f"layers.{i}.weight", DIM, DIM)
@@ -289,8 +290,8 @@ def masked(layers: int, *, counted: bool = False) -> Model:
 
 
 def moe(layers: int, experts: int, *, counted: bool = False) -> Model:
-    """Each layer is three chunks: dense and dispatch; experts (``EP``); and the combination, which
-    adds the experts' rows to what went around them."""
+    """Each layer is three chunks: dense and dispatch; experts (``EP``); and combine, which adds the
+    experts' rows to the residual."""
     writer, targets, x = _start(trained=True)
     for i in range(layers):
         weight = writer.weight(f"dense.{i}.weight", DIM, DIM)
@@ -306,7 +307,7 @@ def moe(layers: int, experts: int, *, counted: bool = False) -> Model:
 
 
 def dropless(layers: int, experts: int, *, counted: bool = False) -> Model:
-    """As ``moe``, with rows that are sorted by expert, and counts of them."""
+    """As ``moe``, with rows sorted by expert and the number of rows of each expert."""
     model = moe(layers, experts, counted=counted)
     values = [
         replace(v, shape=(TOKENS, DIM)) if v.name.startswith(("rows", "done")) else v
@@ -328,7 +329,7 @@ def dropless(layers: int, experts: int, *, counted: bool = False) -> Model:
 
 
 def _forward(chunk: ChunkFacts, **more: Ref) -> ChunkFacts:
-    """``chunk`` whose forward reads or makes something more."""
+    """``chunk`` with additional reads or writes in its forward."""
     variants = {}
     for policy, variant in chunk.variants.items():
         before = variant.passes[Pass.F]
@@ -356,7 +357,7 @@ def _with_buffer(model: Model, name: str, how: str, where: Mapping[str, int]) ->
 
 
 def tying(model: Model, kept: str, *others: str) -> Model:
-    """``model`` whose users of ``others`` use ``kept`` in their place."""
+    """``model`` with ``kept`` in place of the parameters ``others``."""
     chunks = [
         replace(c, parameters=tuple(kept if p in others else p for p in c.parameters))
         for c in model.chunks
@@ -366,7 +367,7 @@ def tying(model: Model, kept: str, *others: str) -> Model:
 
 
 def mixed(model: Model, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]) -> Model:
-    """``model`` with parameters of other dtypes: what computes, and what is updated."""
+    """``model`` with other parameter dtypes: (to compute with, of gradient and update)."""
     parameters = dict(model.parameters)
     for name, (dtype, gradient) in dtypes.items():
         nbytes = math.prod(parameters[name].shape) * dtype.itemsize
@@ -375,15 +376,15 @@ def mixed(model: Model, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]) -
 
 
 def at(model: Model, group: int, whole: int = 1) -> Model:
-    """``model`` as one of ``group`` devices sees it: with ``whole / group`` times the rows."""
+    """``model`` as one device of a group of ``group`` sees it: ``whole / group`` times the rows."""
 
     def part(n: int) -> int:
         return n * whole // group
 
     values = []
     for value in model.values:
-        rows = 0 if value.shape[:1] in ((BATCH,), (TOKENS,)) else 1  # or expert-major
-        if len(value.shape) > rows and value.shape[1:] != (1,):  # or counts
+        rows = 0 if value.shape[:1] in ((BATCH,), (TOKENS,)) else 1  # else expert-major
+        if len(value.shape) > rows and value.shape[1:] != (1,):  # not counts
             shape = list(value.shape)
             shape[rows] = part(shape[rows])
             value = replace(value, shape=tuple(shape), nbytes=part(value.nbytes))

@@ -1,7 +1,7 @@
-"""Small models of the ``transformers`` library: one table of configurations, for all tests.
+"""Small models of the ``transformers`` library: one table of configurations for all tests.
 
-A family is made as the library ships it, but for its sizes; ``dropout=False`` sets every dropout of
-its configuration to 0. Batches are dicts with labels, from which the model computes its own loss.
+A family is the library's own model at small sizes; ``dropout=False`` sets every dropout of its
+configuration to 0. Batches are dicts with labels, from which the model computes its own loss.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ Batch = dict[str, Tensor]
 
 
 def tokens(*, seed: int = 0) -> Batch:
-    """What a language model is given."""
+    """A batch for a language model."""
     draw = torch.Generator().manual_seed(seed)
     ids, labels = torch.randint(3, VOCAB, (2, BATCH, SEQ), generator=draw)
     return {"input_ids": ids, "labels": labels}
 
 
 def image(*, seed: int = 0) -> Batch:
-    """What a classifier of images is given."""
+    """A batch for an image classifier."""
     draw = torch.Generator().manual_seed(seed)
     pixels = torch.randn(BATCH, 3, 8, 8, generator=draw, dtype=torch.float64)
     return {"pixel_values": pixels, "labels": torch.randint(3, (BATCH,), generator=draw)}
 
 
 def audio(*, seed: int = 0) -> Batch:
-    """What a transcriber of speech is given."""
+    """A batch for a speech transcriber."""
     draw = torch.Generator().manual_seed(seed)
     sound = torch.randn(BATCH, 4, 16, generator=draw, dtype=torch.float64)
     return {"input_features": sound, "labels": tokens(seed=seed)["labels"]}
@@ -94,7 +94,7 @@ GPT2 = {"transformer.wte": "embed", "transformer.h.*": "layer", "lm_head": "head
 
 @dataclass(frozen=True)
 class Family:
-    """A model of the library: its class, its configuration and what it is given."""
+    """A model of the library: its class, configuration and batches."""
 
     model: str
     config: str
@@ -104,7 +104,7 @@ class Family:
 
     def make(self, *, dropout: bool = True, **changes: Any) -> nn.Module:
         """A model of this family with random weights, in training mode."""
-        import transformers  # tests without it import this file, too
+        import transformers  # this file must import without it
 
         config = getattr(transformers, self.config)(**{**self.sizes, **changes})
         if not dropout:

@@ -1,13 +1,13 @@
-"""A page of the documentation as a program: what its reader would run, in the order of the page.
+"""Runs a page of the documentation as its reader would, from top to bottom.
 
-    ```python                    run, all of a page in one namespace
-    ```text                      after it: what it prints
-    ```pycon                     the same as a session: ">>> ..." and what it prints, or refuses
+    ```python                    runs; all blocks of a page share one namespace
+    ```text                      the output of the block before it
+    ```pycon                     the same as a session: ">>> ..." and its output or error
     ```python title="train.py"   written to that file
-    ```console                   "$ ..." is run in a shell; the lines after it are what it prints
+    ```console                   "$ ..." runs in a shell; the lines after it are its output
 
-Everything happens in a folder of the page's own. In what is printed, … stands for anything in a
-line, and a line of … alone for any lines.
+Each page runs in its own folder. In outputs, … matches anything in a line, and a line of … alone
+matches any lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS = {"COLUMNS": "100"}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block, and the line on which its content begins."""
+    """A fenced block and the line on which its content begins."""
 
     kind: str
     title: str | None
@@ -58,7 +58,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def run_page(page: Path, folder: Path) -> None:
-    """Run a page in a folder, and compare what is printed with what the page says."""
+    """Run a page in a folder and compare the outputs with the page."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     shell = Shell(folder)
     found = blocks(page.read_text())
@@ -68,7 +68,7 @@ def run_page(page: Path, folder: Path) -> None:
                 (folder / block.title).write_text(block.body)
             elif block.kind == "python":
                 printed = io.StringIO()
-                # Blank lines above, so that line numbers in errors are those of the page.
+                # Blank lines above keep the page's line numbers in errors.
                 code = compile("\n" * block.line + block.body, page.name, "exec")
                 with contextlib.redirect_stdout(printed):
                     exec(code, namespace)
@@ -83,7 +83,7 @@ def run_page(page: Path, folder: Path) -> None:
 
 
 def said(source: str, namespace: dict[str, object]) -> str:
-    """What Python says to a line of a session; of an error of Piper's, its kind and its message."""
+    """The output of one line of a session; for a ``PiperError``, its kind and message."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:
@@ -94,7 +94,7 @@ def said(source: str, namespace: dict[str, object]) -> str:
 
 
 def session(body: str) -> Iterator[tuple[str, str]]:
-    """The commands of a console block, each with what it prints."""
+    """The commands of a console block, each with its output."""
     first, *rest = re.split(r"^\$ ", body, flags=re.M)
     assert not first, "a console block begins with a command"
     for part in rest:
@@ -104,7 +104,7 @@ def session(body: str) -> Iterator[tuple[str, str]]:
 
 @dataclass(slots=True)
 class Shell:
-    """A shell in a folder. Commands of Piper run in this process, which is faster."""
+    """A shell in a folder. Piper's own commands run in this process, which is faster."""
 
     folder: Path
     code: int = 0
@@ -112,7 +112,7 @@ class Shell:
     runner: CliRunner = field(default_factory=lambda: CliRunner(env=COLUMNS))
 
     def run(self, line: str) -> str:
-        """What a command prints, on either stream."""
+        """The output of a command: stdout and stderr."""
         if line == "echo $?":
             return f"{self.code}\n"
         if line.startswith("piper ") and not re.search(r"[|<>;&]", line):
@@ -141,7 +141,7 @@ class Shell:
 
 
 def same(printed: str, expected: str) -> None:
-    """Whether what is printed is what the page says."""
+    """Assert that the output matches the page."""
     found, said = lines(printed), lines(expected)
     if "…" not in expected:
         assert found == said

@@ -1,10 +1,10 @@
-"""An independent judge of plans: it runs them, as data, and says what would go wrong.
+"""An independent checker of plans: it executes them symbolically and reports what would go wrong.
 
-Enter a lowered DAG and its plans; nothing leaves but a ``PlanError`` that names the place. Shares
-no code with ``piper.lower``: it reads plans, the model's facts, and of the lowered DAG what a
-worker must know too (what each node is, its participants, buckets and rules). It assumes no more
-than a worker promises: a stream runs in order, an instruction starts when its ``waits`` are done, a
-communication ends when all its participants have reached it.
+Takes a lowered DAG and its plans; raises a ``PlanError`` that names the faulty instruction. Shares
+no code with ``piper.lower``: it reads the plans, the model's facts, and those parts of the lowered
+DAG that a worker needs too (what each node is, its participants, buckets and rules). It assumes
+only what a worker guarantees: a stream runs in order, an instruction starts when its ``waits`` are
+done, a communication ends when all its participants have reached it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket
 
 Clock = dict[str, int]
-"""For each stream, the last pc that is surely done, and with it all before on that stream."""
+"""For each stream, the last pc known to be done; all earlier ones of that stream are done too."""
 At = tuple[int, int]
-"""A class and a program counter."""
+"""A rank equivalence class and a program counter."""
 
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 BESIDE = (*COMMUNICATING, Verb.COPY)
@@ -56,9 +56,11 @@ def check(
     optimizer_bytes: float = 2.0,
     whole: bool = False,
 ) -> None:
-    """Raise a ``PlanError`` unless the plans together do one step of ``dag``, and right.
+    """Raise a ``PlanError`` unless the plans together do one step of ``dag`` correctly.
 
-    ``clip``, ``models``, ``optimizer_bytes`` and ``whole`` are what lowering was told."""
+    ``clip``, ``models``, ``optimizer_bytes`` and ``whole`` are the arguments that lowering was
+    given.
+    """
     checker = _Checker(dag, plans, clip, models or {}, whole)
     checker.check_shape()
     checker.check_passes()
@@ -80,7 +82,7 @@ def check(
 
 
 def implied_waits(plan: Plan) -> set[tuple[int, int]]:
-    """The waits (pc, waited for) of a good plan that follow from the rest of it."""
+    """The waits (pc, waited for) of a valid plan that its other waits and stream orders imply."""
     clocks = _Clocks(plan)
     found = set()
     for pc, x in enumerate(plan.instructions):
@@ -93,7 +95,7 @@ def implied_waits(plan: Plan) -> set[tuple[int, int]]:
 
 
 class _Clocks:
-    """What is surely done before each instruction of one plan starts."""
+    """The instructions known to be done before each instruction of one plan starts."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -123,14 +125,14 @@ class _Clocks:
         self.ends[pc] = {**self.starts[pc], x.stream: pc}
 
     def sure(self, before: int, pc: int) -> bool:
-        """Whether ``before`` is surely done when ``pc`` starts."""
+        """Whether ``before`` is always done when ``pc`` starts."""
         x = self.plan.instructions[before]
         return self.starts[pc].get(x.stream, -1) >= before
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A tensor of the batch, as the model numbers it, and who shares its rows."""
+    """A tensor of the batch: its value number, microbatch, and the group that shares its rows."""
 
     value: int
     microbatch: int
@@ -139,29 +141,29 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Seed:
-    """The gradient of the loss of a microbatch that is divided over that many devices."""
+    """The loss gradient of a microbatch that is split over ``group`` devices."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Where gradients of a bucket are added up, or those of one chunk alone."""
+    """A buffer that accumulates gradients, of a bucket or, if ``bucket`` is None, of one chunk."""
 
     bucket: int | None
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A value of the model: on which group, and how it lies there."""
+    """A value of the model: its group, and its form there."""
 
     value: int
     group: Group
     form: str = "plain"
     replicas: int = 1
-    """How many neighbours in the group have the same rows."""
+    """How many adjacent devices of the group have the same rows."""
     added: tuple[int, ...] = ()
-    """Of a gradient, what has been added to it, in order."""
+    """The terms that were added to a gradient, in order."""
 
     @property
     def parts(self) -> int:
@@ -170,14 +172,14 @@ class _Tensor:
 
 @dataclass
 class _Gradients:
-    """A sum of gradients. For each device: whose gradient of what, how many times."""
+    """A sum of gradients. For each device: how often it contains each (gradient, source device)."""
 
     parts: dict[int, Counter[tuple[int, int]]]
     nbytes: int
     names: tuple[str, ...] = ()
-    """The parameters they are of, in a device's own."""
+    """The parameters they belong to, while they are local to a device."""
     bucket: int | None = None
-    """The bucket they are reduced for; None as long as they are one device's own."""
+    """The bucket they are reduced for; None while they are local to a device."""
     scattered: bool = False
 
     def plus(self, other: _Gradients) -> _Gradients:
@@ -200,32 +202,32 @@ class _OfBucket:
 
 @dataclass(frozen=True)
 class _OfAll:
-    """A sum over all devices: LOSS, NORM or LOAD. What it must be made of is checked when it is."""
+    """A sum over all devices: LOSS, NORM, LOAD or OUTPUT. Its terms are checked when it is made."""
 
     role: ExtraRole
     of: int = 0
-    """The chunk whose experts' LOAD it is."""
+    """The chunk whose experts' LOAD it is, or the value of the OUTPUT."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that are sorted by expert."""
+    """Rows sorted by expert."""
 
     counts: int
-    """The value that says how many each expert has."""
+    """The value that holds the number of rows of each expert."""
     own: int
-    """How many a device has."""
+    """How many rows a device has."""
     room: int
-    """How many it can get."""
+    """How many rows a device has room for."""
     sorted_in: int
-    """In how many parts they were sorted."""
+    """The number of parts in which they were sorted."""
     runs: int
-    """Of how many sorted ranges a device's own are, at most."""
+    """The most sorted ranges that one device's rows consist of."""
 
 
 @dataclass
 class _Holding:
-    """Who holds a parameter, and whose gradients belong to it; by part (0 if not divided)."""
+    """The devices that hold a parameter, and its gradients, by part (0 if not sharded)."""
 
     devices: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     gradients: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
@@ -258,7 +260,7 @@ class _Checker:
         self.bucket_of = {p: i for i, b in enumerate(dag.buckets) for p in b.parameters}
         self.lies_in = self._gradient_roles()
         self.first_replica: dict[tuple[int, int], int] = {}
-        """For a gradient and who makes it, the first of those who make the same."""
+        """For a gradient and a device that makes it, the first replica that makes the same."""
         self.holding = self._holding()
 
     def say(self, at: At) -> str:
@@ -268,10 +270,10 @@ class _Checker:
     def get(self, at: At) -> Instruction:
         return self.plans[at[0]].instructions[at[1]]
 
-    # who does what
+    # participants
 
     def check_shape(self) -> None:
-        """Every node is in the plans of its devices, once, and nothing else is."""
+        """Each node is once in the plans of its devices, and the plans have nothing else."""
         wanted: Counter[tuple[int, int, Verb]] = Counter()
         for number, node in enumerate(self.dag.nodes):
             for verb, devices in _parts(node.op, node.devices):
@@ -309,7 +311,7 @@ class _Checker:
         return list(touched)
 
     def check_passes(self) -> None:
-        """Every chunk has its passes for every microbatch, once: all, or no backward at all."""
+        """Every chunk has its passes once per microbatch: all of them, or only the forward."""
         found: defaultdict[tuple[int, int], list[Pass]] = defaultdict(list)
         for node in self.dag.nodes:
             if isinstance(node.op, Compute):
@@ -331,7 +333,7 @@ class _Checker:
         return self.dag.microbatches[1] if self.dag.microbatches else 1
 
     def check_buckets(self) -> None:
-        """Every parameter is in one bucket, with others of its dtype, frozen or trained as it."""
+        """Every parameter is in one bucket, with others of its dtype, frozen or trained alike."""
         held = Counter(p for bucket in self.dag.buckets for p in bucket.parameters)
         if held != dict.fromkeys(self.holding, 1):
             raise PlanError(f"parameters are not in one bucket each: {dict(held)}")
@@ -345,7 +347,7 @@ class _Checker:
             self._check_places(i, bucket)
 
     def _check_places(self, i: int, bucket: Bucket) -> None:
-        """Parameters lie in the flat buffer side by side, one after another or each in one part."""
+        """Parameters do not overlap in the flat buffer: in sequence, or each within one part."""
         sizes = []
         for p in bucket.parameters:
             parts = len(self.holding[p].devices)
@@ -360,8 +362,8 @@ class _Checker:
             raise PlanError(f"the parameters of bucket {i} do not lie well: {bucket}")
 
     def _check_blocks(self, i: int, p: str) -> None:
-        """The replicas of a parameter are those of its bucket, and a copy is sharded as its rule
-        says: where it must be gathered, among devices that compute together."""
+        """The replicas of a parameter are those of its bucket. A copy is sharded as its rule says;
+        where it must be gathered (ZeRO-3), over devices that compute together."""
         bucket, held = self.dag.buckets[i], self.holding[p]
         groups = [sorted(group) for group in bucket.groups]
         if groups != [sorted(held.devices[part]) for part in sorted(held.devices)]:
@@ -386,8 +388,8 @@ class _Checker:
                     raise PlanError(f"bucket {i}: {block} is only partly in {apart}")
 
     def check_meetings(self) -> None:
-        """All members of a communicator (a stream and a group) enter its communications in one
-        order; so do any two plans, whatever the communicators."""
+        """All members of a communicator (a stream and a group) enter its communications in the same
+        order; so do any two plans, across all communicators."""
         for ours in range(len(self.plans)):
             for theirs in range(ours):
                 self._same_order(ours, theirs)
@@ -407,10 +409,10 @@ class _Checker:
                     f"{self.plans[theirs].devices} enter node {other}"
                 )
 
-    # when
+    # order of execution
 
     def run(self) -> list[list[At]]:
-        """What is done together, in one order in which everything can be done."""
+        """One feasible order of execution; the participants of a communication are one entry."""
         queues: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
         for c, plan in enumerate(self.plans):
             for pc, x in enumerate(plan.instructions):
@@ -470,7 +472,7 @@ class _Checker:
         return f"  {self.say(at)} waits for {', '.join(others)}"
 
     def check_order(self) -> None:
-        """What the strategy orders is ordered on every device that does both."""
+        """The strategy's order holds on every device that runs both nodes."""
         for c, plan in enumerate(self.plans):
             at = {x.node: i for i, x in enumerate(plan.instructions)}
             for number, pc in at.items():
@@ -483,7 +485,7 @@ class _Checker:
     # slots
 
     def check_slots(self, order: list[list[At]]) -> None:
-        """No access to a slot races with a write of it, or of the memory it lies in."""
+        """No access to a slot races with a write to it, or to the memory that contains it."""
         for c, plan in enumerate(self.plans):
             writer: dict[int, int | None] = dict.fromkeys(plan.first_slots)
             readers: defaultdict[int, list[int]] = defaultdict(list)
@@ -511,7 +513,7 @@ class _Checker:
                     writer[slot] = pc
 
     def check_frees(self, c: int) -> None:
-        """Every slot is freed once, by the last instruction that uses it, or is the caller's."""
+        """Every slot is freed once, by the last instruction that uses it, or is returned."""
         last: dict[int, int] = dict.fromkeys(self.plans[c].first_slots, -1)
         freed: dict[int, int] = {}
         for pc, x in enumerate(self.plans[c].instructions):
@@ -538,22 +540,21 @@ class _Checker:
     # contents
 
     def check_contents(self, order: list[list[At]]) -> None:
-        """Every instruction reads what it is meant to; gradients, losses and norms arrive whole
-        and once."""
+        """Every instruction reads the right contents; gradients, losses and norms arrive once,
+        complete."""
         self.slots: list[dict[int, Any]] = [{} for _ in self.plans]
         self.grown = [{s for x in plan.instructions for s in x.adds} for plan in self.plans]
         self.updates: Counter[tuple[str, int]] = Counter()
         self.update_at: dict[tuple[int, int], int] = {}
         self.fresh: set[tuple[int, int]] = set()
-        """Classes and buckets that have gathered what was updated in the step before."""
+        """(class, bucket) pairs that have gathered the updates of the previous step."""
         self.uses: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """For each class and bucket, the instructions that read its parameters."""
         self.sums: Counter[ExtraRole] = Counter()
         self.normed: list[dict[int, Any]] = [{} for _ in self.plans]
-        """For each class, the slots of which the norm is taken before the updates, with what
-        they held."""
+        """For each class, the slots whose norm is taken before the updates, with their contents."""
         self.applied: list[set[int]] = [set() for _ in self.plans]
-        """For each class, the slots of the gradients that its updates read, if these clip."""
+        """For each class, the gradient slots that its updates read, if gradients are clipped."""
         for c, plan in enumerate(self.plans):
             for slot, value, microbatch, group in plan.given:
                 self.slots[c][slot] = _Batch(value, microbatch, group)
@@ -645,8 +646,8 @@ class _Checker:
             self._write(at, slot, new)
 
     def _in_order(self, reads: Iterable[int]) -> list[list[int]]:
-        """What a pass reads, each with what is added to it: of a gradient, what the chunks give
-        that read its value, from the last chunk to the first, as one device adds them."""
+        """The reads of a pass, each with the terms added to it. A gradient has a term from each
+        chunk that reads its value, added from the last chunk to the first, as on one device."""
         rows: dict[object, list[int]] = {}
         for number in reads:
             value, microbatch = self.dag.table.value(number)
@@ -660,8 +661,8 @@ class _Checker:
         return [sorted(row, key=turn) for row in rows.values()]
 
     def _add(self, at: At) -> None:
-        """Adds what one chunk gives to a gradient; whether all of it is there, and in the right
-        order, is judged where the gradient is read."""
+        """Add the terms of one chunk to a gradient. Completeness and order are checked where the
+        gradient is read."""
         c, x = at[0], self.get(at)
         node = self.dag.nodes[x.node]
         contents = [self.slots[c][slot] for slot in x.reads]
@@ -677,9 +678,9 @@ class _Checker:
         self._write(at, self._one(at, x.writes), replace(first, added=added))
 
     def _carried(self, at: At, slots: Sequence[int]) -> _Gradients | None:
-        """The gradients of its tied parameters that a pass takes and adds its own to: those that
-        the later chunks which use them have made of the same microbatch, if they are on its
-        devices. Nobody else may read them, for they are added to in place."""
+        """The gradients of tied parameters that a pass takes and adds its own to, in place: those
+        that later chunks on the same devices have made for the same microbatch. No other
+        instruction may read them."""
         c, x = at[0], self.get(at)
         later = self._tied_later(self.dag.nodes[x.node])
         taken = [slot for slot in slots if isinstance(self.slots[c][slot], _Gradients)]
@@ -721,8 +722,8 @@ class _Checker:
         return [value for value in writes if self._role(value) is role]
 
     def _gradient_roles(self) -> dict[tuple[int, str], Role]:
-        """For each chunk and parameter of which it makes a gradient, in which of the chunk's values
-        this is: with those of its other parameters, or with those that other chunks use too."""
+        """For each chunk and parameter it makes a gradient of, the role of the value that contains
+        it: the chunk's own parameters, or those shared with other chunks."""
         chunks = self.dag.model.chunks
         users = Counter(p for chunk in chunks for p in {*chunk.parameters} - {*chunk.detached})
         found = {}
@@ -737,7 +738,7 @@ class _Checker:
         return found
 
     def _allocate(self, at: At, slot: int) -> None:
-        """Memory in which gradients are added up: of a bucket, or of this pass alone."""
+        """Check a buffer that accumulates gradients: of a bucket, or of this pass alone."""
         c, x = at[0], self.get(at)
         kind = self.plans[c].slots[slot]
         self.slots[c][slot] = _Buffer(kind.bucket)
@@ -771,7 +772,7 @@ class _Checker:
         self.slots[c][slot] = new
 
     def _slot(self, at: At, slot: int, content: Any) -> Slot:
-        """What a plan must say of a slot in which ``at`` puts ``content``."""
+        """The slot description that a plan must have where ``at`` writes ``content``."""
         c, x = at[0], self.get(at)
         nbytes = self._nbytes(c, content)
         found = self.plans[c].slots[slot]
@@ -795,7 +796,7 @@ class _Checker:
                 dtypes = tuple(model.parameters[p].gradient for p in names)
                 return Slot(MemoryKind.GRADIENTS, nbytes, own, None, names, dtypes, found.lies_in)
             case _Gradients(bucket=bucket):
-                if slot in x.reads:  # in place: it was judged when it was made
+                if slot in x.reads:  # in place: checked when it was made
                     self._must(found.nbytes == nbytes, at, f"has {found} for {content}")
                     return found
                 return Slot(MemoryKind.GRADIENTS, nbytes, nbytes, bucket)
@@ -812,7 +813,7 @@ class _Checker:
         return slots[0]
 
     def _is(self, at: At, role: ExtraRole, of: int) -> None:
-        """An instruction says what it communicates."""
+        """The instruction declares the right role and value."""
         x = self.get(at)
         self._must((x.role, x.of) == (role, of), at, f"is {role} of {of}, says {x.role} of {x.of}")
 
@@ -892,7 +893,7 @@ class _Checker:
         self._write(at, target, made)
 
     def _rows(self, value: int, parts: int) -> _Rows | None:
-        """Of a value that experts take or make of rows sorted by expert: its rows."""
+        """The rows of a value that experts read or write sorted by expert; otherwise None."""
         found, microbatch = self.dag.table.value(value)
         if found.role not in (Role.ACTIVATION, Role.GRADIENT):
             return None
@@ -918,7 +919,7 @@ class _Checker:
         return None
 
     def _sorted_runs(self, value: int, parts: int) -> int:
-        """Of how many sorted ranges the rows are that a value has, or the counts of."""
+        """The number of sorted ranges in the rows of a value, or in the rows that it counts."""
         if (rows := self._rows(value, parts)) is not None:
             return rows.runs
         found, _ = self.dag.table.value(value)
@@ -930,7 +931,7 @@ class _Checker:
         return 1
 
     def _counted(self, value: int, source: int, target: int) -> _Rows | None:
-        """Of counts that go to a group of another size, what they are of where they come from."""
+        """For counts sent to a group of another size, the rows they count on the sending group."""
         found, _ = self.dag.table.value(value)
         for chunk in self._model(source).chunks if source != target else ():
             rows = chunk.sorted_rows
@@ -939,7 +940,7 @@ class _Checker:
         return None
 
     def _load(self, together: list[At], op: Collective) -> None:
-        """The counts of all microbatches and devices of one chunk, each once."""
+        """The counts of one chunk from all microbatches and devices, each once."""
         chunk = self.get(together[0]).of
         known = chunk in range(len(self.dag.model.chunks))
         self._must(known, together[0], f"counts the load of chunk {chunk}, which is not there")
@@ -988,18 +989,18 @@ class _Checker:
         self._write(at, target, _OfBucket(ExtraRole.GATHERED, bucket))
 
     def _renewed(self, bucket: int) -> bool:
-        """Whether parts of a bucket that others have updated are missing when a step begins."""
+        """Whether a step begins without the parts of a bucket that other devices updated."""
         found = self.dag.buckets[bucket]
         return found.rule.zero in (1, 2) and found.within > 1 and found.trained
 
     def _bucket(self, at: At) -> int:
-        """The bucket of which a node makes something."""
+        """The bucket that a node's result belongs to."""
         value = self.dag.nodes[self.get(at).node].writes[0]
         self._must(value >= self.dag.first_extra, at, "makes a value of the model")
         return self.dag.extra[value - self.dag.first_extra].of
 
     def _blocks(self, bucket: int) -> list[Group]:
-        """The devices that have a copy of a bucket together, a part each, in their order."""
+        """The shard groups of a bucket: devices that hold one copy, a part each, in order."""
         found = self.dag.buckets[bucket]
         return [
             group[first : first + found.within]
@@ -1044,21 +1045,21 @@ class _Checker:
                 "copies what it could change in place",
             )
             self._write(at, target, _Gradients(parts, nbytes, (), bucket, scattered))
-        # over whom is judged by what arrives: see _update
+        # _update checks the participants, by the gradients that arrive
 
     def _is_buffer(self, at: At) -> bool:
         reads = self.get(at).reads
         return bool(reads) and isinstance(self.slots[at[0]][reads[-1]], _Buffer)
 
     def _check_buffer(self, at: At, buffer: int, reads: Sequence[int]) -> None:
-        """What is reduced is in its buffer: all that is read, and nothing that is not."""
+        """The buffer contains exactly the gradients that are reduced."""
         kinds = self.plans[at[0]].slots
         there = {slot for slot, kind in enumerate(kinds) if buffer in kind.lies_in}
         self._must(there == set(reads), at, f"reduces {reads}, but {there} are in s{buffer}")
 
     def _check_sides(self, at: At, op: Collective, bucket: int, again: bool) -> None:
-        """Parts are scattered among those who have a copy together, and summed among those who
-        have the same part; whether all of these are there is judged by what arrives."""
+        """Parts are scattered within a shard group and summed over devices with the same part.
+        ``_update`` finds missing participants by the gradients that arrive."""
         blocks = self._blocks(bucket)
         if op.kind is CollectiveKind.REDUCE_SCATTER:
             self._must(all(g in blocks for g in op.groups), at, f"scatters among {op.groups}")
@@ -1068,7 +1069,7 @@ class _Checker:
             self._must(alike, at, f"sums different parts: {op.groups}")
 
     def _sum_up(self, together: list[At], op: Collective) -> None:
-        """The sum of a scalar over all devices: the losses, or the squares of the gradients."""
+        """The sum of a scalar over all devices: the losses, or the squared gradient norms."""
         role = self.get(together[0]).role
         assert role is not None
         self.sums[role] += 1
@@ -1090,7 +1091,7 @@ class _Checker:
                     losses.update((content.value, d) for d in self.plans[c].devices)
                 self._losses_first(at, [t.value for t in contents.values()])
             elif self.clip:
-                self.normed[c] = contents  # of what is judged by the updates: see _update
+                self.normed[c] = contents  # _update checks whose norm it is
             else:
                 self._squares(at, list(contents.values()))
             self._write(at, self._one(at, self.get(at).writes), _OfAll(role))
@@ -1099,7 +1100,7 @@ class _Checker:
             self._must(losses == wanted, together[0], f"sums {losses}, should sum {wanted}")
 
     def _mean(self, together: list[At], op: Collective) -> None:
-        """The mean of a number over the parts of all microbatches."""
+        """The mean of a scalar output over the parts of all microbatches."""
         of = self.get(together[0]).of
         scalar = of in self.dag.model.outputs and not self.dag.model.values[of].shape
         everyone = op.groups == (tuple(sorted(self.class_of)),)
@@ -1123,7 +1124,7 @@ class _Checker:
         self.sums[ExtraRole.OUTPUT] += 1
 
     def check_returned(self) -> None:
-        """Every block of rows of every output that has rows is somebody's to return, once."""
+        """Every block of rows of every output with rows is returned once."""
         values = self.dag.model.values
         wanted = self._made({of for of in self.dag.model.outputs if values[of].shape})
         found: Counter[tuple[int, int]] = Counter()
@@ -1143,7 +1144,7 @@ class _Checker:
             raise PlanError(f"{found} is returned, should be {wanted}")
 
     def _squares(self, at: At, contents: list[Any]) -> None:
-        """The norm after the updates is of every bucket that the device has updated, once."""
+        """The norm taken after the updates covers every bucket that the device updated, once."""
         good = all(isinstance(u, _OfBucket) and u.role is ExtraRole.UPDATED for u in contents)
         self._must(good, at, f"sums {contents}")
         found = Counter(u.bucket for u in contents)
@@ -1154,7 +1155,7 @@ class _Checker:
         self._must(found == dict.fromkeys(held, 1), at, f"sums {found}, should sum {held}")
 
     def _losses_first(self, at: At, values: list[int]) -> None:
-        """A worker takes the first half for losses and the second for counts, if there are any."""
+        """A worker takes the first half as losses and the second as counts, if there are counts."""
         found = [self.dag.table.value(value)[0].of for value in values]
         kinds = [self.dag.model.loss, self.dag.model.count]
         wanted = [of for of in kinds if of is not None]
@@ -1172,12 +1173,11 @@ class _Checker:
         return tuple(x.op.bucket for x in rows if isinstance(x.op, Update))
 
     def _losses(self) -> dict[tuple[int, int], int]:
-        """The loss of each microbatch, and its count, from each device that computes it: once."""
+        """The loss of each microbatch, and its count, once from each device that computes it."""
         return self._made({self.dag.model.loss, self.dag.model.count} - {None})
 
     def _made(self, wanted: set[int | None]) -> dict[tuple[int, int], int]:
-        """The activations of all microbatches that are ``wanted``, from each device that computes
-        them: once."""
+        """The ``wanted`` activations of all microbatches, once per device that computes them."""
         found = {}
         for node in self.dag.nodes:
             if isinstance(node.op, Compute):
@@ -1228,8 +1228,8 @@ class _Checker:
         self._write(at, target, _OfBucket(ExtraRole.UPDATED, op.bucket, scattered == {True}))
 
     def _own(self, at: At, bucket: int, read: dict[int, Any]) -> list[Any]:
-        """What an update reads for itself. Where the optimizer steps once, the last one must read
-        all that others do, as it was: it is held until then."""
+        """The gradients that an update reads for its own bucket. If the optimizer steps once, the
+        last update must read the gradients of all updates, unchanged: they are held until then."""
         c = at[0]
         updates = [
             (pc, y) for pc, y in enumerate(self.plans[c].instructions) if y.verb is Verb.UPDATE
@@ -1260,7 +1260,7 @@ class _Checker:
             )
 
     def _is_of(self, gradient: int, p: str) -> bool:
-        """Whether the gradient of a parameter is in a value."""
+        """Whether a value contains the gradient of a parameter."""
         value, _ = self.dag.table.value(gradient)
         return self.lies_in.get((value.of, p)) is value.role
 
@@ -1272,7 +1272,7 @@ class _Checker:
     # state
 
     def check_state(self) -> None:
-        """Every trained parameter is updated once by each holder, after all its uses."""
+        """Every trained parameter is updated once on each device that holds it, after all uses."""
         for p, held in self.holding.items():
             if not held.gradients:
                 continue
@@ -1304,8 +1304,8 @@ class _Checker:
                 )
 
     def check_buffers(self) -> None:
-        """All forwards that use a buffer that some forward changes are on one device, and each
-        runs between the changes before and after it: microbatch by microbatch, chunk by chunk."""
+        """All forwards that use a changing buffer are on one device. Each is ordered with every
+        forward that changes the buffer: by microbatch, then by chunk."""
         chunks = self.dag.model.chunks
         for name in {name for chunk in chunks for name in chunk.changes}:
             users = {c.index for c in chunks if name in (*c.changes, *c.buffers)}
@@ -1323,8 +1323,7 @@ class _Checker:
                         )
 
     def _forwards(self, c: int, chunks: set[int]) -> list[tuple[int, int, int]]:
-        """The microbatches, chunks and program counters of these chunks' forwards, as one device
-        would run them."""
+        """(microbatch, chunk, pc) of these chunks' forwards, in the order of a single device."""
         found = []
         for pc, x in enumerate(self.plans[c].instructions):
             op = x.op
@@ -1333,8 +1332,8 @@ class _Checker:
         return sorted(found)
 
     def _causes(self, at: At) -> set[int]:
-        """The instructions of the same class without which ``at`` cannot start: what was sent to
-        others may come back as what it needs."""
+        """The instructions of the same class that must end before ``at`` starts, also by way of
+        other devices: a result sent there may return as an input."""
         sends: defaultdict[int, list[At]] = defaultdict(list)
         for c, plan in enumerate(self.plans):
             for pc, x in enumerate(plan.instructions):
@@ -1357,7 +1356,7 @@ class _Checker:
     # memory
 
     def check_memory(self, c: int, memory: Memory, optimizer_bytes: float) -> None:
-        """What the plan is said to need is what its slots, state and instructions add up to."""
+        """The predicted memory is the sum over the plan's slots, state and instructions."""
         plan = self.plans[c]
         held: Counter[MemoryKind] = Counter()
         for bucket in {
@@ -1381,7 +1380,7 @@ class _Checker:
         over_time = []
         over = self._over(plan)
         later: defaultdict[int, Counter[MemoryKind]] = defaultdict(Counter)
-        """For each communication, what is let go when it is over."""
+        """For each communication, the memory released when it ends."""
         for pc, x in enumerate(plan.instructions):
             for done in [p for p, end in over.items() if end == pc]:
                 ended = plan.instructions[done]
@@ -1405,7 +1404,7 @@ class _Checker:
             for slot in x.frees:
                 live.remove(slot)
                 if x.role in (ExtraRole.LOAD, ExtraRole.OUTPUT) and slot in x.writes:
-                    continue  # the caller has it until the step is over
+                    continue  # the caller holds it until the step ends
                 gone = Counter({plan.slots[slot].holder: plan.slots[slot].own})
                 sends = [
                     p
@@ -1432,15 +1431,14 @@ class _Checker:
             raise PlanError(f"plan of {self.plans[c].devices}: {what} is {wanted}, not {found}")
 
     def _sends(self, c: int, x: Instruction, slot: int) -> bool:
-        """Whether a communication takes what it sends from a slot itself."""
+        """Whether a communication sends directly from a slot, without a copy."""
         if x.role is ExtraRole.REDUCED:
             return self.plans[c].slots[slot].bucket is not None
         goes = x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _by_count(x)
         return goes and not self._copy(x)
 
     def _over(self, plan: Plan) -> dict[int, int]:
-        """For each communication and copy, the first instruction that does not start before it is
-        over."""
+        """For each communication and copy, the first instruction that waits for its end."""
         over = {
             p: len(plan.instructions) for p, x in enumerate(plan.instructions) if x.verb in BESIDE
         }
@@ -1456,7 +1454,8 @@ class _Checker:
         return over
 
     def check_copies(self) -> None:
-        """If state is copied, all that a device updates is, once, and nothing changes it before."""
+        """If state is copied, each bucket that a device updates is copied once, before the
+        update."""
         for c, plan in enumerate(self.plans):
             found: dict[int, int] = {}
             for pc, x in enumerate(plan.instructions):
@@ -1473,8 +1472,9 @@ class _Checker:
                     self._must(good, (c, pc), f"changes bucket {bucket} before it is copied")
 
     def check_under_way(self) -> None:
-        """Of messages on a stream two are under way at most, and one reduction that scatters the
-        gradients of one microbatch. All are taken to their ends by who needs them first."""
+        """At most two sends or reduce-scatters of a stream are in flight; only one at a
+        reduce-scatter of a single microbatch's gradients (ZeRO-2, 3). The first instruction that
+        needs a communication waits for its end."""
         for c, plan in enumerate(self.plans):
             over = self._over(plan)
             ends = {p: pc for pc, x in enumerate(plan.instructions) for p in x.ends}
@@ -1492,11 +1492,11 @@ class _Checker:
                         raise PlanError(f"{self.say((c, pc))} is one too many under way")
 
     def _beside(self, c: int, x: Instruction) -> int:
-        """Bytes that a communication keeps until it is over, beside its slots."""
+        """Bytes that a communication holds until it ends, beside its slots."""
         kinds = self.plans[c].slots
         if x.role is ExtraRole.UNCOMBINED and x.verb is Verb.COLLECTIVE and not _by_count(x):
             return kinds[x.reads[0]].nbytes + self._copy(x)
-        if x.role is ExtraRole.REDUCED:  # the bucket in one piece, and what is to be added
+        if x.role is ExtraRole.REDUCED:  # the flat bucket, and the gradients to be added
             assert isinstance(x.op, Collective)
             if any(kinds[slot].bucket == x.of for slot in x.reads):
                 return 0
@@ -1507,7 +1507,7 @@ class _Checker:
         return self._copy(x)
 
     def _copy(self, x: Instruction) -> int:
-        """Bytes of what is sent, or of what comes, where the tensor itself is not contiguous."""
+        """Bytes of the copy that is sent or received where the tensor itself is not contiguous."""
         if x.verb not in COMMUNICATING or x.role not in MOVED:
             return 0
         node = self.dag.nodes[x.node]
@@ -1520,7 +1520,7 @@ class _Checker:
         if x.role is ExtraRole.DISPATCHED and _runs(x) > 1:
             nbytes, copy = self._lies(node.reads[0], node.parts)
             return copy or nbytes
-        if isinstance(x.op, Transfer) and x.op.dim > 0:  # parts that do not lie side by side
+        if isinstance(x.op, Transfer) and x.op.dim > 0:  # parts that are not contiguous
             ends = x.op.parts
             mine, other = ends if x.verb is Verb.SEND else ends[::-1]
             if mine % other:
@@ -1537,7 +1537,7 @@ class _Checker:
             extra = self.dag.extra[value - self.dag.first_extra]
             summed = summed or extra.role is ExtraRole.ADDED
             if extra.role not in (ExtraRole.RECEIVED, ExtraRole.ADDED):
-                return 0  # put together from rows
+                return 0  # assembled from rows
             parts = parts or extra.parts
             value = extra.of
         if self._role(value) not in (Role.ACTIVATION, Role.GRADIENT):
@@ -1547,8 +1547,8 @@ class _Checker:
         return aside + (0 if summed and copy != nbytes else copy)
 
     def _lies(self, number: int, parts: int) -> tuple[int, int]:
-        """Bytes of an activation or its gradient as it lies, and of its contiguous copy if it is
-        not contiguous itself."""
+        """Bytes of an activation or its gradient in its own layout, and of its contiguous copy (0
+        if it is contiguous itself)."""
         while number >= self.dag.first_extra:
             number = self.dag.extra[number - self.dag.first_extra].of
         value, _ = self.dag.table.value(number)
@@ -1562,9 +1562,10 @@ class _Checker:
         return facts.nbytes, facts.copied or 0
 
     def _busy(self, c: int, x: Instruction) -> int:
-        """Bytes that an instruction needs while it runs, fewer where all that this pass is the last
-        one of its chunk to read is freed; or when its program is done: then first gradients are
-        copied to where others are added, and what only the backward reads is gone."""
+        """Bytes that an instruction needs beside its slots, at the larger of two moments. While a
+        pass runs, it needs less if the values that it is the chunk's last pass to read are freed.
+        When its program is done, first gradients are copied to where others are added, and values
+        that only the backward reads are gone."""
         if x.verb is Verb.SEND and isinstance(x.op, Transfer) and x.op.counts is not None:
             return 24 * (self._counts(x) + 2)
         if x.role is ExtraRole.DISPATCHED and _by_count(x) and _runs(x) > 1:
@@ -1590,11 +1591,11 @@ class _Checker:
         return max(runs + facts.housed, fresh + new - gone)
 
     def _counts(self, x: Instruction) -> int:
-        """How many experts the counts are of that an instruction sends."""
+        """The number of experts whose counts an instruction sends."""
         return self.dag.model.values[x.of].shape[0]
 
     def _merging(self, c: int, x: Instruction) -> int:
-        """Bytes of places of rows, forth and back, and of what is needed to find them."""
+        """Bytes of the row indices, forward and inverse, and of the workspace to find them."""
         rows = self._model(self.dag.nodes[x.node].parts).values[x.of].shape[0]
         return 29 * rows + 4 * self.plans[c].slots[x.reads[1]].nbytes
 
@@ -1612,7 +1613,7 @@ class _Checker:
                 rows = self._rows(value, content.parts) if form != "plain" else None
                 if rows is not None:
                     return (copy or nbytes) // rows.own * rows.room
-                return copy or nbytes  # put together from rows, or added up
+                return copy or nbytes  # assembled from rows, or a sum
             case _Tensor(value=value):
                 return self._value_bytes(value, content.parts)
             case _Gradients(nbytes=nbytes):
@@ -1630,7 +1631,7 @@ class _Checker:
         return SCALAR
 
     def _value_bytes(self, number: int, parts: int) -> int:
-        """Bytes of a value of the model on each of so many ``parts``."""
+        """Bytes of a value of the model on one of ``parts`` parts."""
         value, _ = self.dag.table.value(number)
         model = self._model(parts)
         if value.role in OF_BACKWARD:
@@ -1648,9 +1649,10 @@ class _Checker:
         return self._lies(number, parts)[0]
 
     def _part(self, bucket: int, c: int) -> int:
-        """Elements of one holder's part, if the bucket's rule divides anything; else all."""
+        """Elements of one device's part, if the bucket's rule shards anything; else of the
+        bucket."""
         if not self.dag.buckets[bucket].sliced and self._sharing(bucket, c) > 1:
-            return self.dag.buckets[bucket].share  # judged by check_buckets
+            return self.dag.buckets[bucket].share  # checked by check_buckets
         count = 0
         for p in self.dag.buckets[bucket].parameters:
             parts = len(self.holding[p].devices)
@@ -1658,12 +1660,12 @@ class _Checker:
         return -(-count // self._sharing(bucket, c))
 
     def _whole(self, bucket: int, c: int) -> int:
-        """Elements of the bucket on a device that has all of it: even parts for all holders."""
+        """Elements of the whole bucket on one device, padded to even parts."""
         return self._part(bucket, c) * self._sharing(bucket, c)
 
     def _sharing(self, bucket: int, c: int) -> int:
-        """How many devices divide among them what a device of class ``c`` holds of a bucket."""
-        return self.dag.buckets[bucket].within  # judged by check_buckets
+        """How many devices share one copy of a bucket on devices of class ``c``."""
+        return self.dag.buckets[bucket].within  # checked by check_buckets
 
     def _holding(self) -> dict[str, _Holding]:
         found: defaultdict[str, _Holding] = defaultdict(_Holding)
@@ -1686,7 +1688,7 @@ class _Checker:
                     part = i // stride % ways
                     held.devices[part].add(d)
                     held.parts[d].add(part)
-                    first = node.devices[i - i % node.replicas]  # of replicas, one counts
+                    first = node.devices[i - i % node.replicas]  # replicas count once
                     if made:
                         held.gradients[part].update((v, first) for v in made)
                     self.first_replica.update({(v, d): first for v in made})
@@ -1697,7 +1699,8 @@ class _Checker:
         return rule.ways if rule else 1
 
     def _form(self, chunk: int, value: int) -> str:
-        """How a chunk takes a value: its own output as it was made, all else dispatched."""
+        """The form in which a chunk reads a value. If rows are dispatched: its own output
+        uncombined, all other values dispatched."""
         if not self._dispatched(chunk, value):
             return "plain"
         of = self.dag.table.value(value)[0].of
@@ -1711,7 +1714,7 @@ class _Checker:
         return self._ways(chunk) > 1 or self._merges(chunk, microbatch)
 
     def _merges(self, chunk: int, microbatch: int) -> bool:
-        """Whether devices that compute a chunk get several sorted ranges of rows."""
+        """Whether the devices that compute a chunk receive several sorted ranges of rows."""
         facts = self.dag.model.chunks[chunk]
         if facts.sorted_rows is None:
             return False
@@ -1746,7 +1749,7 @@ def _runs(x: Instruction) -> int:
 
 
 def _most_shared(parts: int, others: int) -> int:
-    """Of how many of ``parts`` equal parts one of ``others`` has something, at most."""
+    """The most of ``parts`` equal parts that overlap one of ``others`` equal parts."""
     return max(
         sum(i * others < (j + 1) * parts and j * parts < (i + 1) * others for i in range(parts))
         for j in range(others)
@@ -1771,7 +1774,8 @@ def _parts(op: object, devices: Group) -> list[tuple[Verb, Group]]:
 
 
 def _in_turn(plan: Plan, x: Instruction, brings: Mapping[int, int]) -> bool:
-    """Whether it is begun before the counts of its rows, which its own stream brings before."""
+    """Whether a communication is issued before the counts of its rows have arrived: its own stream
+    brings them first."""
     if not isinstance(x.op, Collective) or not x.op.in_turn or x.reads[-1] not in brings:
         return False
     return plan.instructions[brings[x.reads[-1]]].stream == x.stream

@@ -1,4 +1,4 @@
-"""Plain eager PyTorch, microbatch by microbatch: the numbers that every captured step must have."""
+"""Plain eager PyTorch, microbatch by microbatch: the reference numbers for every captured step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """What one batch gives: loss, gradients by name, output per microbatch, buffers after it."""
+    """Results of one batch: loss, gradients by name, output per microbatch, buffers afterwards."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -28,7 +28,7 @@ class Result:
 
 
 class Net(nn.Module):
-    """A model written as one function ``forward(self, ...)`` over the members given by name."""
+    """A model from one function ``forward(self, ...)`` and its members by name."""
 
     def __init__(self, forward: Callable[..., Any], **members: nn.Module | Tensor) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def slices(tree: Any, parts: int) -> list[Any]:
-    """``tree`` with every tensor that has dimensions cut along dimension 0 into ``parts``."""
+    """``tree`` cut into ``parts``: every tensor with dimensions is cut along dimension 0."""
     leaves, spec = pytree.tree_flatten(tree)
 
     def part(leaf: Any, i: int) -> Any:
@@ -61,9 +61,9 @@ def eager(
     microbatches: int,
     before: Callable[[nn.Module, int], None] | None = None,
 ) -> Result:
-    """The step of plain PyTorch on a copy of ``model`` (and of ``loss``, if it is a module).
+    """One step of plain PyTorch on a copy of ``model`` (and of ``loss``, if it is a module).
 
-    ``before(model, microbatch)`` is called ahead of each microbatch: the place to seed from.
+    ``before(model, microbatch)`` is called before each microbatch, for example to seed it.
     """
     memo: dict[int, Any] = {}
     model = copy.deepcopy(model, memo)
@@ -94,7 +94,7 @@ def eager(
 
 
 def named_parameters(model: nn.Module, loss: Any) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by the names that Piper gives them."""
+    """Parameters by their names in Piper."""
     own = list(model.named_parameters())
     if isinstance(loss, nn.Module):
         own += [(f"loss:{name}", p) for name, p in loss.named_parameters()]
@@ -110,7 +110,7 @@ def piper_step(
     split_backward: bool,
     loss: Any = None,
 ) -> Result:
-    """The same step from the captured programs, on a copy of ``model``."""
+    """The same step by the captured programs, on a copy of ``model``."""
     memo: dict[int, Any] = {}
     model = copy.deepcopy(model, memo)
     module = copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else None
@@ -124,8 +124,8 @@ def piper_step(
 def assert_equal(
     found: Result, expected: Result, what: str = "", *, gradient_tolerance: float = 0.0
 ) -> None:
-    """Bit for bit the same loss, gradients, outputs and buffers; where a test says why, gradients
-    may differ by ``gradient_tolerance`` of their largest element."""
+    """Loss, gradients, outputs and buffers are equal bit for bit. Where a test says why, gradients
+    may differ by ``gradient_tolerance`` times their largest element."""
     assert found.gradients.keys() == expected.gradients.keys(), what
     wrong = [
         name
@@ -145,8 +145,8 @@ def assert_equal(
 
 
 def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
-    """Equal values of one dtype and shape; tensors bit for bit, or within a share of the largest
-    element."""
+    """Equal values of one dtype and shape; tensors bit for bit, or within ``tolerance`` times the
+    largest element."""
     if not isinstance(a, Tensor):
         return bool(a == b)
     if a.dtype != b.dtype or a.shape != b.shape:

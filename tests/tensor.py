@@ -1,5 +1,5 @@
-"""Strategies with tensor parallelism, for tests: those of ``piper.strategies.mesh`` on meshes that
-have an axis ``tp`` too."""
+"""Strategies with tensor parallelism, for tests: those of ``piper.strategies.mesh`` on meshes with
+an additional axis ``tp``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DENSE: dict[str, int | str] = {
     "*.mlp.w_gate": "column",
     "*.mlp.w_out": "row",
 }
-"""Of ``piper.models.DenseTransformer``, as Megatron does."""
+"""The sharded weights of ``piper.models.DenseTransformer``, as in Megatron."""
 
 
 def tensor_mesh(
@@ -31,8 +31,7 @@ def tensor_mesh(
     inner: str = "tp",
     **options: Any,
 ) -> list[Directive]:
-    """``mesh`` whose stages have ``dp`` times ``tp`` devices; ``inner`` is the axis of
-    neighbours."""
+    """``mesh`` whose stages have ``dp * tp`` devices; the axis ``inner`` has adjacent devices."""
     axes = {"dp": dp, "tp": tp} if inner == "tp" else {"tp": tp, "dp": dp}
     directives = list(mesh(dp=dp * tp, **options).directives)
     found = [_meshed(d, axes) if isinstance(d, Place) else d for d in directives]

@@ -1,4 +1,4 @@
-"""The comparisons with others: what is made of their figures, and that a wrong answer fails."""
+"""Comparisons with other systems: the report of their figures, and that wrong losses fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def comparison(report: ModuleType, losses: list[float]) -> object:
-    """Ours takes half the time of the quicker of two others, and some memory more."""
+    """Ours takes half the time of the faster of two others, and more memory."""
     sides = {
         "piper": report.Found([2.0, 1.0], [1.0, 3.0, 1.0], [0.5, 0.5, 0.5], 3 * 2**20),
         "slow": report.Found([2.0, 1.0], [4.0, 12.0, 4.0], [1.0, 1.0, 1.0], 2**20),
@@ -57,7 +57,7 @@ def test_a_faster_wrong_answer_fails(report: ModuleType) -> None:
 
 
 def test_sides_that_round_otherwise_must_begin_alike(report: ModuleType) -> None:
-    """The others must agree to the end."""
+    """Sides with other rounding must agree in the first steps, the others in all steps."""
     same = [1.0] * 20
     drifting, wrong = [*same[:10], *[1.01] * 10], [1.0, 1.01, *same[2:]]
 

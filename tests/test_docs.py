@@ -1,5 +1,5 @@
-"""The README and every page of docs/ run and print what they say; links lead somewhere; and the
-index of errors has every message, and no other."""
+"""The README and every page of docs/ run and print what they say; links resolve; docs/errors.md
+lists every message, and no other."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ APART = (
     "cli/demo/moe.py",
     "cli/demo/text_data.py",
 )
-"""Parts of piper whose messages are about themselves: example models, example text, pages."""
+"""Parts of piper whose messages are not in the index: example models, example text, HTML pages."""
 
 
 def pattern(row: str) -> re.Pattern[str]:
-    """What a row of the index matches: … stands for anything."""
+    """The pattern of a row of the index: … matches anything."""
     return re.compile(".*?".join(map(re.escape, row.split("…"))), re.S)
 
 
@@ -93,7 +93,7 @@ PATTERNS = [pattern(row) for row in ROWS if len(re.sub(r"[^a-z]", "", row)) > 5]
 
 
 def template(node: ast.AST) -> str:
-    """A string in code, with … for what is filled in."""
+    """A string in code, with … for its placeholders."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -112,11 +112,11 @@ def called(node: ast.Call) -> str:
 
 
 def raised() -> Iterator[str]:
-    """The messages of all errors and warnings that are made of one string."""
+    """The messages of all errors and warnings that are one string."""
     for node in nodes():
         if isinstance(node, ast.Call) and called(node) in {*FAMILY, "warn"} and node.args:
             text = template(node.args[0])
-            if len(re.sub(r"[^a-z]", "", text)) > 5:  # else it is made elsewhere
+            if len(re.sub(r"[^a-z]", "", text)) > 5:  # else the message is made elsewhere
                 yield text
 
 
@@ -138,14 +138,14 @@ def test_every_message_is_in_the_index() -> None:
 
 
 def test_every_warning_is_of_the_family() -> None:
-    """All come from one function, which finds the line to blame."""
+    """All warnings come from one function, which finds the user's line."""
     calls = [n for n in nodes() if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     (one,) = [call for call in calls if called(call) == "warn"]
     assert "PiperWarning" in [arg.id for arg in one.args if isinstance(arg, ast.Name)]
 
 
 def refusals() -> Iterator[str]:
-    """What the tables of wrong strategies are really answered with."""
+    """The actual messages for the tables of wrong strategies."""
     for mistake in MISTAKES:
         before = Strategy(mistake.after).apply(build(mistake.model()))
         with pytest.raises(DirectiveError) as caught:

@@ -1,4 +1,4 @@
-"""The programs of examples/, in small, as a reader would start them."""
+"""The programs of examples/ at small sizes, started as a reader would."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 SMALL = ("--layers", "4", "--dim", "16", "--seq", "8", "--batch", "16", "--every", "1")
 STAND_INS = {"scontrol": "echo localhost", "srun": 'shift; exec "$@"'}
-"""What Slurm does on a cluster of this machine alone."""
+"""Slurm's commands for a cluster of this machine alone."""
 
 
 def run(*command: str | Path, cwd: Path, **more: str) -> str:
-    """What a command prints; it must succeed."""
+    """The output of a command that must succeed."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -35,12 +35,12 @@ def run(*command: str | Path, cwd: Path, **more: str) -> str:
 
 
 def losses(printed: str) -> list[str]:
-    """The steps and losses that a program printed, as text."""
+    """The steps and losses in a program's output, as text."""
     return re.findall(r"^step \d+: loss [\d.]+", printed, re.M)
 
 
 def moe(folder: Path, *options: str) -> list[str]:
-    """Pretrain in small on virtual devices."""
+    """Pretrain at a small size on virtual devices."""
     program = EXAMPLES / "pretrain_moe.py"
     return losses(run(sys.executable, program, "--on", "virtual", *SMALL, *options, cwd=folder))
 
@@ -50,7 +50,7 @@ def test_lora_trains_resumes_merges_and_writes_a_model(tmp_path: Path) -> None:
     command = (sys.executable, EXAMPLES / "lora.py", "--checkpoints", "run")
     first = run(*command, "--steps", "10", cwd=tmp_path)
     assert "3,584 of 57,120 parameters trained" in first
-    # Another strategy, from the same checkpoints.
+    # Another strategy resumes from the same checkpoints.
     again = (*command, "--steps", "15", "--pp", "1", "--zero", "3", "--out", "merged")
     rest = run(*again, cwd=tmp_path)
     assert [line.split(":")[0] for line in losses(first + rest)] == [

@@ -1,5 +1,6 @@
-"""The rooms of the package, as CONTRIBUTING.md lists them: imports run downward, no circle, no
-import inside a function, no crowded folder, no name twice, and a map that has every file."""
+"""The rooms (subpackages) of piper, as CONTRIBUTING.md lists them: imports go downward without
+cycles, no import is inside a function, no folder is crowded, no name occurs twice, and the map
+lists every file."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "piper"
 MAP = (ROOT / "CONTRIBUTING.md").read_text().partition("## The map of the house")[2]
 ROOMS = re.findall(r"^(\w+)  ", MAP.split("```")[1], re.M)
-"""From the highest to the lowest: a room imports those after it."""
+"""From highest to lowest: a room imports only rooms after it."""
 FACES = ("callbacks", "models")
-"""Packages that only hand on names which users import."""
+"""Packages that only re-export names for users."""
 FILES = sorted(HOUSE.rglob("*.py"))
 MOST = 12
 
 
 def module(file: Path) -> str:
-    """What a file is imported as."""
+    """The module name of a file."""
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -31,7 +32,7 @@ MODULES = {module(file): file for file in FILES}
 
 
 def imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """The modules of Piper that a file imports, and whether that is inside something else."""
+    """The modules of Piper that a file imports, and whether the import is nested."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         names: list[str] = []

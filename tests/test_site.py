@@ -1,5 +1,4 @@
-"""The documentation as a site: it builds without a warning, has every page, and asks no network for
-anything."""
+"""The documentation site builds without a warning, has every page, and loads nothing remote."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ import pytest
 mkdocs_config = pytest.importorskip("mkdocs.config", reason="mkdocs is not installed: make env")
 ROOT = Path(__file__).parent.parent
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("source", "src"), ("iframe", "src")}
-"""What a browser fetches by itself; links that a person follows may lead anywhere."""
+"""What a browser loads by itself; links for readers may lead anywhere."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The configuration of a site that was built strictly, into a folder of its own."""
+    """The configuration of a site that was built in strict mode, into its own folder."""
     from mkdocs.commands.build import build
 
     folder = tmp_path_factory.mktemp("site")
@@ -31,7 +30,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def pages(entry: Any) -> Iterator[str]:
-    """The Markdown files of a navigation."""
+    """The Markdown files in the navigation."""
     if isinstance(entry, str):
         yield entry
     else:
@@ -75,7 +74,7 @@ def test_nothing_is_fetched_from_elsewhere(config: Any) -> None:
         outside = [url for url in assets.found if re.match(r"[a-z]*:?//", url)]
         assert not outside, path
         for url in assets.found:
-            from_root = url.startswith("/")  # as the page for what is not found does
+            from_root = url.startswith("/")  # as on the 404 page
             place = (site if from_root else path.parent) / re.split("[?#]", url.lstrip("/"))[0]
             assert url.startswith("data:") or place.exists(), (path, url)
     for path in site.rglob("*.css"):

@@ -1,4 +1,4 @@
-"""The wheel alone, without a checkout: it has what the commands and the pages need."""
+"""The wheel without a checkout contains all that the commands and pages need."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_wheel_runs_the_demo_and_writes_pages(tmp_path: Path) -> None:
 
 
 def run(*command: str | Path, cwd: Path, site: Path | None = None) -> str:
-    """What a command prints; Piper comes from ``site``."""
+    """The output of a command; Piper is imported from ``site``."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,

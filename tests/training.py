@@ -1,6 +1,6 @@
-"""Training twice: in plain PyTorch, microbatch by microbatch, and under a strategy.
+"""Trains twice: in plain PyTorch, microbatch by microbatch, and under a strategy.
 
-A strategy with M microbatches whose regions sit on groups of g devices must give the numbers of
+A strategy with M microbatches whose regions are on groups of g devices must give the numbers of
 plain PyTorch with M * g microbatches.
 """
 
@@ -24,7 +24,7 @@ from tests.reference import slices
 
 STEPS = 5
 ULPS = 1e-6
-"""How far a sum over devices may take a tensor, as a share of its largest element, in fp32."""
+"""The error of a sum over devices, as a fraction of a tensor's largest element, in fp32."""
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -33,8 +33,8 @@ Batch = tuple[Inputs, Sequence[Tensor]]
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of comparisons within ulps: Adam's first steps turn a gradient of nearly zero
-    into a step of full length, and with it the last bit of a sum into a visible difference."""
+    """The optimizer for comparisons within ulps: Adam's first steps turn a nearly zero gradient
+    into a full-size step, and so the last bit of a sum into a visible difference."""
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
@@ -44,7 +44,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Run:
-    """What training gives: loss and norm of the gradients of each step, the state at the end."""
+    """The results of training: loss and gradient norm of each step, and the final state."""
 
     losses: tuple[Tensor, ...]
     norms: tuple[Tensor, ...]
@@ -52,7 +52,7 @@ class Run:
 
 
 def copies(model: nn.Module, loss: Any) -> tuple[nn.Module, Any]:
-    """The model, and the loss if it is a module, with what they share still shared."""
+    """The model, and the loss if it is a module; tensors that they share stay shared."""
     memo: dict[int, Any] = {}
     model = copy.deepcopy(model, memo)
     return model, copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss
@@ -69,8 +69,8 @@ def plain(
     clip_norm: float | None = None,
     bf16: bool = False,
 ) -> Run:
-    """Plain PyTorch on copies. ``bf16`` computes with bf16 copies of the model's weights, and what
-    autocast does in fp32 in fp32; gradients are summed, and weights updated, in fp32."""
+    """Plain PyTorch on copies. ``bf16`` computes with bf16 copies of the model's weights, and in
+    fp32 where autocast does; gradients are summed and weights updated in fp32."""
     model, loss = copies(model, loss)
     masters = _parameters(model, loss)
     made = optimizer([p for p in masters if p.requires_grad])
@@ -110,7 +110,7 @@ def _gradients(
     microbatches: int,
     masters: Sequence[nn.Parameter] | None = None,
 ) -> Tensor:
-    """Leave the gradients of one batch on the parameters, or, summed in fp32, on ``masters``."""
+    """Accumulate one batch's gradients on the parameters or, summed in fp32, on ``masters``."""
     inputs, targets = batch
     args = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
     losses, counts = [], []
@@ -138,7 +138,7 @@ def _gradients(
 
 
 def _lowered(tree: Any) -> Any:
-    """Floating-point tensors of a batch in bf16."""
+    """A batch with its floating-point tensors in bf16."""
 
     def low(x: Any) -> Any:
         return x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -155,7 +155,7 @@ def _collect(low: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> No
 
 
 def whole_state(model: nn.Module, loss: Any) -> dict[str, Tensor]:
-    """The state of the model and of its loss, under the names that a trainer gives it."""
+    """The state of the model and its loss, by the names that a trainer uses."""
     found = dict(model.state_dict())
     if isinstance(loss, nn.Module):
         found |= {f"loss:{name}": x for name, x in loss.state_dict().items()}
@@ -171,8 +171,8 @@ def single(
     optimizer: Optimizer = sgd,
     seed: int = 0,
 ) -> Run:
-    """The reference of models that draw random numbers: the captured step on one device. It knows
-    no norm of gradients."""
+    """The reference for models that draw random numbers: the captured step on one device. It has no
+    gradient norm."""
     inputs, targets = batches[0]
     captured = capture(model, inputs=inputs, targets=targets, loss=loss, microbatches=microbatches)
     model, loss = copies(model, loss)
@@ -190,7 +190,7 @@ def compiled(
     optimizer: Optimizer | None = sgd,
     **options: Any,
 ) -> piper.Program:
-    """The program of ``strategy`` for batches like the first."""
+    """``strategy`` compiled for batches like the first."""
     inputs, targets = batches[0]
     return compile_shared(
         model,
@@ -211,7 +211,7 @@ def compile_shared(
     costs: piper.Costs | None = None,
     **options: Any,
 ) -> piper.Program:
-    """As ``piper.compile``; what is captured is shared, within ``shared_captures``."""
+    """As ``piper.compile``, but captures are shared within ``shared_captures``."""
     captured = _captures.of(model, options)
     return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
 
@@ -223,7 +223,7 @@ def train(program: piper.Program, batches: Sequence[Batch]) -> Run:
 
 
 def steps(trainer: piper.Trainer, batches: Sequence[Batch]) -> Run:
-    """Train on ``batches``, one a step."""
+    """Train on ``batches``, one per step."""
     results = [trainer.step(*_given(batch)) for batch in batches]
     norms = [r.grad_norm for r in results if r.grad_norm is not None]
     return Run(tuple(r.loss for r in results), tuple(norms), trainer.state_dict())
@@ -235,8 +235,9 @@ def _given(batch: Batch) -> tuple[Any, ...]:
 
 
 def assert_same(found: Run, expected: Run, tolerance: float = 0.0) -> None:
-    """Bit for bit the same losses and state; with a ``tolerance``, each tensor within that share of
-    its largest element. Norms are summed in fp64 here and in fp32 by torch: within ulps always."""
+    """Losses and state are equal bit for bit or, with a ``tolerance``, each tensor within that
+    fraction of its largest element. Norms are always compared within ulps: they are summed in fp64
+    here and in fp32 by torch."""
     assert found.state.keys() == expected.state.keys()
     wrong = [
         f"{name} by {_distance(x, expected.state[name]):.1e}"
@@ -260,7 +261,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference as a share of the largest element; not a number if there is one."""
+    """The largest difference as a fraction of the largest element; NaN if there is one."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     a, b = a.double(), b.double()
@@ -287,12 +288,12 @@ def pipeline(
 
 
 def data_parallel(devices: int, microbatches: int) -> list[Directive]:
-    """All of the model on one group."""
+    """The whole model on one group."""
     return [split(parts=microbatches), place({}, devices=range(devices))]
 
 
 def written(stage: int, row: str) -> Directive:
-    """The order of one stage, as ``"F0 F1+B0 BI1 BW1"``: with ``+``, two overlap."""
+    """The order of one stage, as ``"F0 F1+B0 BI1 BW1"``; ``+`` overlaps two."""
     groups = []
     for group in row.split():
         words = [(word.rstrip("0123456789"), word) for word in group.split("+")]
@@ -309,7 +310,7 @@ def gpipe(stages: int, microbatches: int, *, halves: bool = False) -> list[Direc
 
 
 def one_f_one_b(stages: int, microbatches: int) -> list[Directive]:
-    """As many forwards ahead as stages follow; then one forward, one backward."""
+    """As many forwards ahead as stages follow; then one forward and one backward in turn."""
     return [
         written(stage, " ".join(_alternating(stages - stage - 1, microbatches)))
         for stage in range(stages)
@@ -326,7 +327,7 @@ def _alternating(ahead: int, microbatches: int) -> Iterator[str]:
 
 
 def zero_bubble(stages: int, microbatches: int) -> list[Directive]:
-    """1F1B whose weight gradients wait: two microbatches, then to the end of what is left."""
+    """1F1B whose weight gradients are delayed by two microbatches; the last ones run at the end."""
     found = []
     for stage in range(stages):
         row: list[str] = []
@@ -344,7 +345,7 @@ def zero_bubble(stages: int, microbatches: int) -> list[Directive]:
 
 
 def overlapped(stages: int, microbatches: int) -> list[Directive]:
-    """1F1B where each forward overlaps the backward that follows it."""
+    """1F1B in which each forward overlaps the backward that follows it."""
     found = []
     for stage in range(stages):
         row: list[str] = []
@@ -356,11 +357,11 @@ def overlapped(stages: int, microbatches: int) -> list[Directive]:
     return found
 
 
-# what is the same for many strategies
+# captures shared by many strategies
 
 
 class _Captures:
-    """Captures of the same model, loss and options for batches of one shape are one."""
+    """One capture for each model, loss, options and batch shape."""
 
     def __init__(self, *, kept: bool) -> None:
         self._kept = kept
@@ -371,13 +372,13 @@ class _Captures:
             return piper.capture(model, **options)
         key = (id(model), model.training, *(_like(options[name]) for name in sorted(options)))
         if key not in self._known:
-            same = [model, *options.values()]  # so that no other object gets the same id
+            same = [model, *options.values()]  # kept alive: no other object gets the same id
             self._known[key] = same, piper.capture(model, **options)
         return self._known[key][1]
 
 
 def _like(option: Any) -> Any:
-    """What an option must have in common with another to be the same."""
+    """The key of an option: options with the same key count as equal."""
     if isinstance(option, Tensor):
         return option.shape, option.dtype
     if isinstance(option, Mapping):
@@ -392,7 +393,7 @@ _captures = _Captures(kept=False)
 
 @contextmanager
 def shared_captures() -> Iterator[None]:
-    """Inside, strategies share what was captured of one model at one size."""
+    """Inside, strategies share one capture of a model at one batch size."""
     global _captures  # noqa: PLW0603
     before, _captures = _captures, _Captures(kept=True)
     try:

@@ -1,1 +1,1 @@
-"""What `docs/make_pictures.py` draws with."""
+"""The drawing functions of `docs/make_pictures.py`."""

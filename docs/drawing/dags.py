@@ -1,8 +1,7 @@
-"""What a directive does to a DAG, drawn: DAGs before and after go in, an SVG comes out.
+"""A drawing of a directive's effect on a DAG: the DAGs before and after go in, an SVG comes out.
 
-Passes stand in columns, a chunk each, and in rows, a pass of a microbatch each; what lowering added
-stands between the passes it serves. Boxes and arrows are those of the DAG, and so are the names of
-values on them.
+Each column is a chunk, each row a pass of a microbatch. Nodes that lowering adds are drawn between
+the passes they serve. Boxes, arrows and the names of values come from the DAG.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ BOX_W, BOX_H = 92, 34
 PILL_W, PILL_H = 78, 24
 PITCH_X, PITCH_Y = 156, 64
 Spot = tuple[float, float]
-"""The middle of a box."""
+"""The center of a box."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,16 @@ class Edge:
 
 @dataclass
 class Drawn:
-    """One DAG in a picture: which nodes stand where."""
+    """One DAG in a picture, with the position of each node."""
 
     dag: Dag
     spots: dict[int, Spot]
     bands: list[tuple[str, float, float, float, float]] = field(default_factory=list)
-    """Frames behind boxes: a name, left, top, right and bottom."""
+    """Frames behind boxes: name, left, top, right and bottom."""
     notes: dict[int, str] = field(default_factory=dict)
-    """A second line in a box."""
+    """The second line of a box."""
     rows: list[tuple[str, float]] = field(default_factory=list)
-    """Names at the left, and their height."""
+    """Row names at the left, with their y position."""
     wanted: Callable[[Edge], bool] = lambda edge: True
     strong: Callable[[Edge], bool] = lambda edge: False
     named: Callable[[Edge], bool] = lambda edge: True
@@ -59,7 +58,7 @@ class Drawn:
 
 
 def edges(dag: Dag) -> list[Edge]:
-    """Data from maker to reader, by the names that the DAG prints."""
+    """Data edges from producer to reader, with the value names that the DAG prints."""
     reads, writes = [], []
     for line in dag.text().splitlines():
         if not line.startswith("#"):
@@ -77,7 +76,7 @@ def edges(dag: Dag) -> list[Edge]:
 
 
 def orders(dag: Dag) -> list[Edge]:
-    """What must be done before, besides data."""
+    """Order edges: dependencies besides data."""
     return [Edge(b, i, "") for i, node in enumerate(dag.nodes) for b in node.after]
 
 
@@ -90,7 +89,7 @@ def columns(
     pitch: float = PITCH_X,
     first: int = 0,
 ) -> dict[int, Spot]:
-    """Passes by chunk and by microbatch; forwards above backwards."""
+    """Positions of passes, by chunk and microbatch; forwards above backwards."""
     found: dict[int, Spot] = {}
     for number in numbers:
         op = dag.nodes[number].op
@@ -103,7 +102,7 @@ def columns(
 
 
 def between(dag: Dag, spots: dict[int, Spot], numbers: Sequence[int]) -> dict[int, Spot]:
-    """Communications halfway between the pass that makes a value and the first that reads it."""
+    """Positions of communications: halfway between the producer of a value and its first reader."""
     known = edges(dag)
     found = {}
     for number in numbers:
@@ -115,7 +114,7 @@ def between(dag: Dag, spots: dict[int, Spot], numbers: Sequence[int]) -> dict[in
 
 
 def label(node: Node) -> tuple[str, str]:
-    """A box in two parts: what it does, and to what."""
+    """The text of a box in two parts: the operation and its region."""
     tags = [f"{n} {t}" for n, t in node.tags.items() if n not in ("PASS", "PP", "MB")]
     match node.op:
         case Compute(which=which):
@@ -132,7 +131,7 @@ def label(node: Node) -> tuple[str, str]:
 
 
 def draw(picture: Picture, one: Drawn, x: float, y: float) -> None:
-    """Put a DAG into a picture, its corner at (x, y)."""
+    """Draw a DAG into a picture, its top left corner at (x, y)."""
     spots = {n: (a + x, b + y) for n, (a, b) in one.spots.items()}
     for name, left, top, right, bottom in one.bands:
         look = "tint" if name.startswith("stream") else "band"

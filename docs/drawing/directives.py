@@ -1,4 +1,4 @@
-"""The picture of each directive, from the DAGs of its page."""
+"""The picture of each directive, drawn from the DAGs of its documentation page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .dags import (
 )
 
 PAD, HEAD = 14, 26
-"""Of a frame: around boxes, and above them for its name."""
+"""The padding of a frame around boxes, and the room above them for its name."""
 
 
 class Net(nn.Sequential):
@@ -84,7 +84,7 @@ def passes(dag: Dag) -> list[int]:
 
 
 def flow(dag: Dag) -> Callable[[Edge], bool]:
-    """Edges between neighbours: values on, gradients back, and what is saved."""
+    """Accepts edges between neighbours: values forward, gradients backward, saved activations."""
 
     def wanted(edge: Edge) -> bool:
         source, target = dag.nodes[edge.source].op, dag.nodes[edge.target].op
@@ -109,7 +109,7 @@ def plain(dag: Dag) -> Drawn:
 
 
 def framed(found: Drawn, frames: Sequence[tuple[str, Sequence[int]]]) -> Drawn:
-    """Frames around boxes, by name."""
+    """Add named frames around boxes."""
     for name, numbers in frames:
         xs = [found.spots[n][0] for n in numbers]
         ys = [spot[1] for spot in found.spots.values()]
@@ -175,7 +175,7 @@ def replicate() -> str:
     two = facts(group=2)
 
     def drawn(rule: Directive) -> Drawn:
-        """The backwards that make gradients, one below the other, and what follows from them."""
+        """The backwards that produce gradients, one below the other, and the nodes that follow."""
         strategy = piper.Strategy([SPLIT, piper.place({}, devices=[0, 1]), rule])
         dag = lower(strategy.apply(build(two)), {2: two}).dag
         makers = [i for i in passes(dag) if any(e.source == i for e in _summed(dag))]
@@ -188,7 +188,7 @@ def replicate() -> str:
         bottom = HEAD + BOX_H + 44 * 3 + PAD
 
         def row(left: float, wanted: bool) -> float:
-            """Place the gathers, or the others, from ``left`` on; where they end."""
+            """Place the gathers, or the other nodes, from ``left`` on; returns the right end."""
             for i, width in pills:
                 if (dag.nodes[i].stream == "gather") == wanted:
                     spots[i] = left + width / 2, HEAD + BOX_H / 2 + 66
@@ -212,7 +212,7 @@ def replicate() -> str:
 
 
 def _summed(dag: Dag) -> list[Edge]:
-    """Gradients of parameters on their way to a sum."""
+    """Edges of parameter gradients into a reduction."""
     return [
         e
         for e in edges(dag)
@@ -227,7 +227,7 @@ def shard() -> str:
     def drawn(*directives: Directive, pitch: float) -> Drawn:
         dag = lower(piper.Strategy(directives).apply(build(two)), {2: two}).dag
         spots = columns(dag, passes(dag), left=PAD, top=HEAD, pitch=pitch, first=0)
-        narrow = pitch - PITCH_X  # the loss needs no room for an exchange before it
+        narrow = pitch - PITCH_X  # no all-to-all before the loss
         spots = {
             n: (x - (narrow if dag.nodes[n].compute.chunk == 3 else 0), y)
             for n, (x, y) in spots.items()
@@ -271,7 +271,7 @@ ORDER = piper.order(
 
 def order() -> str:
     def drawn(dag: Dag, later: int) -> Drawn:
-        """A row for each microbatch, from left to right; the second starts ``later``."""
+        """A row per microbatch, from left to right; the second starts ``later`` columns on."""
         mine = [i for i in passes(dag) if dag.nodes[i].devices == (1,)]
         found = plain(dag)
         for i in mine:

@@ -1,4 +1,4 @@
-"""The way from a model to a step, in four cards: all of it from one real model and strategy."""
+"""The way from a model to a step, in four cards, drawn from one real model and strategy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def home() -> str:
 
 
 def _card(picture: Picture, x: float, width: float, title: str, note: str) -> float:
-    """A frame with a title, and an arrow to it from the one before; where the next begins."""
+    """Draw a frame with a title and an arrow from the previous card; returns the next card's x."""
     if x > 16:
         picture.path(f"M{x - GAP + 8:g} {TOP + HEIGHT / 2:g}H{x - 8:g}", "edge")
     picture.rect(x, TOP, width, HEIGHT, "panel", 8)

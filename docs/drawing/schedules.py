@@ -1,4 +1,4 @@
-"""A schedule as it is drawn in papers: a `Schedule` goes in, an SVG comes out."""
+"""A schedule drawn as in papers: a `Schedule` goes in, an SVG comes out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Screenshots of the pages that Piper writes, of the programs of the tutorial itself: its snippets
-are run, and what they made is shown."""
+"""Screenshots of the pages that Piper writes for the programs of the tutorial. The tutorial's
+snippets run, and their results are shown."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from piper.view.pages.timeline_page import timeline_page
 
 FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-run"
 COLOURS = 200
-"""Of a screenshot: enough for the rare ones and for the smooth edges of letters."""
+"""Colours of a screenshot: enough for rare ones and for the antialiased edges of letters."""
 Do = Callable[[Page], object]
-"""What a person would do on a page before the picture is taken."""
+"""Acts on a page as a user would, before the screenshot."""
 
 
 def collapsed(page: Page) -> None:
-    """A line for each device."""
+    """Show one line per device."""
     page.keyboard.press("X")
 
 
 def first_open(page: Page) -> None:
-    """A line for each device, and all streams of the first."""
+    """Show one line per device, and all streams of the first."""
     page.keyboard.press("X")
     page.wait_for_timeout(200)
     page.mouse.click(13, 165)
@@ -48,7 +48,7 @@ def untouched(page: Page) -> None:
 
 @dataclass(frozen=True)
 class Shot:
-    """A page to write, what to do on it, and how large the picture is."""
+    """A page to write, the actions on it, and the size of the picture."""
 
     write: Callable[[Path], object]
     height: int
@@ -57,7 +57,7 @@ class Shot:
 
 
 def run_page(page: Path) -> dict[str, Any]:
-    """The names that the snippets of a page define; what they write is thrown away."""
+    """Run the snippets of a page in a temporary folder; returns the names they define."""
     found: dict[str, Any] = {"__name__": "__main__"}
     snippets = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -68,7 +68,7 @@ def run_page(page: Path) -> dict[str, Any]:
 
 
 def measured(given: Mapping[str, Any], page: Path) -> None:
-    """A step of two processes, measured, beside the simulation with what was measured."""
+    """Write a page with a measured step of two processes beside its simulation from the profile."""
     torch.manual_seed(0)
     model = given["Net"](layers=4, width=192, vocab=256)
     x, y = torch.randint(256, (2, 32, 32))
@@ -79,13 +79,13 @@ def measured(given: Mapping[str, Any], page: Path) -> None:
         for _ in range(3):
             trainer.step(x, y)
         profiles = [trainer.profile(x, y, steps=5) for _ in range(6)]
-    profile = min(profiles, key=lambda one: one.seconds)  # the one that least disturbed
+    profile = min(profiles, key=lambda one: one.seconds)  # the least disturbed one
     cluster = piper.Cluster.of("CPU", 2)
     profile.show(page, beside=program.simulate(cluster, profile.recorded))
 
 
 def screenshots(tutorial: Path) -> dict[str, Shot]:
-    """Every screenshot by its name."""
+    """All screenshots by name."""
     given = run_page(tutorial)
     box = given["box"]
     one, two = (given[name].simulate(box) for name in ("one", "two"))
@@ -104,7 +104,7 @@ def screenshots(tutorial: Path) -> dict[str, Shot]:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Callable[[Path, int, int], Page]]:
-    """Opens pages, without a network, as a person would see them."""
+    """Yields a function that opens a page offline, in a window of the given size."""
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=FLAGS.split()
@@ -139,7 +139,7 @@ def take(pictures: Path, tutorial: Path, wanted: list[str]) -> Iterator[Path]:
 
 
 def reduced(whole: Image.Image) -> Image.Image:
-    """The picture in its most frequent colours, which stay exactly as they are."""
+    """The picture in its most frequent colours, which stay exact; others become the nearest one."""
     pixels = np.asarray(whole.convert("RGB")).astype(np.int32)
     coded = (pixels[..., 0] << 16) + (pixels[..., 1] << 8) + pixels[..., 2]
     found, places, counts = np.unique(coded, return_inverse=True, return_counts=True)

@@ -1,7 +1,7 @@
-"""A few shapes of SVG, with one look: shapes go in, the text of a file comes out.
+"""A few SVG shapes in one style: shapes go in, the text of a file comes out.
 
-Colours are those of the pages that `piper.view` writes. A picture brings its own background and
-follows the reader's choice of light or dark, so that it can stand on any page.
+Colours are those of the pages that `piper.view` writes. A picture has its own background and
+follows the reader's choice of light or dark mode, so that it fits on any page.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _HEAD_OF = {"edge": "head", "soft": "softhead", "bold": "boldhead"}
 
 @dataclass
 class Picture:
-    """Shapes, as they are added, on a sheet that is as large as they need."""
+    """A list of shapes, on a sheet that is as large as they need."""
 
     parts: list[str] = field(default_factory=list)
     right: float = 0.0
@@ -99,7 +99,7 @@ class Picture:
         )
 
     def svg(self, said: str, margin: float = 16) -> str:
-        """The file; ``said`` is the picture in words."""
+        """The text of the file; ``said`` describes the picture in words."""
         width, height = self.right + margin, self.bottom + margin
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '

@@ -199,7 +199,7 @@ def table(item: Any, names: Iterable[str]) -> dict[str, Any]:
     if missing := sorted(wanted - item.keys()):
         raise MalformedError(f"it lacks {', '.join(missing)}")
     if unknown := sorted(item.keys() - wanted):
-        raise MalformedError(f"it has {', '.join(map(shown, unknown))}, which nobody reads")
+        raise MalformedError(f"it has {', '.join(map(shown, unknown))}, which is unknown")
     return item
 
 

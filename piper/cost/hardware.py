@@ -125,4 +125,4 @@ class Sharing:
 
     def __post_init__(self) -> None:
         if min(self.links, self.compute, self.communication) < 0:
-            raise PiperError(f"{self}: nothing gets faster beside others; give at least 0")
+            raise PiperError(f"{self}: sharing makes nothing faster; give at least 0")

@@ -207,7 +207,7 @@ def _gradients(model: Model) -> None:
         passes = chunk.variants[model.remat].passes.values()
         for ref in (ref for facts in passes for ref in facts.reads if ref.kind in _GRADIENTS):
             if chunk.outputs[ref.index] not in made:
-                raise MalformedError(f"chunks[{chunk.index}]: nobody makes its {ref}")
+                raise MalformedError(f"chunks[{chunk.index}]: no pass makes its {ref}")
         for ref in (ref for facts in passes for ref in facts.writes):
             if ref.kind is Kind.INPUT_GRAD:
                 made.add(chunk.inputs[ref.index])

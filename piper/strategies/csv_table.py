@@ -45,7 +45,7 @@ def from_csv(table: str | Path | Iterable[str], *, name: str | None = None) -> S
     try:
         lines = list(csv.reader(table))
     except (csv.Error, TypeError) as error:
-        raise DirectiveError(f"this is no table: {error}") from error
+        raise DirectiveError(f"this is not a schedule table: {error}") from error
     groups = [
         [
             _group(cell, rank, column)

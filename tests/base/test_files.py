@@ -1,4 +1,4 @@
-"""Files from outside: what is no file of Piper's is refused by name, and nothing in one is run."""
+"""Files from outside: those that are not Piper's are refused by name, and nothing is run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def folder(program: piper.Program, tmp_path: Path) -> Path:
 
 
 class Rotated(nn.Module):
-    """Multiplies by complex numbers, which its backward conjugates."""
+    """Multiplies by complex numbers; its backward conjugates them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_complex_numbers_in_a_model(tmp_path: Path) -> None:
 
 @contextmanager
 def edited(folder: Path, name: str) -> Iterator[Any]:
-    """The data of a file, to be changed by someone who knows of the checksums."""
+    """The data of a file, to be changed; its checksum is updated."""
     data = json.loads((folder / name).read_text())
     yield data
     content = json.dumps(data).encode()
@@ -123,7 +123,7 @@ def edited(folder: Path, name: str) -> Iterator[Any]:
 
 
 def first_call(graphs: Any) -> list[Any]:
-    """The first operation of the first forward that takes an argument by its place."""
+    """The first operation of the first forward that takes a positional argument."""
     graph = graphs[0]["functions"]["F"]["graph"]
     return next(node for node in graph if node[0] == "call_function" and node[3]["tuple"])
 
@@ -181,7 +181,7 @@ def calling(name: str, *arguments: Any) -> Callable[[Any], None]:
 def test_a_graph_can_only_call_operators_on_tensors(
     folder: Path, change: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands in the file is refused when it is read, by name and place."""
+    """Bad content is refused when the file is read, with its name and place."""
     monkeypatch.chdir(folder.parent)
     with edited(folder, "graphs.json") as graphs:
         change(graphs)
@@ -192,7 +192,7 @@ def test_a_graph_can_only_call_operators_on_tensors(
 
 
 def test_a_missing_tensor_fits_an_operator() -> None:
-    """The gradient of attention on GPUs is asked for without a bias, though its schema wants it."""
+    """On GPUs the gradient of attention has no bias argument, although its schema requires one."""
     operator = operator_named("aten._scaled_dot_product_efficient_attention_backward.default")
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -260,7 +260,7 @@ def test_batches_of_dicts_are_read_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_named(folder: Path) -> None:
-    """Every file, wherever a byte of it is another."""
+    """Any changed byte in any file."""
     for name in ("program.json", "graphs.json", "constants.pt"):
         content = (folder / name).read_bytes()
         for place in (0, len(content) // 2, len(content) - 1):
@@ -274,19 +274,19 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
 
 
 def facts(data: Any) -> dict[str, Any]:
-    """The facts of the model, for groups of one device."""
+    """The model's facts for groups of one device."""
     return data["facts"]["models"][0][1]
 
 
 def backward(data: Any) -> dict[str, Any]:
-    """What the facts say of the second layer's backward."""
+    """The facts of the second layer's backward."""
     return dict(dict(facts(data)["chunks"][1]["variants"])["none"]["passes"])["B"]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(plans=[]), "it has 'plans', which nobody reads"),
+        (lambda d: d.update(plans=[]), "it has 'plans', which is unknown"),
         (lambda d: d["strategy"][1].update(parts=4), "its tensor 0 is not what the code takes"),
         (lambda d: d["strategy"][1].update(parts=10**9), "not divide into 1000000000 microbatches"),
         (lambda d: d["strategy"][2].update(devices=[0, 2]), "none for groups of 2 devices"),
@@ -335,7 +335,7 @@ def backward(data: Any) -> dict[str, Any]:
             lambda d: d.update(default_dtype="int32"),
             "default_dtype: 'int32' is not a dtype",
         ),
-        (lambda d: d.update(more=1), "it has 'more', which nobody reads"),
+        (lambda d: d.update(more=1), "it has 'more', which is unknown"),
         (lambda d: facts(d).pop("batch"), "facts.models[0].value: it lacks batch"),
         (lambda d: d["settings"].update(costs={"Own": {}}), "one of Costs, Answers"),
         (lambda d: d["code"]["programs"][0][1].append(0), "3 pieces, but 4 programs"),
@@ -360,7 +360,7 @@ def test_a_program_of_before_default_dtypes_were_kept_is_read(folder: Path) -> N
 
 
 class Mixed(nn.Module):
-    """Drops while it trains, and has a layer of two experts and a buffer."""
+    """Has dropout, a layer of two experts and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,8 +425,8 @@ def numbers(program: piper.Program, x: Tensor) -> list[float]:
 
 
 class Turned(nn.Module):
-    """Parameters that lie across, and gradients that passes must copy: one number for many
-    elements, and a part of another gradient."""
+    """Transposed parameters, and gradients that passes must copy: an expanded one, and a slice of
+    another gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -458,7 +458,7 @@ def test_parameters_and_gradients_of_any_strides(zero: int, tmp_path: Path) -> N
 
 
 class Counting(torch.optim.SGD):
-    """Takes shorter and shorter steps, whatever they are for."""
+    """Takes a smaller step at each call, whichever parameters it is called for."""
 
     calls = 0
 
@@ -473,7 +473,7 @@ class Counting(torch.optim.SGD):
 
 
 class Normed(Counting):
-    """Divides by the norm of all gradients."""
+    """Clips by the norm of all gradients."""
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -482,7 +482,7 @@ class Normed(Counting):
 
 
 def test_plans_are_for_the_optimizer_that_is_given(model: Net, folder: Path) -> None:
-    """Which may be another than the program was compiled with."""
+    """It may differ from the optimizer that the program was compiled with."""
     x = torch.randn(4, 4)
     buckets = piper.replicate({}, bucket_mb=1e-6)
     strategy = [piper.split(parts=2), piper.place({}, devices=[0, 1]), buckets]
@@ -567,11 +567,11 @@ def test_a_program_of_an_earlier_format_is_told_so(folder: Path) -> None:
         piper.Program.load(folder)
 
 
-# what is no file, too large, or nested without end
+# not a regular file, too large, or nested too deeply
 
 
 def pipe(path: Path) -> Path:
-    """One that ends at once for whoever opens it and waits: such a reader would wait for ever."""
+    """A FIFO with a writer: a blocking reader gets an end of file instead of hanging forever."""
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     threading.Thread(target=path.open, args=("wb",), daemon=True).start()
@@ -690,11 +690,11 @@ def test_a_program_that_is_saved_again_replaces_its_own_files_alone(
     assert (folder / "notes.json").read_text() == "mine"
 
 
-# everything at random
+# random mutations
 
 
 def test_mutations_of_every_kind_of_file() -> None:
-    """Refused, or what is read can be used; ``PiperError`` is the only error."""
+    """Each file is refused, or its content can be used; ``PiperError`` is the only error."""
     ends, bad = tally(20, seed=1)
     assert not bad, bad[0]
     assert not ends["program, damaged"][OTHER]
@@ -702,7 +702,7 @@ def test_mutations_of_every_kind_of_file() -> None:
 
 
 def scrambled(text: str, rng: random.Random) -> str:
-    """``text`` with something left out, put in, doubled or exchanged, up to four times."""
+    """``text`` with parts removed, inserted, repeated or replaced, up to four times."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         start = rng.randrange(len(text) + 1)
         end = start + rng.choice((0, 1, 1, 2, 5, 40))
@@ -736,12 +736,12 @@ TEXTS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "strategy": (piper.Strategy.from_json, lambda strategy: strategy.to_json()),
     "cluster": (toml.parse, toml.write),
 }
-"""How each is read, and written."""
+"""The reader and the writer of each."""
 
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_mutations_of_texts(kind: str, program: piper.Program) -> None:
-    """What is read can be written and read again; ``PiperError`` is the only error."""
+    """Accepted content can be written and read again; ``PiperError`` is the only error."""
     read, write = TEXTS[kind]
     cluster = replace(Cluster.of("H100", 2, machines=2), between={(0, 1): LINKS["PCIe4"]})
     made = {"strategy": program.strategy, "cluster": cluster}
@@ -763,7 +763,7 @@ def test_mutations_of_texts(kind: str, program: piper.Program) -> None:
 
 @pytest.mark.slow
 def test_many_mutations_of_every_kind_of_file(request: pytest.FixtureRequest) -> None:
-    """So many of each as ``--examples`` says; ``-s`` prints how they ended."""
+    """As many of each as ``--examples`` says; ``-s`` prints the outcomes."""
     ends, bad = tally(request.config.getoption("--examples"), seed=2)
     for kind, outcomes in ends.items():
         print(f"{kind:>20}", *(f"{outcome} {n}" for outcome, n in sorted(outcomes.items())))

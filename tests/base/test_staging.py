@@ -1,4 +1,4 @@
-"""Files take their place in a folder together, whatever ends the save, and those of others stay."""
+"""Staged files replace a folder's earlier files together, however the save ends; others stay."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The process ends before its ``number``-th change of a name, and so cleans up nothing."""
+    """Kill the process before its ``number``-th rename or unlink, so that nothing is cleaned up."""
     left = iter(range(number))
 
     def dying(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def test_parents_are_made_and_files_of_others_stay(tmp_path: Path) -> None:
     assert read(target) == ["B"]
     assert names(target) == ["all.txt", "part-1-of-0.txt", "part-of-x.txt", "sub"]
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "part-of-0.txt").write_text("mine")  # there was no save before
+    (tmp_path / "own" / "part-of-0.txt").write_text("mine")  # no save came before
     write(tmp_path / "own", ["A"])
     assert (tmp_path / "own" / "part-of-0.txt").read_text() == "mine"
 
@@ -150,7 +150,7 @@ def test_a_marker_of_another_program_is_not_replaced(tmp_path: Path) -> None:
         write(tmp_path, ["A"])
     TEXTS.remove(tmp_path)
     assert names(tmp_path) == ["all.txt"]
-    (tmp_path / "part-of-0.txt").touch()  # one of ours, damaged
+    (tmp_path / "part-of-0.txt").touch()  # a damaged part of ours
     write(tmp_path, ["A"])
     assert read(tmp_path) == ["A"]
     with pytest.raises(PiperError, match="there is a file: a text is a folder"):
@@ -158,7 +158,7 @@ def test_a_marker_of_another_program_is_not_replaced(tmp_path: Path) -> None:
 
 
 def ended() -> int:
-    """The number of a process that has ended."""
+    """The pid of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid

@@ -1,4 +1,4 @@
-"""Callbacks of a run: what they are told, and when."""
+"""When callbacks are called, and with what."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Net(nn.Sequential):
 
 
 class Heard:
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -95,7 +95,7 @@ def test_the_end_is_told_after_an_error_and_to_all(trainer: piper.Trainer) -> No
         trainer.fit([(X, X)], callbacks=[heard, Failing()])
     with pytest.raises(piper.PiperError):
         trainer.fit([(X[:1], X)], callbacks=[heard])
-    next(iter(trainer.iterate([(X, X)] * 2, callbacks=[heard])))  # nobody asks for the second step
+    next(iter(trainer.iterate([(X, X)] * 2, callbacks=[heard])))  # the second step never runs
     assert heard.ended == 3
 
 

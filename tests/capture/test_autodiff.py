@@ -1,4 +1,4 @@
-"""Properties of programs: what the passes take, keep, hand on and cost, and that they are pure."""
+"""Properties of programs: inputs, saved tensors, results and cost of passes; passes are pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def captured_dense(config: DenseConfig, remat: str = "none") -> Captured:
 
 @dataclass(frozen=True)
 class Case:
-    """A captured model, and the refs to real tensors of each of its unique programs."""
+    """A captured model and a batch for it."""
 
     captured: Captured
     model: nn.Module
@@ -105,13 +105,13 @@ class Trace:
     program: ChunkProgram
     tensors: dict[Ref, Tensor]
     split: dict[Ref, Tensor]
-    """What BI and BW made."""
+    """The results of BI and BW."""
     calls: list[tuple[Pass, list[Tensor], list[Tensor], list[Tensor]]]
-    """Each pass with its arguments, copies of them made before, and its results."""
+    """Each pass with its arguments, copies of them from before the call, and its results."""
 
 
 def run(case: Case) -> list[Trace]:
-    """Run every pass of every chunk with the bare runners."""
+    """Run every pass of every chunk with the runners alone."""
     captured = case.captured
     parameters = {n: p.detach() for n, p in case.model.named_parameters(remove_duplicate=False)}
     buffers = {n: b.clone() for n, b in case.model.named_buffers()}
@@ -164,7 +164,7 @@ def storage(x: Tensor) -> int:
 
 @pytest.mark.cases(fast=2)
 def test_nothing_saved_shares_storage_with_anything_else(case: Case) -> None:
-    """Except that an output may be a view of a saved tensor, which is then its base."""
+    """Except an output that is a view of a saved tensor, which is then its base."""
     for trace in run(case):
         kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.OUTPUT, *SAVED)
         held = [(ref, x) for ref, x in trace.tensors.items() if ref.kind in kinds]
@@ -303,8 +303,7 @@ def test_layers_that_differ_in_a_number_do_not_share() -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_flops_of_attention(grouped: bool) -> None:
-    """Two products forward, and five backward; also on CPUs, of which torch's counter knows
-    nothing."""
+    """Two products forward and five backward, also on CPUs, which torch's counter ignores."""
     batch, heads, queries, keys, width = 2, 3, 8, 5, 4
 
     class Attention(nn.Module):
@@ -348,7 +347,7 @@ def test_flops_of_a_linear_layer() -> None:
 def test_results_keep_their_strides_when_inductor_pads_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU it widens products of odd sizes, and chunks that read them must not notice."""
+    """On a GPU inductor pads products of odd sizes; chunks that read them must not notice."""
     from torch._inductor.fx_passes import joint_graph
 
     aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""A person's mistakes, the words they are answered with, and that nothing is left half done."""
+"""User mistakes: the error messages, and that a failed capture leaves nothing half done."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
 
 def line_of(code: str) -> str:
-    """``file:line`` of the first line of this file that holds ``code``."""
+    """``file:line`` of the first line of this file that contains ``code``."""
     lines = HERE.read_text().splitlines()
     return f"{HERE}:{next(i for i, line in enumerate(lines, 1) if code in line)}"
 
@@ -173,7 +173,7 @@ def named(name: Any) -> Callable[[Net, Tensor], Tensor]:
     return mistake
 
 
-# --- writing where one may only read
+# --- writes to read-only tensors
 
 
 class WritesInput(Indexes):
@@ -249,7 +249,7 @@ def loses_x(net: Net, x: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is done wrong, and what the message must hold."""
+    """A mistake, and the words that its message must contain."""
 
     name: str
     says: tuple[str, ...]
@@ -392,7 +392,7 @@ MISTAKES = [
 
 
 def snapshot(model: Any) -> Any:
-    """What a failed capture could leave behind on ``model`` or in torch."""
+    """State of ``model`` and torch that a failed capture could change."""
     clean = (torch.is_grad_enabled(), type(torch.empty(1)), id(sys.stderr), len(warnings.filters))
     if not isinstance(model, nn.Module):
         return clean
@@ -518,17 +518,17 @@ def test_what_the_model_says_is_not_swallowed(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr() == ("to stdout\n", "to stderr\n")
 
 
-# --- in a process of its own: what torch logs goes past pytest, and some mistakes end the process
+# --- in a subprocess: torch's log output bypasses pytest, and some mistakes end the process
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    root = str(HERE.parent.parent)
+    root = str(HERE.parents[2])
     program = f"""
 import sys
 import torch
 from torch import nn
-from piper.capture import capture
-from piper.errors import CaptureError
+from piper.capture.model import capture
+from piper.base.errors import CaptureError
 torch.set_num_threads(1)
 x = torch.ones(8, 4)
 
@@ -709,11 +709,11 @@ def test_a_loss_with_parameters_must_be_given_again() -> None:
     assert SingleDevice(captured, model, loss=loss).step(X, Y).loss.isfinite()
 
 
-# parameters in one memory
+# parameters that share memory
 
 
 class TwoInOne(nn.Module):
-    """Two parameters; ``views`` makes them from one row of numbers."""
+    """Two parameters that ``views`` makes from one tensor."""
 
     def __init__(
         self, views: Callable[[Tensor], tuple[Tensor, Tensor]], train: bool = True

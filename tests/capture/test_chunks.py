@@ -1,4 +1,4 @@
-"""Where regions begin and end, as text: what each chunk holds, takes and gives."""
+"""Where regions begin and end, as text: each chunk's contents, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ X, Y = torch.randn(4, 6), torch.randn(4, 6)
 
 
 def text(captured: Captured) -> str:
-    """One line a chunk: its regions, its state, what it takes and what it gives; then results.
+    """One line per chunk: its regions, state, inputs and outputs; then the results.
 
-    A tensor of the batch goes by the caller's name for it, any other value by its number.
+    Batch tensors have the caller's names, other values have numbers.
     """
     example, cut = captured.example, captured.cut
 
@@ -69,7 +69,7 @@ def linear() -> nn.Linear:
 
 
 class Model(nn.Module):
-    """Bias-free layers ``a``, ``b``, ``c``, a vector ``scale``, and the test's own forward."""
+    """Bias-free layers ``a``, ``b``, ``c``, a vector ``scale``, and the test's own ``forward``."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_what_stands_before_the_first_region_and_after_the_last() -> None:
     assert [str(value.spec) for value in captured.cut.values] == [
         "int64[2, 5]",
         "int64[2, 5]",
-        "float64[]",  # how many targets of the whole batch count
+        "float64[]",  # the number of targets of the whole batch that count
         "float32[2, 5, 6]",
         "float32[2, 5, 6]",
         "float32[]",
@@ -158,7 +158,7 @@ def test_no_regions_at_all() -> None:
     )
 
 
-# --- edges that are not to the next chunk
+# --- edges to chunks other than the next
 
 
 def test_a_skip_connection_is_an_edge_to_a_later_chunk() -> None:
@@ -455,7 +455,7 @@ def test_a_mutated_buffer_belongs_to_one_chunk() -> None:
 
 
 def same_as_eager(model: nn.Module, captured: Captured) -> None:
-    """Loss, gradients and buffers of one step, against the model run on each microbatch."""
+    """Loss, gradients and buffers of one step equal those of the model run on each microbatch."""
     reference = copy.deepcopy(model)
     single = SingleDevice(captured, copy.deepcopy(model))
     loss, gradients, _ = single.differentiate(X, Y)
@@ -502,7 +502,7 @@ def updated_by_a_later_chunk(m: Model, x: Tensor) -> Tensor:
 def test_a_buffer_keeps_the_value_that_was_read(
     forward: Callable[[Model, Tensor], Tensor], remat: str
 ) -> None:
-    """An update must not reach what was read before it, in forward or in backward."""
+    """An update must not change values read before it, in forward or in backward."""
     model = Model(forward)
     same_as_eager(model, chunks(model, microbatches=2, remat=remat))
 
@@ -605,7 +605,7 @@ def test_outputs_that_are_kept() -> None:
     torch.testing.assert_close(kept, model(X))
 
 
-# --- what holds for every model
+# --- invariants of every model
 
 
 def test_every_edge_runs_forward_and_equal_layers_share_a_program() -> None:

@@ -1,4 +1,4 @@
-"""Batches that are dicts, as loaders for models of transformers give them."""
+"""Batches that are dicts, as from data loaders for transformers models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, WIDTH, IGNORED = 8, 6, -100
 
 
 class Classifier(nn.Module):
-    """Computes its own loss from labels: a sum, and how many were not ignored."""
+    """Computes its own loss from labels: a sum, and the number of labels that are not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def dataset(rows: int) -> list[dict[str, Tensor]]:
 
 
 def example() -> dict[str, Tensor]:
-    """Its names are in another order than a loader's."""
+    """Its keys are in another order than a loader's."""
     return {
         "x": torch.zeros(ROWS, WIDTH, dtype=torch.float64),
         "labels": torch.zeros(ROWS, dtype=torch.long),
@@ -108,7 +108,7 @@ def test_values_without_dimensions() -> None:
 
 
 class Positioned(nn.Module):
-    """Adds something to each position, and has a number for the whole batch."""
+    """Adds a position embedding, and takes one scalar for the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Positioned(nn.Module):
 @pytest.mark.parametrize("strategy", [data_parallel(2, 2), pipeline([[0], [1, 2]], 2)])
 @pytest.mark.parametrize("rows", [4, 8])
 def test_one_row_that_is_for_all(strategy: Any, rows: int) -> None:
-    """Also where a device has one row of a microbatch."""
+    """Also if a device has one row of a microbatch."""
     torch.manual_seed(0)
     model = Positioned().double()
     given = {

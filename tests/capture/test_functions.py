@@ -1,5 +1,5 @@
-"""Autograd functions train by their own backward, control flow by a draw is decided or refused, and
-a model may bring its loss."""
+"""Autograd functions train by their own backward; control flow on a random draw is resolved or
+refused; a model may compute its own loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training import assert_same, compiled, data_parallel, pipeline, plain
 
 
 class Scaled(torch.autograd.Function):
-    """Two results; gradients that no formula of autograd would give."""
+    """Two results, and gradients that autograd itself would not give."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, by: float, name: str = "") -> Any:
@@ -35,7 +35,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Reversed(torch.autograd.Function):
-    """Gives back what it is given; turns the gradient round. ``apply`` inside ``forward``."""
+    """Returns its input; negates the gradient. Calls ``apply`` inside ``forward``."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Doubled(torch.autograd.Function):
-    """Writes to what it is given."""
+    """Writes to its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ ROWS = torch.randn(4, 4), torch.randn(4, 4)
 
 @pytest.mark.parametrize(("by", "programs"), [((2.0, 2.0), 3), ((2.0, 3.0), 4)])
 def test_a_function_trains_by_its_own_backward(by: tuple[float, float], programs: int) -> None:
-    """Equal layers have one program; a number that is another makes them different."""
+    """Equal layers share one program; a different number makes them different."""
     x, y = ROWS
     model = Layers((2.0, *by))
     captured = assert_equal_to_eager(model, (x,), (y,), F.mse_loss, remat=("none", "all"))
@@ -113,7 +113,7 @@ def test_a_function_in_a_pipeline() -> None:
 
 
 def scaling(by: float) -> Any:
-    """A class of its own for each number, all of one name."""
+    """A new class for each number, all with the same name."""
 
     class Scaling(torch.autograd.Function):
         @staticmethod
@@ -201,7 +201,7 @@ def test_a_backward_that_is_another_each_time_is_refused() -> None:
 
 
 def drops(probability: float) -> Net:
-    """Leaves a layer out with some probability."""
+    """A model that skips a layer with some probability."""
 
     def forward(self: Net, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -225,7 +225,7 @@ def test_a_draw_that_decides_is_refused_with_its_line() -> None:
 
 
 class OwnLoss(nn.Module):
-    """Returns its loss: alone, or beside other things."""
+    """Returns its loss, alone or in a dict."""
 
     def __init__(self, *, alone: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Graphs are traced before a process knows its GPU. Fake tensors need none: this runs anywhere."""
+"""Graphs are traced before a process knows its GPU. The tests use fake tensors and need no GPU."""
 
 from __future__ import annotations
 

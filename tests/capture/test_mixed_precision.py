@@ -1,4 +1,4 @@
-"""``precision="bf16"`` computes in fp32 what autocast does, on every device alike."""
+"""``precision="bf16"`` computes in fp32 where autocast does, alike on every device."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def step_of(model: nn.Module, **given: Any) -> tuple[piper.Program, Tensor]:
 @pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("family", ["BERT", "Llama"])
 def test_the_loss_of_a_model_of_its_own_is_that_of_autocast(family: str) -> None:
-    """A loss in bf16 is a multiple of 1/64 between 2 and 4: further from autocast than this."""
+    """Between 2 and 4, bf16 losses are multiples of 1/64: coarser than the tolerance here."""
     model, batch = FAMILIES[family].make(dropout=False).float(), tokens()
     _, loss = step_of(copy.deepcopy(model), inputs=batch)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -95,7 +95,7 @@ def test_targets_keep_their_precision() -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_what_stages_send_is_bf16(experts: bool) -> None:
-    """No operation in fp32 leaves the residual stream fp32."""
+    """Operations in fp32 do not turn the residual stream into fp32."""
     sizes: dict[str, Any] = {"vocab": 16, "dim": 8, "layers": 2, "heads": 2, "mlp_dim": 8}
     model: nn.Module = DenseTransformer(DenseConfig(**sizes, max_seq=4))
     if experts:

@@ -1,4 +1,4 @@
-"""A sharded region treats each expert and each row by itself: proved, or refused by operation."""
+"""A sharded region computes experts and rows independently: proved, or refused by operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Body = Callable[["Region", Tensor], Tensor]
 
 
 class Region(nn.Module):
-    """A layer before, and experts whose region computes ``body``."""
+    """A layer, and experts whose region computes ``body``."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()

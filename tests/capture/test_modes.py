@@ -1,4 +1,4 @@
-"""What capture could freeze without a word: the mode, and numbers from outside of torch."""
+"""State that capture could silently freeze: the training mode, and numbers not from torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X, Y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
 
 
 class Net(nn.Module):
-    """A layer, scaled by what ``factor`` says at each call."""
+    """A layer, scaled by ``factor`` of each call."""
 
     def __init__(self, factor: Callable[[nn.Module], float]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_the_mode_may_be_read_anywhere(factor: Callable[[nn.Module], float]) -> 
 
 
 class Modal(nn.Module):
-    """Four layers in a pipeline of two stages, and a buffer; ``layer`` says what each computes."""
+    """Four layers for a pipeline of two stages, and a buffer; ``layer`` computes each layer."""
 
     def __init__(self, layer: Callable[[Modal, int, Tensor], Tensor]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def more_in_training(net: Modal, i: int, x: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["flops", "params"])
 def test_evaluation_has_the_stages_of_training(by: str) -> None:
-    """By its own cost it would be cut elsewhere, where the parameters are not."""
+    """Partitioned by its own cost, it would need parameters of another stage."""
     net = Modal(more_in_training)
     program = compile_stages(net, by)
     assert {layer.split(".")[1] for layer in state_of(program, 1) if "layers" in layer} == {"3"}
@@ -256,7 +256,7 @@ def test_an_ordinary_model_is_compiled_without_a_warning() -> None:
 
 
 class ByRows(nn.Module):
-    """Computes otherwise on fewer than ``rows`` rows."""
+    """Computes something else on fewer than ``rows`` rows."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def test_groups_on_which_the_model_computes_differently_are_refused(
 
 
 class Draws(nn.Module):
-    """Draws, makes tensors, and keeps a buffer."""
+    """Draws random numbers, makes tensors, and has a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class Draws(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_depends_on_no_mode_of_its_caller(precision: str, tmp_path: Path) -> None:
-    """Virtual devices are in the caller's thread, processes are not: both give the same numbers."""
+    """Virtual devices run in the caller's thread, processes do not: both give the same numbers."""
     torch.manual_seed(0)
     program = piper.compile(
         Draws(),
@@ -350,7 +350,7 @@ def test_a_step_depends_on_no_mode_of_its_caller(precision: str, tmp_path: Path)
 
 
 class Untyped(nn.Module):
-    """Makes tensors that name no dtype, in the forward alone."""
+    """Makes tensors without an explicit dtype, in the forward only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class Untyped(nn.Module):
 
 
 def compile_doubles() -> piper.Program:
-    """A model in float64, the default dtype."""
+    """A model in float64, which is the default dtype."""
     with default_dtype(torch.float64):
         return piper.compile(
             Untyped(),
@@ -418,7 +418,7 @@ def test_a_switch_to_another_default_dtype_is_refused() -> None:
 
 
 class Seeing(list[Any]):
-    """Batches, with a state, that note the modes in which they are asked for."""
+    """Batches with a state that record the modes in which they are called."""
 
     def __init__(self) -> None:
         super().__init__([(X, Y), (X, Y)])
@@ -458,7 +458,7 @@ class Noting(Callback):
 
 
 def rate_by_flags(step: int) -> float:
-    """A learning rate that says which flags it is computed under."""
+    """A learning rate that encodes the flags it is computed under."""
     precise = torch.get_float32_matmul_precision() == "highest"
     settled = torch.are_deterministic_algorithms_enabled()
     return float(1 + precise + 2 * settled + 4 * (torch.get_default_dtype() is torch.float64))

@@ -1,7 +1,8 @@
-"""Losses, outputs, gradients and buffers of a captured step, bit for bit those of eager PyTorch.
+"""Losses, outputs, gradients and buffers of a captured step equal those of eager PyTorch bit for
+bit.
 
 Every case runs with fused and with split backward. One thread: with several, some CPU kernels
-(index_put with accumulate, large sums) add in an order that changes from run to run.
+(index_put with accumulate, large sums) add in an order that varies from run to run.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def transformer(config: DenseConfig) -> nn.Module:
 
 @pytest.mark.slow
 def test_products_are_written_where_the_caller_wants_them() -> None:
-    """And nowhere else if he does not: the same numbers, and the same tensors."""
+    """Results go into the caller's buffers if given, else into new ones; the numbers are equal."""
     model, x, y = DenseTransformer(DENSE), *tokens()
     captured = capture(model, inputs=(x,), targets=(y,), loss=lm_loss)
     compiler, found = Eager(), 0
@@ -94,7 +95,7 @@ def test_products_are_written_where_the_caller_wants_them() -> None:
 
 
 class Ops(TorchDispatchMode):
-    """Notes what runs, and on how many numbers."""
+    """Records the operations that run, and the sizes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Ops(TorchDispatchMode):
 
 
 def test_what_changes_no_bit_is_left_out() -> None:
-    """Of the gradient of a root of a mean of squares: the numbers stay eager's."""
+    """In the gradient of an RMS norm; the numbers stay equal to eager's."""
 
     def normed(self: Net, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -139,7 +140,7 @@ def check(
     remat: tuple[str, ...] = ("none",),
     gradient_tolerance: float = 0.0,
 ) -> Captured:
-    """``model`` maps inputs of batch 8 to [8, 6]; compare it under a mean squared error."""
+    """Compare ``model``, which maps batches of 8 to [8, 6], under a mean squared error."""
     return assert_equal_to_eager(
         model,
         inputs or (rows(),),
@@ -233,10 +234,10 @@ def test_skip_connections_over_three_regions() -> None:
 
 
 def test_skip_computed_outside_any_region() -> None:
-    """The scaled skip is fed by the first region alone, and runs after all of them.
+    """The scaled skip reads the first region alone, and runs after all regions.
 
-    It joins the first chunk, so its part of the skip's gradient, of three, is added last and not
-    first as eagerly.
+    It joins the first chunk, so its term of the skip's gradient, one of three, is added last; eager
+    adds it first.
     """
 
     def forward(self: Net, x: Tensor) -> Tensor:
@@ -294,10 +295,10 @@ def test_region_named_loss() -> None:
 
 @pytest.mark.parametrize("uses", [(1, 1), (1, 1, 1), (2, 1), (1, 2)], ids=str)
 def test_shared_layer(uses: tuple[int, ...]) -> None:
-    """``uses`` says how often each region calls the one layer.
+    """``uses``: how often each region calls the shared layer.
 
-    A region that uses a parameter twice sums both parts before they meet those of later regions:
-    g3 + (g2 + g1), where one undivided backward would compute (g3 + g2) + g1.
+    A region that uses a parameter twice sums both terms before it adds those of later regions. That
+    is g3 + (g2 + g1); one undivided backward would compute (g3 + g2) + g1.
     """
 
     def forward(self: Net, x: Tensor) -> Tensor:
@@ -426,7 +427,7 @@ def test_batch_with_other_strides_than_the_example() -> None:
         microbatches=2,
         outputs=lambda output, *_: output,
     )
-    # the programs want the strides of the example, so the reference gets them too
+    # the programs expect the strides of the example, so the reference gets them too
     expected = eager(model, (x.contiguous(),), (y,), F.mse_loss, 2)
     for split in (False, True):
         assert_equal(piper_step(captured, model, (x,), (y,), split_backward=split), expected)
@@ -445,7 +446,7 @@ def test_constants_are_never_sent() -> None:
     model = Net(forward, a=linear(), b=linear(), c=linear(), cos=torch.randn(9))
     captured = check(model, remat=("min-cut",))
     taken = {captured.cut.values[i].name for chunk in captured.chunks for i in chunk.inputs}
-    assert len(taken) == len(captured.chunks) + 1  # x, one activation a border, the target
+    assert len(taken) == len(captured.chunks) + 1  # x, one activation per border, the target
     assert all(chunk.buffers == ("cos",) for chunk in captured.chunks[:3])
 
 
@@ -473,7 +474,7 @@ def test_input_used_by_a_late_region() -> None:
     check(Net(forward, a=linear(), b=linear()))
 
 
-# --- what is trained -------------------------------------------------------------------------
+# --- trained parts ---------------------------------------------------------------------------
 
 
 def test_frozen_and_unused_parameters() -> None:
@@ -516,7 +517,7 @@ def test_no_grad_and_detach() -> None:
 
 
 def test_in_place_change_without_gradient() -> None:
-    """The gradient passes by what ``no_grad`` does in place."""
+    """The gradient ignores in-place changes under ``no_grad``."""
 
     def forward(self: Net, x: Tensor) -> Tensor:
         with annotate("r"):
@@ -561,7 +562,7 @@ def test_autocast_spanning_regions() -> None:
 
 def test_shared_layer_under_autocast() -> None:
     """Eagerly, autocast casts a weight once: its two gradients add up in bf16. Here each region
-    casts for itself, and they add up in fp32: the difference is one rounding to bf16."""
+    casts it, and the gradients add up in fp32: the difference is one rounding to bf16."""
 
     def forward(self: Net, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -606,7 +607,7 @@ def test_gradient_of_a_parameter_that_is_one_number_repeated() -> None:
 
 
 def test_parameter_gradient_is_not_shared_with_an_input_gradient() -> None:
-    """In the last region ``w`` and ``x`` have the same gradient; ``w`` then gathers more."""
+    """In the last region ``w`` and ``x`` have the same gradient; ``w`` then accumulates more."""
 
     def forward(self: Net, x: Tensor) -> Tensor:
         with annotate("r"):
@@ -699,7 +700,7 @@ def test_batch_norm() -> None:
     def forward(self: Net, x: Tensor) -> Tensor:
         for layer in (self.a, self.b):
             with annotate("r"):
-                x = self.norm(layer(x)).relu()  # one norm, twice a microbatch
+                x = self.norm(layer(x)).relu()  # one norm, used twice per microbatch
         return x
 
     model = Net(forward, a=linear(), b=linear(), norm=nn.BatchNorm1d(6))
@@ -709,7 +710,7 @@ def test_batch_norm() -> None:
 
 
 def test_batch_norm_over_a_transposed_view() -> None:
-    """Its gradient has other strides than those that were traced."""
+    """Its gradient has other strides than the traced ones."""
 
     def forward(self: Net, x: Tensor) -> Tensor:
         with annotate("r"):
@@ -784,7 +785,7 @@ def dropout(request: pytest.FixtureRequest) -> tuple[DenseTransformer, Tensor, T
 
 
 def reseed_regions(model: nn.Module, microbatch: int, step: int = 0) -> None:
-    """Seed each region of the decoder, as it is entered, with what Piper gives its chunk."""
+    """Seed each region of the decoder on entry with Piper's seed for its chunk."""
     assert isinstance(model, DenseTransformer)
     for chunk, module in enumerate((model.embedding, *model.layers)):
         module._forward_pre_hooks.clear()
@@ -842,7 +843,7 @@ def test_the_global_generator_is_left_alone(dropout: Dropout) -> None:
 
 @pytest.mark.parametrize("kind", ["efficient", "flash", "cudnn"])
 def test_the_backward_of_attention_draws_nothing(kind: str) -> None:
-    """Some are tagged as random. They are given the seed that the forward drew."""
+    """Some are tagged as random, but they take the seed that the forward drew."""
     for suffix, draws in (("", True), ("_backward", False)):
         operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{suffix}").default
         node = fx.Graph().call_function(operation, (), {"dropout_p": 0.3})
@@ -851,7 +852,7 @@ def test_the_backward_of_attention_draws_nothing(kind: str) -> None:
 
 @torch.library.custom_op("piper_tests::interrupted", mutates_args=())
 def interrupted(x: Tensor) -> Tensor:
-    """Another thread draws now, in the middle of an instruction."""
+    """Let another thread draw in the middle of an instruction."""
     thread = threading.Thread(target=lambda: OTHER.append(torch.rand(3)))
     thread.start()
     thread.join()
@@ -872,13 +873,13 @@ OTHER: list[Tensor] = []
     [("eager", 1), ("eager", 2), pytest.param("inductor", 2, marks=pytest.mark.slow)],
 )
 def test_other_threads_and_steps_draw_apart(compiler: str, microbatches: int) -> None:
-    """What a thread draws in the middle of an instruction changes no dropout, and the step changes
-    nothing that the thread draws."""
+    """Draws of another thread in the middle of an instruction do not change dropout, and the step
+    does not change the thread's draws."""
 
     def drawn(between: Callable[[Tensor], Tensor]) -> SingleDevice:
         def forward(self: Net, x: Tensor) -> Tensor:
             with annotate("r"):
-                if compiler == "inductor":  # of what it draws by seeds
+                if compiler == "inductor":  # only operations that it draws from seeds
                     return self.b(between(self.a(x) + torch.rand_like(x)) * torch.rand_like(x))
                 x = between(F.dropout(self.a(x), 0.5))
                 return self.b(F.dropout(x, 0.5) + torch.rand_like(x) * torch.randperm(len(x[0])))
@@ -938,7 +939,7 @@ def test_other_threads_and_steps_draw_apart(compiler: str, microbatches: int) ->
     ],
 )
 def test_random_ops(draw: object) -> None:
-    """The numbers are those that the default generator draws from the same seed."""
+    """The numbers equal those of the default generator with the same seed."""
 
     def forward(self: Net, x: Tensor) -> Tensor:
         with annotate("r"):
@@ -966,7 +967,7 @@ def test_random_ops(draw: object) -> None:
         assert_equal(found, expected)
 
 
-# --- what a capture leaves alone -------------------------------------------------------------
+# --- a capture changes nothing ---------------------------------------------------------------
 
 
 def test_capture_leaves_the_model_as_it_was() -> None:
@@ -985,7 +986,7 @@ def test_capture_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_recurrent_layer() -> None:
-    """PyTorch itself runs it by oneDNN on a CPU: equal but for rounding."""
+    """PyTorch itself runs it by oneDNN on a CPU: equal up to rounding."""
     torch.manual_seed(0)
 
     class Reader(nn.Module):

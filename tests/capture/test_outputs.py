@@ -1,5 +1,5 @@
-"""What a step reports beside its loss: means of numbers, and the rows of outputs after an
-evaluation, equal to those of the model itself under every strategy and launcher."""
+"""Outputs beside the loss: the means of scalars, and the rows of outputs after an evaluation, equal
+to those of the model itself under every strategy and launcher."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_step_reports_numbers_only() -> None:
         found = trainer.step(x, y).outputs
         assert list(found) == ["largest", "mean"]
         assert float(found["mean"]) == pytest.approx(float(y.double().mean()), rel=1e-14)
-        parts = [part.amax().double() for part in y.chunk(4)]  # the mean of those of all parts
+        parts = [part.amax().double() for part in y.chunk(4)]  # the mean of the maxima of all parts
         assert float(found["largest"]) == pytest.approx(float(torch.stack(parts).mean()))
         assert trainer.step(x, y, report=False).outputs == {}
 
@@ -127,7 +127,7 @@ def test_rows_that_a_batch_was_filled_up_with_are_left_out() -> None:
     with piper.launch(program(data_parallel(2, 3), loss=counted)) as trainer:
         found = trainer.evaluate(x, y, pad=(0, -1)).outputs
         wanted = expected(net(), x, y)
-        del wanted["entropy"]  # it would be one of all rows
+        del wanted["entropy"]  # it would be over all rows, padding included
         assert_outputs(found, wanted)
         assert "entropy" in trainer.evaluate(*batch(), pad=(0, -1)).outputs
 

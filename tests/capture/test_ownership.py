@@ -1,7 +1,7 @@
-"""A backward may overwrite what it consumes: nobody may read that afterwards.
+"""A backward may overwrite the tensors it consumes: no later pass may read them.
 
-The compiler of these tests fills every consumed argument with NaN once a pass has run, and the
-weight passes wait until all input passes are done, as in a zero-bubble schedule.
+The compiler of these tests fills every consumed argument with NaN after each pass, and the weight
+passes wait until all input passes are done, as in a zero-bubble schedule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLICIES = ("none", "min-cut", "all")
 
 
 class Poisoning(Eager):
-    """Runs a pass, then destroys what it was free to overwrite."""
+    """Runs a pass, then destroys the tensors that it may overwrite."""
 
     def compile(self, function: Function, which: Pass) -> Runner:
         run = super().compile(function, which)
@@ -221,7 +221,7 @@ def test_inductor_leaves_kept_outputs_alone(remat: str) -> None:
 
 
 def test_results_that_are_alone_in_their_memory() -> None:
-    """Neither a view of an argument, nor two views of one tensor."""
+    """Results are not private if they are views of an argument, or two views of one tensor."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""What is made of the batch alone and is larger than it, such as a mask, is computed where it is
-used: no device sends it, and no layer saves it."""
+"""A value that depends on the batch alone and is larger than the batch, such as a mask, is computed
+where it is used: no device sends it, and no layer saves it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Padded(nn.Module):
-    """Given tokens and which of them are no padding."""
+    """Takes tokens and a mask of those that are not padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ ACTIVATION = ROWS * SEQ * DIM * 8
     ids=["tp", "cp", "cp-gathered"],
 )
 def test_shards_do_not_send_it_either(how: dict[str, Any], kind: str, sent: int) -> None:
-    """Nor do segments keep it: each that reads it computes it."""
+    """Segments do not save it either: each segment that reads it computes it."""
     made = program(mesh(**how))
     flows = [f for f in made.traffic[0].flows if f.stream == kind]
     assert sum(f.nbytes for f in flows if f.nbytes > 64) == sent

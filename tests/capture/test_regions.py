@@ -33,7 +33,7 @@ def names(captured: Captured) -> list[str]:
 
 
 class Model(nn.Module):
-    """Two linear layers and what ``forward`` a test gives."""
+    """Two linear layers and the test's own ``forward``."""
 
     def __init__(self, forward: Callable[[Model, Tensor], Tensor]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def two_regions(model: Model, x: Tensor) -> Tensor:
 
 
 class Stack(nn.Module):
-    """Layers in a list, each with an inner part, as models usually are."""
+    """Layers in a list, each with an inner part, as in most models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_annotate_before_a_capture_does_not_count() -> None:
 
 
 def test_other_threads_are_not_recorded() -> None:
-    """One annotate object, shared: the other thread enters and exits it during the capture."""
+    """The threads share one ``annotate`` object; the other uses it during the capture."""
     region = piper.annotate("layer")
     entered, finished = threading.Event(), threading.Event()
 
@@ -259,13 +259,13 @@ def test_a_capture_within_a_thread() -> None:
 
 
 def test_captures_in_two_threads_at_once() -> None:
-    """The second begins while the first is inside the model; both must come out whole."""
+    """The second begins while the first is inside the model; both must be complete."""
     inside, second_runs = threading.Event(), threading.Event()
     found: dict[str, Captured | Exception] = {}
 
     def first(model: Model, x: Tensor) -> Tensor:
         inside.set()
-        second_runs.wait(0.5)  # a capture that waits its turn never sets it
+        second_runs.wait(0.5)  # a capture that waits for the first never sets it
         return two_regions(model, x)
 
     def second(model: Model, x: Tensor) -> Tensor:
@@ -338,11 +338,11 @@ def test_two_captures_in_a_row_are_equal() -> None:
     assert describe(record(model, tags=tags)) == describe(record(model, tags=tags))
 
 
-# --- what a capture leaves behind
+# --- side effects of a capture
 
 
 class Stateful(nn.Module):
-    """Buffers that change, dropout, attributes set in forward, a hook of the user's own."""
+    """Changing buffers, dropout, attributes set in forward, a user's hook."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ def _users_hook(module: nn.Module, args: object) -> None:
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    """Everything a capture could leave behind on ``model`` or in torch."""
+    """All state of ``model`` and torch that a capture could change."""
     hooks = [
         (path, key, list(value))
         for path, m in model.named_modules()
@@ -426,7 +426,7 @@ def test_an_interrupt_passes_through_and_leaves_nothing() -> None:
 
 
 class Feed(nn.Module):
-    """A feed-forward network on sequences in which nothing is named."""
+    """A feed-forward network on sequences, without regions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Balancing without an auxiliary loss: a bias on the scores of a router, a buffer that is changed
-between steps by the load of the experts, under expert and pipeline parallelism as on one device."""
+"""Load balancing without an auxiliary loss: a bias on the router's scores, a buffer that changes
+between steps by the experts' load. Expert and pipeline parallelism equal one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = 0.2
 
 
 class Layer(nn.Module):
-    """Each row goes to the expert with the largest score; the bias counts for the choice alone."""
+    """Each row goes to the expert with the largest score; the bias affects only the choice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Looped(nn.Module):
-    """The same with a loop over the experts, which counts their rows."""
+    """The same as a loop over the experts, which counts their rows."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def corrected(bias: Tensor, load: Tensor, rate: float = RATE) -> Tensor:
-    """Experts with more rows than the others get fewer."""
+    """Lowers the bias of experts with more rows than the mean, and raises that of the others."""
     return bias + rate * (load.double().mean() - load.double()).sign()
 
 

@@ -1,5 +1,5 @@
-"""Operations whose shards could be taken for apart from each other and are not: they equal a run on
-one device, under tensor and under context parallelism."""
+"""Operations whose shards look independent but are not: under tensor and context parallelism they
+equal a run on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Between(nn.Module):
-    """A function between two linear layers and the loss."""
+    """Two linear layers, followed by a function before the loss."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], last: int = WIDTH) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ WEIGHT = torch.linspace(0.2, 3, WORDS, dtype=torch.float64)
 
 
 def flat(function: Any) -> Any:
-    """A loss of flattened logits and targets."""
+    """A loss on flattened logits and targets."""
     return lambda x, y: function(x.flatten(0, 1), y.flatten())
 
 
 def deep(function: Any) -> Any:
-    """A loss of classes in the second of three dimensions."""
+    """A loss whose classes are in the second of three dimensions."""
     return lambda x, y: function(x.transpose(1, 2), y)
 
 
@@ -189,7 +189,7 @@ def test_numbers_that_no_shard_has_are_refused(wrong: str) -> None:
 
 
 class Hidden(nn.Module):
-    """Attention with dropout, in which some positions see nothing."""
+    """Attention with dropout, in which some positions attend to nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_positions_that_see_nothing_under_dropout(strategy: piper.Strategy) -> N
 
 
 class Wide(nn.Module):
-    """Values of another width than queries."""
+    """Attention whose values have another width than its queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_values_of_another_width_than_queries() -> None:
 
 
 class Turned(nn.Module):
-    """The sequence first, by an operation of which nothing is known."""
+    """Puts the sequence dimension first, by an operation that capture knows nothing about."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_rows_that_are_not_outermost_do_not_go_between_groups_of_other_size(grou
 
 
 class Biased(nn.Module):
-    """Experts with a bias for each row's expert: of sorted rows, or of rows as they come."""
+    """Experts with a bias for each row's expert, added to sorted or to unsorted rows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

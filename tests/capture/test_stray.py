@@ -1,4 +1,4 @@
-"""What tracing would silently get wrong is either right or refused."""
+"""Cases that tracing would silently get wrong are right or refused."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_freezing_inside_of_forward(freeze: Callable[[Net], None]) -> None:
 
 
 def test_values_may_require_grad_inside_of_forward() -> None:
-    """So do activation checkpointing and adapters with what enters them."""
+    """Activation checkpointing and adapters do so with their inputs."""
 
     def forward(net: Net, x: Tensor) -> Tensor:
         x = net.a(x).detach().requires_grad_(True)
-        net.b.weight.requires_grad_(True)  # as it is
+        net.b.weight.requires_grad_(True)  # no change
         return net.b(x)
 
     captured = capture(Net(forward), inputs=(X,), targets=(Y,), loss=F.mse_loss)
@@ -145,7 +145,7 @@ def test_the_old_tensor_of_an_assigned_buffer_keeps_its_value() -> None:
 
 
 class Smoothed(nn.Module):
-    """A loss with state, and with a parameter of the model's."""
+    """A loss with state and with a parameter of the model."""
 
     def __init__(self, tied: nn.Parameter) -> None:
         super().__init__()

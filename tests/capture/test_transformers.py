@@ -1,6 +1,7 @@
-"""Models of the ``transformers`` library, as they are, tagged by module path: bitwise as eager.
+"""Unmodified models of the ``transformers`` library, tagged by module path: equal to eager bit for
+bit.
 
-One thread: the CPU's index_put with accumulate, which gathers the gradients of an embedding and of
+One thread: the CPU's index_put with accumulate, which sums the gradients of an embedding and of
 batched experts, adds in an order that depends on the threads.
 """
 
@@ -63,7 +64,7 @@ def test_llama() -> None:
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_trains_as_it_is(name: str, mode: Mode) -> None:
-    """In two stages with two microbatches, on dicts with labels: the losses of plain PyTorch."""
+    """Two stages, two microbatches, dicts with labels: the losses equal plain PyTorch's."""
     found = examine(FAMILIES[name], mode)
     assert not found.refusal
     assert found.difference == (None if mode is Mode.SHIPPED else 0.0)
@@ -77,7 +78,7 @@ def test_layers_left_out_at_random_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_microbatch_that_ignores_all_its_labels() -> None:
-    """Divided by the labels of the whole batch, it is worth nothing and harms nothing."""
+    """Divided by the label count of the whole batch, it adds nothing to the loss."""
     family = FAMILIES["Llama"]
     model = family.make().double()
     batch = family.batch()
@@ -106,7 +107,7 @@ def test_a_microbatch_that_ignores_all_its_labels() -> None:
     ids=["replicas", "vocabulary", "context", "BERT", "BERT, context"],
 )
 def test_ignored_labels_are_those_of_the_whole_batch(name: str, strategy: piper.Strategy) -> None:
-    """The model's own loss, which it computes in fp32, and its gradients, without a warning."""
+    """The model's own loss (computed in fp32) and its gradients are right, without a warning."""
     family = FAMILIES[name]
     model = family.make(dropout=False).double()
     batch = family.batch()

@@ -1,5 +1,5 @@
-"""The loss and its gradients are those of the whole batch on one device, however it is split: means
-over what counts, and what is said of losses that cannot be split."""
+"""The loss and its gradients are those of the whole batch on one device, however the batch is
+split: weighted means and sums; and warnings about losses that cannot be split."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows with different numbers of targets; the first two, a whole microbatch, have none."""
+    """Rows with different numbers of targets; the first two rows, a whole microbatch, have none."""
     draw = torch.Generator().manual_seed(seed)
     x, y = torch.randint(CLASSES, (2, ROWS, SEQ), generator=draw)
     y[torch.rand(ROWS, SEQ, generator=draw) < 0.3] = -100
@@ -97,7 +97,7 @@ def of_means(output: Tensor, y: Tensor) -> Tensor:
 
 
 def several(output: Tensor, y: Tensor) -> Tensor:
-    """Two means over different elements, and one over all."""
+    """Two means over different elements, and one over all elements."""
     large = y > 3
     z = output.logsumexp(-1)
     return entropy(output, y) + 0.3 * (z * large).sum() / (large.sum() + 1) + 0.1 * z.mean()
@@ -109,7 +109,7 @@ LOSSES: list[Callable[..., Tensor]] = [
 
 
 def trained(program: piper.Program, *given: Any) -> tuple[float, float, dict[str, Tensor]]:
-    """Losses of an evaluation and of a step, and what the step leaves."""
+    """The losses of an evaluation and a step, and the state after the step."""
     with piper.launch(program) as trainer:
         evaluated = trainer.evaluate(*given).loss
         loss = trainer.step(*given).loss
@@ -121,7 +121,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def assert_whole(program: piper.Program, loss: Callable[..., Tensor], *given: Any) -> None:
-    """A step of ``program`` is that of plain PyTorch on the whole batch."""
+    """A step of ``program`` equals a step of plain PyTorch on the whole batch."""
     plain = model()
     expected = loss(plain(given[0]), *given[1:])
     expected.backward()
@@ -151,7 +151,7 @@ def halved(output: Tensor, y: Tensor) -> Tensor:
 
 
 def of_two(output: Tensor, y: Tensor) -> Tensor:
-    """A sum over rows, a mean over rows, and a number of its own."""
+    """A sum over rows, a mean over rows, and a constant."""
     return -output.logsumexp(-1).sum() / 3 + output.square().mean() + 1
 
 
@@ -181,7 +181,7 @@ def test_sums_over_rows_are_those_of_the_whole_batch(loss: Callable[..., Tensor]
     ids=["vocabulary", "context", "context and replicas"],
 )
 def test_where_classes_or_the_sequence_are_sharded(strategy: piper.Strategy) -> None:
-    x, y = (torch.cat([part, part[:, :1]], 1) for part in batch())  # six, which two divide
+    x, y = (torch.cat([part, part[:, :1]], 1) for part in batch())  # length 6, divisible by two
     program = piper.compile(
         model(), strategy, inputs=(x,), targets=(y,), loss=several, optimizer=sgd
     )
@@ -189,7 +189,7 @@ def test_where_classes_or_the_sequence_are_sharded(strategy: piper.Strategy) -> 
 
 
 def test_nothing_ignored_changes_no_bit() -> None:
-    """Then the mean of the microbatches' means is that of the whole, as they are computed."""
+    """Then the mean of the microbatches' means is the mean of the whole, as computed."""
     x, y = batch()
     y = y.clamp(min=0)
     program = piper.compile(
@@ -224,7 +224,7 @@ def test_rows_that_would_count_are_not_filled_up() -> None:
 
 
 def test_a_count_that_the_caller_gives() -> None:
-    """As the trainer of transformers does: a sum, divided by the labels of the whole batch."""
+    """As in the transformers Trainer: a sum, divided by the label count of the whole batch."""
     x, y = batch()
 
     def forward(self: Any, x: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def test_other_processes_count_too() -> None:
     assert abs(float(found) - float(several(model()(x), y))) < 1e-12
 
 
-# what cannot be split
+# losses that cannot be split
 
 
 def rooted(output: Tensor, y: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The command line: every command, its help, its JSON, its exit codes, in this process and as a
-program of its own."""
+"""The command line: every command, its help, JSON and exit codes, in this process and as an
+installed program."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_help_of_every_command_has_an_example(command: str) -> None:
     text = run(command, "--help").stdout
     assert f"Example: piper {command} " in " ".join(text.split())
     assert "--json" in text
-    assert run(command, code=2).output  # without arguments, the same
+    assert run(command, code=2).output  # without arguments too
 
 
 def test_the_version_is_printed() -> None:
@@ -159,7 +159,7 @@ SAME = [
     and "EP" not in str(m.wrong)
     and m.name != "not expert-major"
 ]
-"""Mistakes of the compiler's own table that a plain chain of layers can make too."""
+"""Mistakes from the compiler's own table that are possible on a plain chain of layers."""
 KINDS = {type(m.wrong).__name__: m for m in SAME}
 
 
@@ -315,7 +315,7 @@ def test_more_steps_than_batches_are_another_pass(script: str, tmp_path: Path) -
     state = tmp_path / "state"
     lines = run("train", script, "-m", TWO, "--steps", 9, "--json").stdout.splitlines()
     whole = [json.loads(line) for line in lines]
-    assert [x["step"] for x in whole] == list(range(1, 10))  # of six batches
+    assert [x["step"] for x in whole] == list(range(1, 10))  # from six batches
     run("train", script, "-m", TWO, "--save", state)
     then = run("train", script, "-m", TWO, "--load", state, "--steps", 3, "--json")
     losses = [json.loads(line)["loss"] for line in then.stdout.splitlines()]
@@ -356,7 +356,7 @@ def test_a_run_that_fails_has_a_code_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_program_itself_on_processes(script: str, tmp_path: Path) -> None:
-    """As installed: a process of its own, with workers."""
+    """As installed: in its own process, with workers."""
     command = [sys.executable, "-m", "piper", "train", script, "--mesh", "pp=2,microbatches=2"]
     done = subprocess.run(
         [*command, "--on", "processes", "--steps", "2", "--json"],

@@ -1,4 +1,4 @@
-"""``piper demo`` as a stranger runs it, only smaller."""
+"""``piper demo`` as a new user runs it, at a smaller size."""
 
 from __future__ import annotations
 

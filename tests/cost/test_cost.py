@@ -1,4 +1,4 @@
-"""Clusters, costs and simulated steps, against figures that can be found by hand."""
+"""Clusters, costs and simulated steps, against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYERS = 8
 
 
 def sleeper(**other: Any) -> piper.Device:
-    """A device that takes for a sleep what the sleep says, and nothing for anything else."""
+    """A device on which a sleep takes its stated time and everything else takes none."""
     given: dict[str, Any] = {"flops": {torch.float32: FLOPS}, "memory": 2**40, "bandwidth": 1e30}
     return piper.Device(**{"name": "sleeper", **given, **other})
 
@@ -47,7 +47,7 @@ def ideal(devices: int, link: piper.Link = FREE, **other: Any) -> piper.Cluster:
 
 @cache
 def emulated(**arguments: Any) -> piper.Program:
-    """Layers, each two sleeps of a second forwards and two backwards, and nothing else."""
+    """Layers of two one-second sleeps forward and two backward, and nothing else."""
     x = torch.zeros(32, 4, 8)
     return piper.compile(
         Sleepers(LAYERS, 4, 8, 1.0),
@@ -87,7 +87,7 @@ def test_a_pipeline_takes_what_the_formula_says(
 ) -> None:
     program = emulated(pp=stages, schedule=schedule, microbatches=microbatches)
     found = program.simulate(ideal(stages, synchronous=synchronous))
-    of_stage = 4.0 * LAYERS / stages  # a forward and a backward
+    of_stage = 4.0 * LAYERS / stages  # one forward and one backward
     assert found.seconds == pytest.approx((microbatches + stages - 1) * of_stage)
     bubble = (stages - 1) / (microbatches + stages - 1)
     assert found.bubble == pytest.approx(bubble)
@@ -102,8 +102,8 @@ def test_zb_v_has_less_of_a_bubble() -> None:
 
 
 def test_messages_are_on_the_way_where_the_pipeline_fills() -> None:
-    """The first microbatch passes every border once forwards, the last once backwards; then all
-    four devices learn the sum of the losses, over a tree of two steps there and back."""
+    """The first microbatch crosses every border once forward, the last once backward. Then all four
+    devices all-reduce the losses over a tree, two hops up and two down."""
     program = emulated(pp=4, schedule="gpipe", microbatches=4)
     still = program.simulate(ideal(4)).seconds
     slow = program.simulate(ideal(4, piper.Link(1e30, 0.5))).seconds
@@ -124,7 +124,7 @@ def test_a_host_that_issues_slowly_is_the_limit() -> None:
 
 
 def test_a_slow_device_holds_up_its_pipeline_alone() -> None:
-    """Replicas meet once, for the sum of gradients: the slower pipeline decides."""
+    """Replicas meet once, for the gradient reduction: the slower pipeline sets the time."""
     program = emulated(pp=2, dp=2, schedule="1f1b", microbatches=4)
     plain = ideal(4)
     (machine,) = plain.machines
@@ -156,7 +156,7 @@ def test_exchanges_over_a_slow_link_take_longer() -> None:
     assert far.exposed > near.exposed
 
 
-# --- what is known of a simulated step -----------------------------------------------------------
+# --- results of a simulated step -----------------------------------------------------------------
 
 
 def test_every_instruction_is_there_and_streams_run_in_order() -> None:
@@ -192,7 +192,7 @@ def test_the_critical_path_is_a_chain_to_the_end() -> None:
     path = [event for event in run.events if event.critical]
     assert max(event.end for event in path) == pytest.approx(run.seconds)
     busy = sum(event.end - event.start for event in path)
-    assert busy == pytest.approx(run.seconds)  # with free messages, nothing on it waits
+    assert busy == pytest.approx(run.seconds)  # communication is free: nothing on the path waits
 
 
 def test_events_say_what_is_known_of_their_nodes() -> None:
@@ -235,7 +235,7 @@ def test_a_simulation_prints_and_serializes() -> None:
 
 
 def track(*items: tuple[str, float | int, tuple[int, ...]], synchronous: bool = False) -> Track:
-    """Items are a stream, seconds or, as an int, a communication, and what is waited for."""
+    """Each item: a stream; seconds (float) or a communication (int); the items waited for."""
     streams: dict[str, int] = {}
     return Track(
         [streams.setdefault(stream, len(streams)) for stream, _, _ in items],
@@ -325,7 +325,7 @@ def test_messages() -> None:
 def test_ways_through_machines() -> None:
     cluster = piper.Cluster.of("H100", 4, 2, inside=piper.Link(400, 1), outside=piper.Link(10, 2))
     assert cluster.way((0, 1, 2)) == Way(3, 400, 1, 1.0, 400, math.inf)
-    # four devices of each machine go out together
+    # the four devices of each machine send at the same time
     assert cluster.way(tuple(range(8))) == Way(8, 40, 2, 3 / 7, 400, 10)
     assert cluster.way((0, 4)) == Way(2, 10, 2, 0.0, math.inf, 10)
     assert cluster.way((3,)).members == 1
@@ -365,7 +365,7 @@ def test_bytes_are_those_that_operations_touch() -> None:
     facts = program.models[1].chunks[0].variants[RematPolicy.NONE].passes[Pass.F]
     product = rows + square + vector + rows
     assert facts.moved == product + 2 * rows
-    # fused: the product, and what goes in and out of the whole
+    # fused: the product, and the inputs and outputs of the whole pass
     assert facts.moved_fused == product + (rows + square + vector) + rows
 
 
@@ -484,7 +484,8 @@ def net(
 
 
 def sharing(**asked: Any) -> piper.Program:
-    """Two replicas of four layers, each summed by itself; some streams have shares of the GPU."""
+    """Two replicas of four layers, each layer reduced by itself; some streams have a share of the
+    GPU's SMs."""
     streams = [piper.stream(None, name, sms=sms) for name, sms in asked.items()]
     each = piper.replicate({}, bucket_mb=1e-4)
     return net(piper.Strategy([piper.place({}, devices=[0, 1]), each, *streams]))[0]
@@ -535,7 +536,7 @@ def test_a_profile_knows_every_pass(profiled: tuple[piper.Program, Any], tmp_pat
     recorded = profile.recorded
     recorded.save(tmp_path / "costs.json")
     assert piper.Recorded.load(tmp_path / "costs.json") == recorded
-    cluster = ideal(4, overhead=1e6)  # what is not recorded would stand out
+    cluster = ideal(4, overhead=1e6)  # an unrecorded cost would stand out
     found = program.simulate(cluster, recorded)
     assert found.seconds < 1e3
     busy = sum(one.computing for one in profile.busy.values())
@@ -543,7 +544,7 @@ def test_a_profile_knows_every_pass(profiled: tuple[piper.Program, Any], tmp_pat
 
 
 def test_other_strategies_are_simulated_from_it(profiled: tuple[piper.Program, Any]) -> None:
-    """Other rows, halves of a backward, other groups."""
+    """Other numbers of rows, halves of a backward, other groups."""
     recorded = profiled[1].recorded
     cluster = ideal(4, overhead=1e6)
     for strategy in (
@@ -557,7 +558,7 @@ def test_other_strategies_are_simulated_from_it(profiled: tuple[piper.Program, A
 
 
 def test_a_plan_is_ordered_by_it(profiled: tuple[piper.Program, Any], tmp_path: Path) -> None:
-    """Whatever was measured counts, and figures for what was not."""
+    """Measured times are used; figures for the rest."""
     profile = profiled[1]
     costs = piper.Costs(overhead=1e6, recorded=profile.recorded)
     again = net(mesh(pp=2, dp=2, microbatches=4, zero=1), costs)[0]
@@ -626,7 +627,7 @@ def test_facts(profiled: tuple[piper.Program, Any]) -> None:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Everything takes a second, and passes of a slow device two; of updates nothing is known."""
+    """Everything takes one second, passes on the slow device two; updates are unknown."""
 
     slow: int
 
@@ -646,7 +647,7 @@ def test_a_model_of_ones_own_orders_and_simulates(tmp_path: Path) -> None:
         expected = figures.duration(task, node.devices) if known is None else known
         assert end - start == pytest.approx(expected)
     found = program.simulate(ideal(4, overhead=0.5), own)
-    assert len(found.classes) == 4  # alike in the cluster, and not to the model
+    assert len(found.classes) == 4  # equal in the cluster, but not to the cost model
     taken = {
         (one.devices[0], task.kind, spans.end[i] - spans.start[i])
         for one, spans in zip(found.classes, found.spans, strict=True)
@@ -659,7 +660,7 @@ def test_a_model_of_ones_own_orders_and_simulates(tmp_path: Path) -> None:
     assert taken == {(d, TaskKind.PASS, s) for d, s in seconds.items()} | {
         (d, TaskKind.UPDATE, 0.5) for d in seconds
     }
-    program.save(tmp_path)  # what it said goes along, and not the model
+    program.save(tmp_path)  # saves the model's answers, not the model
     loaded = piper.Program.load(tmp_path)
     assert loaded.plans == program.plans
     assert loaded.evaluation_plans == program.evaluation_plans
@@ -667,8 +668,7 @@ def test_a_model_of_ones_own_orders_and_simulates(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_ordered_by_a_cluster() -> None:
-    """A communication takes as long as the slowest of those side by side, a pass as on the slowest
-    device."""
+    """A communication takes as long as its slowest group, a pass as on its slowest device."""
     machine = ideal(4).machines[0]
     slow = replace(sleeper(), name="slow", overhead=1.0)
     uneven = piper.Cluster(

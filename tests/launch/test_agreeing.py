@@ -1,5 +1,5 @@
-"""Processes under torchrun that do not mean the same are told so, all of them, before they train to
-other numbers or wait for each other."""
+"""Ranks under torchrun with different programs, weights or batches all get an error, before they
+train to different numbers or wait for each other."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_rows_that_two_ranks_have_must_be_the_same() -> None:
 
 
 def test_every_row_is_read_by_somebody() -> None:
-    """Of two stages, each on two devices: a process needs the rows of one device, half of each
+    """Two stages, each on two devices: a process needs the rows of one device, half of each
     microbatch."""
     strategy = piper.strategies.mesh(pp=2, dp=2, schedule="1f1b", microbatches=2)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -114,7 +114,7 @@ def test_every_row_is_read_by_somebody() -> None:
 
 
 def test_what_an_optimizer_does_is_compared_and_not_its_code() -> None:
-    """Each program is made anew, by functions of its own: only what they do may differ."""
+    """Each program is made by new functions: only what the functions do may differ."""
     x = torch.zeros(4, 4)
     strategy = piper.Strategy([piper.place({}, devices=[0])])
     program = piper.compile(

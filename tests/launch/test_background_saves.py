@@ -1,5 +1,5 @@
-"""Saves in the background: the state is copied by the next step, before the updates that change it,
-and what is written is what a plain save would have written."""
+"""Background saves: the next step copies the state before the updates that change it, and the files
+equal those of a plain save."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def assert_saves_alike(program: piper.Program, folder: Path, on: str = "virtual") -> None:
-    """Saves in the background after no step, the first and the second, beside plain ones."""
+    """Background and plain saves: before the first step, after it, and after the second."""
     with piper.launch(program, on=on) as trainer:
         for step in range(3):
             trainer.save(folder / f"plain{step}")
@@ -51,7 +51,7 @@ def assert_saves_alike(program: piper.Program, folder: Path, on: str = "virtual"
         assert expected != files(folder / f"plain{(step + 1) % 3}")
 
 
-# what is written
+# files
 
 
 @pytest.mark.cases(fast=3)
@@ -132,7 +132,7 @@ def test_gpus_save_alike(name: str, tmp_path: Path) -> None:
     assert_saves_alike(made(name, kind=Small, device="cuda"), tmp_path)
 
 
-# when it is copied
+# when the state is copied
 
 
 def test_the_next_step_copies_and_no_update_comes_before(
@@ -157,11 +157,11 @@ def test_the_next_step_copies_and_no_update_comes_before(
         trainer.save(tmp_path / "saved", background=True)
         assert not order
         trainer.step(*given(1))
-    assert order == ["copy"] * 24 + ["update"]  # 8 parameters, each with two tensors of AdamW's
+    assert order == ["copy"] * 24 + ["update"]  # 8 parameters, each with two AdamW states
 
 
 def test_a_save_that_no_step_follows(tmp_path: Path) -> None:
-    """Two in a row, an evaluation, other weights, another program, and the end."""
+    """Two saves in a row, an evaluation, other weights, another program, and the end."""
     with piper.launch(made("pp2", kind=Small)) as trainer:
         trainer.step(*given(0))
         trainer.save(tmp_path / "plain")
@@ -191,7 +191,7 @@ def test_a_save_that_no_step_follows(tmp_path: Path) -> None:
 def test_what_no_update_changes_is_copied_before_other_weights_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frozen parameters are on their way still when the step is over."""
+    """Copies of frozen parameters are still in flight when the step ends."""
     go, usual = threading.Event(), snapshot.Snapshot.result
 
     def held_up(one: snapshot.Snapshot) -> Any:
@@ -212,7 +212,7 @@ def test_what_no_update_changes_is_copied_before_other_weights_come(
 def test_a_step_that_fails_after_some_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was not copied then has not changed either."""
+    """State that was not copied by then has not changed either."""
     updates, usual = [0], DeviceState.update
 
     def failing(state: DeviceState, rows: Any) -> None:
@@ -271,11 +271,11 @@ def test_devices_that_are_closed_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-# the plans
+# plans
 
 
 def lines(plan: Plan) -> list[str]:
-    """The copies and updates of a plan, and the first computation."""
+    """The copies and updates of a plan, and its first computation."""
     rows = str(plan).splitlines()
     first = next(row for row in rows if "] compute " in row)
     return [row for row in rows if "] copy " in row or "] update " in row or row is first]
@@ -297,11 +297,11 @@ GOLDEN = """\
    1 [copy] copy bucket1:  ->  # 29 bucket 1, 3456 bytes
    2 [compute] compute F layer[2] PP[1] MB[0]: s3 -> s4 s5 waits 0! # 2 2F0 on 1
   18 [compute] update bucket1: s14 s12 -> s24 frees s14 s12 waits 1! buckets 1 # 25 bucket 1"""
-"""Each copy is before the update that waits for it, and takes it to its end."""
+"""Each copy precedes its bucket's update, which waits for the copy's end."""
 
 
 def test_a_copy_begins_in_a_bubble() -> None:
-    """The second stage waits for the first microbatch: it copies before, and the first stage when
+    """The second stage copies while it waits for the first microbatch; the first stage copies once
     it has computed all that it can."""
     plans = made("pp2", kind=Small).saving.plans
     at = [[x.verb for x in plan.instructions].index(Verb.COPY) for plan in plans]
@@ -317,7 +317,7 @@ def test_a_copy_begins_in_a_bubble() -> None:
 def test_plans_that_copy_are_right(name: str) -> None:
     program = made(name)
     saving = program.saving
-    if "tp" not in name:  # the checker does not know redistributions
+    if "tp" not in name:  # the checker does not support redistributions
         check(saving.dag, saving.plans, models=saving.models)
     for plan, usual in zip(saving.plans, program.plans, strict=True):
         rest = [x for x in plan.instructions if x.verb is not Verb.COPY]

@@ -1,4 +1,4 @@
-"""What processes tell each other when one of them does not go on, through a real store."""
+"""Messages between processes, through a real store, when one of them fails or hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT = 60.0
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -49,7 +49,7 @@ def neighbours(store: dist.Store, clock: Clock) -> list[Heartbeat]:
 
 
 def asked(everyone: list[Heartbeat], clock: Clock, seconds: float) -> list[str | None]:
-    """What each says one second later."""
+    """The answer of each, one second later."""
     clock.now += 1
     return [one.problem(seconds) for one in everyone]
 

@@ -1,4 +1,4 @@
-"""A step happens or does not, whatever interrupts it."""
+"""A step happens completely or not at all, whatever interrupts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STRATEGY = [*data_parallel(2, 1), replicate({}, zero=0, bucket_mb=1e-4)]
 
 
 class Pressed(torch.optim.SGD):
-    """In the third step of one device, somebody presses Ctrl-C."""
+    """Sends SIGINT to the main process in the third step of one device."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -52,8 +52,8 @@ class Failing(Pressed):
 
 
 def is_first() -> bool:
-    """Whether nobody asked before, in any process; nobody may before a program is launched, since
-    compiling tries the optimizer."""
+    """Whether this is the first call in any process since the program was launched. Calls before
+    the launch do not count, since compiling tries the optimizer."""
     try:
         Path(os.environ["PIPER_TEST_ONCE"]).unlink()
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("on", ["virtual", "processes"])
 def test_an_interrupt_waits_for_the_end_of_the_step(on: str, once: Path, tmp_path: Path) -> None:
-    """The usual ``except KeyboardInterrupt`` saves the state after a whole step."""
+    """The usual ``except KeyboardInterrupt`` saves the state after a complete step."""
     with piper.launch(program(Pressed), on=on) as trainer:
         once.touch()
         with pytest.raises(KeyboardInterrupt):
@@ -153,7 +153,7 @@ def test_a_second_interrupt_ends_at_once(once: Path, tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_raises(once: Path, tmp_path: Path) -> None:
-    """Some tensors are updated then: the state is of no use, and is not saved."""
+    """Some tensors are already updated then: the state is invalid, and saving is refused."""
     with piper.launch(program(Failing)) as trainer:
         once.touch()
         train(trainer, 1)

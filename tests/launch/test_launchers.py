@@ -39,7 +39,7 @@ def model() -> MoETransformer:
 
 @functools.cache
 def compiled(zero: int) -> piper.Program:
-    """Two stages of two devices, listed backwards in one of them; experts divided."""
+    """Two stages of two devices, in reverse order in one of them; sharded experts."""
     strategy = piper.Strategy(
         [
             piper.partition("layer", into="PP", parts=2),
@@ -63,7 +63,7 @@ def compiled(zero: int) -> piper.Program:
 
 
 def trained(trainer: piper.Trainer, steps: int = 3) -> list[torch.Tensor]:
-    """Everything that a caller sees of some steps, and the state after them."""
+    """All results of some steps, and the state after them."""
     found = []
     for step in range(steps):
         result = trainer.step(batch(step), batch(step))
@@ -73,7 +73,7 @@ def trained(trainer: piper.Trainer, steps: int = 3) -> list[torch.Tensor]:
 
 
 def train_on(trainer: piper.Trainer) -> None:
-    """Train until something goes wrong."""
+    """Train until an error is raised."""
     for step in range(100_000):
         trainer.step(batch(step), batch(step))
 
@@ -83,7 +83,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 
 def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
-    """A profiled step is a step; it has every instruction of every device but the frees."""
+    """A profiled step trains; its profile has every instruction of every device except frees."""
     steps = trainer.steps
     profile = trainer.profile(batch(0), batch(0), steps=2, kernels=True)
     assert trainer.steps == steps + 2
@@ -92,7 +92,7 @@ def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
     for device, kernels in profile.kernels.items():
         instructions = program.plan_of(device).instructions
         spans = {one.pc: one for one in profile.measured[device]}
-        for one in kernels:  # by two clocks that are brought together
+        for one in kernels:  # two clocks, aligned
             if instructions[one.pc].verb is Verb.COMPUTE:
                 assert spans[one.pc].start - 0.05 < one.start <= one.end
                 assert one.end < spans[one.pc].end + 0.05

@@ -1,4 +1,4 @@
-"""``fit`` and ``iterate``: what they train on, what they say, and what they save in the end."""
+"""``fit`` and ``iterate``: the batches they take, their warnings, and their final saves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def program(**options: Any) -> piper.Program:
 
 @functools.cache
 def whole(steps: int) -> list[float]:
-    """The losses of passes over ``BATCHES`` by steps of one's own."""
+    """The losses of passes over ``BATCHES``, by calls of ``step``."""
     with piper.launch(program()) as trainer:
         return [float(trainer.step(*BATCHES[i % len(BATCHES)])) for i in range(steps)]
 
@@ -50,7 +50,7 @@ def trainer() -> Iterator[piper.Trainer]:
 
 
 class Heard:
-    """A callback that notes the losses, by step."""
+    """A callback that records the losses by step."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -68,7 +68,7 @@ def silent() -> Iterator[None]:
         yield
 
 
-# what it trains on
+# batches
 
 
 def test_fit_trains_and_says_what_it_did(trainer: piper.Trainer) -> None:
@@ -85,7 +85,7 @@ def test_fit_trains_and_says_what_it_did(trainer: piper.Trainer) -> None:
 
 
 def test_an_iterator_that_nobody_reads_says_so(trainer: piper.Trainer) -> None:
-    with pytest.warns(PiperWarning, match=r"nobody has read from trainer\.iterate") as caught:
+    with pytest.warns(PiperWarning, match=r"trainer\.iterate\(\.\.\.\) was never read") as caught:
         trainer.iterate(BATCHES)
     assert caught[0].filename == __file__
     with (
@@ -120,7 +120,7 @@ def test_an_iterator_that_ends_early_is_a_warning(trainer: piper.Trainer) -> Non
     rows = iter(BATCHES)
     with pytest.warns(PiperWarning, match="the batches ended after 4 of 6 steps, and cannot be"):
         assert trainer.fit(rows, steps=6).ended is Ended.BATCHES
-    with silent():  # once
+    with silent():  # warns only once
         assert trainer.fit(rows, steps=6).steps == 0
     with piper.launch(program()) as another, pytest.warns(PiperWarning, match="there is no batch"):
         another.fit([])
@@ -157,7 +157,7 @@ def test_a_tuple_is_a_batch_and_a_loader_is_many(trainer: piper.Trainer) -> None
         trainer.step(DataLoader(TensorDataset(*BATCHES[0])))
 
 
-# what it says once
+# warnings, given once
 
 
 def test_the_first_loss_that_is_not_finite_is_a_warning(trainer: piper.Trainer) -> None:
@@ -171,7 +171,7 @@ def test_the_first_loss_that_is_not_finite_is_a_warning(trainer: piper.Trainer) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_losses_are_looked_at_without_waiting() -> None:
     bad = (BATCHES[0][0] * float("nan"), BATCHES[0][1])
-    rows = [(x.cuda(), y.cuda()) for x, y in BATCHES]  # to upload others waits for the copy
+    rows = [(x.cuda(), y.cuda()) for x, y in BATCHES]  # uploading CPU batches would wait
     with piper.launch(program(device="cuda")) as trainer:
         trainer.fit(rows)
         loop = trainer.iterate(rows)
@@ -201,7 +201,7 @@ def test_a_program_without_an_optimizer_says_so_once() -> None:
 
 
 def shuffled(kind: str) -> Any:
-    """A loader that has another order in each pass."""
+    """A loader with another order in each pass."""
     data = TensorDataset(*(torch.cat(x) for x in zip(*BATCHES, strict=True)))
     if kind == "its own generator":
         seeded = torch.Generator().manual_seed(7)
@@ -218,7 +218,7 @@ def epochs(
     steps: int | None = None,
     every: int | None = 2,
 ) -> list[int]:
-    """Three epochs, as a script has them; one that is killed after step ``last``."""
+    """Three epochs, as in a script; killed after step ``last``."""
     taken = []
     with piper.launch(program()) as trainer:
         for _ in range(3):
@@ -234,7 +234,7 @@ def epochs(
 
 
 def kill(trainer: piper.Trainer) -> None:
-    """Let its loops save nothing more."""
+    """Stop its loops from saving, as a kill would."""
     for loop in trainer._loops:
         loop._rounds._saved = None
 
@@ -242,7 +242,7 @@ def kill(trainer: piper.Trainer) -> None:
 @pytest.mark.parametrize("steps", [None, 6])
 @pytest.mark.parametrize("kind", ["its own generator", "torch's generator"])
 def test_epochs_resume_where_they_were(kind: str, steps: int | None, tmp_path: Path) -> None:
-    """As many steps each, and the same batches in the same order, wherever it was killed."""
+    """As many steps per epoch, and the same batches in the same order, wherever it was killed."""
     size = steps or 4
     expected = Heard()
     assert epochs(shuffled(kind), tmp_path / "whole", expected, None, steps) == [size] * 3
@@ -274,7 +274,7 @@ def test_later_calls_of_a_trainer_continue(tmp_path: Path, trainer: piper.Traine
         )
 
 
-# what it saves
+# saves
 
 
 def stopped_by(error: BaseException) -> Callable[[piper.Trainer, Path], None]:
@@ -363,7 +363,7 @@ def test_whatever_ends_it_the_last_step_is_saved(end: str, tmp_path: Path) -> No
 
 
 def test_a_loop_that_was_left_saves_before_the_next_begins(tmp_path: Path) -> None:
-    """Not after it, with the place in the data that the first had."""
+    """Not after it, with the data position of the first loop."""
     with piper.launch(program()) as trainer:
         first = trainer.iterate(BATCHES, checkpoint=tmp_path)
         next(first)
@@ -386,7 +386,7 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path, trainer: piper.T
 
 
 def test_nothing_is_saved_of_a_batch_that_was_skipped(tmp_path: Path) -> None:
-    """With on_nan="stop" a resumed run finds the same batch."""
+    """With on_nan="stop" a resumed run gets the same batch again."""
     bad = (BATCHES[0][0] * float("nan"), BATCHES[0][1])
     with (
         piper.launch(program(on_nan="stop")) as trainer,

@@ -1,8 +1,8 @@
-"""Training on worker processes: the numbers of virtual devices, and what happens on a fault.
+"""Training on worker processes: the numbers of virtual devices, and the handling of faults.
 
-Whatever goes wrong, the caller gets an error that says what, soon, and nothing is left: no process,
-no folder, no port. Workers take seconds to start, so each set of them first trains, and then meets
-with one fault. ``python tests/scripts/repeat_faults.py 20`` runs everything here many times over.
+After any fault the caller soon gets an error that names it, and nothing is left: no process, no
+folder, no port. Workers take seconds to start, so each set of workers first trains and then meets
+one fault. ``python tests/scripts/repeat_faults.py 20`` repeats all tests of this file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120
-"""Seconds after which something hangs."""
+"""Seconds after which a call counts as hanging."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +59,7 @@ def _captures() -> Iterator[None]:
 
 
 class Place:
-    """Where a test leaves nothing behind."""
+    """A temporary folder, and a check that a test leaves nothing behind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class Place:
         assert not list(self.folder.iterdir())
         assert not ports() - self._ports
         for thread in set(threading.enumerate()) - self._threads:
-            if not thread.daemon:  # the interpreter would wait for it before it ends
+            if not thread.daemon:  # the interpreter would wait for it at exit
                 thread.join(LIMIT)
                 assert not thread.is_alive()
 
@@ -85,7 +85,7 @@ class Place:
 def place(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Place]:
-    """An empty folder for temporary files; a worker that is left is ended after the test."""
+    """An empty folder for temporary files; leftover workers are killed after the test."""
     found = Place(tmp_path_factory.mktemp("temporary"))
     monkeypatch.setattr(tempfile, "tempdir", str(found.folder))
     yield found
@@ -95,7 +95,7 @@ def place(
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """Fail if what is inside does not end."""
+    """Fail if the body does not end within ``LIMIT`` seconds."""
 
     def fail(*_: object) -> None:
         pytest.fail(f"it did not end within {LIMIT} s")
@@ -111,7 +111,7 @@ def no_hang() -> Iterator[None]:
 
 @functools.cache
 def compiled(case: str) -> piper.Program:
-    """One program for all tests that ask for the same, by the name of its case."""
+    """The program of a case, shared by all tests."""
     return {"one": ON_ONE, **ON_TWO, **ON_FOUR}[case].compile()
 
 
@@ -126,7 +126,7 @@ def launch(program: piper.Program, **options: Any) -> piper.Trainer:
 
 
 def test_all_groups_of_a_process_share_one_thread() -> None:
-    """Torch's own gloo has one for each, which wakes a hundred times a second."""
+    """Torch's own gloo has a thread for each group, which wakes a hundred times a second."""
 
     def loops() -> int:
         tasks = Path("/proc/self/task").iterdir()
@@ -144,16 +144,16 @@ def test_all_groups_of_a_process_share_one_thread() -> None:
         assert loops() <= before + 2
 
 
-# strangers
+# connections from outside
 
 
 LOOPBACK = "0100007F"
-"""127.0.0.1, as the system writes it."""
+"""127.0.0.1 in the format of ``/proc/net/tcp``."""
 
 
 @pytest.mark.slow
 def test_nothing_listens_where_a_stranger_could_come_from(place: Place) -> None:
-    """All ports are of this machine alone, and rubbish there disturbs nothing."""
+    """All ports are on the loopback interface, and garbage sent to them has no effect."""
     with launch(compiled("stages")) as trainer, contextlib.ExitStack() as connections:
         assert not listening(os.getpid())
         found = [at for worker in place.workers for at in listening(worker)]
@@ -172,11 +172,11 @@ def test_nothing_listens_where_a_stranger_could_come_from(place: Place) -> None:
     place.assert_nothing_left()
 
 
-# what is sent to workers
+# pickling for workers
 
 
 def test_a_compiled_class_at_the_top_of_a_script_is_imported_by_workers() -> None:
-    """``safe_open`` says that it is built into Python, where it is not."""
+    """``safe_open`` claims to be in the module ``builtins``, but it is not."""
 
     def init(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         with safe_open(name, framework="pt") as file:
@@ -195,7 +195,7 @@ def test_a_compiled_class_at_the_top_of_a_script_is_imported_by_workers() -> Non
         by_value(Elsewhere)
 
 
-# the same numbers, then a fault
+# equal numbers, then a fault
 
 
 @pytest.mark.cases(fast=0, slow=3)
@@ -226,7 +226,7 @@ def test_four_workers_and_one_is_killed_between_steps(place: Place, tmp_path: Pa
     with no_hang(), pytest.raises(piper.PiperError, match=message) as caught:
         trainer.step(*batches()[0])
     place.assert_nothing_left()
-    assert caught.tb is not None  # though the error is kept, and with it where it came from
+    assert caught.tb is not None  # although the error is kept, with its traceback
     with pytest.raises(piper.PiperError, match="launch the program again"):
         trainer.step(*batches()[0])
     trainer.close()
@@ -248,7 +248,7 @@ def test_a_worker_that_is_killed_in_a_step(place: Place) -> None:
 
 @pytest.mark.slow
 def test_a_chunk_that_fails(place: Place) -> None:
-    """In an evaluation, whose instructions are others than those of a step."""
+    """In an evaluation, whose instructions differ from a step's."""
     case = "stages, tied weights, dropout"
     trainer = launch(compiled(case))
     assert not differences(numbers(trainer), expected(case))
@@ -322,7 +322,7 @@ def test_a_worker_that_is_killed_between_a_step_and_an_evaluation(place: Place) 
 
 @pytest.mark.slow
 def test_an_exception_while_workers_are_waited_for_ends_them(place: Place) -> None:
-    """An answer that nobody read would be taken for that to the next call."""
+    """An unread answer would be taken for the answer to the next call."""
     trainer = launch(compiled("one"))
     trainer.step(*batches()[0])
     os.kill(place.workers[0], signal.SIGSTOP)
@@ -343,7 +343,7 @@ def test_an_exception_while_workers_are_waited_for_ends_them(place: Place) -> No
         trainer.step(*batches()[0])
 
 
-# a start that fails: not before the workers, one of them, or never
+# failed starts: before the workers run, in one of them, or of workers that never start
 
 
 @pytest.mark.slow
@@ -399,14 +399,14 @@ def test_workers_that_do_not_start(
 
 
 def script(folder: Path, text: str) -> str:
-    """An executable file."""
+    """Write an executable file."""
     path = folder / "python"
     path.write_text(text)
     path.chmod(0o755)
     return str(path)
 
 
-# nobody closes the trainer
+# trainers that are never closed
 
 
 @pytest.mark.slow
@@ -425,7 +425,7 @@ ENDS = {Act.INTERRUPT_PARENT: signal.SIGINT, Act.KILL_PARENT: signal.SIGKILL}
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ENDS, ids=lambda act: act.name)
 def test_a_script_that_ends_in_a_step(act: Act, place: Place, tmp_path: Path) -> None:
-    """It has closed no trainer: not the one that is at work and, if there is one, not the idle."""
+    """It closes neither the working trainer nor the idle one, if there is one."""
     compiled("one").save(tmp_path)
     victim = subprocess.Popen(
         [sys.executable, str(ROOT / "tests/scripts/victim.py"), str(tmp_path), act.name],
@@ -452,7 +452,7 @@ def test_a_script_that_ends_in_a_step(act: Act, place: Place, tmp_path: Path) ->
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Inside, a file that grows beyond ``size`` bytes is an error of the system's."""
+    """Inside, the system refuses to grow a file beyond ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

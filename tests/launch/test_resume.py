@@ -1,5 +1,5 @@
-"""Runs that end, by themselves or by force, and go on from their last checkpoint: with the same
-losses, to the last bit, as if nothing had happened."""
+"""Runs that end by themselves or by force resume from their last checkpoint, with losses equal bit
+for bit to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected(steps: int = STEPS) -> list[float]:
 
 
 class Loader:
-    """Shuffles anew in each epoch of five batches, and knows where it is."""
+    """A loader with a state: its position among ``STEPS`` batches."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -129,11 +129,11 @@ def test_runs_that_are_refused(
         trainer.fit(batch, **options)
 
 
-# processes that are ended
+# killed processes
 
 
 class Run:
-    """A script in a process of its own."""
+    """A script in its own process."""
 
     def __init__(self, folder: Path, on: str, steps: int, *how: str) -> None:
         self.folder = folder
@@ -161,7 +161,7 @@ class Run:
 
 
 def losses(folder: Path) -> list[float]:
-    """By step; every loss that was seen several times must be the same each time."""
+    """The losses by step; a loss that was logged several times must be the same each time."""
     found: dict[int, float] = {}
     for line in (folder / "log.0").read_text().splitlines():
         if line != "done":

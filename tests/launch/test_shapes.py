@@ -1,4 +1,4 @@
-"""Batches whose shapes change from step to step: a program for each, one state."""
+"""Batches whose shapes change from step to step: one program for each shape, one state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB, WIDTH = 7, 4
 
 
 class Tagger(nn.Module):
-    """Of any length and any number of rows."""
+    """Takes any length and any number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def program(model: nn.Module) -> piper.Program:
 
 @pytest.mark.parametrize("on", ["virtual", pytest.param("processes", marks=pytest.mark.slow)])
 def test_shapes_that_change_from_step_to_step(on: str) -> None:
-    """Lengths and numbers of rows; the second step of a shape needs no program of its own."""
+    """Different lengths and numbers of rows; the second step of a shape reuses its program."""
     model = Tagger().double()
     batches = [batch(8, 5), batch(8, 3), batch(8, 5), batch(4, 3), batch(8, 3)]
     how = {"optimizer": adamw, "scheduler": decaying}

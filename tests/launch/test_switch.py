@@ -1,5 +1,5 @@
-"""A change of strategy in the middle of a run, from memory to memory: losses and state go on as if
-nothing had happened."""
+"""A switch of strategy in the middle of a run, from memory to memory: losses and state continue as
+if nothing had happened."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.training import sgd, shared_captures
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300
-"""Seconds after which a run hangs."""
+"""Seconds after which a run counts as hanging."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +51,7 @@ def _captures() -> Iterator[None]:
 
 
 class Small(nn.Module):
-    """Equal layers with dropout: soon compiled."""
+    """Equal layers with dropout: compiles quickly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,19 +77,19 @@ def made(name: str, kind: type[nn.Module] = Small, **options: Any) -> piper.Prog
 
 @functools.cache
 def expected(steps: int, kind: type[nn.Module] = Small) -> Tensor:
-    """All steps under one strategy."""
+    """The losses of all steps under one strategy."""
     with piper.launch(made("one", kind)) as trainer:
         return torch.tensor(losses(trainer, [trainer.program] * steps), dtype=torch.float64)
 
 
 def assert_close(found: list[float], kind: type[nn.Module] = Small) -> None:
-    """Up to the order of sums."""
+    """Equal up to reduction order."""
     mine = torch.tensor(found, dtype=torch.float64)
     torch.testing.assert_close(mine, expected(len(found) // 2, kind), rtol=1e-9, atol=0.0)
 
 
 def test_five_strategies_in_one_run(tmp_path: Path) -> None:
-    """Dropout and a scheduler included; the state is the same bits before and after a switch."""
+    """Includes dropout and a scheduler; the state has the same bits before and after a switch."""
     names = ["one", "hsdp", "pp2", "zero3", "pp4"]
     found = []
     with piper.launch(made("one")) as trainer:
@@ -115,8 +115,8 @@ def test_tensor_and_expert_parallelism() -> None:
 
 @pytest.mark.slow
 def test_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are started and ended as the programs need them; the bits are those of virtual
-    devices, and those that a refused program leaves."""
+    """Workers start and end as the programs need them; the bits equal those of virtual devices,
+    also after a refused switch."""
     monkeypatch.setattr(files, "BLOCK", 96)
     programs = [made(name, Net) for name in ["pp2", "zero3", "one", "hsdp", "tp2"]]
     with piper.launch(programs[0]) as trainer:
@@ -131,7 +131,7 @@ def test_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
-    """Ranks that the program has no device for wait, and are told the loss."""
+    """Ranks without a device in the program wait, and get the loss."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     script = ROOT / "tests" / "scripts" / "switched.py"
     run = subprocess.run(
@@ -156,7 +156,7 @@ def test_torchrun(tmp_path: Path) -> None:
         assert "there is no process for device 4: torchrun started 4" in found["why"]
 
 
-# what is sent
+# messages
 
 
 def test_a_box_without_another() -> None:
@@ -176,7 +176,7 @@ def test_a_box_without_another() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("zero3", "pp2"), ("pp4", "hsdp")])
 def test_each_slice_is_sent_once(before: str, after: str) -> None:
-    """To each device that needs it and has it not; together with what it has, that is all."""
+    """Each device receives every slice that it needs and does not have, once."""
     with piper.launch(made(before)) as trainer:
         trainer.step(*batch(0))
         group: Any = trainer._worker_group
@@ -207,7 +207,7 @@ def test_each_slice_is_sent_once(before: str, after: str) -> None:
 
 
 class Queues:
-    """One process's link to others, which are threads."""
+    """One process's link to the others, which are threads here."""
 
     def __init__(self, me: int, queues: defaultdict[tuple[int, int, int], Queue[Tensor]]) -> None:
         self._me = me
@@ -231,7 +231,7 @@ class Queues:
 def test_nobody_holds_more_than_both_states_and_a_few_parcels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Counted for each process by itself; what arrives is what a switch in one process brings."""
+    """Counted for each process separately; the result equals that of a switch in one process."""
     monkeypatch.setattr(files, "BLOCK", 256)
     program = made("pp2")
     queues: defaultdict[tuple[int, int, int], Queue[Tensor]] = defaultdict(Queue)
@@ -245,7 +245,7 @@ def test_nobody_holds_more_than_both_states_and_a_few_parcels(
         ready = threading.Barrier(len(devices))
 
         def process(number: int) -> tuple[int, int]:
-            """The most bytes that were made, and those of the state that is left."""
+            """The peak of allocated bytes, and the bytes of the resulting state."""
             with Tracker() as tracker:
                 room = NextState(
                     program, number, torch.device("cpu"), index, devices[number], capturable=False
@@ -271,11 +271,11 @@ def test_nobody_holds_more_than_both_states_and_a_few_parcels(
         assert peak <= kept + IN_FLIGHT * files.BLOCK
 
 
-# what is refused
+# refused switches
 
 
 class Bent(Small):
-    """The same names and shapes."""
+    """The same names and shapes, another activation function."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -373,7 +373,7 @@ def test_programs_that_are_refused_change_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_allowed_changes() -> None:
-    """Each of these alone would be refused."""
+    """Each of these changes would be refused without ``allow``."""
     with piper.launch(made("one")) as trainer:
         trainer.step(*batch(0))
         trainer.switch(made("hsdp", clip_norm=0.01), allow=["clip_norm"])
@@ -384,12 +384,12 @@ def test_what_is_allowed_changes() -> None:
         absolute = trainer.evaluate(x, y).loss
         trainer.switch(made("one", Bent), allow=["model"])
         assert float(trainer.evaluate(x, y).loss) != float(absolute)
-        with pytest.raises(PiperError, match="allow='lr' is unknown; choose of model, loss, prec"):
+        with pytest.raises(PiperError, match="allow='lr' is unknown; choose from model, loss, prec"):
             trainer.switch(made("one"), allow=["lr"])
 
 
 def test_the_precision_may_change() -> None:
-    """fp32 weights become those that the optimizer keeps beside copies in bf16."""
+    """fp32 weights become the optimizer's fp32 weights beside the bf16 copies."""
     x, y = (t.float() for t in batch(0))
     strategy = piper.Strategy([place({}, devices=[0])])
 
@@ -409,7 +409,7 @@ def test_the_precision_may_change() -> None:
 
 
 class Pooled(nn.Module):
-    """Attention whose heads, and what is taken of it, show in numbers alone."""
+    """Attention whose number of heads and chosen token appear only as constants in the graph."""
 
     def __init__(self, heads: int = 2, token: int = 0) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Training under ``torchrun``: every process gets the numbers of virtual devices, bit for bit.
 
-Processes take seconds to start, so one set of four of them trains under all strategies in turn.
+Processes take seconds to start, so one set of four processes trains under all strategies in turn.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300
-"""Seconds after which a run hangs."""
+"""Seconds after which a run counts as hanging."""
 
 
 @contextmanager
 def torchrun(processes: int, script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """A script of ``tests/scripts`` under torchrun; nothing of it is left in the end."""
+    """Run a script of ``tests/scripts`` under torchrun; kill what is left of it at the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     found = subprocess.Popen(
         [*command, str(processes), str(ROOT / "tests" / "scripts" / script), *map(str, args)],

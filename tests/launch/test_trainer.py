@@ -1,4 +1,4 @@
-"""What a trainer does beside a step: evaluation, state, checkpoints, padding, errors."""
+"""A trainer beyond steps: evaluation, state, checkpoints, padding, errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _captures() -> Iterator[None]:
 
 
 class Small(nn.Module):
-    """Four layers with dropout; ``norm`` has buffers that training changes."""
+    """Four layers with dropout; ``norm`` adds buffers that training changes."""
 
     def __init__(self, norm: bool = False, drop: float = 0.3) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Small(nn.Module):
 
 
 class Experts(nn.Module):
-    """A parameter of each kind: whole, divided among experts, tied, a single number, frozen,
-    unused; and a buffer that nobody reads."""
+    """A parameter of each kind: whole, sharded by expert, tied, scalar, frozen, unused; and an
+    unread buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,8 @@ def test_evaluation_with_counts() -> None:
 
 @functools.cache
 def made(name: str) -> piper.Program:
-    """The experts under a strategy, in fp64 with AdamW: four microbatches' worth of rows each."""
+    """``Experts`` under a strategy, in fp64 with AdamW; each one splits the rows into four
+    blocks."""
     return compiled(
         experts(),
         STRATEGIES[name],
@@ -270,7 +271,7 @@ STRATEGIES: dict[str, Sequence[Directive]] = {
     ],
 }
 UNEVEN = 1e-9
-"""AdamW enlarges the rounding of sums (1e-16 in fp64)."""
+"""AdamW amplifies the rounding of sums (1e-16 in fp64)."""
 
 
 @functools.cache
@@ -322,7 +323,7 @@ def test_a_state_is_not_the_models_own_memory() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_loading_a_state(name: str) -> None:
-    """All of it is taken, also what no region uses, and training goes on from there."""
+    """All of it is loaded, also state that no region uses, and training continues from it."""
     torch.manual_seed(1)
     other = Experts().double()
     other.count += 7
@@ -346,7 +347,7 @@ def test_loading_a_state_keeps_the_optimizers() -> None:
 
 
 class Added(nn.Module):
-    """Adds to its state: settings, what a hook computes, and something that is no data."""
+    """Adds to its state dict: extra state, a tensor from a hook, and an object that is not data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -423,7 +424,7 @@ def test_going_on_under_another_strategy(
 def test_going_on_under_the_same_strategy_is_bit_for_bit(
     tmp_path: Path, name: str, norm: bool
 ) -> None:
-    """Dropout, buffers and the optimizer too; a trainer that ran further may go back."""
+    """Including dropout, buffers and the optimizer; a trainer that ran further may go back."""
     made = program(name, norm)
     whole = train(made, batches())
     with piper.launch(made) as trainer:
@@ -471,7 +472,7 @@ def test_a_checkpoint_before_any_step(tmp_path: Path) -> None:
         assert_same(steps(trainer, batches()), train(made, batches()))
 
 
-# a batch that is too small
+# batches that are too small
 
 
 def sum_and_count(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -493,7 +494,7 @@ def counted_batch() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 5, 8])
 def test_padding(rows: int) -> None:
-    """Rows that fill up do not count: the step is that of the rows that are there."""
+    """Padding rows do not count: the step equals one on the given rows alone."""
     x, y = given(0)
     x, y = x[:rows], y[:rows]
     expected = plain(model(drop=0.0), sum_and_count, [((x,), (y,))], microbatches=1)
@@ -506,7 +507,7 @@ def test_padding(rows: int) -> None:
     assert result.tokens == rows * WIDTH
 
 
-# what a step reports
+# step results
 
 
 def test_metrics(trainer: piper.Trainer) -> None:
@@ -535,7 +536,7 @@ def test_metrics(trainer: piper.Trainer) -> None:
 def test_a_step_that_reports_nothing_trains_the_same(
     counted: bool, clip: float | None, on: str
 ) -> None:
-    """What the step itself needs is summed up all the same."""
+    """Sums that the step itself needs are computed all the same."""
     loss, batch = (sum_and_count, counted_batch()) if counted else (F.mse_loss, given(0))
     made = compiled(model(drop=0.0), ZERO, loss, [((batch[0],), (batch[1],))], clip_norm=clip)
     expected = train(made, [((batch[0],), (batch[1],))] * 3)
@@ -620,8 +621,7 @@ class Lookup(nn.Module):
 
 
 def test_a_step_that_fails_leaves_no_trace() -> None:
-    """A token that is not in the table: the error says where, and the next step is as if nothing
-    had been."""
+    """A token outside the table: the error says where, and the next step is unaffected."""
     torch.manual_seed(0)
     rows = [(torch.randint(5, (ROWS,)), torch.randn(ROWS, WIDTH)) for _ in range(3)]
     data: list[Batch] = [((x,), (y,)) for x, y in rows]
@@ -774,7 +774,7 @@ def test_launches_that_are_refused(
 def test_a_checkpoint_of_another_optimizer_is_refused(
     tmp_path: Path, trainer: piper.Trainer
 ) -> None:
-    """Adam's averages are of no use to SGD."""
+    """Adam's averages are useless to SGD."""
     trainer.step(*given(0))
     trainer.save(tmp_path / "state")
     other = compiled(model(drop=0.0), STAGES, F.mse_loss, batches(), optimizer=sgd)

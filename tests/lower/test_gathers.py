@@ -1,4 +1,4 @@
-"""How often ZeRO-3 gathers what it divides, under schedules that run a stage many times."""
+"""How often ZeRO-3 gathers parameters, under schedules that run a stage many times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.plan_checker import check
 
 
 def gathers(schedule: str, regions: int) -> tuple[int, int]:
-    """All-gathers of a step of two ranks with two stages each or one, and buckets."""
+    """The numbers of all-gathers and of buckets of a step on two pipeline ranks, with one or two
+    stages each."""
     model = chain(regions)
     strategy = mesh(pp=2, dp=2, zero=3, schedule=schedule, microbatches=4, bucket_mb=256 / 2**20)
     models = {n: at(model, n) for n in (1, 2)}
@@ -26,7 +27,7 @@ def gathers(schedule: str, regions: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("regions", [4, 8, 12])
 def test_breadth_first_gathers_a_parameter_once_a_pass(regions: int) -> None:
-    """However many regions a stage has: once for its forwards, once for its backwards."""
+    """For any number of regions in a stage: once for its forwards, once for its backwards."""
     count, buckets = gathers("breadth-first", regions)
     assert count <= 2 * buckets
     assert count < gathers("1f1b", regions)[0]

@@ -1,5 +1,5 @@
-"""Values that do not lie contiguously in memory, expanded or transposed, go between devices: equal
-to one device, and counted as they are sent."""
+"""Values that are not contiguous in memory, expanded or transposed, are sent between devices:
+results equal one device, and bytes are counted as sent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def on_one_device() -> list[float]:
-    """Plain PyTorch's losses."""
+    """The losses of plain PyTorch."""
     model, (x, y) = Wide(), batch()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(3):
@@ -74,8 +74,8 @@ def on_one_device() -> list[float]:
     ids=str,
 )
 def test_what_is_not_contiguous_goes_between_devices(devices: list[list[int]]) -> None:
-    """All of a value is sent, and what a device holds, the copies that messages carry included, is
-    never more than was predicted."""
+    """All of a value is sent, and a device never holds more than predicted, copies for messages
+    included."""
     program = compiled(devices)
     with piper.launch(program) as trainer:
         found = [trainer.step(*batch()).loss.item() for _ in range(3)]
@@ -87,7 +87,7 @@ def test_what_is_not_contiguous_goes_between_devices(devices: list[list[int]]) -
     whole = ROWS * LONG * WIDTH * 4
     crossing = sum(a != b for a, b in itertools.pairwise(devices))
     sent = sum(flow.of("send") * len(flow.devices) for flow in program.traffic)
-    assert sent == 2 * crossing * whole  # there, and the gradients back
+    assert sent == 2 * crossing * whole  # the values, and their gradients back
 
 
 def test_the_checker_counts_copies_itself() -> None:

@@ -1,5 +1,5 @@
-"""Plans: their text for known strategies, their communication against the textbook, and whether
-the checker of plans sees every fault."""
+"""Plans: their text for known strategies, their communication against the textbook, and whether the
+plan checker finds every fault."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from tests.plan_checker import PlanError, check, implied_waits
 from tests.strategies.test_strategy import PUBLISHED
 
 SMALL = 0.0001
-"""Mebibytes of a bucket that holds one parameter."""
+"""Mebibytes of a bucket for one parameter."""
 
 
 def sizes(model: Model) -> dict[int, Model]:
-    """``model`` as each size of group sees it."""
+    """``model`` as a group of each size sees it."""
     return {n: at(model, n) for n in (1, 2, 4)}
 
 
@@ -86,7 +86,7 @@ def golden(name: str) -> str:
 
 
 def printed(plan: Plan) -> str:
-    """The plan without blanks at the ends of lines."""
+    """The plan without trailing blanks."""
     return "\n".join(line.rstrip() for line in str(plan).splitlines())
 
 
@@ -214,7 +214,7 @@ SCALARS: dict[tuple[bool, bool], list[str]] = {
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 def test_updates_wait_for_the_scalars_they_need(clip: bool, counted: bool) -> None:
-    """The embedding alone on device 0; the loss, of two microbatches, on device 1."""
+    """The embedding is alone on device 0; the loss, of two microbatches, is on device 1."""
     plans = two_stages(clip=clip, counted=counted).plans
     for plan, wanted in zip(plans, SCALARS[clip, counted], strict=True):
         lines = re.sub(r" (frees|weights|buckets|#) [^\n]*?(?= waits|\n|$)", "", printed(plan))
@@ -238,7 +238,7 @@ def test_the_scalars_are_two_whatever_the_buckets(zero: int, clip: bool) -> None
 
 
 def test_a_step_without_updates_has_no_norm() -> None:
-    """As it is for evaluation."""
+    """As in an evaluation."""
     dag = Strategy([place({}, devices=[0])]).apply(build(chain(1)))
     nodes = tuple(node for node in dag.nodes if node.compute.which is Pass.F)
     found = lower(replace(dag, nodes=nodes), {}, Settings(clip=True))
@@ -251,7 +251,7 @@ def test_a_step_without_updates_has_no_norm() -> None:
 
 
 def communication(found: Lowered) -> Counter[str]:
-    """The collectives of a step but its two scalars."""
+    """The collectives of a step, without its two scalars."""
     roles = Counter(x.role for x in found.plans[0].instructions)
     assert roles[ExtraRole.LOSS] == roles[ExtraRole.NORM] == 1
     every = Counter(n.op.kind.value for n in found.dag.nodes if isinstance(n.op, Collective))
@@ -265,7 +265,7 @@ def test_communication_of_each_level(microbatches: int, bucket_mb: float) -> Non
         return communication(two_devices(zero, microbatches=microbatches, bucket_mb=bucket_mb))
 
     buckets = 1 if bucket_mb == 25 else 4
-    regions = 4  # what is divided between passes comes and goes region by region
+    regions = 4  # state that is sharded between passes is communicated region by region
     assert count(0) == {"all_reduce": buckets}
     assert count(1) == {"reduce_scatter": buckets, "all_gather": buckets}
     assert count(2) == {"reduce_scatter": regions * microbatches, "all_gather": regions}
@@ -275,7 +275,7 @@ def test_communication_of_each_level(microbatches: int, bucket_mb: float) -> Non
 
 
 def test_the_first_parameters_have_what_is_left_of_a_bucket() -> None:
-    """Their sum comes last, and hides behind nothing."""
+    """Their reduction comes last, and nothing hides it."""
     found = two_devices(0, bucket_mb=1024 / 2**20)
     sizes = {name: facts.nbytes for name, facts in found.dag.model.parameters.items()}
     assert [list(bucket.parameters) for bucket in found.dag.buckets] == [
@@ -286,7 +286,7 @@ def test_the_first_parameters_have_what_is_left_of_a_bucket() -> None:
 
 
 def test_updates_come_in_the_order_of_their_sums() -> None:
-    """None waits behind one whose sum is still under way."""
+    """No update waits behind one whose reduction is still in flight."""
     found = two_devices(0, bucket_mb=SMALL)
     steps = found.plans[0].instructions
     sums = [x.of for x in steps if x.role is ExtraRole.REDUCED]
@@ -295,8 +295,8 @@ def test_updates_come_in_the_order_of_their_sums() -> None:
 
 
 def runs(found: Lowered) -> int:
-    """How often, over one device's passes in order, a bucket is used that the last pass before
-    that used any did not use."""
+    """How often, over one device's passes in order, a pass uses a bucket that the previous pass
+    with parameters did not use."""
     dag = found.dag
     bucket_of = {p: i for i, b in enumerate(dag.buckets) for p in b.parameters}
     count, held = 0, set[int]()
@@ -325,15 +325,15 @@ def test_zero_3_gathers_once_for_each_run_of_uses(microbatches: int, bucket_mb: 
     )
     gathers = communication(found)["all_gather"]
     assert gathers == runs(found)
-    # embed, 2 layers, head; head, 2 layers: the embedding's B needs none, and the first head's B
-    # finds it there still
+    # embed, 2 layers, head; head, 2 layers: the embedding's B needs no weights, and the first
+    # head's B finds them still gathered
     assert gathers == 7 * microbatches - 1
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("bucket_mb", [25, SMALL])
 def test_zero_3_gathers_nothing_that_is_held(microbatches: int, bucket_mb: float) -> None:
-    """No order is given here, so that the scheduler chooses, with and without the gathers."""
+    """No order is given: the scheduler chooses, with and without the gathers."""
     found = two_devices(3, microbatches=microbatches, bucket_mb=bucket_mb)
     held: dict[int, int] = {}
     for x in found.plans[0].instructions:
@@ -349,8 +349,8 @@ def test_zero_3_gathers_nothing_that_is_held(microbatches: int, bucket_mb: float
 @pytest.mark.parametrize("policy", ["none", "all"])
 @pytest.mark.parametrize("ways", [2, 4])
 def test_experts_exchange_four_times_a_microbatch(ways: int, policy: str, halves: bool) -> None:
-    """Rows in and out of the forward, gradients in and out of the backward. The output that the
-    backward reads is where it is needed already."""
+    """Rows in and out of the forward, gradients in and out of the backward. The backward reads the
+    experts' output where it already is."""
     passes = ("F", "BI", "BW") if halves else ("F", "B")
     found = judged(
         moe(2, 4),
@@ -391,7 +391,7 @@ def test_devices_that_differ_in_rank_share_a_plan(zero: int) -> None:
             place({"PP": 1}, devices=range(n, 2 * n)),
             replicate({}, zero=zero),
         ]
-        found = lower(Strategy(steps).apply(build(chain(4))), {})  # equal costs, whatever n
+        found = lower(Strategy(steps).apply(build(chain(4))), {})  # equal costs for every n
         check(found.dag, found.plans, found.memory)
         return found.plans
 
@@ -420,11 +420,11 @@ def test_transfers_between_groups_of_different_size(first: int, second: int) -> 
         assert len(moved) == 4
 
 
-# what the checker found
+# faults that the checker found
 
 
 def biased(model: Model) -> Model:
-    """``model`` with a second parameter in every chunk that has one."""
+    """``model`` with a second parameter in every chunk that has parameters."""
     parameters = dict(model.parameters)
     chunks = []
     for chunk in model.chunks:
@@ -439,7 +439,7 @@ def biased(model: Model) -> Model:
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("region", ["embed", "head"])
 def test_a_shared_parameter_with_a_rule_beside_one_without(zero: int, region: str) -> None:
-    """One chunk's gradients enter a reduction each microbatch and another at the end."""
+    """One chunk's gradients enter one reduction each microbatch and another at the end."""
     state = replicate({region: 0}, zero=zero, bucket_mb=SMALL)
     judged(biased(tied(2)), split(parts=2), place({}, devices=[0, 1]), state)
 
@@ -454,8 +454,8 @@ def backwards(found: Lowered) -> dict[str, Instruction]:
 
 
 def test_a_tied_gradient_is_summed_within_each_microbatch_first() -> None:
-    """As one device without microbatches would: the last user's goes into the one before, and so
-    on; the first's adds up over the microbatches."""
+    """As on one device without microbatches: the last user's gradient is added to that of the user
+    before, and so on; the first user's accumulates over the microbatches."""
     model = biased(tying(chain(3), "layers.0.weight", "layers.1.weight", "layers.2.weight"))
     found = backwards(judged(model, split(parts=2), place({}, devices=[0])))
     for m in range(2):
@@ -468,7 +468,7 @@ def test_a_tied_gradient_is_summed_within_each_microbatch_first() -> None:
 
 
 def test_a_tied_gradient_stays_with_its_microbatch_and_group() -> None:
-    """Microbatch 0 has both users on device 0, microbatch 1 has one on each."""
+    """Microbatch 0 has both users on device 0; microbatch 1 has one user on each device."""
     found = backwards(
         judged(
             tied(1),
@@ -485,7 +485,7 @@ def test_a_tied_gradient_stays_with_its_microbatch_and_group() -> None:
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("user", [0, 3], ids=["embed", "head"])
 def test_a_tied_parameter_of_which_one_user_makes_no_gradient(user: int, zero: int) -> None:
-    """It is held and read there, and updated with what the other user makes."""
+    """It is held and read there, and updated with the other user's gradients."""
     model = biased(tied(2))
     chunks = list(model.chunks)
     chunks[user] = replace(chunks[user], detached=("embed.weight",))
@@ -493,12 +493,13 @@ def test_a_tied_parameter_of_which_one_user_makes_no_gradient(user: int, zero: i
     found = judged(model, split(parts=2), place({}, devices=[0, 1]), replicate({}, zero=zero))
     rows = backwards(found)
     alone, both = (len(rows[f"B {name}[0] MB[0]"].writes) for name in ("embed", "head"))
-    assert (alone, both) == (1, 2)  # its own gradients, and those that it hands on
+    assert (alone, both) == (1, 2)  # its own gradients, and the tied ones that it hands on
 
 
 @pytest.mark.parametrize("zero", range(4))
 def test_parameters_of_which_a_chunk_shares_each_with_another(zero: int) -> None:
-    """The second layer uses one with the first and one with the third: no one order for both."""
+    """The second layer shares one parameter with the first and one with the third: no single order
+    fits both."""
     model = biased(chain(3))
     names = {2: ("bias.1", "bias.2"), 3: ("layers.2.weight", "bias.2")}
     chunks = tuple(replace(c, parameters=names.get(c.index, c.parameters)) for c in model.chunks)
@@ -546,7 +547,7 @@ def test_a_tied_parameter_on_two_devices(zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_tied_parameter_beside_one_that_one_device_holds(zero: int) -> None:
-    """The head's gradients enter a reduction, for the tied weight, and an update, for its bias."""
+    """The head's gradients enter a reduction (the tied weight) and an update (its bias)."""
     judged(
         biased(tied(1)),
         split(parts=2),
@@ -592,8 +593,8 @@ def experts_on_two_groups(other: list[int], zero: int) -> Lowered:
 def test_experts_on_two_groups_that_disagree_on_who_holds_which(
     other: list[int], says: str, zero: int
 ) -> None:
-    """[1, 0], [1, 2]: device 1 holds the second half of the experts for one microbatch, the first
-    for the other. [0, 2], [2, 1]: one half has one holder, the other two."""
+    """[1, 0], [1, 2]: device 1 holds the second half of the experts for one microbatch and the
+    first half for the other. [0, 2], [2, 1]: one half is on one device, the other half on two."""
     with pytest.raises(DirectiveError, match=says):
         experts_on_two_groups(other, zero)
 
@@ -612,7 +613,7 @@ def test_a_stream_without_a_name() -> None:
 
 
 def test_a_tensor_of_the_batch_that_groups_of_different_size_read() -> None:
-    """Device 0 has all rows of the mask, devices 1 and 2 have half of them each."""
+    """Device 0 has all rows of the mask; devices 1 and 2 have half of them each."""
     found = judged(
         masked(2),
         partition("layer", into="PP", parts=2),
@@ -647,7 +648,7 @@ def test_odd_arguments_are_refused(make: Callable[[], Directive]) -> None:
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("devices", [[0], [0, 1]], ids=str)
 def test_an_update_waits_for_the_last_use_of_its_parameters(zero: int, devices: list[int]) -> None:
-    """The head's gradient may be had before its BI, which reads the weight, is done."""
+    """The head's gradient may be ready before its BI, which reads the weight, is done."""
     judged(
         chain(1),
         place({}, devices=devices),
@@ -658,8 +659,8 @@ def test_an_update_waits_for_the_last_use_of_its_parameters(zero: int, devices: 
 
 
 def test_an_update_waits_for_who_reads_its_parameters_without_a_gradient() -> None:
-    """The first layer uses the second's weight, detached: its backward, which comes after the
-    second's, reads the weight and makes no gradient of it."""
+    """The first layer uses the second layer's weight, detached. Its backward runs after the second
+    layer's, reads the weight and makes no gradient of it."""
     model = biased(tying(chain(2), "layers.1.weight", "layers.0.weight"))
     chunks = list(model.chunks)
     chunks[1] = replace(chunks[1], detached=("layers.1.weight",))
@@ -700,7 +701,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.mark.parametrize("zero", range(2))
 def test_a_bucket_is_frozen_or_trained_and_of_one_dtype(zero: int) -> None:
-    """In one pass over the parameters, as they come: a bucket of each kind."""
+    """One pass over the parameters in order fills a bucket of each kind."""
     model = mixed(
         biased(chain(2)),
         {
@@ -727,7 +728,7 @@ def test_a_bucket_is_frozen_or_trained_and_of_one_dtype(zero: int) -> None:
 
 
 def test_a_copy_in_another_precision_counts_as_the_optimizers() -> None:
-    """bf16 parameters with fp32 gradients: half the bytes, and the updated copy with the state."""
+    """bf16 parameters with fp32 gradients: half the bytes; the fp32 copy is optimizer state."""
     names = chain(2).parameters
     plain = judged(chain(2), place({}, devices=[0])).memory[0]
     half = judged(mixed(chain(2), dict.fromkeys(names, (BF16, FP32))), place({}, devices=[0]))
@@ -738,8 +739,8 @@ def test_a_copy_in_another_precision_counts_as_the_optimizers() -> None:
 
 
 def test_frozen_parameters_are_whole_or_in_parts() -> None:
-    """256 frozen numbers and 128 trained ones over three devices: only what is divided is padded,
-    and what is never updated is divided by zero=3 alone."""
+    """256 frozen numbers and 128 trained ones over three devices: only sharded parameters are
+    padded, and only zero=3 shards frozen parameters."""
     kept = []
     for zero in range(4):
         found = judged(
@@ -756,7 +757,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
     assert reduced_bytes(model, 2, 0) == model.parameters["head.weight"].nbytes
 
 
-# buffers that change
+# changing buffers
 
 
 def counting(*, streams: bool) -> Lowered:
@@ -785,8 +786,8 @@ def test_a_buffer_sees_the_microbatches_in_order(streams: bool) -> None:
 
 
 def following() -> Lowered:
-    """The first layer and the head read a buffer that the second layer changes; microbatches, and
-    the first layer, could overlap."""
+    """The first layer and the head read a buffer that the second layer changes; microbatches and
+    the first layer could overlap."""
     return judged(
         FOLLOWING,
         split(parts=4),
@@ -800,7 +801,7 @@ FOLLOWING = reading(reading(changing(chain(2), layer=1), layer=0), head=0)
 
 
 def test_a_buffer_that_one_region_reads_and_another_changes() -> None:
-    """Every forward that uses it waits for the one before, microbatch by microbatch."""
+    """Every forward that uses it waits for the previous one, microbatch by microbatch."""
     found = following()
     rows = [
         (place_, x)
@@ -815,7 +816,7 @@ def test_a_buffer_that_one_region_reads_and_another_changes() -> None:
 
 @pytest.mark.parametrize("reader", ["embed", "layer", "head", "loss"])
 def test_a_buffer_that_one_region_reads_and_another_changes_on_two_devices(reader: str) -> None:
-    """Also if both of them are on one device, and a third region is not."""
+    """Also if both of them are on one device and a third region is not."""
     model = reading(changing(chain(2), layer=1), **{reader: 0})
     with pytest.raises(DirectiveError, match="'seen', which changes, on several devices"):
         lowered(model, place({"layer": 1}, devices=[1]), place({"layer": [0]}, devices=[0]), ELSE)
@@ -850,14 +851,14 @@ def test_a_buffer_that_nobody_changes_may_be_anywhere() -> None:
 def test_the_checker_sees_who_shares_a_buffer(
     model: Model, steps: list[Directive], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the pass of lowering that takes care of buffers, every one of these is wrong."""
+    """All of these are wrong without the lowering pass that orders buffers."""
     monkeypatch.setattr("piper.lower.lower.keep_buffers", lambda dag, training: dag)
     with pytest.raises(PlanError, match="changing buffer seen"):
         judged(model, split(parts=2), *steps)
 
 
 def test_what_changes_no_buffer_is_not_held_back() -> None:
-    """Only the layer is ordered by its buffer: the embedding is as the strategy says."""
+    """The buffer orders only its layer: the embedding has the strategy's order."""
     found = judged(
         changing(chain(2), layer=0),
         split(parts=2),
@@ -890,7 +891,7 @@ def test_a_limit_is_kept_to_the_byte(zero: int, devices: list[int]) -> None:
 
 
 def test_the_limit_is_for_every_device() -> None:
-    """Device 1 needs more than device 0, and is the one that is named."""
+    """Device 1 needs more than device 0, and the error names it."""
     steps = [place({"embed": 0}, devices=[0]), place({"embed": "-"}, devices=[1])]
     small, large = (memory.peak for memory in lowered(chain(2), *steps).memory)
     assert small < large
@@ -918,12 +919,12 @@ def test_memory_in_words() -> None:
     )
 
 
-# one order of communication
+# order of communication
 
 
 def entered(found: Lowered) -> dict[tuple[int, str, Group], list[int]]:
-    """For each device and communicator (a stream and a group), the communications in the order
-    in which the device enters them. A transfer's group is its two sides."""
+    """For each device and communicator (a stream and a group), the communications in the order in
+    which the device enters them. A transfer's group is its sources and targets."""
     rows: dict[tuple[int, str, Group], list[int]] = {}
     for plan in found.plans:
         for x in plan.instructions:
@@ -966,7 +967,7 @@ def crossed() -> Lowered:
 @pytest.mark.parametrize("name", ["published", "uneven", "crossed", "zero=3"])
 def test_all_members_of_a_communicator_enter_it_in_one_order(name: str) -> None:
     """No strategy can make two devices enter communications in different orders: all orders come
-    from one simulated execution, and what contradicts itself is refused as a cycle."""
+    from one simulated execution, and a contradiction is refused as a cycle."""
     rows = entered(MADE[name]())
     by_communicator: dict[tuple[str, Group], set[tuple[int, ...]]] = {}
     for (_, stream_, group), row in rows.items():
@@ -977,7 +978,7 @@ def test_all_members_of_a_communicator_enter_it_in_one_order(name: str) -> None:
 
 
 def test_the_checker_sees_two_orders_of_communication() -> None:
-    """Devices 0 and 2 would sum up the losses before they receive what 1 and 3 send before."""
+    """Devices 0 and 2 would sum the losses before they receive an earlier message of 1 and 3."""
     found = published()
     plan, other = found.plans
     rows = list(plan.instructions)
@@ -990,11 +991,11 @@ def test_the_checker_sees_two_orders_of_communication() -> None:
         check(found.dag, (replace(plan, instructions=tuple(rows)), other), models=sizes(moe(2, 4)))
 
 
-# the checker sees every fault
+# the checker finds every fault
 
 
 def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """``plan`` with one wait, end, free, allocation or instruction less; not the waits that others
+    """``plan`` with one wait, end, free, allocation or instruction removed; not waits that others
     imply."""
     implied = implied_waits(plan)
     rows = plan.instructions
@@ -1029,7 +1030,7 @@ def uneven() -> Lowered:
 
 
 def sharing() -> Lowered:
-    """Tied parameters beside others, on two devices, all backwards on streams of their own."""
+    """Tied parameters beside others, on two devices, with a stream for each backward."""
     return judged(
         SHARING,
         split(parts=2),
@@ -1066,7 +1067,7 @@ MODELS: dict[str, Model] = {
 
 
 def missed(name: str, make: Callable[[Plan], Iterator[tuple[str, Plan]]]) -> list[str]:
-    """The mutants of a good set of plans that the checker lets through; "too few" if these are."""
+    """The mutants of valid plans that the checker accepts; "too few" if few were tried."""
     found = MADE[name]()
     models = sizes(MODELS.get(name, chain(2)))
     passed, tried = [], 0
@@ -1083,7 +1084,7 @@ def missed(name: str, make: Callable[[Plan], Iterator[tuple[str, Plan]]]) -> lis
 
 
 LONG = {name: pytest.param(name, marks=pytest.mark.slow) for name in ("crossed", "counting")}
-"""They have by far the longest plans."""
+"""The cases with by far the longest plans."""
 
 
 @pytest.mark.cases(fast=3)
@@ -1093,7 +1094,7 @@ def test_the_checker_sees_every_fault(name: str) -> None:
 
 
 def slips(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """``plan`` with one thing said wrong: a tensor of the batch, a slot, what is communicated."""
+    """``plan`` with one wrong entry: a batch tensor, a slot, a seed or an instruction's field."""
     for i, given in enumerate(plan.given):
         for wrong in (
             given._replace(microbatch=given.microbatch + 1),
@@ -1155,7 +1156,7 @@ def test_the_checker_sees_every_slip(name: str) -> None:
 
 
 def test_the_checker_knows_what_experts_made_from_what_came_back() -> None:
-    """The experts' backward takes their output as it was made; everyone else, exchanged."""
+    """The experts' backward reads their output before the combine; other passes, after it."""
     found = published()
     plan = found.plans[0]
     rows = plan.instructions
@@ -1194,11 +1195,11 @@ def test_the_checker_counts_memory_itself() -> None:
             check(found.dag, found.plans, [wrong], models=sizes(chain(2)))
 
 
-# what the compiler checks of its own plans
+# the compiler's own checks of its plans
 
 
 def test_messages_on_one_communicator_arrive_in_the_order_in_which_they_are_sent() -> None:
-    """Also those of different groups: device 0 sends to 1 alone, and to 1 as one of two."""
+    """Also those of different groups: device 0 sends to 1 alone, and to 1 and 2."""
     found = lowered(
         chain(3),
         split(parts=2),

@@ -1,5 +1,5 @@
-"""A value that several regions read: their backwards run at the same time, on any devices, and its
-gradient is the sum that one device makes, bit for bit."""
+"""A value that several regions read: their backwards run at the same time, on any devices, and the
+gradient equals the sum of one device bit for bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WIDTH, ROWS, LONG = 24, 16, 8
 
 
 class Branches(nn.Module):
-    """A stem whose output all branches read, and a join that reads it too."""
+    """A stem whose output all branches and the join read."""
 
     def __init__(self, branches: int = 4) -> None:
         super().__init__()
@@ -68,21 +68,21 @@ class Branches(nn.Module):
 
 
 class Twice(Branches):
-    """Branches that use the value several times: the sum has a term for each."""
+    """Branches that use the value several times: the sum has a term for each use."""
 
     def branch(self, i: int, layer: nn.Module, x: Tensor) -> Tensor:
         return x + torch.tanh(layer(x)) * x.exp()
 
 
 class Apart(Branches):
-    """Branches that nobody else goes around: no term comes before theirs."""
+    """The join does not read the value: the branches' terms are the only ones."""
 
     def join(self, x: Tensor, made: list[Tensor]) -> Tensor:
         return self.head(torch.stack(made).sum(0))
 
 
 class Detached(Branches):
-    """One branch has no gradient for the value, and one makes none at all."""
+    """Two branches give no gradient to the value; one of them has no gradient at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Detached(Branches):
 
 
 class Turned(Branches):
-    """Terms that lie in memory otherwise than the value: transposed, or expanded."""
+    """Terms with other strides than the value: transposed or expanded."""
 
     def branch(self, i: int, layer: nn.Module, x: Tensor) -> Tensor:
         y = torch.tanh(layer(x))
@@ -104,7 +104,7 @@ class Turned(Branches):
 
 
 class Chain(Branches):
-    """Every branch reads the one before it as well: their backwards follow one another anyway."""
+    """Every branch also reads the previous one: their backwards are sequential anyway."""
 
     def forward(self, x: Tensor) -> Tensor:
         with annotate("stem"):
@@ -134,7 +134,7 @@ def batches() -> list[Batch]:
 
 @functools.cache
 def built(make: type[nn.Module]) -> nn.Module:
-    """One model for all tests: none may change it."""
+    """One model for all tests, which must not change it."""
     torch.manual_seed(0)
     return make()
 
@@ -172,7 +172,7 @@ STRATEGIES = {
 
 
 def most_slow(makes: Sequence[type[nn.Module]], names: Iterable[str]) -> list[Any]:
-    """Every model under one strategy, and every strategy with one model; the others are slow."""
+    """Every model under one strategy, and every strategy with one model; other pairs are slow."""
     pairs = list(itertools.product(enumerate(makes), enumerate(names)))
     return [
         pytest.param(make, name, marks=() if i == 1 or i == j else pytest.mark.slow)
@@ -190,7 +190,7 @@ GROUPS = {
 @pytest.mark.cases(fast=5, slow=6)
 @pytest.mark.parametrize(("make", "name"), most_slow(MODELS, STRATEGIES))
 def test_the_same_as_pytorch_bit_for_bit(make: type[nn.Module], name: str) -> None:
-    tolerance = 1e-6 if name == "by microbatch" else 0.0  # weights on two devices
+    tolerance = 1e-6 if name == "by microbatch" else 0.0  # the weights are on two devices
     model = built(make)
     program = compiled(model, STRATEGIES[name], mse_loss, batches())
     check_plans(program)
@@ -228,7 +228,7 @@ def test_bf16() -> None:
 
 
 class Experts(nn.Module):
-    """Two regions of experts and one without that all read the same rows."""
+    """Two regions of experts and one without experts, all reading the same rows."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -251,8 +251,8 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("first", [[0, 1], [2, 3]], ids=["same devices", "others"])
 def test_experts(first: list[int]) -> None:
-    """What experts give to the gradient is added after it was exchanged back, and nothing that
-    others gave is exchanged."""
+    """The experts' terms are added to the gradient after the all-to-all back; terms of other
+    regions take part in no all-to-all."""
     model = built(Experts)
     strategy = [
         split(into="MB", parts=2),
@@ -265,8 +265,8 @@ def test_experts(first: list[int]) -> None:
     check_plans(program)
     assert_same(train(program, batches()), plain(model, mse_loss, batches(), microbatches=2), 1e-6)
     counts = [flow.count("all_to_all") for flow in program.traffic]
-    # of two microbatches the rows once on a group, and of each region what it makes of them, and
-    # the gradients there and back
+    # for each of two microbatches: the rows once per group, each region's output, and the gradients
+    # there and back
     assert counts == ([2 * (1 + 2 * 3)] if first == [0, 1] else [2 * 4, 2 * 4])
 
 
@@ -275,11 +275,11 @@ def check_plans(program: piper.Program) -> None:
     check(dag, plans, memory, models=program.models, optimizer_bytes=1.0)
 
 
-# who waits for whom
+# dependencies
 
 
 def before(dag: Dag, number: int) -> set[int]:
-    """All nodes without which a node cannot start."""
+    """All nodes that must end before a node can start."""
     seen: set[int] = set()
     left = [number]
     while left:
@@ -290,7 +290,7 @@ def before(dag: Dag, number: int) -> set[int]:
 
 
 def backwards(dag: Dag) -> dict[int, int]:
-    """By branch, the node of its backward for the first microbatch."""
+    """For each branch, the node of its backward for the first microbatch."""
     return {
         node.tags["branch"]: i
         for i, node in enumerate(dag.nodes)
@@ -308,14 +308,14 @@ def test_no_branch_waits_for_another(make: type[nn.Module]) -> None:
     assert sorted(found) == [0, 1, 2, 3]
     for one, other in itertools.permutations(found.values(), 2):
         assert other not in before(program.dag, one)
-    for plan in program.plans[1:]:  # nor does a plan make it wait for what comes from others
+    for plan in program.plans[1:]:  # no plan makes it wait for terms from other devices
         places = [i for i, x in enumerate(plan.instructions) if x.op and x.verb is Verb.COMPUTE]
         sums = sums_from_others(plan)
         assert sums.isdisjoint(w for i in places for w in plan.instructions[i].waits)
 
 
 def sums_from_others(plan: Plan) -> set[int]:
-    """The messages whose content an Add reads."""
+    """The receives whose content an Add reads."""
     read = {slot for x in plan.instructions if x.verb is Verb.ADD for slot in x.reads}
     return {
         i
@@ -325,7 +325,7 @@ def sums_from_others(plan: Plan) -> set[int]:
 
 
 def test_one_message_goes_from_group_to_group() -> None:
-    """As many as readers on other devices than the reader after them, however often they use it."""
+    """One for each reader on another device than the next reader, whatever its number of uses."""
     for make in (Apart, Twice):
         program = compiled(built(make), FOUR, mse_loss, batches())
         sums = [len(sums_from_others(plan)) for plan in program.plans]
@@ -366,7 +366,7 @@ def test_a_program_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_branches_run_their_backwards_at_the_same_time() -> None:
-    """Four of them on four devices, in simulated time."""
+    """Four branches on four devices, in simulated time."""
     with torch.device("meta"):
         model, batch = Apart(), torch.empty(64 * ROWS, LONG, WIDTH)
         model.branches = nn.ModuleList(

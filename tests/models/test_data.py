@@ -1,4 +1,4 @@
-"""The byte-level data: what is read, and that batches are repeatable and the splits apart."""
+"""The byte-level data: what is read, repeatable batches, and disjoint splits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from piper.base.errors import PiperError
 from piper.capture.batch import Batch
 from piper.cli.demo.text_data import ByteBatches, source_bytes, stdlib_bytes
 
-RAMP = torch.arange(200, dtype=torch.uint8)  # each byte is its own position
+RAMP = torch.arange(200, dtype=torch.uint8)  # each byte is its own index
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from piper.models import (
 )
 
 DENSE = DenseConfig(vocab=23, dim=24, layers=2, heads=4, kv_heads=2, mlp_dim=20, max_seq=16)
-# Room for every choice, so that nothing is dropped unless a test asks for it.
+# Capacity for every choice, so that no token is dropped unless a test asks for it.
 MOE = MoEConfig(
     vocab=23,
     dim=24,
@@ -51,7 +51,7 @@ def build(config: DenseConfig) -> DenseTransformer | MoETransformer:
 
 
 def sharpen(model: nn.Module) -> nn.Module:
-    """Spreads the router's choices: at std 0.02 the probabilities are nearly equal."""
+    """Spread the router's choices: at std 0.02 the probabilities are nearly equal."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
@@ -87,7 +87,7 @@ def test_attention_knows_order_and_distance_but_not_absolute_position() -> None:
     x = torch.randn(1, 4, 6, dtype=torch.float64)
     near = attention(x, cos[:4], sin[:4])
     far = attention(x, cos[5:9], sin[5:9])
-    torch.testing.assert_close(near, far, rtol=1e-6, atol=1e-6)  # the tables are made in fp32
+    torch.testing.assert_close(near, far, rtol=1e-6, atol=1e-6)  # the tables are computed in fp32
     swapped = attention(x[:, [1, 0, 2, 3]], cos[:4], sin[:4])
     assert not torch.allclose(swapped[:, 3], near[:, 3], rtol=1e-3, atol=1e-3)
 
@@ -108,7 +108,7 @@ def test_grouped_heads_equal_repeated_key_and_value_heads() -> None:
 def reference_routing(
     probs: list[list[float]], k: int, capacity: int
 ) -> tuple[list[dict[int, float]], set[tuple[int, int]]]:
-    """Per token its {expert: weight}, and the (choice, token) pairs that found no room."""
+    """{expert: weight} of each token, and the (choice, token) pairs beyond the capacity."""
     ranked = [sorted(range(len(p)), key=lambda e: -p[e])[:k] for p in probs]
     room = dict.fromkeys(range(len(probs[0])), capacity)
     given: list[dict[int, float]] = [{} for _ in probs]
@@ -165,7 +165,7 @@ def test_mixture_equals_the_token_by_token_reference(
 
 
 def test_first_choices_come_before_second_ones_and_dropped_tokens_give_zero() -> None:
-    # Tokens 0 and 1 prefer expert 0, then 1; tokens 2 and 3 prefer 1, then 0. Room for two each.
+    # Tokens 0 and 1 prefer expert 0, then 1; tokens 2 and 3 prefer 1, then 0. Capacity is 2 each.
     config = replace(MOE, dim=4, heads=2, experts=2, top_k=2, capacity_factor=0.5)
     moe = MoE(config)
     for parameter in moe.parameters():
@@ -307,7 +307,7 @@ def test_dtypes(config: DenseConfig, dtype: torch.dtype) -> None:
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
     if not isinstance(config, MoEConfig):
-        # Rounding may change a router's choice, but never a dense model by much.
+        # Rounding may change a router's choice, but it changes a dense model only slightly.
         exact = build(config).double()(tokens(1, 7))
         torch.testing.assert_close(logits.double(), exact, rtol=0.05, atol=0.02)
 

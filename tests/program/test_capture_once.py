@@ -1,4 +1,4 @@
-"""One capture, many strategies: the programs of ``piper.compile``, without tracing again."""
+"""One capture, many strategies: the same programs as ``piper.compile``, without new tracing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, ROWS = 6, 8
 
 
 class Counting(nn.Module):
-    """Tells how many rows it is run, or traced, with."""
+    """Records the number of rows of each call, also while tracing."""
 
     def __init__(self, calls: list[int] | None = None, *, modes: bool = False) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_the_programs_are_those_of_compile(modes: bool) -> None:
 def test_a_model_is_traced_once_for_each_number_of_rows() -> None:
     seen: list[int] = []
     captured = piper.capture(Counting(seen), **example())
-    assert not seen  # it has not been asked for anything yet
+    assert not seen  # capture is lazy
     for directives in STRATEGIES.values():
         captured.compile(piper.Strategy(directives))
     calls = list(seen)

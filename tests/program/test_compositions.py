@@ -1,6 +1,6 @@
-"""Pipelines, data and expert parallelism and ZeRO composed: all that fits on eight devices trains
-to the numbers of one, gradients clipped. A slice runs always; all of it with ``-m "slow or not
-slow"``.
+"""Pipelines, data and expert parallelism and ZeRO composed, with clipped gradients: every
+composition that fits on eight devices trains to the numbers of one device. The default run takes
+a few of them; ``-m "slow or not slow"`` takes all.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Composition(NamedTuple):
 
     @property
     def microbatches(self) -> int:
-        """The fewest that every schedule runs."""
+        """The smallest number that every schedule accepts."""
         return 2 * self.pp
 
 
 def compositions() -> Iterator[Composition]:
-    """DualPipeV with ZeRO-3 and so on: every one that fits."""
+    """Every composition that fits, such as DualPipeV with ZeRO-3."""
     sizes = (1, 2, 4)
     schedules = ("1f1b", "interleaved", "zb-v", "dualpipev")
     for made in itertools.starmap(

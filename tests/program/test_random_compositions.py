@@ -1,6 +1,6 @@
 """Random models under random compositions of pipeline, data, tensor, sequence, context and expert
-parallelism with ZeRO, schedules, remat, clipping, frozen parameters and bf16: each is refused in
-words that say why, or trains to the numbers of the whole batch on one device.
+parallelism with ZeRO, schedules, remat, clipping, frozen parameters and bf16. Each composition is
+refused with a reason, or trains to the numbers of the whole batch on one device.
 
 ``pytest tests/program/test_random_compositions.py -m slow -s --examples 10000 --first 7`` tries
 500.
@@ -51,7 +51,7 @@ class Shape:
     """The number of experts; 0 for a dense model."""
     dropless: bool = False
     frozen: str = ""
-    """A part of the names of parameters that are not trained."""
+    """A substring of the names of frozen parameters."""
 
 
 class Layer(nn.Module):
@@ -102,7 +102,7 @@ class MLP(nn.Module):
 
 
 def mixture(shape: Shape) -> nn.Module:
-    """Experts that drop no token: without a capacity, or with room for all."""
+    """Experts that drop no token: without a capacity, or with capacity for all."""
     made = MoE(
         MoEConfig(
             vocab=VOCAB,
@@ -157,7 +157,7 @@ def model(shape: Shape, dtype: torch.dtype) -> nn.Module:
 
 @functools.cache
 def batches(rows: int, masked: bool) -> list[Batch]:
-    """With ``masked``, some targets do not count, and more of them in later rows."""
+    """With ``masked``, some targets are ignored, and more of them in later rows."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for _ in range(STEPS):
@@ -177,7 +177,7 @@ def expected(shape: Shape, rows: int, masked: bool, clip: float | None) -> Run:
 
 @functools.cache
 def expected_bf16(shape: Shape, rows: int, masked: bool, clip: float | None) -> Run:
-    """On one device: products round otherwise than in plain PyTorch, where weights are fp32."""
+    """A bf16 run on one device: plain PyTorch, with fp32 weights, rounds products differently."""
     given = batches(rows, masked)
     whole = model(shape, torch.float32)
     return train(
@@ -213,7 +213,7 @@ ROWS = ("out", "down")
 
 
 def parameters(shape: Shape, rng: random.Random) -> dict[str, int | str]:
-    """Some of the weights, mostly as one would shard them."""
+    """Some of the weights, mostly sharded in the usual way."""
     chosen: dict[str, int | str] = {}
     for name in rng.choice(SUBSETS[:4] if rng.random() < 0.5 else SUBSETS):
         if shape.fused:
@@ -251,7 +251,7 @@ class Case:
 
 
 def drawn(rng: random.Random) -> Case | str:
-    """A case, or why there is none."""
+    """A random case, or the reason why its mesh is impossible."""
     shape = rng.choice(SHAPES)
     pp, dp = rng.choice([1, 1, 2, 4]), rng.choice([1, 1, 2, 4])
     tp, cp = rng.choice([1, 1, 2, 2, 4, 3]), rng.choice([1, 1, 1, 2, 2, 4])
@@ -305,7 +305,7 @@ def _captures() -> Iterator[None]:
 
 
 def outcome(case: Case | str) -> str:
-    """What becomes of a case; an assertion fails if that is wrong."""
+    """The outcome of a case; an assertion fails if a trained result is wrong."""
     if isinstance(case, str):
         return f"no schedule: {case}"
     given = batches(case.rows, case.masked)
@@ -326,7 +326,7 @@ def outcome(case: Case | str) -> str:
 
 
 def _assert_near(run: Run, reference: Run) -> None:
-    """Rounded products: the same to about two digits."""
+    """Products are rounded to bf16: losses agree to about two digits."""
     for mine, theirs in zip(run.losses, reference.losses, strict=True):
         assert abs(float(mine) - float(theirs)) < 0.02 * abs(float(theirs))
     for mine, theirs in zip(run.norms, reference.norms, strict=True):
@@ -339,7 +339,7 @@ REFUSALS = (
     "does not divide over",
     "regions 'layer': at most 4",
 )
-"""Why a composition may be refused."""
+"""The accepted reasons to refuse a composition."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every kind of collective is described in full, and all ways to communicate do the same."""
+"""Every kind of collective has a full definition, and all backends compute the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from piper.runtime.comm.protocol import Comm
 
 
 def tensors(kind: CollectiveKind, members: int, elements: int) -> list[list[Tensor]]:
-    """What each member brings, in parts of so many elements, whose sums depend on their order."""
+    """Each member's parts, in multiples of ``elements``; their sums depend on the order."""
     random = torch.Generator().manual_seed(members * elements)
     parts = DEFINITIONS[kind].parts(members)
     return [
@@ -55,7 +55,7 @@ def gloo(kind: CollectiveKind, members: int) -> list[Comm]:
     only = Instruction(Verb.COLLECTIVE, 0, "only", "s", Collective(kind, (group,)))
     plan = Plan(group, (only,), (), (), ())
     store, limit = dist.HashStore(), timedelta(seconds=60)
-    with ThreadPoolExecutor(members) as pool:  # each waits for the others
+    with ThreadPoolExecutor(members) as pool:  # members wait for each other
         return list(pool.map(lambda d: Gloo(d, [plan], store, limit, alone=True), group))
 
 
@@ -91,7 +91,7 @@ def test_gloo_does_what_virtual_devices_do(
     ids=lambda item: item.value if isinstance(item, CollectiveKind) else "",
 )
 def test_what_two_members_get(kind: CollectiveKind, expected: list[list[list[float]]]) -> None:
-    """One has 1, 2 and the other 3, 4, or of these the first where a part is brought."""
+    """One member has 1, 2 and the other 3, 4; a kind that takes one element gets the first."""
     takes, *gives = DEFINITIONS[kind].parts(2)
     size = 2 if kind is CollectiveKind.ALL_REDUCE else takes
     brought = [

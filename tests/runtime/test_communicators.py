@@ -1,4 +1,4 @@
-"""The communicators that a device makes: its own, as few in a large job as in a small one."""
+"""The communicators of a device: only its own, and as few in a large job as in a small one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from piper.strategies import mesh
 
 
 class Net(nn.Module):
-    """Two layers a stage; the middle one of each is a pair of experts."""
+    """Four layers, each with a region of four experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_their_number_does_not_depend_on_the_size_of_the_job(zero: int) -> None:
 def test_experts_add_one() -> None:
     plain = counts(mesh(pp=2, dp=4, microbatches=2), rows=8)
     experts = counts(mesh(pp=2, dp=4, ep=2, microbatches=2), rows=8)
-    assert max(experts) <= max(plain) + 2  # the exchange, and sums over fewer copies
+    assert max(experts) <= max(plain) + 2  # the all-to-all, and sums over fewer replicas
 
 
 def test_members_and_nobody_else() -> None:
@@ -116,8 +116,8 @@ def test_ranks_follow_the_order_of_the_group() -> None:
 
 
 def test_members_connect_in_one_order() -> None:
-    """Before the first step every communicator does once what it is for, which holds its members
-    until all are there: so they must agree on what, and on the order."""
+    """Before the first step, every communicator runs each of its collectives once, which blocks its
+    members until all are there: so members must agree on the kinds and on the order."""
     program = compiled(mesh(pp=2, dp=4, zero=3, schedule="dualpipev", microbatches=4), rows=16)
     wanted = {
         d: communicators_of((program.plan_of(d), program.evaluation_plan_of(d)), d)

@@ -1,5 +1,6 @@
-"""Context parallelism: the sequence of the batch sharded along an axis trains to the numbers of one
-device, with heads exchanged or with keys and values gathered; then all devices have the same work.
+"""Context parallelism: the batch's sequence, sharded along an axis, trains to the numbers of one
+device, with all-to-alls of heads or with all-gathers of keys and values. With all-gathers, all
+devices have the same work.
 
 Sums are in another order than on one device: fp64 within 1e-12, fp32 within 1e-6.
 """
@@ -49,7 +50,7 @@ def context(
     parameters: Mapping[str, int | str] | None = None,
     sequence: bool = False,
 ) -> list[Directive]:
-    """One stage."""
+    """A strategy with one stage."""
     axes = {"dp": dp, "cp": cp, **({"tp": tp} if tp > 1 else {})}
     devices = piper.Mesh(range(dp * cp * tp), **axes)
     tensor = [shard({}, axis="tp", parameters=parameters, sequence=sequence)] if tp > 1 else []
@@ -69,7 +70,7 @@ def batches(rows: int = 4) -> list[Batch]:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """``model`` with parameters that are not ones and zeros where they begin as these."""
+    """``model`` with noise on its parameters, so that none is all ones or zeros."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.05)
@@ -142,7 +143,7 @@ def test_on_processes() -> None:
 
 @pytest.mark.slow
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
-    """Of one way to attend, and on with the other."""
+    """Save with one kind of attention, continue with the other."""
     model, reference = dense(), plain(dense(), lm_loss, batches(), microbatches=1)
     (x,), (y,) = batches()[0]
     with piper.launch(compiled(model, context(4), lm_loss, batches()), on="virtual") as trainer:
@@ -165,7 +166,7 @@ def test_fp32() -> None:
     assert_same(found, plain(model, lm_loss, batches(), microbatches=1), 1e-6)
 
 
-# models that nobody rewrote
+# unmodified library models
 
 
 SIZES: dict[str, Any] = {
@@ -244,7 +245,7 @@ def library_model(name: str) -> nn.Module:
 
 
 def shifted(output: Any, labels: Tensor) -> Tensor:
-    """As the library's own loss, which takes logits to fp32 first."""
+    """Like the library's own loss, but without the conversion of logits to fp32."""
     following = F.pad(labels, (0, 1), value=-100)[:, 1:]
     return F.cross_entropy(output.logits.flatten(0, 1), following.flatten())
 
@@ -294,7 +295,7 @@ def test_library_models(name: str, case: str) -> None:
 
 @pytest.mark.slow
 def test_labels_that_the_model_shifts() -> None:
-    """In fp32, whatever the model's dtype is."""
+    """The library's loss computes in fp32, whatever the model's dtype."""
     model, data = library_model("llama-gqa"), library_batches(labels=True)
     found = train(compiled(model, context(), own_loss, data), data)
     assert_same(found, plain(model, own_loss, data, microbatches=1), 1e-6)
@@ -310,7 +311,7 @@ def test_dropout_draws_as_on_one_device(attention: str) -> None:
     assert_same(found, one, CLOSE)
 
 
-# what models do along the sequence
+# operations along the sequence
 
 
 ALONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -345,7 +346,7 @@ QUICK_ALONG = ("parts of two rows", "attention with a mask")
 
 
 class Along(nn.Module):
-    """Something along the sequence between two layers that treat each position by itself."""
+    """An operation along the sequence, between two layers that treat each position by itself."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -358,7 +359,7 @@ class Along(nn.Module):
 
 
 def by_position(output: Tensor, y: Tensor) -> Tensor:
-    """A loss to which every position contributes otherwise."""
+    """A loss with a different weight for every position."""
     weights = torch.arange(1, SEQ + 1, dtype=y.dtype)[None, :, None]
     return ((output - y) ** 2 * weights).mean()
 
@@ -408,7 +409,7 @@ def test_head_and_tail_are_parts_of_the_attention(
 
 @pytest.mark.parametrize("ways", [2, 4])
 def test_all_devices_have_the_same_work(ways: int) -> None:
-    """What the kernels are given, forward and backward: 2n + 1 of 4n parts."""
+    """The sizes given to the kernels, forward and backward: 2n + 1 of 4n parts."""
     part = 8
     query = torch.randn(1, 2, 2 * part, 4, requires_grad=True)
     key = torch.randn(1, 2, 2 * ways * part, 4, requires_grad=True)
@@ -432,7 +433,7 @@ KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def test_a_layer_gathers_keys_and_values_and_nothing_else() -> None:
-    """Their gradients are reduced and scattered; the loss is one number."""
+    """Their gradients are reduce-scattered; the loss is one number."""
     program = compiled(dense(layers=1), CASES["cp2-dp2-zero1"], lm_loss, batches())
     kinds: Counter[str] = Counter()
     for x in program.plans[0].instructions:
@@ -441,13 +442,13 @@ def test_a_layer_gathers_keys_and_values_and_nothing_else() -> None:
             kinds[x.op.kind.value] += 1
     assert kinds == Counter(all_gather=2, reduce_scatter=2, all_reduce=1)
     flows = {f.kind: f for f in program.traffic[0].flows if f.stream == "cp"}
-    keys = 1 * SEQ * 16 * 8  # of 1 row in fp64, of which a device lacks half
+    keys = 1 * SEQ * 16 * 8  # 1 row in fp64; a device lacks half of it
     assert flows["all_gather"].nbytes == 2 * 2 * keys // 2
     assert flows["reduce_scatter"].nbytes == 2 * 2 * keys // 2
 
 
 def flops(strategy: list[Directive]) -> int:
-    """Of one microbatch on a device, as a cost model sees them."""
+    """FLOPs of one microbatch on a device, as the cost model counts them."""
     dag = compiled(dense(layers=1), strategy, lm_loss, batches()).dag
     passes = [c.variants[dag.policy(c.index)].passes for c in dag.model.chunks]
     return sum(f.flops for row in passes for which, f in row.items() if which.value in "FB")
@@ -455,8 +456,8 @@ def flops(strategy: list[Directive]) -> int:
 
 @pytest.mark.slow
 def test_a_cost_model_sees_the_work_of_head_and_tail() -> None:
-    """With 2 devices 5 of 8 parts, beside half of everything else: two products forward and five
-    backward."""
+    """With 2 devices, 5 of 8 parts of the attention and half of everything else. Attention has two
+    products forward and five backward."""
     rows, heads, width = 4, 4, 4
     attention = 2 * rows * heads * SEQ * SEQ * width * (2 + 5)
     rest = flops([split(parts=1), place({}, devices=[0])]) - attention

@@ -1,5 +1,5 @@
-"""Experts without dropped tokens: grouped products of unmodified Hugging Face models under expert
-parallelism equal one device."""
+"""Experts without dropped tokens: the grouped products of unmodified Hugging Face models, under
+expert parallelism, equal one device."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def model(name: str) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]})
     found: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).double().train()
-    for parameter in found.parameters():  # routers that begin with zeros route all rows alike
+    for parameter in found.parameters():  # zero routers would route all rows alike
         torch.nn.init.normal_(parameter, std=0.3)
     return found
 
@@ -109,7 +109,7 @@ def captured(name: str) -> piper.Capture:
 
 @cache
 def reference(name: str, microbatches: int) -> Run:
-    """Plain PyTorch, with a product for each row."""
+    """Plain PyTorch, with one product per row."""
     whole = copy.deepcopy(model(name))
     whole.config._experts_implementation = "batched_mm"  # type: ignore[union-attr]
     return plain(whole, next_token_loss, batches(), microbatches=microbatches)
@@ -146,8 +146,8 @@ def test_a_hugging_face_model(name: str) -> None:
 
 @cache
 def llama_4() -> tuple[nn.Module, piper.Capture]:
-    """Every expert has every row, weighed by 0 where it is not chosen; rows come and go without a
-    dimension of experts."""
+    """Every expert computes every row, weighted by 0 where it is not chosen; rows enter and leave
+    without an expert dimension."""
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(
         **SIZES,
@@ -205,7 +205,7 @@ def test_auxiliary_losses() -> None:
 
 
 class Experts(nn.Module):
-    """As many experts, by a choice that is given, with torch's own grouped products."""
+    """``experts`` experts, with the routing given and torch's own grouped products."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Rows whose experts are given with the batch."""
+    """A model whose routing is given with the batch."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def routed_model(experts: int = 4) -> nn.Module:
 
 
 def by_hand(found: nn.Module, given: list[Batch], microbatches: int) -> Run:
-    """A loop over the experts in place of grouped products, which torch has in few dtypes."""
+    """A loop over the experts instead of grouped products, which torch has in few dtypes."""
 
     class Looped(nn.Module):
         def __init__(self, whole: nn.Module) -> None:
@@ -321,7 +321,7 @@ def test_a_device_without_rows_for_its_experts() -> None:
 
 
 def refused(program: piper.Program, given: list[Batch]) -> str:
-    """What a step says that has no room for its rows."""
+    """The error of a step whose rows exceed the capacity."""
     with pytest.raises(piper.CapacityError) as error, piper.launch(program) as trainer:
         trainer.step(*given[0][0], *given[0][1])
     return str(error.value)
@@ -358,15 +358,16 @@ def test_memory_is_within_what_was_predicted(capacity: float | None) -> None:
 
 
 def counts_ended(plan: Plan) -> int:
-    """How many all-to-alls by counts the host begins no sooner than it knows the counts."""
+    """How many all-to-alls by counts the host starts only after it has the counts."""
     made = {slot: pc for pc, x in enumerate(plan.instructions) for slot in x.writes}
     moves = [x for x in plan.instructions if isinstance(x.op, Collective) and x.op.rows]
     return sum(made[x.reads[-1]] in x.ends for x in moves)
 
 
 def test_rows_follow_their_counts() -> None:
-    """At once where a thread of the stream reads these, and not after the next computation. On a
-    GPU the host does, unless as much is sent as there is room for."""
+    """The all-to-all of rows starts at once where a stream's thread reads the counts, and does not
+    wait for the next computation. On a GPU the host reads the counts, unless rows are padded to the
+    capacity."""
     given = routed(torch.arange(256) % 4)
     program = compiled(given, spread(capacity=1.5))
     (plan,) = program.plans
@@ -426,7 +427,7 @@ def test_a_region_with_a_router_is_refused() -> None:
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 10], [10, 0, 0, 0], [0, 0, 0, 0]])
 def test_padded_rows_come_back(counts: list[int]) -> None:
-    """Where the host must not know the counts, as much is sent as there is room for."""
+    """Where the host must not know the counts, rows are padded to the capacity."""
     x, found = torch.randn(10, 3), torch.tensor(counts)
     total = sum(counts)
     for room in (10, 12):
@@ -441,12 +442,12 @@ def test_padded_rows_come_back(counts: list[int]) -> None:
 @pytest.mark.parametrize("capacity", [None, 1.0, 1.5])
 @pytest.mark.parametrize("zero", range(4))
 def test_plans_are_right(zero: int, capacity: float | None) -> None:
-    """As the independent checker sees them, with their memory."""
+    """The independent checker accepts the plans and their memory."""
     model = dropless(2, 4)
     sizes = {n: at(model, n) for n in (2, 4)}
     for devices, ways, apart, clip in itertools.product((2, 4), (None, 2), (0, 4), (False, True)):
         if zero == 3 and ways is None:
-            continue  # nothing is left to divide
+            continue  # there is nothing left to shard
         row = list(range(devices))
         strategy = piper.Strategy(
             [
@@ -463,7 +464,7 @@ def test_plans_are_right(zero: int, capacity: float | None) -> None:
 
 
 class Counting(nn.Module):
-    """Shares of each number among those that are given."""
+    """Counts how often each number occurs, scaled."""
 
     def __init__(self, bins: int) -> None:
         super().__init__()

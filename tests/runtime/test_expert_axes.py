@@ -1,5 +1,5 @@
-"""Experts beside tensor and context parallelism: all devices divide their rows, each row goes
-through its experts once, and the numbers are those of one device."""
+"""Experts beside tensor and context parallelism: all devices share the rows, each row goes through
+its experts once, and the numbers are those of one device."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def reference(*, dropless: bool, microbatches: int) -> Run:
 
 
 def products(program: piper.Program) -> int:
-    """Floating-point operations of all experts on all devices. Rows that are sorted by expert are
-    multiplied as many as there are, not as many as there is room for."""
+    """Floating-point operations of all experts on all devices. Rows sorted by expert count as they
+    are, not up to the capacity."""
     dag, total = program.lowered.dag, 0
     for node in dag.nodes:
         if isinstance(node.op, Compute) and "EP" in node.tags:
@@ -109,7 +109,7 @@ SHARDED = {"*.w_in": "column", "*.w_gate": "column", "*.experts.w_out": "row"}
 @pytest.mark.parametrize("dropless", [True, False])
 @pytest.mark.parametrize("how", [{}, {"sequence_parallel": True, "zero": 1}])
 def test_each_expert_sharded(how: dict[str, Any], *, dropless: bool) -> None:
-    """Expert tensor parallelism: a device has a part of every expert, and of its products."""
+    """Expert tensor parallelism: a device has a shard of every expert, and of its products."""
     program = captured(dropless=dropless).compile(mesh(tp=2, parameters=SHARDED, **how))
     assert products(program) == products(captured(dropless=dropless).compile(mesh()))
     wanted = reference(dropless=dropless, microbatches=1)
@@ -119,7 +119,7 @@ def test_each_expert_sharded(how: dict[str, Any], *, dropless: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
 def test_the_plan_of_transformers(name: str) -> None:
-    """gate_up_proj has two sections, each sharded for itself."""
+    """gate_up_proj has two sections, each sharded separately."""
     program = check_hugging_face(name, 1, mesh(tp=2))
     assert products(program) == products(hugging_face(name).compile(mesh()))
 
@@ -162,7 +162,7 @@ def test_computed_again() -> None:
 
 
 def test_sorted_rows_along_a_sequence_are_refused() -> None:
-    """With what to write instead."""
+    """The error says what to write instead."""
     strategy = [
         piper.place({}, devices=piper.Mesh(range(2), dp=1, cp=2), batch="dp", sequence="cp"),
         piper.shard({"EP": "*"}, ways=2),
@@ -173,7 +173,7 @@ def test_sorted_rows_along_a_sequence_are_refused() -> None:
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
-    """64 of 4 sequences of 8 tokens, each to 2 experts."""
+    """64 rows: 4 sequences of 8 tokens, each to 2 experts."""
     wanted = "has 64 rows sorted by expert on each of 1 device, which 3 devices cannot share evenly"
     with pytest.raises(piper.CaptureError, match=wanted):
         captured(dropless=True).compile(
@@ -198,7 +198,7 @@ def test_what_batch_names() -> None:
 
 
 def test_in_a_folder(tmp_path: Path) -> None:
-    """What is stored has code for experts alone on all devices, and is read back."""
+    """A stored program includes the code of experts with rows over all devices, and loads again."""
     program = captured(dropless=True).compile(mesh(cp=2, ep=2))
     program.save(tmp_path / "program")
     read = piper.Program.load(tmp_path / "program")

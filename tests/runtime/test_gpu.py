@@ -29,7 +29,7 @@ MOE = MoEConfig(vocab=257, dim=64, layers=2, heads=4, mlp_dim=96, experts=4)
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """Embedding and index gradients use atomics on CUDA unless told otherwise."""
+    """Embedding and index gradients use atomics on CUDA by default."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -110,7 +110,7 @@ def test_dropout_draws_do_not_depend_on_the_order() -> None:
 
 @pytest.mark.parametrize("counts", [[16, 0, 40, 8], [0, 0, 0, 64], [5, 3, 1, 7], [0, 0, 0, 0]])
 def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
-    """Also where an expert has no rows, and rows come after the last expert's."""
+    """Also where an expert has no rows, and where rows follow those of the last expert."""
     torch.manual_seed(0)
     where = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.randn(72, 64, **where, requires_grad=True)
@@ -149,8 +149,8 @@ class Noisy(nn.Module):
 
 
 def test_random_operations_have_a_generator_of_their_own() -> None:
-    """The numbers are those that the default generator draws from the same seed, which stays as it
-    was; attention with dropout, which takes no generator, among them."""
+    """They draw the numbers of the default generator with the same seed, and leave that generator
+    unchanged. This includes attention with dropout, which takes no generator."""
     torch.manual_seed(0)
     model, x = Noisy().cuda(), torch.randn(4, 8, 64, device="cuda")
     captured = capture(model, inputs=(x,), targets=(x,), loss=F.mse_loss)

@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs equal steps that are not. Run by hand."""
+"""Steps captured as CUDA graphs equal steps without graphs. Run by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """Embedding and index gradients use atomics on CUDA unless told otherwise."""
+    """Embedding and index gradients use atomics on CUDA by default."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -62,7 +62,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(trainer: piper.Trainer, steps: range) -> list[Tensor]:
-    """The losses and norms of some steps."""
+    """The losses and norms of these steps."""
     found = []
     for seed in steps:
         result = trainer.step(*batch(seed))
@@ -87,7 +87,7 @@ def test_graphs_change_nothing(name: str) -> None:
 def test_optimizers_and_schedules(optimizer: str) -> None:
     decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     options = {"optimizer": OPTIMIZERS[optimizer], "scheduler": decay}
-    # the rate is fp32 on the device; AdamW that is not fused computes its factors there too
+    # the learning rate is fp32 on the device; AdamW without fusion computes its factors there too
     assert_same(compiled(*STRATEGIES["1F1B"], **options), 1e-5)
 
 
@@ -110,7 +110,7 @@ def test_inductor_programs() -> None:
 
 
 def test_other_work_between_steps(tmp_path: Path) -> None:
-    """Evaluations, profiles and checkpoints leave a captured step as it is."""
+    """Evaluations, profiles and checkpoints do not disturb a captured step."""
     program = compiled(*STRATEGIES["1F1B"])
     with piper.launch(program) as usual, piper.launch(program, cuda_graphs=True) as graphed:
         for trainer in (usual, graphed):

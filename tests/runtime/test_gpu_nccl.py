@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU: the numbers of virtual devices. Run by hand: ``pytest -m gpu``.
+"""Several NCCL ranks on one GPU equal virtual devices. Run by hand: ``pytest -m gpu``.
 
 Ranks take seconds to start, so one set of them trains under all strategies in turn, while another
 process trains the same on virtual devices.
@@ -41,7 +41,7 @@ CAPTURED = {2: ("zb-v", "experts, ZeRO-1", "dropless in bf16"), 4: ("dualpipev, 
 
 
 def saved(ranks: int, names: Iterable[str], folder: Path) -> dict[str, Case]:
-    """The cases of these names, compiled into ``folder``."""
+    """The cases with these names, compiled into ``folder``."""
     cases = {name: CASES[ranks][name] for name in names}
     save(cases, folder)
     return cases
@@ -79,7 +79,7 @@ def under_torchrun(ranks: int, script: str, *arguments: object) -> list[str]:
 def replayed(
     ranks: int, folder: Path, *options: str, script: str = "nccl_replay.py", limit: float = 500
 ) -> tuple[Any, list[Any]]:
-    """What virtual devices find, and what each rank does."""
+    """The numbers of virtual devices, and those of each rank."""
     arguments = (folder, ranks, *options)
     commands = {
         "virtual": [str(SCRIPTS / script), *map(str, arguments), "--virtual"],
@@ -112,7 +112,7 @@ def compared(cases: dict[str, Case], should: Any, everyone: list[Any]) -> list[s
 
 @pytest.mark.parametrize(("ranks", "part"), [(n, i) for n in (2, 4) for i in range(n)])
 def test_every_strategy(ranks: int, part: int, tmp_path: Path) -> None:
-    """In parts, which may be run side by side: compiling them takes minutes."""
+    """In parts that can run side by side: compilation takes minutes."""
     cases = saved(ranks, list(CASES[ranks])[part::ranks], tmp_path)
     wrong = compared(cases, *replayed(ranks, tmp_path))
     assert not wrong, "\n".join(wrong)
@@ -127,7 +127,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_state(ranks: int, tmp_path: Path) -> None:
-    """Through several strategies in one run, saved in each, in the background too."""
+    """One run through several strategies, with a save in each, also in the background."""
     torch.manual_seed(0)
     weights = in_one_file(Wide().state_dict(), tmp_path / "weights")
     should, everyone = replayed(ranks, tmp_path, script="nccl_state.py")
@@ -141,7 +141,7 @@ def test_state(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_of_different_size(ranks: int, tmp_path: Path) -> None:
-    """Under delays too: messages in parts are put together from what they leave aside."""
+    """With delays too: parts of a message are received into temporary buffers and put together."""
     names = [name for name in CASES[ranks] if name.startswith("experts on")]
     cases = saved(ranks, names, tmp_path)
     wrong = compared(cases, *replayed(ranks, tmp_path, "--seeds", "20"))
@@ -188,7 +188,7 @@ def test_delayed_streams_of_virtual_devices(name: str) -> None:
 
 @pytest.mark.parametrize("broken", ["waits", "lifetimes"])
 def test_delays_find_what_is_wrong(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waits between streams, or with memory freed under a communication, losses differ."""
+    """Without waits between streams, or with memory freed during communication, losses differ."""
     program = CASES[4]["1f1b, experts, ZeRO-3"].compile()
     with piper.launch(program) as usual:
         if broken == "waits":
@@ -241,7 +241,7 @@ def test_memory_and_a_host_that_never_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["raise", "kill", "stop"])
 def test_a_lost_rank_ends_the_others(what: str, tmp_path: Path) -> None:
-    """Each rank is a job of its own, so that nothing but Piper tells it of the other."""
+    """Each rank is a separate job, so that only Piper tells it about the other."""
     save({nccl_faulty.NAME: ON_TWO[nccl_faulty.NAME]}, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -258,7 +258,7 @@ def test_a_lost_rank_ends_the_others(what: str, tmp_path: Path) -> None:
     text = logs[0].read_text()
     assert code != 0, text
     assert "went on" not in text, text
-    # NCCL may notice a closed connection before the monitor misses a sign of life
+    # NCCL may notice a closed connection before the watchdog misses a heartbeat
     marks = ("piper: ", "CommunicationError: ")
     said = next((line for line in text.splitlines() if any(m in line for m in marks)), text)
     seconds = ended - float(next(line for line in text.splitlines() if "begins" in line).split()[1])

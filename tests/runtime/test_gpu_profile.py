@@ -1,4 +1,4 @@
-"""The profiler on CUDA streams: events, kernels by node, overlap, a simulation from it. By hand."""
+"""The profiler on CUDA streams: events, kernels by node, overlap, simulation. Run by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_instruction_is_timed_by_events(profiled: tuple[piper.Program, Any
             plan = found.plan_of(device)
             assert [one.pc for one in row] == list(range(len(plan.instructions)))
             assert all(one.end >= one.start for one in row)
-    # waits are kept: a computation starts after what it reads was computed
+    # waits hold: a computation starts after its inputs were computed
     for device, row in profile.measured.items():
         plan = found.plan_of(device)
         ends = {one.pc: one.end for one in row}

@@ -1,4 +1,4 @@
-"""Plans on CUDA streams against one device, and memory as predicted. Run by hand."""
+"""Plans on CUDA streams against one device, and measured against predicted memory. Run by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE = DenseConfig(vocab=8192, dim=512, layers=4, heads=8, mlp_dim=1536, max_se
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """Embedding and index gradients use atomics on CUDA unless told otherwise."""
+    """Embedding and index gradients use atomics on CUDA by default."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -47,7 +47,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def one_forward_one_backward(stages: int, microbatches: int, split: bool) -> list[object]:
-    """1F1B, with the backward's halves one after the other if ``split``."""
+    """1F1B; with ``split``, the two halves of each backward follow each other."""
     directives = []
     for stage in range(stages):
         ahead = min(stages - stage, microbatches)
@@ -73,7 +73,7 @@ def pipeline(stages: int, microbatches: int, *, split: bool = False) -> piper.St
 
 
 def composed(zero: int, *, limited: bool = False) -> piper.Strategy:
-    """Two stages of two devices, experts divided, each kind of work on a stream of its own."""
+    """Two stages of two devices, sharded experts, each kind of work on its own stream."""
     return piper.Strategy(
         [
             piper.partition("layer", into="PP", parts=2),
@@ -88,7 +88,7 @@ def composed(zero: int, *, limited: bool = False) -> piper.Strategy:
 
 
 def compare(config: DenseConfig, strategy: piper.Strategy, parts: int, **options: object) -> float:
-    """The largest difference of a parameter after five steps, relative to its largest entry."""
+    """The largest difference of a parameter after five steps, relative to its largest element."""
     model = made(config)
     x = torch.randint(257, (8, 33))
     program = piper.compile(
@@ -153,7 +153,7 @@ def test_a_pinned_batch_may_be_filled_again() -> None:
 
 
 class Odd(nn.Module):
-    """Parameters of sizes after which nothing begins at a multiple of 16 bytes."""
+    """Parameters of odd sizes: what follows them is not aligned to 16 bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_memory_is_as_predicted(microbatches: int, remat: str, compiler: str) ->
         for _ in range(2):
             trainer.step(x, x)
         torch.cuda.synchronize()
-        # what libraries keep for themselves is there before the step and is not the program's
+        # memory of libraries exists before the step and is not part of the program's memory
         other = torch.cuda.memory_allocated() - memory.parameters - memory.optimizer
         torch.cuda.reset_peak_memory_stats()
         trainer.step(x, x)
@@ -221,7 +221,7 @@ def test_memory_is_as_predicted(microbatches: int, remat: str, compiler: str) ->
 
 
 class Together(Tracker):
-    """Trackers of one process, and the most that they count at one time."""
+    """A tracker that also records the peak over all trackers of the process."""
 
     everyone: ClassVar[list[Tracker]] = []
     most: ClassVar[int] = 0
@@ -237,7 +237,7 @@ class Together(Tracker):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_counted_memory_is_the_allocators(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two devices on one GPU: what is counted on both, and what the allocator gave out."""
+    """Two devices on one GPU: the count of both, and the allocator's peak."""
     monkeypatch.setattr(importlib.import_module("piper.launch.device.device"), "Tracker", Together)
     monkeypatch.setattr(Together, "everyone", [])
     monkeypatch.setattr(Together, "most", 0)

@@ -1,4 +1,4 @@
-"""Streams with shares of a real GPU: where their kernels run, and that training is the same there.
+"""Streams with shares of a real GPU: the SMs their kernels run on, and unchanged training results.
 Run by hand."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ extern "C" __global__ void sm(int* out) {
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """Embedding and index gradients use atomics on CUDA unless told otherwise."""
+    """Embedding and index gradients use atomics on CUDA by default."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -46,7 +46,7 @@ Where = Callable[[torch.cuda.Stream], set[int]]
 
 @pytest.fixture(scope="module")
 def where() -> Where:
-    """The SMs that a kernel on a stream runs on."""
+    """A function that returns the SMs on which a stream's kernels run."""
     kernel = torch.cuda._compile_kernel(KERNEL, "sm")
 
     def run(stream: torch.cuda.Stream) -> set[int]:
@@ -80,7 +80,7 @@ def test_shares_are_disjoint_and_as_large_as_they_say(where: Where) -> None:
 
 
 def test_streams_of_one_share_run_on_the_same_sms(where: Where) -> None:
-    """Also the two directions of messages, and all that ask for the rest."""
+    """Also the two directions of messages, and all streams that ask for the rest."""
     with closing(shares(a=16, b=Rest.REST, c=Rest.REST)) as found:
         send, receive = (found.stream("a", 0) for _ in range(2))
         assert send != receive
@@ -113,7 +113,7 @@ def test_a_tensor_may_outlive_the_shares_that_used_it() -> None:
         made = used + 1
     found.close()
     stream.synchronize()
-    del used, stream, found  # torch records an event on the stream when the tensor dies
+    del used, stream, found  # torch records an event on the stream when the tensor is freed
     torch.cuda.empty_cache()
     assert made.sum().item() == 2000
 
@@ -129,7 +129,7 @@ def test_what_the_gpu_cannot_give_is_refused() -> None:
 
 
 def trained(*streams: piper.directives.Stream) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of five steps, and what came out: two stages of two devices, experts divided."""
+    """Losses and final state of five steps: two stages of two devices, sharded experts."""
     strategy = piper.Strategy(
         [
             piper.partition("layer", into="PP", parts=2),
@@ -168,7 +168,7 @@ def batches() -> list[Tensor]:
 
 
 def test_training_with_shares_gives_the_same_numbers() -> None:
-    """Experts and messages have shares of their own, everything else that computes the rest."""
+    """Experts and messages have their own shares; all other computation has the rest."""
     losses, state = trained(
         piper.stream({"EP": "*"}, "experts", sms=32),
         piper.stream(None, "pp", priority=-1, sms=8),

@@ -1,5 +1,5 @@
-"""Regions on groups of any sizes and orders: what flows between them is divided anew, and the
-numbers stay those of one device."""
+"""Regions on groups of any size and order: values between them are redistributed, and the numbers
+stay those of one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.training import (
 )
 
 ROWS, SEQ, EXPERTS = 24, 12, 12
-"""Rows and experts that divide over 1, 2, 3, 4, 6 and 12 devices."""
+"""Rows and experts divide evenly over 1, 2, 3, 4, 6 and 12 devices."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,7 +120,7 @@ def test_experts_on_other_devices(
     ids=["2-3", "2-4", "2-1"],
 )
 def test_memory_between_groups(others: list[int]) -> None:
-    """What is cut into parts that do not lie side by side is copied: that is predicted."""
+    """Parts of a tensor that are not contiguous are copied; the prediction includes the copies."""
     model, batches = built(Experts, 2, EXPERTS), token_batches(ROWS, SEQ)
     program = compiled(model, experts([0, 1], others, None, 1), mean_loss, batches)
     check_all_plans(program)
@@ -228,7 +228,7 @@ def test_axes_that_are_refused(
 
 
 class Turned(nn.Module):
-    """What crosses has its rows in the order that ``turn`` makes."""
+    """The tensor between the regions has its rows in the order that ``turn`` makes."""
 
     def __init__(self, turn: Callable[[Tensor], Tensor], back: Callable[[Tensor, int], Tensor]):
         super().__init__()
@@ -271,8 +271,8 @@ TURNS = {
 )
 @pytest.mark.parametrize("turn", TURNS)
 def test_rows_wherever_they_are(turn: str, groups: list[list[int]]) -> None:
-    """Rows may be in any dimension; where something counts slower than they do, no part of the
-    tensor is a part of the rows, and the strategy is refused."""
+    """Rows may be in any dimension. If another dimension varies slower within the flattened one, no
+    part of the tensor is a part of the rows, and the strategy is refused."""
     torch.manual_seed(0)
     model = Turned(*TURNS[turn])
     x, y = torch.randn(2, 6, 4, 8)
@@ -291,7 +291,7 @@ def test_rows_wherever_they_are(turn: str, groups: list[list[int]]) -> None:
 
 
 class Slotted(nn.Module):
-    """Rows are sorted by the data, computed each by itself, and put back where they were."""
+    """Rows are sorted by value, computed one by one, and put back in their old order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cases that ranks on GPUs run, on virtual devices here: they compile and equal one device."""
+"""The cases that ranks on GPUs run, here on virtual devices: they compile and equal one device."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _captures() -> Iterator[None]:
     ],
 )
 def test_every_case(case: Case) -> None:
-    if case.options.get("compiler"):  # what Inductor compiles is compared elsewhere
+    if case.options.get("compiler"):  # other tests compare Inductor
         case = replace(case, options={})
     with piper.launch(case.compile("cpu")) as trainer:
         found = numbers(trainer)
     assert all(bool(torch.isfinite(x).all()) for x in found.values())
     if case.config is CONFIG or "precision" in case.options:
-        return  # which tokens are dropped, or how sums are rounded, depends on the strategy
+        return  # dropped tokens and rounding depend on the strategy
     with piper.launch(replace(case, strategy=ONE).compile("cpu")) as trainer:
         should = numbers(trainer)
     assert not differences(found, should, exact=False)
@@ -50,7 +50,7 @@ def test_every_case(case: Case) -> None:
 
 @pytest.mark.slow
 def test_outputs_of_experts_with_a_capacity() -> None:
-    """Which tokens an expert takes depends on other rows; there is still one output a row."""
+    """Which tokens an expert takes depends on other rows; there is still one output per row."""
     assert isinstance(CONFIG, MoEConfig)
     assert CONFIG.capacity_factor is not None
     strategy = piper.Strategy([piper.split(parts=2), piper.place({}, devices=[0, 1])])

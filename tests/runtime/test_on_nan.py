@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite: left out, as if their batch had not been there, or told."""
+"""Steps with non-finite gradients: skipped, as if their batch did not exist, or an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.training import (
 
 ROWS, WIDTH, STEPS = 16, 8, 5
 BAD = {1: math.nan, 3: math.inf}
-"""Steps whose batch has such a number, in one row."""
+"""Steps whose batch has this number in one row."""
 
 
 @pytest.fixture(scope="module", autouse=True)

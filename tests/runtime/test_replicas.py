@@ -1,5 +1,5 @@
-"""Devices along an axis that does not divide the batch have the same rows: they compute the same,
-and it counts once."""
+"""Devices along an axis that does not shard the batch have the same rows: they compute the same
+values, which count once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_replicas_equal_one_device(places: list[Place], zero: int) -> None:
 @pytest.mark.parametrize("clip", [None, pytest.param(0.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("places", [[DP_TP, DP_TP], [DP_TP, ([0, 1, 2, 3], None)]])
 def test_a_tied_weight_of_replicas(places: list[Place], clip: float | None) -> None:
-    """The first and the last region use one weight, with the same replicas and with others."""
+    """The first and the last region share a weight, with the same replicas and with others."""
     model, batches = built(Tied), token_batches(ROWS)
     strategy = placed(*places, zero=1)
     program = compiled(model, strategy, mean_loss, batches, clip_norm=clip)
@@ -89,7 +89,7 @@ def test_a_tied_weight_of_replicas(places: list[Place], clip: float | None) -> N
 
 
 def test_replicas_draw_the_same() -> None:
-    """Dropout draws for rows, whoever has them."""
+    """Dropout masks depend on the rows, not on the device."""
     model, batches = built(Dropping), token_batches(ROWS)
     two = compiled(model, placed(([0, 1], None)), mean_loss, batches)
     four = compiled(model, placed(DP_TP), mean_loss, batches)

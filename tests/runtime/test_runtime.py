@@ -1,8 +1,8 @@
 """Five steps of training under many strategies, compared with plain PyTorch.
 
-Bit for bit where nothing is summed over devices: every parameter on one device, and the backwards
-of the microbatches in ascending order. Elsewhere sums are made in another order, and each tensor
-must be equal within 1e-6 of its largest element (fp32) or 1e-12 (fp64).
+Results are equal bit for bit if nothing is summed over devices: every parameter is on one device,
+and the backwards of the microbatches run in ascending order. Otherwise sums have another order, and
+each tensor must be equal within 1e-6 (fp32) or 1e-12 (fp64) of its largest element.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from tests.training import (
 )
 
 ROWS, SEQ, DIM, VOCAB = 48, 4, 7, 11
-"""Odd sizes: the weights of a layer, 49 and 7 numbers, divide over no group of devices."""
+"""Odd sizes: a layer's parameters, of 49 and 7 elements, divide over no group of devices."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +85,7 @@ def _captures() -> Iterator[None]:
 
 
 class Tower(nn.Module):
-    """embed, layers, head."""
+    """Embedding, layers, head."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ class Tower(nn.Module):
 
 
 class Experts(Tower):
-    """After each layer, the tokens at position p of a sequence go to expert p: so no row of the
-    batch knows of another, and every way to cut the batch gives the same."""
+    """After each layer, the tokens at position p of a sequence go to expert p. No row of the batch
+    depends on another, so every split of the batch gives the same."""
 
     def __init__(self, layers: int = 2, experts: int = 4) -> None:
         super().__init__(layers)
@@ -138,7 +138,7 @@ def sum_and_count(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def token_batches(
     rows: int = ROWS, seq: int = SEQ, vocab: int = VOCAB, ignored: bool = False
 ) -> tuple[Batch, ...]:
-    """A batch for each step; if so asked, some targets are ignored, in some rows all."""
+    """A batch for each step; with ``ignored``, some targets are ignored, in some rows all."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(STEPS):
@@ -153,14 +153,14 @@ def token_batches(
 
 @functools.cache
 def built(make: Callable[..., nn.Module], *args: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """One model for all tests that ask for the same: none may change it."""
+    """One cached model for all tests with the same arguments: no test may change it."""
     torch.manual_seed(0)
     return make(*args).to(dtype)
 
 
 @functools.cache
 def expected(model: nn.Module, microbatches: int, loss: Any = mean_loss, **options: Any) -> Run:
-    """Plain training of a model on tokens."""
+    """Plain training of ``model`` on the token batches."""
     ignored = loss is sum_and_count
     return plain(model, loss, token_batches(ignored=ignored), microbatches=microbatches, **options)
 
@@ -215,7 +215,7 @@ def test_pipelines(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["4-stages-1f1b", "4-stages-zero-bubble", "4-stages-in-a-v"])
 def test_messages_that_are_asked_for_early(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on gloo: receives are begun one computation before the plan has them."""
+    """As on gloo: receives start one computation earlier than in the plan."""
     begun: list[list[int]] = []
     load = Executor.load
 
@@ -238,7 +238,7 @@ def test_the_model_itself_is_left_alone() -> None:
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-# stages x replicas x ZeRO: everything runs eight microbatches' worth of rows
+# stages x replicas x ZeRO: every case has the rows of eight microbatches
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_two_ways(
 
 
 def test_two_ways_with_an_order_that_overlaps_them() -> None:
-    """DualPipe in small: each device runs a forward of one way beside a backward of the other."""
+    """A small DualPipe: each device overlaps a forward of one way with a backward of the other."""
     rows = [
         order(
             {"PP": s, "MB": 0, "PASS": "F"},
@@ -424,7 +424,7 @@ class Tied(Tower):
 
 
 class Skip(Tower):
-    """The last layer takes the embedding too, and the third takes the first's output."""
+    """The last layer also reads the embedding's output, and the third the first's."""
 
     def layer(self, i: int, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
         x = super().layer(i, layer, x, first)
@@ -442,7 +442,7 @@ class Frozen(Tower):
 
 
 class Shared(Tower):
-    """Layers 0, 2 and 1, 3 are the same."""
+    """Layers 0 and 2 are the same module, and so are layers 1 and 3."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__(layers)
@@ -465,7 +465,7 @@ class Mixed(Tower):
 
 
 class Normed(Tower):
-    """A BatchNorm, which counts and averages, in layers 0 and 3."""
+    """A BatchNorm, with its counter and running averages, in layers 0 and 3."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__(layers)
@@ -479,7 +479,7 @@ class Normed(Tower):
 
 
 class Transposed(Tower):
-    """Transposed weights: the order of their elements in memory is not that of their indices."""
+    """Transposed weights: their memory order is not their index order."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__(layers)
@@ -530,12 +530,12 @@ def test_weights_that_several_stages_use(
 
 @pytest.mark.parametrize("make", [Tied, Shared])
 def test_weights_that_several_regions_of_one_device_use(make: type[nn.Module]) -> None:
-    """Nothing is summed over devices."""
+    """On one device nothing is summed over devices."""
     check(built(make), pipeline([[0]], 8), 8, optimizer=adamw)
 
 
 def detached(self: Net, x: Tensor) -> Tensor:
-    """The weight of ``a`` is used again, without gradient, in a later region."""
+    """A later region uses the weight of ``a`` again, without gradient."""
     with annotate("layer"):
         x = torch.tanh(self.a(x))
     with annotate("layer"):
@@ -564,7 +564,7 @@ def test_a_weight_that_is_used_again_without_gradient(
 
 
 def averaging(place_of_update: str, of: str, *, only_written: bool = False) -> Any:
-    """Two layers and, in the place named, a buffer that averages (or copies) a weight."""
+    """Two layers and, at the named place, a buffer that averages (or copies) a weight."""
 
     def forward(self: Net, x: Tensor) -> Tensor:
         def update(here: str) -> None:
@@ -600,7 +600,7 @@ def averaging(place_of_update: str, of: str, *, only_written: bool = False) -> A
     ],
 )
 def test_a_buffer_that_follows_a_weight(where: str, of: str, only_written: bool) -> None:
-    """Also where the weight is trained on another device than the one that has the buffer."""
+    """Also where the buffer and the training of the weight are on different devices."""
     batches = [((batch["x"],), y) for batch, y in conditions(keywords=True)]
     torch.manual_seed(0)
     forward = averaging(where, of, only_written=only_written)
@@ -646,8 +646,8 @@ def normed_twice(self: Net, x: Tensor) -> Tensor:
 
 
 def test_a_batch_norm_of_two_regions_sees_them_in_turn() -> None:
-    """On one device; the regions of one microbatch, then those of the next, whatever the order
-    asked for."""
+    """On one device: the regions of one microbatch, then those of the next. An order that
+    contradicts this is refused."""
     batches = [((batch["x"],), y) for batch, y in conditions(keywords=True)]
     torch.manual_seed(0)
     model = Net(normed_twice, a=nn.Linear(6, 6), b=nn.Linear(6, 6), norm=nn.BatchNorm1d(6))
@@ -771,7 +771,7 @@ def test_dropout_inside_experts_that_are_divided() -> None:
     batches, model = token_batches(), built(DroppingExperts)
     whole = data_parallel(2, 4)
     expected = train(compiled(model, whole, mean_loss, batches), batches)
-    with suppress(DirectiveError):  # refusing is as good as being right
+    with suppress(DirectiveError):  # a refusal is as good as a correct result
         program = compiled(model, [*whole, shard({"EP": "*"})], mean_loss, batches)
         assert_same(train(program, batches), expected, ULPS)
 
@@ -780,7 +780,7 @@ def test_dropout_inside_experts_that_are_divided() -> None:
 
 
 def conditioned(self: Net, x: Tensor, scale: Tensor, late: Tensor, power: float = 1.0) -> Tensor:
-    """``late`` feeds the last stage alone, the scalar ``scale`` two of them."""
+    """``late`` feeds only the third layer; the scalar ``scale`` feeds the first and the third."""
     with annotate("layer"):
         x = torch.tanh(self.a(x)) * scale
     with annotate("layer"):
@@ -863,8 +863,8 @@ def test_a_dense_transformer() -> None:
 
 
 def test_a_mixture_of_experts() -> None:
-    """With an auxiliary loss. The embedding, tied to the head, is on both stages, so zero=3 is for
-    the experts alone."""
+    """With an auxiliary loss. The embedding, tied to the head, is on both stages, so only the
+    experts use zero=3."""
     strategy = [
         *pipeline([[0, 1], [2, 3]], 4, *overlapped(2, 4)),
         shard({"EP": "*"}),
@@ -874,7 +874,7 @@ def test_a_mixture_of_experts() -> None:
     lm(built(MoETransformer, MOE), strategy, lm_loss_sum, ULPS)
 
 
-# the gradients' norm, clipping, optimizers
+# gradient norm, clipping, optimizers
 
 
 @pytest.mark.parametrize(
@@ -898,7 +898,7 @@ def test_clipping_on_replicas(zero: int, limit: float, loss: Any) -> None:
     ids=["split", "two-way", "tied", "tied-1-2-4"],
 )
 def test_clipping(make: type[nn.Module], strategy: Sequence[Directive]) -> None:
-    """The norm of tied weights counts once."""
+    """The norm counts tied weights once."""
     check(built(make), strategy, 8, clip_norm=0.3, tolerance=ULPS)
 
 
@@ -940,7 +940,7 @@ def test_optimizers_bit_for_bit(name: str) -> None:
     ],
 )
 def test_optimizers_on_replicas(name: str, zero: int) -> None:
-    """In fp64, where the rounding of a sum stays small through any optimizer."""
+    """In fp64, where the rounding error of a sum stays small through any optimizer."""
     model = built(Tower, dtype=torch.float64)
     strategy = [*REPLICAS, replicate({}, zero=zero)]
     check(model, strategy, 8, optimizer=OPTIMIZERS[name], tolerance=1e-9)
@@ -971,7 +971,7 @@ def adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Matrices(Tower):
-    """Muon takes nothing but matrices."""
+    """Without biases: Muon takes only matrices."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__(layers)
@@ -989,11 +989,11 @@ def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def test_optimizers_that_look_at_whole_parameters(
     make: type[nn.Module], optimizer: Optimizer, zero: int
 ) -> None:
-    """Under ZeRO they get whole tensors, and not slices."""
+    """Under ZeRO they get whole tensors instead of slices."""
     if zero == 0:
         check(built(make), PIPELINE, 8, optimizer=optimizer)
     double = built(make, dtype=torch.float64)
-    # Muon rounds to bf16 on its way
+    # Muon computes in bf16 internally
     tolerance = 1e-3 if optimizer is muon else 1e-9
     strategy = [*REPLICAS, replicate({}, zero=zero)]
     check(double, strategy, 8, optimizer=optimizer, tolerance=tolerance)
@@ -1012,13 +1012,13 @@ def test_optimizers_that_look_at_whole_parameters(
 def test_optimizers_and_schedulers_that_cannot_work_are_refused(
     options: dict[str, Any], words: str
 ) -> None:
-    """When compiling, and not after the first step."""
+    """At compile time, not after the first step."""
     with pytest.raises(PiperError, match=words):
         compiled(built(Tower), PIPELINE, mean_loss, token_batches(), **options)
 
 
 def by_dimensions(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Only matrices decay, as is usual."""
+    """Weight decay for matrices only, as usual."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.5},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -1037,7 +1037,7 @@ def test_groups_of_parameters_by_their_dimensions() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 3_000_001])
 def test_the_norm_is_that_of_fp64(size: int, dtype: torch.dtype) -> None:
-    """Whatever the size and the dtype: in fp32 alone the largest would be off by 1e-4."""
+    """At any size and dtype: with fp32 alone the largest size would be off by 1e-4."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(n, generator=generator).add(1).to(dtype) for n in (size, 7)]
     gradients.append(torch.randn(40, 30, generator=generator).to(dtype).t())
@@ -1059,7 +1059,7 @@ def test_without_an_optimizer_nothing_changes() -> None:
     assert abs(found.norms[0] - first) <= ULPS * first
 
 
-# weights that do not exist yet
+# weights that are initialized at launch
 
 
 def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -1077,7 +1077,7 @@ def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     ids=["1f1b", "zero-2", "two-way"],
 )
 def test_a_model_on_the_meta_device(strategy: Sequence[Directive]) -> None:
-    """Every strategy begins with the same weights."""
+    """Every strategy starts with the same weights."""
     batches = token_batches()
     with torch.device("meta"):
         model = Tied()
@@ -1131,8 +1131,8 @@ def test_a_model_on_the_meta_device_needs_init() -> None:
     ids=["split", "zero-1", "zero-3", "two-way"],
 )
 def test_bf16(strategy: Sequence[Directive], tolerance: float) -> None:
-    """One step only where sums over devices are reordered: a weight that differs in its last bit
-    may round to another bf16, and from then on the runs are two."""
+    """Only one step where sums over devices are reordered: a weight that differs in its last bit
+    may round to another bf16 value, and from then on the runs diverge."""
     model = built(Tower)
     batches = token_batches()[: STEPS if not tolerance else 1]
     program = compiled(model, strategy, loss_in_fp32, batches, precision="bf16")
@@ -1156,7 +1156,7 @@ def test_bf16_experts_learn() -> None:
     assert found.losses[-1] < found.losses[0] - 0.1
 
 
-# models of the transformers library, tagged from outside
+# models of the transformers library, tagged by module name
 
 
 def llama() -> nn.Module:
@@ -1164,7 +1164,7 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Its head is tied to its embedding."""
+    """The head is tied to the embedding."""
     return FAMILIES["GPT-2"].make(dropout=False, vocab_size=VOCAB)
 
 
@@ -1201,14 +1201,14 @@ def test_transformers(
 
 
 class Drawn(nn.Module):
-    """A model as ``cases`` draws it, in fp64.
+    """The model of a case that ``cases`` draws, in fp64.
 
-    ``changing`` names the region that has a buffer, which depends on the order of microbatches;
+    ``changing`` names the region with a buffer that depends on the order of microbatches;
     ``feature`` is one of ``FEATURES``.
     """
 
     SEQ = 12  # divides into 2, 3 and 4 experts
-    ROWS = 720  # divides into all numbers of microbatches and devices that are drawn
+    ROWS = 720  # divisible by all numbers of microbatches and devices that are drawn
 
     def __init__(self, kind: str, layers: int, experts: int, changing: str, feature: str) -> None:
         super().__init__()
@@ -1250,14 +1250,14 @@ class Drawn(nn.Module):
             return self.head(self.changed("head", x if mean is None else x * mean))
 
     def mixed(self, rows: Tensor) -> Tensor:
-        """What experts made, mixed if that is the feature: experts at one place of a row, or rows
-        at one expert."""
+        """The experts' outputs, mixed if that is the feature: over the experts at one position, or
+        over the rows of one expert."""
         if self.feature == "mixes experts":
             return rows * rows.softmax(0)
         return rows + 0.01 * rows.cumsum(1) if self.feature == "mixes rows" else rows
 
     def changed(self, region: str, x: Tensor) -> Tensor:
-        """``x``, scaled by a running mean of such values if this region is the one."""
+        """``x``, scaled by a running mean of ``x`` if this is the changing region."""
         if self.changing != region:
             return x
         self.seen.mul_(0.9).add_(0.1 * x.detach().abs().mean((0, 1)))
@@ -1265,7 +1265,7 @@ class Drawn(nn.Module):
 
 
 class DrawnWithState(Drawn):
-    """The same with a state of its own."""
+    """The same model with an extra state."""
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(len(self.layers))
@@ -1283,7 +1283,7 @@ def add_norm(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
 
 
 class DrawnLoss(nn.Module):
-    """Its buffer counts microbatches."""
+    """A loss whose buffer changes in every microbatch."""
 
     def __init__(self, counted: bool) -> None:
         super().__init__()
@@ -1296,7 +1296,7 @@ class DrawnLoss(nn.Module):
 
 
 def weighted_pair(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss of its own weights, which count in fractions."""
+    """A weighted loss, whose weights are fractions."""
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     weights = torch.where(targets.flatten() == -100, 0.0, targets.flatten() % 3 + 0.5).to(logits)
     return (each * weights).sum(), weights.sum()
@@ -1307,7 +1307,7 @@ def with_metric(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rates_by_dimensions(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Another learning rate for what is no matrix."""
+    """Another learning rate for parameters that are not matrices."""
     vectors = [p for p in parameters if p.ndim < 2]
     matrices = [p for p in parameters if p.ndim > 1]
     return torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 0.1}], lr=0.2)
@@ -1329,7 +1329,7 @@ CAUSES = {
     "groups by dimensions": _UNEVEN,
     "groups by place": _UNEVEN,
 }
-"""What a feature may be refused with; the others are no reason to refuse anything."""
+"""The error that a feature may cause; the other features are never a reason to refuse."""
 FEATURES = (
     "",
     "mode",
@@ -1344,7 +1344,7 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how."""
+    """A model, and how it is trained."""
 
     model: nn.Module
     loss: Any
@@ -1354,7 +1354,7 @@ class Setup:
 
 
 def drawn(facts: Model, feature: str, clip: float | None) -> Setup:
-    """The module that the facts are of, widened or not, with a feature, and its loss."""
+    """The module that these facts describe, with a feature, and its loss."""
     tags = [name for chunk in facts.chunks for name in chunk.tags]
     changing = next((next(iter(c.tags)) for c in facts.chunks if c.changes), "")
     kind = "chain"
@@ -1407,7 +1407,7 @@ def drawn_run(setup: Setup, microbatches: int) -> tuple[Run, Tensor]:
 
 
 def evaluated(setup: Setup, state: dict[str, Tensor], microbatches: int) -> Tensor:
-    """The loss of the first batch in evaluation mode, with the state that training left."""
+    """The loss of the first batch in evaluation mode, with the trained state."""
     model, loss = copies(setup.model, setup.loss)
     model.load_state_dict({n: x for n, x in state.items() if n[:5] != "loss:"}, strict=False)
     if isinstance(loss, nn.Module):
@@ -1424,8 +1424,8 @@ def evaluated(setup: Setup, state: dict[str, Tensor], microbatches: int) -> Tens
 
 
 def fitting(case: Case, feature: str) -> str:
-    """``feature``, or none if the case says nothing about it: if rows are mixed, groups of one size
-    are equal to one device with as many more microbatches, and groups of several sizes to none."""
+    """``feature``, or none if the case cannot test it. With mixed rows, groups of one size equal
+    one device with that many times more microbatches; groups of several sizes have no reference."""
     if not feature.startswith("mixes"):
         return feature
     if not any("EP" in chunk.tags for chunk in case.model.chunks):
@@ -1438,7 +1438,7 @@ def group_sizes(case: Case) -> set[int]:
 
 
 def outcome(case: Case, feature: str) -> str:
-    """ "refused", in words that name a directive or the feature's fault, or "trained", to the
+    """ "refused", with an error that names a directive or the feature's fault, or "trained", to the
     numbers of plain PyTorch."""
     feature = fitting(case, feature)
     setup = drawn(case.model, feature, 0.3 if case.clip else None)
@@ -1474,7 +1474,7 @@ def compile_setup(case: Case, setup: Setup) -> piper.Program:
 
 
 def refuses_without(case: Case, setup: Setup) -> bool:
-    """Whether the strategy is refused without the feature, too."""
+    """Whether the strategy is also refused without the feature."""
     try:
         compile_setup(case, drawn(case.model, "", setup.clip))
     except PiperError:
@@ -1484,7 +1484,7 @@ def refuses_without(case: Case, setup: Setup) -> bool:
 
 @pytest.mark.slow
 def test_random_strategies(request: pytest.FixtureRequest) -> None:
-    """In fp64: whatever is not the rounding of a sum shows. ``--first`` begins elsewhere."""
+    """In fp64, every error larger than the rounding of a sum shows. ``--first`` sets the seed."""
     examples = max(1, request.config.getoption("--examples") // 24)
     outcomes: Counter[str] = Counter()
 

@@ -1,5 +1,5 @@
-"""A GPU's multiprocessors divided among streams, on paper: no share overlaps with another, nothing
-is left over where a stream asks for the rest, and what does not fit is refused by name."""
+"""A GPU's SMs partitioned among streams, as pure arithmetic: shares are disjoint, nothing is left
+over where a stream asks for the rest, and the error names what does not fit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from piper.ir.rules import Rest, Sms, StreamRule
 from piper.runtime.streams.sm_shares import Shares, divide
 
 H200 = (132, 8, 4)
-"""SMs, the unit they are handed out in, and those that fill no unit."""
+"""SMs, the SMs of an allocation unit, and the SMs that fill no unit."""
 OTHER_H200 = (132, 8, 12)
-"""Which SMs work differs from chip to chip, and so does how many units they make."""
+"""Working SMs differ from chip to chip, and so does the number of units they form."""
 
 REST = Rest.REST
 

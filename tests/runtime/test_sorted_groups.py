@@ -1,5 +1,5 @@
 """Rows sorted by expert between groups of devices of different size equal one device: experts on
-more devices than the rest, on fewer, and on numbers of which none divides the other."""
+more devices than the rest, on fewer, and on numbers that do not divide each other."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ GROUPS: dict[str, tuple[list[int] | piper.Mesh, list[int], dict[str, Any], str]]
 @pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_groups_of_different_size(groups: str) -> None:
-    """The numbers, the plans as the checker sees them, and the memory."""
+    """The numbers, the plans (by the independent checker), and the memory."""
     rest, experts, options, choice = GROUPS[groups]
     given = routed(CHOICES[choice]())
     program = routed_capture().compile(apart(rest, experts, **options))
@@ -133,7 +133,7 @@ def check_all_plans(program: piper.Program) -> None:
 @pytest.mark.parametrize("capacity", [None, 1.0, 1.5])
 @pytest.mark.parametrize("zero", range(3))
 def test_plans_are_right(zero: int, capacity: float | None) -> None:
-    """As the independent checker sees them, with their memory, and read back from their text."""
+    """The independent checker accepts the plans and their memory, and their text parses back."""
     model = dropless(2, 12)
     sizes = {n: at(model, n) for n in range(1, 5)}
     pairs = itertools.permutations(range(1, 5), 2)
@@ -158,14 +158,14 @@ def test_plans_say_what_is_sent() -> None:
 
 @pytest.mark.thorough
 def test_a_hugging_face_model() -> None:
-    """Experts on all devices of a mesh whose attention is on half as many parts of the batch."""
+    """Experts on all devices of a mesh, with attention on half as many parts of the batch."""
     rest = piper.Mesh([0, 1, 2, 3], dp=2, tp=2)
     program = captured("Mixtral").compile(apart(rest, [0, 1, 2, 3], zero=1))
     assert_same(train(program, token_batches()), reference("Mixtral", 4), 1e-12)
 
 
 class Deep(nn.Module):
-    """Layers one after another."""
+    """Layers in sequence."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Deep(nn.Module):
 
 
 class Looped(nn.Module):
-    """A layer with a loop over its experts; rows that are for none of them stay as they are."""
+    """A layer with a loop over its experts; rows without an expert stay unchanged."""
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def deep() -> nn.Module:
 def with_experts_on(
     strategy: piper.Strategy, devices: Callable[[tuple[int, ...]], tuple[int, ...]]
 ) -> piper.Strategy:
-    """``strategy`` whose stages have their experts, sharded, on other devices."""
+    """``strategy`` with the experts of its stages sharded over other devices."""
     found: list[Any] = []
     for one in strategy.directives:
         if isinstance(one, Place):
@@ -248,7 +248,7 @@ def test_pipelines(pipeline: str) -> None:
 
 @pytest.mark.slow
 def test_over_gloo() -> None:
-    """As on virtual devices; then with more rows than there is room for."""
+    """The numbers of virtual devices; then an error for more rows than the capacity."""
     given = routed(CHOICES["an expert without rows"]())
     program = routed_capture().compile(apart([0, 1, 2], [1, 2], capacity=1.5))
     with piper.launch(program, on="processes") as trainer:
@@ -260,7 +260,7 @@ def test_over_gloo() -> None:
 
 
 class Unrouted(nn.Module):
-    """Experts to which not all rows go: the last number stands for none of them."""
+    """Experts that do not get all rows: the last expert number means none."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class Unrouted(nn.Module):
 def test_rows_without_an_expert(
     rest: list[int], experts: list[int], waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come back as zeros, also where as much is sent as there is room for."""
+    """They come back as zeros, also where rows are padded to the capacity."""
     torch.manual_seed(0)
     model = Routed(EXPERTS)
     model.experts = Unrouted(EXPERTS)
@@ -317,7 +317,7 @@ def test_too_many_rows() -> None:
 
 
 def test_others_need_the_rows_as_they_were_sorted() -> None:
-    """What combines them, on as many devices as the experts are."""
+    """The combining chunk, on as many devices as the experts, is refused."""
     model = dropless(1, 12)
     sizes = {n: at(model, n) for n in (2, 4)}
     strategy = piper.Strategy(
@@ -339,10 +339,10 @@ def test_others_need_the_rows_as_they_were_sorted() -> None:
 
 @pytest.mark.parametrize(("source", "target"), [(2, 3), (3, 2), (4, 2), (4, 3), (2, 4), (5, 3)])
 def test_ranges_of_sorted_rows(source: int, target: int) -> None:
-    """Counts of ranges are those of their rows; merged they are sorted, and come back."""
+    """The counts of a range are those of its rows; merged rows are sorted, and unmerge again."""
     rows, experts = 3 * target, 4
     torch.manual_seed(0)
-    of = torch.randint(experts + 1, (source, rows)).sort(1).values  # the last is none
+    of = torch.randint(experts + 1, (source, rows)).sort(1).values  # the last means no expert
     counts = [row.bincount(minlength=experts + 1)[:experts].unsqueeze(1) for row in of]
     runs, size = most_overlaps(target, source), rows * source // target
     for rank, mine in enumerate(of.flatten().split(size)):

@@ -62,7 +62,7 @@ def dense(layers: int = 2, dtype: torch.dtype = torch.float64, **changes: Any) -
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """``model`` with parameters that are not ones and zeros where they begin as these."""
+    """``model`` with noise on its parameters, so that none is all ones or zeros."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.05)
@@ -93,7 +93,7 @@ def check(model: nn.Module, strategy: list[Directive], rows: int = 8) -> None:
 def tensor(
     tp: int = 2, dp: int = 1, microbatches: int = 2, zero: int = 0, **how: Any
 ) -> list[Directive]:
-    """One stage."""
+    """A strategy with one stage."""
     return [
         split(parts=microbatches),
         place({}, devices=piper.Mesh(range(dp * tp), dp=dp, tp=tp), batch="dp"),
@@ -151,18 +151,18 @@ ODD = {
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ODD)
 def test_a_vocabulary_that_does_not_divide_is_padded(name: str, tied: bool) -> None:
-    """Rows of the embedding and the head, logits and their loss: no padding is ever counted."""
+    """Rows of the embedding and the head, logits and loss: padding never counts."""
     model = dense(vocab=29, tie_embeddings=tied)
     program = compiled(model, ODD[name].directives, lm_loss, odd_batches(), clip_norm=CLIP)
     assert_same(train(program, odd_batches()), odd_expected(tied), CLOSE)
-    if name == "tp2":  # logits are not gathered: a few numbers a row
+    if name == "tp2":  # logits are not gathered: only a few numbers per row
         gathers = [f.nbytes for f in program.traffic[0].flows if f.kind == "all_gather"]
         assert sum(gathers) < 8 * SEQ * 29 * 8 / 2
 
 
 @pytest.mark.slow
 def test_padded_vocabularies_are_saved_without_padding(tmp_path: Path) -> None:
-    """From padded shards to whole tensors, through files and from memory to memory."""
+    """From padded shards to whole tensors, through files and through a switch in memory."""
     model = dense(vocab=29)
     names = ("tp2-dp2-zero3", "tp4-dp2-zero1-sequence")
     programs = [
@@ -206,7 +206,7 @@ def test_the_plan_of_a_wrapped_model() -> None:
 def wasted(
     model: nn.Module, parameters: Any, x: Tensor, loss: Any
 ) -> tuple[piper.Program, list[str]]:
-    """The program under ``tp=2``, and what it warns of."""
+    """The program under ``tp=2``, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = mesh(tp=2, parameters=parameters)
@@ -241,7 +241,7 @@ class Twice(torch.autograd.Function):
 
 
 class Unknown(nn.Module):
-    """An operation that nobody has a sharding rule for, between two products."""
+    """An operation without a sharding rule, between two products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_operations_without_a_rule_are_named() -> None:
     program, warned = wasted(Unknown(), plan, torch.randn(8, 16), F.mse_loss)
     (gather,) = program.waste
     assert gather.operations[0].startswith("Twice")
-    assert gather.amount == 2 * 8 * 32 * 4 // 2  # half of it from the other, there and back
+    assert gather.amount == 2 * 8 * 32 * 4 // 2  # half is remote, forward and backward
     assert "Twice" in warned[0]
     assert "no sharding rule" in warned[0]
 
@@ -329,14 +329,14 @@ def test_a_part_of_the_parameters(only: str, sequence: bool) -> None:
 )
 @pytest.mark.parametrize("sequence", [False, True])
 def test_layouts_that_nobody_would_choose(how: dict[str, int | str], sequence: bool) -> None:
-    """What cannot be computed on shards is gathered."""
+    """Operations that cannot compute on shards gather their inputs."""
     check(dense(), tensor(parameters=how, sequence=sequence))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tied_weights(sequence: bool) -> None:
-    """The head's gradient is a partial sum along the sequence, the embedding's is not."""
+    """The head's gradient is a partial sum along the sequence; the embedding's is not."""
     check(dense(tie_embeddings=True), tensor(sequence=sequence))
     check(dense(tie_embeddings=True), tensor(dp=2, zero=3, sequence=sequence))
 
@@ -373,7 +373,7 @@ def test_bf16() -> None:
 
 
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
-    """A checkpoint of one layout is read in another, and evaluation computes on shards."""
+    """A checkpoint of one layout loads in another, and evaluation computes on shards."""
     model, reference = dense(), expected(dense())
     (x,), (y,) = batches()[0]
     with piper.launch(program_of(model, CASES["dp2-zero3-sequence"]), on="virtual") as trainer:
@@ -395,12 +395,12 @@ def test_on_processes() -> None:
         assert_same(steps(trainer, batches()), expected(dense()), CLOSE)
 
 
-# what is communicated
+# communication
 
 
 def redistributions(program: piper.Program, region: str) -> Counter[str]:
-    """How often device 0 communicates activations and their gradients for a region and one
-    microbatch, by kind."""
+    """How often device 0 redistributes activations and their gradients, for a region and one
+    microbatch, by kind of collective."""
     found: Counter[str] = Counter()
     for x in program.plans[0].instructions:
         if x.role is ExtraRole.REDISTRIBUTED and f"{region} MB[0]" in x.name:
@@ -410,16 +410,16 @@ def redistributions(program: piper.Program, region: str) -> Counter[str]:
 
 
 def test_a_layer_communicates_as_often_as_megatrons() -> None:
-    """Two all-reduces forward and two backward, each of the activations' size."""
+    """Two all-reduces forward and two backward, each as large as the activations."""
     program = program_of(dense(), CASES["dp2-zero1"])
     assert redistributions(program, "layer[1]") == Counter(all_reduce=4)
     (flow,) = [f for f in program.traffic[0].flows if f.stream == "tp"]
-    activations = 2 * SEQ * 16 * 8  # of 2 rows, in fp64
+    activations = 2 * SEQ * 16 * 8  # 2 rows in fp64
     assert (flow.count, flow.nbytes) == (2 * 2 * 4, 2 * 2 * 4 * activations)
 
 
 def test_all_reduces_copy_nothing() -> None:
-    """A partial sum that nothing else reads is summed in its own memory."""
+    """A partial sum without other readers is reduced in place."""
     program = program_of(dense(), CASES["dp2-zero1"])
     summed = [x for x in program.plans[0].instructions if x.stream == "tp"]
     assert summed
@@ -427,7 +427,7 @@ def test_all_reduces_copy_nothing() -> None:
 
 
 class TwoViews(nn.Module):
-    """Two views of one partial sum leave the product: neither may be summed in place."""
+    """Two views of one partial sum leave the product: neither may be reduced in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,23 +449,23 @@ def test_views_of_a_partial_sum_are_summed_once_or_apart() -> None:
 
 
 def test_with_sequence_parallelism_too() -> None:
-    """An all-gather before each of the two products and a reduce-scatter behind it, and the other
-    way round in the backward: as many bytes as the all-reduces have. What the weights' backward
-    needs of the gathered is kept."""
+    """An all-gather before each of the two products and a reduce-scatter after it, and the reverse
+    in the backward: as many bytes as the all-reduces. The weights' backward keeps the gathered
+    tensors that it needs."""
     program = program_of(dense(), CASES["dp2-zero3-sequence"])
     assert redistributions(program, "layer[1]") == Counter(all_gather=4, reduce_scatter=4)
 
 
 def test_with_sequence_parallelism_a_whole_head_keeps_logits_where_they_are() -> None:
-    """Head and loss compute on their part of the sequence: of the loss the sum is communicated, of
-    the logits nothing."""
+    """Head and loss compute on their shard of the sequence: only the sum of the loss is
+    communicated, no logits."""
     program = program_of(dense(), CASES["tp2-sequence"])
     assert redistributions(program, "loss[0]") == Counter(all_reduce=1)
     assert_same(train(program, batches()), expected(dense()), CLOSE)
 
 
 class ParallelResidual(nn.Module):
-    """As Phi and GPT-J have it: attention and MLP of one norm are added to the stream at once."""
+    """As in Phi and GPT-J: attention and MLP read one norm, and both are added to the residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -510,7 +510,7 @@ def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> 
     if sequence:
         assert (
             tp["reduce_scatter"] == 3
-        )  # each layer's sum, the gradient of what the second gathers
+        )  # one per layer, and the gradient of the second layer's gather
     else:
         assert tp == {"all_reduce": 2 * 2}
     reference = plain(model, lm_loss, batches(), microbatches=1, clip_norm=CLIP)
@@ -520,8 +520,8 @@ def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> 
 @pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_remat_gathers_again(axis: str) -> None:
-    """Of what was gathered (activations, or keys and values) nothing is left when the backward
-    begins; each gather of the forward is done once more."""
+    """When the backward begins, no gathered tensor (activations, or keys and values) is left. The
+    backward repeats the gathers of the forward."""
     how = tensor(4, sequence=True, microbatches=1)
     if axis == "cp":
         cp = piper.Mesh(range(4), cp=4)
@@ -549,7 +549,8 @@ def test_remat_gathers_again(axis: str) -> None:
 
 @pytest.mark.parametrize(("dp", "only"), [(1, "attention"), (2, "*")])
 def test_equal_gradients_are_not_summed_along_tp(dp: int, only: str) -> None:
-    """Norms, and what else is computed alike by all: only along dp, as what is sharded is."""
+    """Norms and other replicated computations: their gradients are reduced only along dp, as those
+    of sharded parameters are."""
     how = {pattern: way for pattern, way in DENSE.items() if only == "*" or only in pattern}
     how |= {"*.w_qkv": "column"}
     program = program_of(dense(), tensor(dp=dp, parameters=how))
@@ -562,7 +563,7 @@ def test_equal_gradients_are_not_summed_along_tp(dp: int, only: str) -> None:
 
 def test_layouts_say_what_is_sharded_and_what_is_a_partial_sum() -> None:
     """Attention of the last layer: norms on shards of the sequence, products on shards of the
-    heads, whose sum is scattered along the sequence."""
+    heads, whose partial sums are reduce-scattered along the sequence."""
     text = program_of(dense(), CASES["dp2-zero3-sequence"]).layouts
     lines = [" ".join(line.split()) for line in text.splitlines()]
     found = [line.partition(" ")[2] for line in lines if line.startswith(("v16 ", "v17 ", "v18 "))]
@@ -660,7 +661,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int | str]]] = {
 }
 DECLARE_NOTHING = ("gpt2", "opt", "falcon", "falcon-multi-query", "bloom", "bert")
 SINGLE_SUMS = ("gemma", "gemma2", "gemma3", "olmo2")
-"""Models that sum over rows or over shards in fp32, whatever their dtype is."""
+"""Models that sum over rows or shards in fp32, whatever their dtype."""
 
 
 @functools.cache
@@ -703,7 +704,7 @@ COMMON = ("llama", "qwen3", "phi3", "gpt2", "bloom")
 
 
 def chosen(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Some of the models, each in one way, one after another."""
+    """The common models, each with one of the ways in turn."""
     return zip((n for n in names if n in COMMON), itertools.cycle(HOW), strict=False)
 
 
@@ -742,7 +743,7 @@ COMPOSED = {
 
 @functools.cache
 def longer_run() -> tuple[list[Batch], Run]:
-    """Of more tokens than a weight has columns."""
+    """Batches with more tokens than a weight has columns, and the reference run."""
     more = [({"input_ids": x}, y) for (x,), y in batches(16)]
     return more, plain(library_model("llama-gqa"), logits_loss, more, microbatches=1)
 
@@ -758,8 +759,8 @@ def longer_run() -> tuple[list[Batch], Run]:
 def test_few_heads_of_keys_are_computed_by_several_devices(
     weights: str, moves: Counter[str]
 ) -> None:
-    """Two heads for four devices: weights that are sharded are gathered, and no keys and values
-    are exchanged."""
+    """Two key heads for four devices: sharded weights are gathered, and no keys or values are
+    communicated."""
     how = {**PLAN, "*.k_proj": weights, "*.v_proj": weights}
     more, run = longer_run()
     strategy = tensor(4, parameters=how, microbatches=1)
@@ -792,7 +793,7 @@ def test_library_models_composed(name: str, how: str) -> None:
 
 @pytest.mark.slow
 def test_parts_that_one_axis_sends_are_not_sharded_by_another() -> None:
-    """Heads that tensor parallelism shards are the parts that context parallelism sends."""
+    """Tensor parallelism shards the heads; context parallelism sends the same heads as parts."""
     check_composed("mistral", "cp2")
 
 
@@ -807,7 +808,7 @@ def check_composed(name: str, how: str) -> None:
 
 
 class Dropping(nn.Module):
-    """Attention with dropout and some mask, two heads of keys for four of queries."""
+    """Attention with dropout and a mask; two key heads for four query heads."""
 
     def __init__(self, mask: str) -> None:
         super().__init__()
@@ -860,11 +861,11 @@ def test_gpt2_as_it_is_with_dropout(how: str) -> None:
     assert_same(train(several, tokens()), train(one, tokens()), CLOSE)
 
 
-# what is refused
+# refusals
 
 
 class Odd(nn.Module):
-    """A product that 2 devices cannot share, one of 5 and 3 fused, and a weight that is none."""
+    """A product that 2 devices cannot share, a fused one of 5 and 3, and a weight of no product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -964,7 +965,7 @@ def test_two_rules_for_a_region_are_refused() -> None:
 
 
 class Tied(nn.Module):
-    """One weight in two regions."""
+    """One weight shared by two regions."""
 
     def __init__(self) -> None:
         super().__init__()

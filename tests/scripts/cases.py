@@ -1,7 +1,7 @@
 """A model under strategies for which every launcher must give the same bits.
 
-The test, which trains them on virtual devices, and the scripts under ``torchrun`` build them from
-here, so that all processes have the same.
+The test, which trains on virtual devices, and the scripts under ``torchrun`` import these cases, so
+that all processes have the same.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.scripts.faulty import Act, act
 from tests.training import compile_shared, data_parallel, one_f_one_b, pipeline, zero_bubble
 
 ROWS, SEQ, DIM, VOCAB = 24, 4, 13, 431
-"""Odd sizes: the embedding has 5603 numbers, more than are summed in one message, which divide
-over no group of devices."""
+"""Odd sizes: the embedding has 5603 numbers, more than one reduction message holds, and no group
+size divides them."""
 
 
 class Net(nn.Module):
-    """embed, layers with experts, head, whose weights may be the embedding's; the last layer may
-    ask the tokens whether something is to go wrong."""
+    """embed, layers with experts, head, whose weights may be tied to the embedding's; the last
+    layer may run the faulty operation ``act`` on the tokens."""
 
     def __init__(self, *, tied: bool = False, dropout: float = 0.0, asks: bool = False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self, path: Path) -> piper.Program:
-        """The program of this case that was saved to ``path``."""
+        """The program of this case, loaded from ``path``."""
         scheduler = self.options.get("scheduler")
         model = source(self.model)
         return piper.Program.load(path, source=model, optimizer=adamw, scheduler=scheduler)
@@ -109,7 +109,7 @@ class Case:
 
 @functools.cache
 def source(model: Model) -> piper.Source:
-    """One model of each kind: nothing changes it."""
+    """One model of each kind, which nothing changes."""
     torch.manual_seed(0)
     return piper.Source(model())
 
@@ -127,7 +127,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def acting(what: Act, row: int = 0) -> tuple[Tensor, Tensor]:
-    """A batch one row of which makes something go wrong."""
+    """A batch with one row that triggers a fault."""
     x, y = batches()[0]
     x = x.clone()
     x[row, 0] = what
@@ -135,7 +135,7 @@ def acting(what: Act, row: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def numbers(trainer: piper.Trainer) -> dict[str, Tensor]:
-    """Everything that a short training gives."""
+    """All results of a short training."""
     found = {"loss before": trainer.evaluate(*batches()[0]).loss}
     for i, batch in enumerate(batches()):
         result = trainer.step(*batch)
@@ -146,7 +146,7 @@ def numbers(trainer: piper.Trainer) -> dict[str, Tensor]:
 
 
 def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """The names of what is not equal bit for bit."""
+    """The names of tensors that are not equal bit for bit."""
     if found.keys() != expected.keys():
         return sorted(found.keys() ^ expected.keys())
     return [name for name, x in found.items() if not _equal(x, expected[name])]
@@ -157,7 +157,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def two_way(groups: Sequence[Sequence[int]]) -> list[Directive]:
-    """Half of the microbatches go through the stages the one way, half the other way."""
+    """Half of the microbatches run through the stages in one direction, half in the other."""
     return [
         partition("layer", into="PP", parts=2),
         split(parts=4),

@@ -1,5 +1,5 @@
-"""Two ranks under ``torchrun``: each saves shards of DTensors as safetensors with DCP, then loads
-what a trainer saved into DTensors, and tells whether they are right."""
+"""Two ranks under ``torchrun``: each saves shards of DTensors as safetensors with DCP, then loads a
+trainer's checkpoint into DTensors and prints whether they are right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.state.test_dcp import once
 
 
 def placed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Along every dimension in turn, and some whole."""
+    """Tensors sharded along each dimension in turn; some are replicated."""
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Tensor] = {}
     for i, (key, x) in enumerate(state.items()):
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     found = placed({key: torch.zeros_like(x) for key, x in once().items()})
     dcp.load(found, storage_reader=CheckpointReader(folder / "saved"))
     same = all(torch.equal(whole(found[key]), x) for key, x in once().items())
-    print(f"{dist.get_rank()} {same}\n", end="", flush=True)  # in one write: they share the pipe
+    print(f"{dist.get_rank()} {same}\n", end="", flush=True)  # one write: the ranks share the pipe
     dist.destroy_process_group()
 
 

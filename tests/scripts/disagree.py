@@ -1,5 +1,5 @@
-"""Run with ``torchrun --nproc-per-node 2``: processes that do not mean the same, in every way. Each
-writes what it was told into ``told.RANK.json`` of the folder that is given."""
+"""Run with ``torchrun --nproc-per-node 2``: ranks that differ in every possible way. Each writes
+the errors it gets to ``told.RANK.json`` in the given folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main(folder: Path) -> None:
     with piper.launch(program, on="torchrun", timeout=30, check_batches=5) as trainer:
         for step in range(1, 8):
             x, y = batch(step)
-            if step in (2, 4, 5):  # the habit of a DistributedSampler; an unseeded shuffle of rows
+            if step in (2, 4, 5):  # as with a DistributedSampler; an unseeded shuffle of rows
                 x, y = batch(100 * RANK) if step == 2 else (x, y.roll(RANK, 0))
             try:
                 trainer.step(x, y)
@@ -97,7 +97,7 @@ def adam(lr: float, **options: Any) -> Callable[[list[nn.Parameter]], torch.opti
 
 
 def falling(last: int) -> Callable[[torch.optim.Optimizer], Any]:
-    """A learning rate that begins to fall after some steps, by a function that has no settings."""
+    """A learning rate that begins to fall after some steps, by a function without settings."""
 
     def rate(step: int) -> float:
         return 1.0 if step < 4 else 4 / (step * last)
@@ -117,7 +117,7 @@ def grouped(decayed: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def with_optimizers(model: nn.Module) -> dict[str, str]:
-    """Optimizers and schedulers that depend on the rank, and one that is changed there later."""
+    """Optimizers and schedulers that depend on the rank, and an optimizer changed later."""
     kinds: Mapping[str, dict[str, Any]] = {
         "kind": {"optimizer": adam(0.1) if RANK else sgd},
         "lr": {"optimizer": adam(0.1 + RANK)},
@@ -146,7 +146,7 @@ def with_optimizers(model: nn.Module) -> dict[str, str]:
 
 
 def with_values(trainer: piper.Trainer) -> dict[str, str]:
-    """Each process loads values of its own; then one that the others lack."""
+    """Each process loads its own values; then one loads a tensor that the other lacks."""
     told = {}
     before = trainer.state_dict()
     others = {**before, "2.bias": before["2.bias"] + RANK}
@@ -163,7 +163,7 @@ def with_values(trainer: piper.Trainer) -> dict[str, str]:
 
 
 def with_rows(trainer: piper.Trainer) -> dict[str, str]:
-    """Each process gives its own rows; then one of them forgets to say so."""
+    """Each process gives its own rows; then one of them omits ``rows=True``."""
     told = {}
     x, y = batch(1)
     mine = trainer.rows
@@ -179,7 +179,7 @@ def with_rows(trainer: piper.Trainer) -> dict[str, str]:
     evaluated = trainer.evaluate(x[mine], y[mine], rows=True).loss
     first = trainer.step(x[mine], y[mine], rows=True)
     (second,) = trainer.iterate([(x[mine], y[mine])], progress=False, rows=True)
-    third = trainer.step(x[mine], y[mine], rows=True)  # the tenth, which is compared
+    third = trainer.step(x[mine], y[mine], rows=True)  # step 10, which is compared
     told["rows"] = (
         f"{len(mine)} {torch.equal(evaluated, whole)} {torch.equal(first.loss, whole)} "
         f"{float(third) < float(second) < float(first)} {first.tokens}"

@@ -1,6 +1,6 @@
-"""Things that go wrong when they are told to: an operation, optimizers, ``init``.
+"""Things that fail on request: an operation, optimizers, ``init``.
 
-Workers import this, by the names that programs and callables carry; it needs nothing but torch.
+Workers import this module by the names in programs and callables; it needs only torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Act(IntEnum):
-    """What the operation does on finding this number among the tokens."""
+    """What the operation does if this number is among the tokens."""
 
     RAISE = 0
     KILL = 1
@@ -29,12 +29,12 @@ class Act(IntEnum):
 
 
 class ToldToFailError(Exception):
-    """An error of the user's own."""
+    """A user's own error."""
 
 
 @torch.library.custom_op("piper_tests::act", mutates_args=())
 def act(tokens: Tensor) -> Tensor:
-    """The tokens as they are, unless one of them says otherwise."""
+    """The tokens unchanged, unless one of them is an ``Act``."""
     found = tokens[tokens < len(Act)]
     if found.numel():
         _do(Act(int(found[0])))
@@ -64,15 +64,15 @@ def _do(what: Act) -> None:
 
 
 def _hold_up(process: int) -> None:
-    """Stop ``process`` for two seconds: when it goes on, other workers, too, have failed, because
-    this one is gone. It must find out which of them is to blame."""
+    """Stop ``process`` for two seconds. When it continues, other workers have failed too, because
+    this one is gone: it must find the one to blame."""
     later = f"sleep 2; kill -CONT {process}"
     subprocess.Popen(["sh", "-c", later], start_new_session=True, stdin=subprocess.DEVNULL)
     os.kill(process, signal.SIGSTOP)
 
 
 class Worn(torch.optim.SGD):
-    """Fails in its third step, unless in the process ``tried_in``, where ``compile`` tries it."""
+    """Fails in its third step, except in the process ``tried_in``, where ``compile`` tries it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], tried_in: int | None = None) -> None:
         super().__init__(parameters, lr=0.01)
@@ -86,7 +86,7 @@ class Worn(torch.optim.SGD):
 
 
 class Unreadable:
-    """An optimizer that can be sent, but not received."""
+    """An optimizer that can be pickled but not unpickled."""
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01)
@@ -100,5 +100,5 @@ def _fail(*_: object) -> Any:
 
 
 def bad_init(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fails as reading from a file that is cut short does."""
+    """Fails like a read from a truncated file."""
     raise EOFError(f"no values for {name}")

@@ -1,11 +1,11 @@
-"""A run that is killed (SIGKILL) at random moments of starting, training and saving, as often as
-one likes, and started again each time.
+"""A run that is killed (SIGKILL) at random moments of starting, training and saving, any number of
+times, and restarted each time.
 
     python -m tests.scripts.kills FOLDER TIMES [background]
 
-A run is a fork of this process, which has compiled the program, so that it begins at once. In the
-end the losses of all steps are those of a run that nobody killed, the newest checkpoint is that of
-the last step, and nothing is left of those that were not finished.
+A run is a fork of this process, which has already compiled the program, so it starts at once. At
+the end, the losses of all steps equal those of an uninterrupted run, the newest checkpoint is that
+of the last step, and nothing is left of unfinished ones.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import piper
 from tests.scripts.resumed import batch, compiled, main
 
 LONGEST = 1.0
-"""Seconds until a run is killed, at most."""
+"""The longest time until a run is killed, in seconds."""
 
 
 def started(program: piper.Program, folder: Path, steps: int, background: bool) -> int:
-    """A run in a process of its own, by its id."""
+    """Start a run in its own process; returns its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -41,7 +41,7 @@ def started(program: piper.Program, folder: Path, steps: int, background: bool) 
 
 
 def seen(folder: Path) -> dict[int, str]:
-    """The loss of each step; one that was seen several times must be the same each time."""
+    """The loss of each step; a loss that was logged several times must be the same each time."""
     found: dict[int, str] = {}
     log = folder / "log.0"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
@@ -53,7 +53,7 @@ def seen(folder: Path) -> dict[int, str]:
 
 
 def kill_again_and_again(folder: Path, times: int, background: bool) -> int:
-    """How many steps were made."""
+    """Returns the number of steps made."""
     program = compiled()
     rng = random.Random(times)
     for _ in range(times):

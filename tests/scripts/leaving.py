@@ -1,8 +1,8 @@
-"""Loops under torchrun that only some processes leave, each in a way of its own.
+"""Loops under torchrun that only some processes leave, each in another way.
 
     torchrun --nproc-per-node 2 leaving.py FOLDER
 
-Every process must come to the end of each, and the state after the last whole step is saved.
+Every process must reach the end of each loop, and the state after the last complete step is saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from piper.launch.trainer.step_result import StepResult
 from tests.scripts.resumed import batch, compiled
 
 LAST = 3
-"""The step after which somebody leaves."""
+"""The step after which a process leaves."""
 
 
 def all_break(trainer: piper.Trainer, run: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ WAYS: dict[Callable[[piper.Trainer, dict[str, Any]], None], tuple[str, str]] = {
     a_loader_ends: ("", "the batches of another process ended after step 3"),
     ctrl_c: ("KeyboardInterrupt", "another process has left the loop after step 3"),
 }
-"""Each way, and what it tells ranks 0 and 1."""
+"""Each way to leave, and the messages that ranks 0 and 1 get."""
 
 
 def main(folder: Path) -> None:

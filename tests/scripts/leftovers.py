@@ -1,4 +1,4 @@
-"""What a process has and leaves behind, read from ``/proc``: children and ports."""
+"""The children and listening ports of a process, read from ``/proc``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children() -> set[int]:
-    """The processes that this one has started and, if they ended, not waited for."""
+    """The child processes of this one, including those that ended but were not waited for."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _parent(entry) == os.getpid():
@@ -16,7 +16,7 @@ def children() -> set[int]:
 
 
 def alive(process: int) -> bool:
-    """Whether a process, of whomever, has not ended."""
+    """Whether a process of any user has not ended."""
     try:
         return _fields(Path(f"/proc/{process}"))[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -29,7 +29,7 @@ def ports() -> set[int]:
 
 
 def listening(process: int) -> set[tuple[str, int]]:
-    """The addresses, as the system writes them, and TCP ports that a process listens on."""
+    """The addresses (in the format of ``/proc/net/tcp``) and TCP ports of a process's listeners."""
     mine = {_target(link) for link in Path(f"/proc/{process}/fd").iterdir()}
     found = set()
     for table in ("tcp", "tcp6"):
@@ -49,7 +49,7 @@ def _parent(entry: Path) -> int:
 
 
 def _fields(entry: Path) -> list[str]:
-    """A process's state, its parent and so on: what follows its name, which may contain spaces."""
+    """The fields after a process's name, which may contain spaces: state, parent and so on."""
     return (entry / "stat").read_text().rpartition(")")[2].split()
 
 

@@ -1,4 +1,4 @@
-"""Damage to files, as chance or somebody who knows their form would do it; the same for a seed."""
+"""Mutations of files, at random or with knowledge of their format; reproducible by seed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from piper.strategies import from_csv, one_f_one_b, to_csv
 from tests.training import pipeline
 
 SECONDS = 60.0
-"""What one mutation may take; most take less than one."""
+"""Time limit of one mutation; most take less than one second."""
 
 
 def nested(depth: int) -> Any:
@@ -124,7 +124,7 @@ def mutated(data: Any, rng: random.Random) -> Any:
 
 
 def flipped(content: bytes, rng: random.Random) -> bytes:
-    """Other bytes, missing ones, or more of them."""
+    """Some bytes changed, removed or inserted."""
     place = rng.randrange(len(content))
     match rng.randrange(4):
         case 0:
@@ -138,7 +138,7 @@ def flipped(content: bytes, rng: random.Random) -> bytes:
 
 
 def reworded(text: str, rng: random.Random) -> str:
-    """Another line, word or number somewhere."""
+    """A line, word or number changed somewhere."""
     lines = text.splitlines() or [""]
     place = rng.randrange(len(lines))
     words = list(re.finditer(r"[\w.+-]+|\S", lines[place]))
@@ -165,7 +165,7 @@ WORDS = (
 
 
 def odd(path: Path, rng: random.Random) -> None:
-    """Put something at ``path`` that is no file, or no readable one."""
+    """Put something at ``path`` that is not a file, or not a readable one."""
     match rng.randrange(7):
         case 0:
             os.mkfifo(path)
@@ -189,7 +189,7 @@ REFUSED, SAME, OTHER = "refused", "unchanged", "valid"
 
 
 class Fuzzer:
-    """Files of each kind, made once."""
+    """One valid file of each kind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -215,7 +215,7 @@ class Fuzzer:
             self.source = Source(Net())
 
     def _weights(self, folder: Path) -> list[Path]:
-        """Weights in each of the forms that they are read in."""
+        """Weights in each format that Piper reads."""
         self.trainer.export(folder / "one file")
         self.trainer.export(folder / "several files", file_gb=3e-8)
         (folder / "slices").mkdir()
@@ -249,7 +249,7 @@ class Fuzzer:
     # programs
 
     def damaged_program(self, rng: random.Random) -> Outcome:
-        """Whoever damages a program does not know of its checksums."""
+        """The damage leaves the checksums as they were."""
         name = rng.choice(list(self.files))
         try:
             with _damaged(self.folder / "program" / name, rng):
@@ -261,8 +261,8 @@ class Fuzzer:
         return SAME
 
     def forged_program(self, rng: random.Random) -> Outcome:
-        """Whoever forges one does. With other operations it may compute something else, but not run
-        anything; with the same ones and the same clip_norm it trains to the same numbers."""
+        """The checksums match. With other operations it may compute something else, but must not
+        run anything else; with the same operations and clip_norm it trains to the same numbers."""
         name = rng.choice(list(self.parsed))
         data = mutated(self.parsed[name], rng)
         content = dumped(data).encode()
@@ -283,7 +283,7 @@ class Fuzzer:
         return OTHER
 
     def _numbers(self, program: piper.Program) -> dict[str, Tensor]:
-        """Two losses of training, one of evaluation, and the weights after it."""
+        """Two training losses, one evaluation loss, and the weights afterwards."""
         with piper.launch(program) as trainer:
             losses = [trainer.step(*self.batch).loss for _ in range(2)]
             losses.append(trainer.evaluate(*self.batch).loss)
@@ -375,7 +375,7 @@ class Fuzzer:
     def _any_file(
         self, path: Path, text: str, rng: random.Random, data: Any = None
     ) -> Iterator[None]:
-        """``text``, or the ``data`` that it holds, in a file and changed in any way."""
+        """A file with ``text``, or with its parsed ``data``, mutated in any way."""
         how = rng.random()
         if how < 0.02:
             path.unlink(missing_ok=True)
@@ -394,7 +394,7 @@ class Fuzzer:
     # weights
 
     def damaged_weights(self, rng: random.Random) -> Outcome:
-        """Their content has no checksums: other numbers are not noticed."""
+        """Their content has no checksums: changed numbers are not noticed."""
         folder = rng.choice(self.weights)
         name = rng.choice(sorted(os.listdir(folder)))
         try:
@@ -459,7 +459,7 @@ class Fuzzer:
 
 
 def sealed(index: Any) -> bytes:
-    """The index of a checkpoint with the checksum that it needs."""
+    """The index of a checkpoint with a matching checksum."""
     if isinstance(index, dict):
         index.pop("sha256", None)
     rest = dumped(index)[1:].encode()
@@ -467,7 +467,7 @@ def sealed(index: Any) -> bytes:
 
 
 def dumped(data: Any) -> str:
-    """As JSON, in which numbers may have any length."""
+    """``data`` as JSON, with integers of any length."""
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
@@ -478,7 +478,7 @@ def dumped(data: Any) -> str:
 
 @contextmanager
 def _damaged(path: Path, rng: random.Random) -> Iterator[None]:
-    """A file with other bytes, or something else in its place, for a while."""
+    """A file with changed bytes, or something else in its place, inside the context."""
     content = path.read_bytes()
     if rng.random() < 0.1:
         path.unlink()
@@ -500,7 +500,7 @@ def _remove(path: Path) -> None:
 
 
 class _Written:
-    """A file with another content for a while."""
+    """A file with other content, inside the context."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self._path, self._content = path, content
@@ -514,8 +514,8 @@ class _Written:
 
 
 def lowered(program: piper.Program, strategy: piper.Strategy) -> None:
-    """Apply a strategy to the model of ``program``: plans come out that the compiler has checked,
-    if it can be applied at all."""
+    """Apply a strategy to the model of ``program`` and lower it, if possible: the compiler checks
+    the plans."""
     from piper.ir.dag.build import build
     from piper.lower.lower import lower
 
@@ -526,7 +526,7 @@ def lowered(program: piper.Program, strategy: piper.Strategy) -> None:
 
 
 class HangingError(BaseException):
-    """A mutation took too long; not to be caught by what it interrupts."""
+    """A mutation took too long. The interrupted code must not catch it."""
 
 
 @contextmanager
@@ -544,8 +544,8 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def tally(each: int, seed: int) -> tuple[dict[str, Counter[Outcome]], list[str]]:
-    """How ``each`` mutations of every kind of file ended; and, for those that ended in something
-    else than a ``PiperError`` or not at all, where that was."""
+    """The outcomes of ``each`` mutations of every kind of file; and the tracebacks of mutations
+    that hung or raised another error than ``PiperError``."""
     ends: dict[str, Counter[Outcome]] = {}
     bad: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ from tests.training import compile_shared
 LARGE = DenseConfig(vocab=8192, dim=512, layers=8, heads=8, mlp_dim=1536, max_seq=256)
 CONFIG = MoEConfig(vocab=67, dim=32, layers=4, heads=4, mlp_dim=48, experts=4)
 ROOMY = replace(CONFIG, capacity_factor=2.0)
-"""Whose experts take as many rows of a batch however it is divided: nothing is rounded."""
+"""The experts' capacity is the same however the batch is split: nothing is rounded."""
 DROPLESS = replace(CONFIG, capacity_factor=None)
 ROWS, LENGTH = 16, 17
 SCHEDULES = (
@@ -45,9 +45,9 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     config: DenseConfig = CONFIG
     saves: bool = False
-    """Whether it is saved and loaded, too."""
+    """Whether it is also saved and loaded."""
     exact: bool = True
-    """Whether nothing but the loss and the norm is summed over more than two devices."""
+    """Whether only the loss and the norm are summed over more than two devices."""
 
     def compile(self, device: str = "cuda") -> piper.Program:
         x, y = batch(0, self.config)
@@ -85,7 +85,7 @@ def batch(seed: int, config: DenseConfig = CONFIG) -> tuple[Tensor, Tensor]:
 
 
 def numbers(trainer: piper.Trainer, steps: int = 2) -> dict[str, Tensor]:
-    """Everything that a short training gives."""
+    """All results of a short training."""
     found = {}
     for i in range(steps):
         result = trainer.step(*batch(i))
@@ -96,7 +96,7 @@ def numbers(trainer: piper.Trainer, steps: int = 2) -> dict[str, Tensor]:
 
 
 def differences(found: Mapping[str, Tensor], should: Mapping[str, Tensor], exact: bool) -> str:
-    """What is not equal: bit for bit if ``exact``, but for what is summed over all devices."""
+    """What differs: bit for bit if ``exact``, except sums over all devices."""
     wrong = []
     for name, x in found.items():
         y = should[name]
@@ -150,7 +150,7 @@ def tensor(**options: Any) -> Case:
 
 
 SMALL = {"bucket_mb": 0.02}
-"""So that there are several buckets."""
+"""Small enough for several buckets."""
 
 ON_TWO: dict[str, Case] = {
     **{f"{s}": Case(mesh(pp=2, schedule=s, microbatches=4)) for s in SCHEDULES},
@@ -195,7 +195,7 @@ ON_FOUR: dict[str, Case] = {
     **{
         f"{s}, experts, ZeRO-{z}": Case(
             mesh(pp=2, dp=2, ep=2, zero=z, schedule=s, microbatches=4, **SMALL),
-            exact=s != "dualpipe",  # which has two copies of each stage
+            exact=s != "dualpipe",  # it has two copies of each stage
         )
         for s in SCHEDULES
         for z in range(4)

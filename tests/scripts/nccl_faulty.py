@@ -1,5 +1,5 @@
-"""One rank of several trains until rank 1 raises, is killed, or stops. It runs without torchrun's
-agent, which would end the others.
+"""One of several ranks: trains until rank 1 raises, is killed, or stops. It runs without torchrun's
+agent, which would end the other ranks.
 
     nccl_faulty.py PROGRAM {raise,kill,stop}
 """

@@ -1,8 +1,8 @@
-"""Trains larger programs of a folder on two NCCL ranks, and measures memory and the host's time.
+"""Trains larger programs of a folder on two NCCL ranks, and measures memory and host time.
 
     nccl_measure.py FOLDER      under torchrun
 
-Each rank leaves ``measured.RANK``. Steps are run with torch's check that the host never waits.
+Each rank writes ``measured.RANK``. Steps run under torch's check that the host never waits.
 """
 
 from __future__ import annotations

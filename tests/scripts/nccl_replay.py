@@ -1,10 +1,10 @@
-"""Trains programs of a folder on several NCCL ranks, or all of them on virtual devices.
+"""Trains the programs of a folder on several NCCL ranks, or all of them on virtual devices.
 
     nccl_replay.py FOLDER RANKS [--virtual] [--seeds N] [--graphs]
 
-Under torchrun each rank leaves ``numbers.RANK``; with ``--virtual`` one process leaves ``numbers``.
-With ``--seeds`` every program is trained for N more steps, each with streams delayed by a new seed.
-Nobody waits for these: together they may take longer than the timeout, which is one step's.
+Under torchrun each rank writes ``numbers.RANK``; with ``--virtual`` one process writes ``numbers``.
+With ``--seeds`` every program trains N more steps, each with streams delayed by a new seed. The
+host does not wait between these steps: together they may exceed the timeout, which is for one step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def trained(case: Case, path: Path, asked: argparse.Namespace) -> dict[str, Tens
 
 
 def saved_and_loaded(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
-    """The loss of a step, and of the same after going back to before it."""
+    """The losses of a step and of the same step after loading the state before it."""
     background = path.with_name(f"background {path.name}")
     trainer.save(path)
     trainer.save(background, background=True)
@@ -75,7 +75,7 @@ def saved_and_loaded(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
 
 
 def shake(trainer: piper.Trainer, seed: int) -> None:
-    """Delay the streams of the next step by another seed."""
+    """Delay the streams of the next step, with a new seed."""
     group: Any = trainer._worker_group
     devices = [group._rank.device] if hasattr(group, "_rank") else group._devices
     for device in devices:

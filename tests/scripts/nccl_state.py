@@ -1,10 +1,10 @@
-"""State on several ranks of a GPU: switches, saves, first weights and outputs.
+"""State on several ranks that share a GPU: switches, saves, initial weights and outputs.
 
     nccl_state.py FOLDER RANKS [--virtual] [--device cpu]
 
-Under torchrun each rank leaves ``numbers.RANK``; with ``--virtual`` one process leaves
+Under torchrun each rank writes ``numbers.RANK``; with ``--virtual`` one process writes
 ``numbers``. Beside them are plain and background saves of the same states. ``FOLDER/weights`` has
-the first weights of ``tests.state.test_weights.Wide``.
+the initial weights of ``tests.state.test_weights.Wide``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A user's script that defines an operation and what its model starts with, and trains in worker
-processes."""
+"""A user's script that defines an operation and the initial weights of its model, and trains in
+worker processes."""
 
 from __future__ import annotations
 

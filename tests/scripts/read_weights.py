@@ -1,5 +1,5 @@
-"""Reads first weights under ``torchrun``, and tells whether they are those of the files; then gives
-one of the processes other files, and tells what all are told."""
+"""Reads initial weights under ``torchrun`` and prints whether they equal the files'; then gives one
+process other files, and prints the errors of all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(folder: Path, other: Path) -> None:
     with piper.launch(wide(folder, ZERO3), on="torchrun") as trainer:
         state = trainer.state_dict()
         same = all(torch.equal(state[key], x) for key, x in expected.items())
-        print(f"{rank} {same}\n", end="", flush=True)  # in one write: they share the pipe
+        print(f"{rank} {same}\n", end="", flush=True)  # one write: the ranks share the pipe
     try:
         piper.launch(wide(other if rank == "3" else folder, ZERO3), on="torchrun")
     except piper.PiperError as error:

@@ -1,8 +1,8 @@
-"""Runs every test of ``test_processes.py`` and ``test_torchrun.py`` many times over.
+"""Runs every test of ``test_processes.py`` and ``test_torchrun.py`` many times.
 
-    python tests/scripts/repeat_faults.py 20 [what pytest takes, such as -x or -k killed]
+    python tests/scripts/repeat_faults.py 20 [pytest options, such as -x or -k killed]
 
-It is a plugin of pytest's, too, which gives each test as many times as ``--times`` says.
+It is also a pytest plugin, which runs each test ``--times`` times.
 """
 
 from __future__ import annotations

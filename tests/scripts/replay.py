@@ -2,9 +2,9 @@
 
     replay.py FOLDER
 
-Each process leaves what it found beside the programs: ``numbers.RANK``, and ``refused.RANK`` for
-what it was told of a program for another number of devices. The last program goes on from the
-state ``before`` and leaves the state ``after``.
+Each process writes beside the programs: ``numbers.RANK``, and ``refused.RANK`` with the error for a
+program for another number of devices. The last program resumes from the state ``before`` and saves
+the state ``after``.
 """
 
 from __future__ import annotations

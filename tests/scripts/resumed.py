@@ -1,9 +1,9 @@
-"""A run that may be killed at any moment, and started again.
+"""A run that may be killed at any moment and started again.
 
     resumed.py FOLDER LAUNCHER STEPS [background]
 
-Writes a line with the number and the loss of each step to ``FOLDER/log`` and saves every third step
-in ``FOLDER/run``, in the background if that is said.
+Writes the number and loss of each step to ``FOLDER/log.RANK`` and saves every third step in
+``FOLDER/run``, with ``background`` in the background.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A run that goes through several strategies.
+"""A run that switches between several strategies.
 
     switched.py FOLDER
 
-Under ``torchrun --nproc-per-node 4`` each process writes the losses of its steps, and what it was
-told of a program that it cannot switch to, to ``FOLDER/found.RANK``.
+Under ``torchrun --nproc-per-node 4`` each process writes its losses, its state, and the error for a
+program that it cannot switch to, to ``FOLDER/found.RANK``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTH, ROWS = 8, 64
 
 
 class Net(nn.Module):
-    """With dropout, experts, a tied weight and a buffer that changes nothing."""
+    """Has dropout, experts, a tied weight and a constant buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ STRATEGIES: dict[str, list[Directive]] = {
     "pp4": pipeline([[3], [2], [1], [0]], 4, *zero_bubble(4, 4), by=[1, 1, 1, 1]),
     "hsdp": [place({}, devices=[4, 2, 0, 6]), replicate({}, zero=2, within=2)],
 }
-"""In each of them the batch is cut into four blocks, so that dropout draws the same."""
+"""Each strategy splits the batch into four blocks, so that dropout draws the same."""
 ON_FOUR = ["zero3", "one", "pp2", "ep4", "tp2", "pp4"]
 
 
@@ -102,7 +102,7 @@ def compiled(name: str, net: nn.Module, **options: Any) -> piper.Program:
 
 
 def losses(trainer: piper.Trainer, programs: list[piper.Program]) -> list[float]:
-    """One step under each program, the first of which runs, and an evaluation after it."""
+    """One step and one evaluation under each program, the first of which is running."""
     found = []
     for step, program in enumerate(programs):
         if step:
@@ -119,7 +119,7 @@ def main(folder: Path) -> None:
         absent = compiled("hsdp", net)
     with piper.launch(programs[0], on="torchrun", timeout=120) as trainer:
         found = losses(trainer, programs)
-        trainer.switch(programs[1])  # three ranks wait
+        trainer.switch(programs[1])  # three ranks are idle
         trainer.save(folder / "saved")
         trainer.load(folder / "saved")
         state = trainer.state_dict()

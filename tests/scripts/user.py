@@ -1,6 +1,6 @@
-"""What a user runs with ``torchrun --nproc-per-node 2``: compiles, trains twice, fails at the end.
+"""A user's script for ``torchrun --nproc-per-node 2``: compiles, trains twice, fails at the end.
 
-Every process prints its losses, exactly.
+Every process prints its exact losses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Trains on worker processes until something happens to it.
+"""Trains on worker processes until it is interrupted or killed.
 
     victim.py PROGRAM ACT
 
-It prints the ids of its workers, and then makes one of them do ``ACT``. If it can end in order
-then, it has an idle trainer, too. It closes none.
+It prints the ids of its workers, then makes one of them do ``ACT``. If it can exit in order
+afterwards, it also has an idle trainer. It closes no trainer.
 """
 
 from __future__ import annotations

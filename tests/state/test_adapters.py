@@ -1,4 +1,4 @@
-"""peft loads what ``trainer.export`` writes of a model with its adapters."""
+"""peft loads the adapter files that ``trainer.export`` writes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sharded(model: nn.Module) -> tuple[piper.Program, Tensor]:
 
 @pytest.mark.parametrize("name", ["default", "other"])
 def test_peft_loads_the_adapter(name: str, tmp_path: Path) -> None:
-    """Names and configuration are peft's own; the weights below are not written."""
+    """Names and configuration are peft's own; the base weights are not written."""
     model = adapted(name, modules_to_save=["head"])
     program, x = sharded(model if name == "default" else Around(model))
     with piper.launch(program) as trainer:

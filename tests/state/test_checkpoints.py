@@ -1,4 +1,4 @@
-"""Checkpoints: folders that every device writes its part of, and reads its slices from."""
+"""Checkpoints: every device writes its part of a folder, and reads its slices from one."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _captures() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """A tensor of each kind: fused, with strides of its own, of experts, tied, a single number,
-    frozen, unused, and buffers."""
+    """A tensor of each kind: fused, with permuted strides, of experts, tied, a scalar, frozen,
+    unused, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Net(nn.Module):
 
 
 class Small(nn.Module):
-    """For what does not depend on the model."""
+    """For tests that do not depend on the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ STRATEGIES: dict[str, list[Directive]] = {
         replicate({}, zero=1),
     ],
 }
-"""Over pipelines, data, tensor and expert parallelism, and ZeRO."""
+"""Pipelines, data, tensor and expert parallelism, and ZeRO."""
 
 
 @functools.cache
@@ -171,7 +171,7 @@ def made(name: str, kind: type[nn.Module] = Net, **options: Any) -> piper.Progra
 
 
 def contents(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
-    """All tensors of the state of training, the optimizer's too, put together from a checkpoint."""
+    """All tensors of the training state, with the optimizer's, assembled from a new checkpoint."""
     trainer.save(path)
     index = Index.from_bytes((path / "index.json").read_bytes())
     found = {}
@@ -192,8 +192,8 @@ def contents(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
 
 
 def assert_goes_on(before: str, after: str, tmp_path: Path, **options: Any) -> None:
-    """Two steps under one strategy and the rest under another, beside all of them under the first:
-    the same bits if they are the same strategy, up to the order of sums else."""
+    """Run two steps under one strategy and the rest under another, and compare with all steps under
+    the first: equal bit for bit if the strategies are the same, else up to reduction order."""
     with piper.launch(made(before, **options)) as trainer:
         for step in range(2):
             trainer.step(*given(step))
@@ -238,7 +238,7 @@ def test_going_on_under_the_same_strategy_is_bit_for_bit(name: str, tmp_path: Pa
 
 
 def test_tensors_larger_than_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, parts of rows, and tensors that do not lie row by row."""
+    """Rows, parts of rows, and tensors that are not stored row by row."""
     monkeypatch.setattr(files, "BLOCK", 96)
     assert_goes_on("dp2-tp2-zero1", "zero3", tmp_path)
 
@@ -259,10 +259,10 @@ def test_processes_write_and_read_for_themselves(tmp_path: Path) -> None:
         flip(tmp_path / "b", "device-00002.safetensors", -9)
         with pytest.raises(PiperError, match=r"device-00002\.safetensors: .* checksum"):
             trainer.load(tmp_path / "b")
-        trainer.step(*given(2))  # the workers are there, and as they were
+        trainer.step(*given(2))  # the workers still run, with their old state
 
 
-# what a folder holds
+# the content of a folder
 
 
 def test_files_are_safetensors_and_the_index_is_json(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_files_are_safetensors_and_the_index_is_json(tmp_path: Path) -> None:
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["dp4", "zero1", "zero3-hsdp"])
 def test_copies_write_a_share_each(name: str, tmp_path: Path) -> None:
-    """Nothing twice, and nobody much more than another."""
+    """Nothing is written twice, and all devices write about the same amount."""
     with piper.launch(made(name)) as trainer:
         trainer.step(*given(0))
         trainer.save(tmp_path / "state")
@@ -328,7 +328,7 @@ def flip(folder: Path, name: str, place: int, bit: int = 0) -> None:
 
 
 def test_boxes_that_are_all_of_a_tensor() -> None:
-    """Exactly those that have each element once."""
+    """``tile`` accepts exactly the boxes that cover each element once."""
     choose = random.Random(0)
     seen = set()
     for _ in range(2000):
@@ -351,7 +351,7 @@ def test_boxes_that_are_all_of_a_tensor() -> None:
 
 
 def test_boxes_of_many_dimensions() -> None:
-    """Of which each has 2**48 corners."""
+    """Each box has 2**48 corners."""
     first, second, third = (Box((0,) * 47 + (low,), (1,) * 47 + (1,)) for low in range(3))
     assert tile([first, second, third], (1,) * 47 + (3,))
     assert not tile([first, second, second], (1,) * 47 + (3,))
@@ -403,7 +403,7 @@ def test_a_truncated_file_is_found_and_named(
 
 
 def changed(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Another index, with a checksum that is right."""
+    """Change the index, and give it a correct checksum."""
 
     def harm(folder: Path) -> None:
         index = json.loads((folder / "index.json").read_text())
@@ -426,7 +426,7 @@ def renamed(index: Any) -> None:
 
 
 def overlapping(index: Any) -> None:
-    """One slice there twice, in place of another that is as large."""
+    """One slice twice, in place of another of the same size."""
     entry = next(x for x in index["model"].values() if len(x["slices"]) > 1)
     slices = sorted(entry["slices"], key=lambda one: math.prod(one[1]))
     slices[0][:2] = slices[1][:2] = slices[0][:2]
@@ -454,7 +454,7 @@ def linked(folder: Path) -> None:
 
 
 def piped(name: str) -> Callable[[Path], None]:
-    """Whoever waits for the other end of it reads nothing, and does not wait for ever here."""
+    """Replace a file by a pipe. A thread opens the write end, so that a reader does not block."""
 
     def harm(folder: Path) -> None:
         (folder / name).unlink()
@@ -506,7 +506,7 @@ def piped(name: str) -> Callable[[Path], None]:
 def test_checkpoints_that_are_refused(
     tmp_path: Path, trainer: piper.Trainer, harm: Callable[[Path], Any], words: str
 ) -> None:
-    """And the trainer is as it was."""
+    """The trainer keeps its state."""
     before = contents(trainer, tmp_path / "state")
     steps = trainer.steps
     harm(tmp_path / "state")
@@ -559,7 +559,7 @@ class Scale(nn.Module):
 
 
 def test_a_save_replaces_the_former_one(tmp_path: Path, trainer: piper.Trainer) -> None:
-    """And nothing else."""
+    """It replaces nothing else."""
     folder = tmp_path / "state"
     trainer.save(folder)
     parts = {path.name for path in folder.iterdir()}
@@ -597,7 +597,7 @@ def test_paths_that_cannot_be_saved_to(tmp_path: Path, trainer: piper.Trainer) -
 
 
 def test_jobs_that_save_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One saves run2 while the other writes run1."""
+    """One job saves run2 while the other still writes run1."""
     writing, usual = threading.Event(), parts.write_file
 
     def held_up(path: Path, tensors: Any) -> files.Written:
@@ -646,7 +646,7 @@ def test_one_that_cannot_be_removed_is_told(tmp_path: Path, trainer: piper.Train
 def test_those_are_kept_that_can_be_loaded(
     keep: int, tmp_path: Path, trainer: piper.Trainer
 ) -> None:
-    """After some were damaged, and the run went back before them."""
+    """After some were damaged, and the run restarted from an earlier one."""
     harm: list[Callable[[Path], Any]] = [
         lambda p: flip(p, "index.json", 200),
         lambda p: (p / "index.json").write_text(""),
@@ -761,13 +761,13 @@ def test_schedulers_go_on(scheduler: Any, tmp_path: Path) -> None:
     "optimizer", ["SGD", "NAdam", "RAdam", "Adagrad", "ASGD", "Adafactor", "Rprop", "Adadelta"]
 )
 def test_optimizers_go_on(optimizer: str, tmp_path: Path) -> None:
-    """Those too that keep what has not their parameters' shape."""
+    """Also those whose state has another shape than their parameters."""
     factory = functools.partial(getattr(torch.optim, optimizer), lr=0.01)
     assert_goes_on("pp2", "pp2", tmp_path, kind=Small, optimizer=factory, scheduler=None)
 
 
 class Rowwise(torch.optim.Optimizer):
-    """Scales the first dimension, each of its rows by its own gradients: may be sharded there."""
+    """Scales each row by its own gradients: it can be sharded along the first dimension."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -786,7 +786,7 @@ class Rowwise(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_must_have_all_experts_is_refused() -> None:
-    """Adafactor looks at the root mean square of all of them."""
+    """Adafactor takes the root mean square over all experts."""
     strategy = [place({}, devices=[0, 1]), shard({"EP": "*"})]
     optimizer = functools.partial(torch.optim.Adafactor, lr=0.01)
     with pytest.raises(piper.DirectiveError, match=r"Adafactor.* must have the whole of 'experts'"):
@@ -794,7 +794,7 @@ def test_an_optimizer_that_must_have_all_experts_is_refused() -> None:
 
 
 def test_state_of_a_shard_that_is_not_the_parameters(tmp_path: Path) -> None:
-    """What is kept for the rows of two experts is not that of four."""
+    """State for the rows of two experts is not state for four."""
     strategy = [place({}, devices=[0, 1]), shard({"EP": "*"})]
     options: dict[str, Any] = {"optimizer": Rowwise}
     sharded = compiled(net(), strategy, F.mse_loss, batches(), **options)

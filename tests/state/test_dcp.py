@@ -1,4 +1,4 @@
-"""Torch's distributed checkpoint reads what trainers write, and the other way round."""
+"""Torch's distributed checkpoint (DCP) reads the files of trainers, and trainers read DCP's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """What a trainer saved and exported after a step, and its state."""
+    """The folder of a save and an export after one step, and the state."""
     folder = tmp_path_factory.mktemp("trained")
     program = compiled(
         net(Net), STRATEGIES["dp2-tp2-zero1"], F.mse_loss, batches(), optimizer=adamw
@@ -55,7 +55,7 @@ def equal(found: dict[str, Tensor], state: dict[str, Tensor]) -> bool:
 
 
 def test_dcp_reads_what_is_exported(trained: tuple[Path, dict[str, Tensor]]) -> None:
-    """Tied tensors are there under one of their names."""
+    """Tied tensors are stored under one of their names."""
     folder, state = trained
     there = {key: x for key, x in state.items() if key != "down.0.bias"}
     assert equal(loaded(HuggingFaceStorageReader(str(folder / "exported")), there), there)
@@ -69,13 +69,13 @@ def test_dcp_reads_what_is_saved(trained: tuple[Path, dict[str, Tensor]]) -> Non
 
 
 def once() -> dict[str, Tensor]:
-    """The model's state, tied tensors under one name."""
+    """The model's state, with tied tensors under one name."""
     state = net(Net).state_dict()
     return {key: x.contiguous() for key, x in state.items() if key != "tied"}
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """The state of the model from files."""
+    """The model's state, read from files."""
     names = StateNames.of(Source(net(Net)))
     found = located(Source(net(Net)), names, piper.weights(folder))
     return names.named(
@@ -98,7 +98,7 @@ def test_what_dcp_wrote_is_read(how: dict[str, Any], tmp_path: Path) -> None:
 
 
 def shards(folder: Path, starts: tuple[int, int]) -> Path:
-    """Files as two ranks write them, which have the rows of ``up.0.weight`` from ``starts`` on."""
+    """Files as two ranks write them, with ``starts`` as the row offsets of ``up.0.weight``."""
     folder.mkdir()
     state = once()
     weight = state.pop("up.0.weight")
@@ -126,7 +126,7 @@ def test_shards_of_several_ranks_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_with_shards(tmp_path: Path) -> None:
-    """DTensors along every dimension, by two ranks, both ways."""
+    """DTensors sharded along every dimension, on two ranks, in both directions."""
     from tests.launch.test_torchrun import LIMIT, torchrun
 
     program = compiled(net(Net), STRATEGIES["zero3"], F.mse_loss, batches(), optimizer=adamw)
@@ -137,6 +137,6 @@ def test_ranks_with_shards(tmp_path: Path) -> None:
     assert sorted(printed.splitlines()) == ["0 True", "1 True"], said
     assert len(list((tmp_path / "shards").iterdir())) == 2
     assert equal(read(tmp_path / "shards"), once())
-    # torch writes zeros for tensors without dimensions when it consolidates
+    # torch writes zeros for 0-dimensional tensors when it consolidates
     there = {key: x for key, x in once().items() if x.dim()}
     assert equal(read(tmp_path / "consolidated"), there)

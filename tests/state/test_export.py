@@ -1,5 +1,5 @@
-"""``from_pretrained`` loads what ``trainer.export`` writes: the same logits, bit for bit; and
-``piper.weights`` reads what the library writes."""
+"""``from_pretrained`` loads an export of ``trainer.export``: the same logits, bit for bit; and
+``piper.weights`` reads the library's own files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ SAVED: dict[str, Any] = {
 def test_weights_of_the_library_fill_a_model_on_the_meta_device(
     name: str, how: str, tmp_path: Path
 ) -> None:
-    """Rotary frequencies, which no file has, are computed as the library does."""
+    """Rotary frequencies are in no file: they are computed as in the library."""
     model: Any = made(name)
     SAVED[how](model, tmp_path / "saved")
     init = piper.weights(tmp_path / "saved")
@@ -154,7 +154,7 @@ def test_a_model_inside_another_reads_what_it_exports(name: str, tmp_path: Path)
 
 
 class Wrapped(nn.Module):
-    """With a parameter that no device uses."""
+    """A model with a parameter that no device uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_models_without_a_configuration(on: str, tmp_path: Path) -> None:
 
 
 def test_an_export_replaces_the_former_one_and_nothing_else(tmp_path: Path) -> None:
-    """A tokenizer, and notes: those that were there before, and those put there afterwards."""
+    """Other files stay: a tokenizer and notes from before, and a license added later."""
     model, x = Wrapped(), torch.randn(4, 4)
     program = piper.compile(
         model, piper.Strategy(data_parallel(2, 1)), inputs=(x,), targets=(x,), loss=F.mse_loss

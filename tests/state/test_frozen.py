@@ -1,4 +1,4 @@
-"""Frozen parameters, as LoRA has them: they stay as they are, cost no state, and change no loss."""
+"""Frozen parameters, as in LoRA: they do not change, need no state, and change no loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = ("1F1B", "ZeRO-2", "tensor parallel")
 
 
 class LoRA(nn.Module):
-    """An adapter beside a block that is frozen."""
+    """An adapter beside a frozen block."""
 
     def __init__(self, block: nn.Module, width: int, rank: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers that know their parameters by name: groups by name, several optimizers, and whole
+"""Optimizers that get their parameters by name: groups by name, several optimizers, and whole
 tensors under ZeRO, each equal to plain PyTorch with the same factory."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        nn.init.normal_(self.norm.bias)  # without, a gradient of ``up`` is singular
+        nn.init.normal_(self.norm.bias)  # otherwise a gradient of ``up`` is singular
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) * 0.3)
@@ -90,7 +90,7 @@ loss = nn.functional.mse_loss
 
 
 class Polar(torch.optim.Optimizer):
-    """What Muon approximates, exactly: a step to the nearest orthogonal matrix."""
+    """The exact form of what Muon approximates: a step to the nearest orthogonal matrix."""
 
     def __init__(self, parameters: Any, lr: float = 0.02) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -120,7 +120,7 @@ def groups(named_parameters: Named) -> torch.optim.Optimizer:
 
 
 def several(named_parameters: Named) -> list[torch.optim.Optimizer]:
-    """Matrices of the layers by one optimizer, all else by another."""
+    """One optimizer for the matrices of the layers, another for the rest."""
     hidden = [(n, p) for n, p in named_parameters if n.endswith(("up.weight", "down.weight"))]
     others = [(n, p) for n, p in named_parameters if not n.endswith(("up.weight", "down.weight"))]
     kinds: list[tuple[Any, Named]] = [(Polar, hidden), (functools.partial(adamw), others)]
@@ -135,7 +135,7 @@ FACTORIES: dict[str, Factory] = {"groups": groups, "several": several}
 
 
 class Stepped:
-    """Several optimizers for plain PyTorch."""
+    """Wraps several optimizers as one, for plain PyTorch."""
 
     def __init__(self, made: Any) -> None:
         self._made = made if isinstance(made, list) else [made]
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_parameter_that_changes_its_optimizer_is_refused(tmp_path: Path) -> None:
-    """Momentum of the one is none of the other."""
+    """The momentum of one optimizer is not that of the other."""
 
     def others(named_parameters: Named) -> list[torch.optim.Optimizer]:
         hidden = [p for n, p in named_parameters if n.endswith("up.weight")]
@@ -302,7 +302,7 @@ def test_a_scheduler_of_several() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_torchs_muon_beside_adamw(level: int) -> None:
-    """Muon rounds to bf16 on its way."""
+    """Muon computes in bf16 internally."""
 
     def muon(named_parameters: Named) -> list[torch.optim.Optimizer]:
         hidden = [p for n, p in named_parameters if n.endswith(("up.weight", "down.weight"))]
@@ -354,7 +354,7 @@ def test_factories_that_are_refused(factory: Optimizer, message: str) -> None:
 
 
 def test_a_factory_that_fails_for_what_a_device_has() -> None:
-    """The first stage has no others. On one device, which has all, the same works."""
+    """The first stage has no parameters for the second optimizer. On one device the same works."""
 
     def first(named_parameters: Named) -> list[torch.optim.Optimizer]:
         mine = [p for n, p in named_parameters if n.startswith("layers.0")]
@@ -389,8 +389,8 @@ def test_what_is_given_names() -> None:
 
 @pytest.mark.slow
 def test_the_smallest_difference_between_groups_is_seen() -> None:
-    """A decay of 0.01 at a learning rate of 3e-4 changes nothing in a few steps; yet a slice, which
-    is flat, would be in the group without decay."""
+    """A decay of 0.01 at a learning rate of 3e-4 changes nothing in a few steps; yet a slice is
+    flat, and would be in the group without decay."""
 
     def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         flat = [p for p in parameters if p.ndim < 2]
@@ -404,7 +404,7 @@ def test_the_smallest_difference_between_groups_is_seen() -> None:
 
 
 def test_an_optimizer_says_that_it_needs_whole_tensors() -> None:
-    """One that looks at large matrices alone could not be found by a trial on small ones."""
+    """A trial on small tensors could not find that it treats only large matrices differently."""
 
     class Large(torch.optim.SGD):
         needs_whole_tensors = True
@@ -413,7 +413,7 @@ def test_an_optimizer_says_that_it_needs_whole_tensors() -> None:
     assert not any(bucket.sliced for bucket in made.buckets)
 
 
-# where parameters lie
+# the layout of parameters
 
 
 @pytest.mark.slow
@@ -435,7 +435,7 @@ def test_parameters_are_packed_into_parts() -> None:
 
 
 def test_a_bucket_has_room_for_a_tensor_of_every_device() -> None:
-    """Else each would be padded to many times its size."""
+    """Otherwise a bucket would be padded to many times its size."""
     program = compiled(net(), zero(1, 4, bucket_mb=1e-6), loss, data(), optimizer=several)
     (bucket,) = [b for b in program.buckets if not b.sliced]
     assert bucket.share * bucket.within == bucket.elements

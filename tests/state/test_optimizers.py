@@ -1,5 +1,5 @@
-"""Optimizers that do not treat each parameter by itself: those that count their steps or look at
-all parameters together, and factories that do not do what they are asked."""
+"""Optimizers that do not treat each parameter by itself, because they count their steps or look at
+all parameters together; and factories that misbehave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.training import (
 
 ROWS, WIDTH, STEPS = 16, 8, 6
 BUCKET = WIDTH * WIDTH * 8 / 2**20
-"""Mebibytes that hold one layer's weight."""
+"""The size of one layer's weight, in MiB."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +57,7 @@ class Layers(nn.Module):
 
 
 class Counting(torch.optim.Optimizer):
-    """Decays with the number of its steps, which it keeps in its groups."""
+    """Decays with the number of its steps, which it stores in its groups."""
 
     def __init__(self, parameters: Any, lr: float = 0.5) -> None:
         super().__init__(parameters, {"lr": lr, "k": 0})
@@ -72,7 +72,7 @@ class Counting(torch.optim.Optimizer):
 
 
 class Own(Counting):
-    """The same with the number in the optimizer itself, which matters only later."""
+    """The same with the count in the optimizer itself; it has an effect only later."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
@@ -86,7 +86,7 @@ class Own(Counting):
 
 
 class Normed(torch.optim.Optimizer):
-    """Divides by the norm of all gradients if that is large."""
+    """Scales by the norm of all gradients if that is large."""
 
     def __init__(self, parameters: Any, lr: float = 0.5, limit: float = 0.05) -> None:
         super().__init__(parameters, {"lr": lr, "limit": limit})
@@ -103,7 +103,7 @@ class Normed(torch.optim.Optimizer):
 
 
 def hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """A hook that counts steps, and changes the learning rate by it."""
+    """An optimizer whose hook counts steps and changes the learning rate accordingly."""
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     calls = [0]
 
@@ -167,14 +167,14 @@ STEP_ONCE: dict[str, Optimizer] = {"group": Counting, "hook": hooked}
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", STEP_ONCE)
 def test_an_optimizer_that_counts_steps_on_replicas(name: str, zero: int) -> None:
-    """A step is one call, however many buckets there are."""
+    """A step is one call, whatever the number of buckets."""
     strategy = [*data_parallel(2, 2), replicate({}, zero=zero, bucket_mb=BUCKET)]
     check(strategy, STEP_ONCE[name], 4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_optimizer_that_counts_steps_on_stages(tied: bool) -> None:
-    """Stages hold different buckets, and a tied weight is one of both."""
+    """Stages hold different buckets, and a tied weight belongs to both."""
     strategy = [
         *pipeline([[0, 1], [2, 3]], 2, *one_f_one_b(2, 2)),
         replicate({}, zero=0, bucket_mb=BUCKET),
@@ -210,13 +210,13 @@ def test_an_optimizer_that_looks_across_parameters_needs_all(strategy: Sequence[
 
 
 def first_is_slower(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Groups by the place in the list."""
+    """Groups by the position in the list."""
     first, *rest = parameters
     return torch.optim.SGD([{"params": [first], "lr": 0.01}, {"params": rest}], lr=0.5)
 
 
 class Backwards(Layers):
-    """Uses its layers in another order than it names them."""
+    """Uses its layers in another order than their names."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in reversed(self.layers):
@@ -240,7 +240,7 @@ def test_groups_by_the_place_in_the_list_are_the_models_or_refused() -> None:
     ("strategy", "other", "message"),
     [
         (pipeline([[0], [1]], 2), Normed, "Normed looks at all parameters together"),
-        (data_parallel(2, 2), Counting, None),  # its plans are those of one step for all
+        (data_parallel(2, 2), Counting, None),  # its plans already take one step for all
         ([*data_parallel(2, 2), replicate({}, zero=1)], torch.optim.Adafactor, None),
         (data_parallel(2, 2), lambda ps: torch.optim.SGD(ps[:1], lr=0.1), "SGD .* leaves out"),
         (data_parallel(2, 2), torch.optim.AdamW, None),
@@ -264,7 +264,7 @@ def test_a_loaded_program_tries_the_optimizer_that_it_is_given(
 
 
 def test_what_an_optimizer_counts_for_later_is_found() -> None:
-    """It matters from the hundredth call on: after the trial."""
+    """The count has an effect from the hundredth call on, which is after the trial."""
     program = compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=Own)
     assert program.settings.optimizer.whole
 
@@ -281,7 +281,7 @@ def test_what_an_optimizer_counts_for_later_is_found() -> None:
     ids=["adamw", "momentum", "adagrad", "adafactor", "nadam"],
 )
 def test_torchs_own_step_bucket_by_bucket(optimizer: Optimizer) -> None:
-    """So that updates follow their sums, and gradients are let go early."""
+    """Updates can then follow their reductions, and gradients are freed early."""
     program = compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=optimizer)
     assert not program.settings.optimizer.whole
 
@@ -299,7 +299,7 @@ def test_trying_an_optimizer_draws_nothing_from_the_users_generator() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_gradients_that_wait_for_the_step_are_counted(zero: int) -> None:
-    """The memory that is predicted holds them to the end, as a run does."""
+    """Predicted and measured memory both hold them until the step."""
     x = torch.zeros(2, WIDTH, dtype=torch.float64)
     held = {}
     for name, optimizer in {"once": Counting, "in turn": torch.optim.SGD}.items():
@@ -324,7 +324,7 @@ def test_gradients_that_wait_for_the_step_are_counted(zero: int) -> None:
 
 
 class Halves(nn.Module):
-    """The first half has matrices only, the second a vector only."""
+    """The first half has only matrices, the second only a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ ONE = data_parallel(1, 2)
 def test_groups_are_matched_by_what_they_hold(
     before: Sequence[Directive], after: Sequence[Directive], tmp_path: Path
 ) -> None:
-    """Devices have different groups: none gets the settings of another."""
+    """Devices have different groups: no group gets the settings of another."""
     torch.manual_seed(0)
     net, batches = Halves().double(), data()
     how: dict[str, Any] = {"optimizer": without_empty_groups, "scheduler": halving}

@@ -1,4 +1,4 @@
-"""First weights from files: every device reads its own slices, and has what the model would."""
+"""Initial weights from files: every device reads its own slices, and gets the model's weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def in_one_file(state: dict[str, Tensor], folder: Path) -> Path:
 
 
 def in_several_files(state: dict[str, Tensor], folder: Path) -> Path:
-    """Three files and their index."""
+    """Write the state as three files and their index."""
     folder.mkdir(exist_ok=True)
     where = {key: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, key in enumerate(state)}
     for file in set(where.values()):
@@ -67,7 +67,7 @@ def meta_net() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of the model, one of its tied names left out."""
+    """The weights of the model, without one of its tied names."""
     state = without(net(Net).state_dict(), "tied")
     return in_several_files(state, tmp_path_factory.mktemp("weights") / "files")
 
@@ -81,8 +81,8 @@ FAST = ("ep4-zero3", "dp2-tp2-zero1")
     [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in STRATEGIES],
 )
 def test_a_model_on_the_meta_device_has_the_weights_of_the_files(name: str, folder: Path) -> None:
-    """Fused, tensor-parallel, expert and ZeRO shards, ties, permuted strides, buffers, and what no
-    device holds."""
+    """Fused, tensor-parallel, expert and ZeRO shards, ties, permuted strides, buffers, and tensors
+    that no device holds."""
     options: dict[str, Any] = {"optimizer": adamw, "init": piper.weights(folder)}
     program = compiled(meta_net(), STRATEGIES[name], F.mse_loss, batches(), **options)
     with piper.launch(program) as trainer:
@@ -109,7 +109,7 @@ class Wide(nn.Module):
 
 
 def wide(folder: Path, strategy: list[Any], model: nn.Module | None = None, **how: Any) -> Any:
-    """A program for the weights in ``folder``, of a model on the meta device."""
+    """A program of a model on the meta device, with the weights in ``folder``."""
     if model is None:
         with torch.device("meta"):
             model = Wide()
@@ -149,7 +149,7 @@ def test_a_device_reads_and_holds_its_shard_alone(
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
 def test_other_dtypes_are_converted(stored: torch.dtype, own: torch.dtype, tmp_path: Path) -> None:
-    """As a model that loads them has them; its bf16 copies are made of these."""
+    """Converted as a model that loads them would; the bf16 copies are made from the result."""
     torch.manual_seed(0)
     state = {name: x.to(stored) for name, x in Wide(torch.float64).state_dict().items()}
     source = Source(Wide(own).to("meta"))
@@ -218,7 +218,7 @@ def test_what_trainers_write_can_be_read(tmp_path: Path) -> None:
 
 
 class Turning(nn.Module):
-    """A buffer that is in no state dict, and one that is in it."""
+    """One buffer that is not in the state dict, and one that is."""
 
     def __init__(self, *, resets: bool = True) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_buffers_that_no_state_dict_has_are_computed(on: str, tmp_path: Path) ->
     real.reset_parameters()
     state = {**real.state_dict(), "scale": torch.tensor([3.0])}
     real.load_state_dict(state)
-    # a file of an earlier version may have what is computed now
+    # a file of an earlier version may contain a buffer that is now computed
     folder = in_one_file({**state, "angles": torch.zeros(4)}, tmp_path / "files")
     with torch.device("meta"):
         model = Turning()
@@ -280,7 +280,7 @@ def test_buffers_that_no_module_computes_need_init(tmp_path: Path) -> None:
         assert set(seen) == {"angles"}
 
 
-# what is found, and what is refused
+# what is found and what is refused
 
 
 class One(nn.Module):
@@ -375,7 +375,7 @@ def damaged(folder: Path, change: Callable[[Path], object]) -> str:
 
 
 def with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """Another header of the first file."""
+    """Change the header of the first file."""
 
     def harm(folder: Path) -> None:
         content = (folder / FIRST).read_bytes()
@@ -479,7 +479,7 @@ def test_ranks_of_torchrun_read_for_themselves(tmp_path: Path) -> None:
 
 
 def llama(layers: int, width: int, vocab: int) -> nn.Module:
-    """Shaped like Llama 7B, on the meta device, in bf16."""
+    """A model shaped like Llama 7B, on the meta device, in bf16."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=vocab,
@@ -495,7 +495,7 @@ def llama(layers: int, width: int, vocab: int) -> nn.Module:
 
 
 def peaks(model: nn.Module, folder: Path) -> tuple[list[int], int]:
-    """The most memory that each of four processes took to start, and the bytes of the model."""
+    """The peak memory of each of four processes after the start, and the bytes of the model."""
     folder.mkdir()
     state = model.state_dict()
     given = [
@@ -525,7 +525,7 @@ def peaks(model: nn.Module, folder: Path) -> tuple[list[int], int]:
 
 
 MARGIN = 64 * 2**20
-"""Bytes that a process may take beside its share and what it takes without any model."""
+"""Bytes that a process may take beyond its share and its memory without a model."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""State that is really divided: hybrid sharding, levels that differ, parameters of every kind, what
-is communicated, and the memory that all of it takes."""
+"""Sharded state: hybrid sharding, mixed ZeRO levels, parameters of every kind, the communication,
+and the memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS, CLIP = 3, 0.05
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
-    """Parameters of a test that is run by hand."""
+    """Test parameters that run only with the slow tests."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
@@ -44,8 +44,8 @@ def _captures() -> Iterator[None]:
 
 
 class Odd(nn.Module):
-    """Layers whose parameters divide by nothing: of odd sizes, of no dimension, frozen, of another
-    dtype, tied; and a region that has none."""
+    """Parameters that divide evenly over no group: of odd sizes, 0-dimensional, frozen, of another
+    dtype, tied; and a region without parameters."""
 
     def __init__(self, layers: int = 4, tied: bool = True) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def batches(parts: int) -> list[Batch]:
 
 
 def check(model: nn.Module, strategy: Sequence[Directive], parts: int) -> piper.Program:
-    """The strategy trains ``model`` as one device does, with ``parts`` microbatches."""
+    """``model`` under the strategy must train as on one device with ``parts`` microbatches."""
     program = compiled(model, strategy, mean_loss, batches(parts), clip_norm=CLIP)
     assert_same(train(program, batches(parts)), expected(model, parts), ULPS)
     return program
@@ -164,8 +164,8 @@ def test_a_two_way_pipeline_divides_parameters_within_each_direction() -> None:
 
 @pytest.mark.parametrize("schedule", ["dualpipe", slow("1f1b")])
 def test_a_higher_level_never_shards_less(schedule: str) -> None:
-    """Each direction of the pipeline, or end of it, is one device, which can gather nothing: the
-    rest is sharded over both. 1f1b has a tied embedding at both ends."""
+    """Each direction of the pipeline, or each end of it, is one device, which cannot gather: the
+    other state is sharded over both. 1f1b has a tied embedding at both ends."""
     model = experts() if schedule == "dualpipe" else odd(True)
 
     def made(zero: int) -> piper.Program:
@@ -186,7 +186,7 @@ def test_parameters_of_every_kind(zero: int, tied: bool) -> None:
 
 
 def test_groups_of_different_size_divide_what_they_share() -> None:
-    """The tied embedding is on four devices and on two: it is divided in two."""
+    """The tied embedding is on four devices and on two: it is sharded in two."""
     strategy = pipeline([[0, 1, 2, 3], [4, 5]], 2, replicate({}, zero=3, bucket_mb=1e-4), by=[3, 3])
     program = compiled(odd(True), strategy, mean_loss, batches(8), clip_norm=CLIP)
     (tied,) = [b for b in program.buckets if "embed.weight" in b.parameters]
@@ -194,12 +194,12 @@ def test_groups_of_different_size_divide_what_they_share() -> None:
     assert_same(train(program, batches(8)), expected(odd(True), 8), ULPS)
 
 
-# what is communicated
+# communication
 
 
 @functools.cache
 def stack() -> nn.Module:
-    """Layers of equal size, and nothing else that is trained."""
+    """Layers of equal size, and no other trained parameters."""
     torch.manual_seed(0)
     return Stack(4)
 
@@ -217,11 +217,11 @@ class Stack(nn.Module):
 
 
 LAYER = 16 * 16 * 4
-"""Bytes of one layer's parameters, which fill a bucket."""
+"""Bytes of one layer's parameters; a bucket holds one layer."""
 
 
 def traffic(zero: int, devices: int, microbatches: int, **how: int) -> piper.Traffic:
-    """What a step on a stack sends, microbatch after microbatch."""
+    """The traffic of a step on a stack, one microbatch after another."""
     rows = [[{"MB": m, "PASS": p}] for m in range(microbatches) for p in ("F", "B")]
     strategy = piper.Strategy(
         [
@@ -243,13 +243,13 @@ def traffic(zero: int, devices: int, microbatches: int, **how: int) -> piper.Tra
 @pytest.mark.parametrize("devices", [2, slow(4)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_bytes_are_those_of_the_textbook(devices: int, microbatches: int) -> None:
-    """With P bytes of parameters on n devices and M microbatches: 2P without and with ZeRO-1, P for
-    each microbatch's gradients and P for parameters with ZeRO-2, all times (n - 1) / n."""
+    """With P bytes of parameters on n devices and M microbatches: 2P without ZeRO and with ZeRO-1;
+    with ZeRO-2, P per microbatch for gradients, and P for parameters; all times (n - 1) / n."""
     whole = 4 * LAYER * (devices - 1) // devices
     found = [traffic(zero, devices, microbatches) for zero in range(4)]
     nbytes = [t.nbytes - sum(f.nbytes for f in t.flows if f.stream == "scalars") for t in found]
-    # ZeRO-3: forwards gather four layers; of the backwards the last layer's finds it there still,
-    # and the first layer's needs no parameters
+    # ZeRO-3: forwards gather four layers. In the backward the last layer is still gathered, and the
+    # first layer's needs no parameters
     gathers = microbatches * (4 + 2)
     assert nbytes == [
         2 * whole,
@@ -277,17 +277,17 @@ def test_nothing_is_reduced_or_gathered_twice() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_copies_are_summed_once_a_step(zero: int) -> None:
-    """Hybrid sharding: within a copy as with fewer devices; across copies a part of P, once."""
+    """Hybrid sharding: within a copy as with fewer devices; across copies a shard of P, once."""
     scalars = [f for f in traffic(0, 4, 3).flows if f.stream == "scalars"]
     found, within = traffic(zero, 4, 3, within=2), traffic(zero, 2, 3)
     for kind in ("reduce_scatter", "all_gather"):
         assert (found.of(kind), found.count(kind)) == (within.of(kind), within.count(kind))
     across = found.of("all_reduce") - sum(f.nbytes for f in scalars)
-    assert across == 4 * LAYER // 2  # 2 (n - 1) / n of a half
+    assert across == 4 * LAYER // 2  # 2 (n - 1) / n of one half
 
 
 def test_experts_are_reduced_over_their_replicas_only() -> None:
-    """Of the experts, devices with the same ones: half the bytes among half the devices."""
+    """Experts are reduced among devices with the same experts: half the bytes, half the devices."""
     parts = [split(parts=2), place({}, devices=range(4))]
     rules = [replicate({"EP": "-"}, reduce_stream="dense"), replicate({"EP": "*"})]
     program = compiled(
@@ -323,7 +323,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def test_a_device_holds_what_was_predicted(
     zero: int, layers: int, width: int, tokens: int, schedule: str
 ) -> None:
-    """Never more than the plan says, and not much less."""
+    """Never more than the plan predicts, and not much less."""
     model, x = decoder(layers, width, tokens)
     strategy = mesh(
         pp=2, dp=2, zero=zero, schedule=schedule, microbatches=4, bucket_mb=width**2 * 64 / 2**20
@@ -351,8 +351,8 @@ def deep() -> nn.Module:
 
 @pytest.mark.slow
 def test_divided_state_saves_what_theory_says() -> None:
-    """16 bytes a parameter: with n devices 8 + 8/n, 4 + 12/n and 16/n of them, beside what is
-    under way, which is a layer or two of each kind."""
+    """16 bytes per parameter: with n devices 8 + 8/n, 4 + 12/n and 16/n of them, plus transient
+    buffers of a layer or two of each kind."""
     x = torch.zeros(16, 16)
     found = {}
     for zero in range(4):
@@ -370,7 +370,7 @@ def test_divided_state_saves_what_theory_says() -> None:
             found[zero] = trainer.measure_memory(x, x)[0].peak
     held = 16 * LAYER // 4
     theory = [16 * held, (8 + 8 / 4) * held, (4 + 12 / 4) * held, 4 * held]
-    beside = found[0] - theory[0]  # activations: the same for all
+    beside = found[0] - theory[0]  # activations: equal for all
     for zero in (1, 2, 3):
         under_way = (found[zero] - beside - theory[zero]) / LAYER
         assert -1 <= under_way <= (1, 4, 5)[zero - 1]
@@ -378,7 +378,7 @@ def test_divided_state_saves_what_theory_says() -> None:
 
 @pytest.mark.slow
 def test_recomputing_shows_in_the_breakdown() -> None:
-    """All of a layer, what is cheap, or nothing: each region as it is told."""
+    """A policy per region: recompute the whole layer, what is cheap, or nothing."""
     model, x = decoder(2, 8, 32)
 
     def saved(*policies: str) -> int:
@@ -418,7 +418,7 @@ def test_parameters_are_gathered_as_early_as_the_limit_allows() -> None:
         peak(least - 1)
 
 
-# the state as it was written
+# reading and writing the state
 
 
 @pytest.mark.slow

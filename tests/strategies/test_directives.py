@@ -1,9 +1,9 @@
-"""Every directive on a DAG small enough to draw: the whole result as text, and what it may not do.
+"""Every directive on a DAG small enough to draw: the whole result as text, and its refusals.
 
-A node's line reads: number, pass, tags, devices, what it reads -> what it makes, the nodes it waits
-for besides, and the directive that made it or last moved it. ``v`` is an activation, ``g`` its
-gradient as summed by the chunk after the slash, ``x`` the batch, ``dw`` gradients of parameters;
-``.1`` is microbatch 1.
+A node's line reads: number, pass, tags, devices, inputs -> outputs, the other nodes it waits for,
+and the directive that made it or last moved it. ``v`` is an activation, ``g`` its gradient as
+summed by the chunk after the slash, ``x`` the batch, ``dw`` gradients of parameters; ``.1`` is
+microbatch 1.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def dag(model: Model, directives: Sequence[Directive]) -> Dag:
 
 
 def rewritten(directive: Directive, before: Dag) -> Dag:
-    """The DAG after ``directive``, which must leave ``before`` as it was and do the same again."""
+    """The DAG after ``directive``, which must not change ``before`` and must be deterministic."""
     was = str(before)
     kept = replace(before)
     after = directive.apply(before)
@@ -66,7 +66,7 @@ def rewritten(directive: Directive, before: Dag) -> Dag:
 
 
 def nodes(after: Dag) -> str:
-    """The lines of the nodes."""
+    """The lines of the nodes, without the history."""
     return textwrap.dedent(str(after).split("\n", len(after.history))[-1])
 
 
@@ -108,8 +108,8 @@ def test_text_of_some_words_has_only_lines_that_contain_one_of_them() -> None:
 
 
 def test_build_of_a_skip_has_terms_of_the_gradient_from_both_readers() -> None:
-    """g2 has one from the last layer (chunk 3), and two from the first (chunk 1), which uses the
-    value twice."""
+    """g2 has one term from the last layer (chunk 3), and two from the first (chunk 1), which uses
+    the value twice."""
     assert str(build(skip(3))) == golden(
         """
         # 0:build
@@ -171,7 +171,7 @@ def test_partition_by_flops_counts_the_head_to_the_last_stage() -> None:
 
 
 def test_partition_by_params() -> None:
-    """Embedding and head have two layers' worth of parameters each: the cut is in the middle."""
+    """Embedding and head each have the parameters of two layers: the cut is in the middle."""
     by = partition("layer", into="PP", parts=2, by="params")
     assert stages(dag(chain(4), [by])) == [0, 0, 1, 1]
 
@@ -187,7 +187,7 @@ def test_partition_by_measured_cost() -> None:
 
 
 def test_partition_by_measured_cost_counts_a_region_once() -> None:
-    """A layer of three chunks costs what was measured, not three times that."""
+    """A layer of three chunks has the measured cost once, not three times."""
     mixed = moe(4, 4)
     last = [c.index for c in mixed.chunks if c.tags.get("layer") == 3]
     chunks = tuple(  # layer 3 becomes a region of one chunk
@@ -198,7 +198,7 @@ def test_partition_by_measured_cost_counts_a_region_once() -> None:
 
 
 def test_partition_of_a_partition() -> None:
-    """A second partition, of other regions, adds its own tag and keeps the first's."""
+    """A second partition, of other regions, adds its own tag and keeps the first one."""
     after = dag(moe(2, 4), [STAGES, partition("EP", into="XP", parts=2)])
     found = [(n.tags["PP"], n.tags["XP"]) for n in after.nodes[:9]]
     assert found == [(0, 0)] * 4 + [(1, 0)] + [(1, 1)] * 4
@@ -300,7 +300,7 @@ def test_place_by_microbatch_lets_a_stage_live_on_two_groups() -> None:
     )
 
 
-# replicate and shard: rules about state, no node changes
+# replicate and shard: rules about state; no node changes
 
 
 def test_replicate_rules_the_state_of_the_matched_chunks() -> None:
@@ -333,7 +333,7 @@ def test_shard_into_fewer_ways_than_devices() -> None:
 
 
 def one_f_one_b(stage: int, passes: str) -> Directive:
-    """``"F0 B0"`` as an order of one stage."""
+    """An order of one stage, from a text such as ``"F0 B0"``."""
     groups = [{"PP": stage, "MB": int(p[-1]), "PASS": p[:-1]} for p in passes.split()]
     return order(*groups)
 
@@ -401,7 +401,7 @@ def test_order_overlaps_the_filters_of_one_group() -> None:
 
 
 def test_order_divides_the_backwards_it_wants_in_halves() -> None:
-    """Microbatch 0 of stage 0 in halves, BW last; embed has only BW, microbatch 1 stays whole."""
+    """Microbatch 0 of stage 0 in halves, BW last; embed has only BW; microbatch 1 stays whole."""
     after = rewritten(one_f_one_b(0, "F0 F1 BI0 B1 BW0"), dag(chain(2), TWO_STAGES))
     assert nodes(after) == golden(
         """
@@ -431,7 +431,7 @@ def test_order_divides_the_backwards_it_wants_in_halves() -> None:
 
 
 def test_order_allows_halves_that_have_nothing_to_compute() -> None:
-    """The loss has no BW; alone in its stage, its order of BW says nothing."""
+    """The loss has no BW: an order of its BW has no effect."""
     before = dag(chain(1), [split(parts=2), place({}, devices=[0])])
     after = order({"loss": 0, "MB": 0, "PASS": "BI"}, {"loss": 0, "MB": 0, "PASS": "BW"})
     assert [n.op.which.name for n in after.apply(before).nodes[4:6]] == ["BI", "B"]
@@ -446,7 +446,7 @@ def test_order_allows_halves_with_nothing_to_compute_however_the_filter_is_writt
 
 
 def test_order_of_whole_microbatches() -> None:
-    """A filter without PASS matches forwards and backwards; each microbatch as a whole, in turn."""
+    """A filter without PASS matches forwards and backwards: whole microbatches, one by one."""
     before = dag(chain(1), [split(parts=2), place({}, devices=[0])])
     after = order({"MB": 0}, {"MB": 1}).apply(before)
     last_of_0 = next(
@@ -468,7 +468,7 @@ def test_order_of_both_passes_in_a_list() -> None:
 
 
 def test_order_holds_between_groups_that_share_devices() -> None:
-    """Stage 0 is on devices 0 and 1, stage 1 on 1 alone: device 1 must run F1 of stage 0 first."""
+    """Stage 0 is on devices 0 and 1, stage 1 only on 1: device 1 must run F1 of stage 0 first."""
     before = dag(
         chain(2), [STAGES, HALVES, place({"PP": 0}, devices=[0, 1]), place({"PP": 1}, devices=[1])]
     )
@@ -523,13 +523,13 @@ def test_an_order_across_devices_that_nobody_keeps_is_refused(
 
 
 def name(node: Node) -> str:
-    """A node of a chain in short: ``F layer0 MB1``."""
+    """A short name of a node in a chain: ``F layer0 MB1``."""
     tags = [f"{t}{v}" for t, v in node.tags.items() if t not in ("PASS", "PP", "MB")]
     return " ".join([node.op.which.value, *tags, f"MB{node.tags['MB']}"])
 
 
 def ancestors(after: Dag, number: int) -> set[int]:
-    """All nodes that must be done before node ``number`` starts."""
+    """All nodes that must finish before node ``number`` starts."""
     found: set[int] = set()
     queue = [number]
     while queue:
@@ -541,14 +541,14 @@ def ancestors(after: Dag, number: int) -> set[int]:
 
 
 def test_two_orders_add_up() -> None:
-    """F0 F1 by the first, F1 B1 by the second: three in a row."""
+    """F0 F1 from the first order, F1 B1 from the second: three in a row."""
     after = dag(chain(2), [*TWO_STAGES, one_f_one_b(0, "F0 F1"), one_f_one_b(0, "F1 B1")])
     waits = {name(n): [name(after.nodes[b]) for b in n.after] for n in after.nodes if n.after}
     assert waits == {"F embed0 MB1": ["F layer0 MB0"], "B layer0 MB1": ["F layer0 MB1"]}
 
 
 def test_a_backward_ordered_as_a_whole_is_not_divided_later() -> None:
-    """B0 before F1: a BW that the next order set free would no longer be part of B0."""
+    """B0 before F1: if the next order moved BW away, B0 would no longer be complete before F1."""
     before = dag(chain(2), [*TWO_STAGES, one_f_one_b(1, "F0 B0 F1 B1")])
     halves = order({"head": 0, "MB": 0, "PASS": "BI"}, {"head": 0, "MB": 0, "PASS": "BW"})
     with pytest.raises(DirectiveError, match="ordered already as a whole"):
@@ -556,7 +556,7 @@ def test_a_backward_ordered_as_a_whole_is_not_divided_later() -> None:
 
 
 def test_dividing_keeps_the_orders_there_were() -> None:
-    """Numbers of nodes shift where a backward becomes two; what they wait for shifts with them."""
+    """Node numbers shift where a backward becomes two; the dependencies shift with them."""
     first = one_f_one_b(1, "F0 F1 B0 B1")
     plain = dag(chain(2), [*TWO_STAGES, first])
     divided = dag(chain(2), [*TWO_STAGES, first, one_f_one_b(0, "F0 F1 BI0 BW0 BI1 BW1")])
@@ -637,7 +637,7 @@ def test_remat_after_order_rewires_the_halves_and_keeps_the_order() -> None:
 
 
 def test_remat_of_one_microbatch_is_refused() -> None:
-    """A policy is a chunk's: a filter that means one microbatch must not change the others."""
+    """A remat policy belongs to a chunk: a filter for one microbatch must not change the others."""
     with pytest.raises(DirectiveError, match="MB"):
         remat({"layer": 0, "MB": 0}, "all").apply(dag(chain(1), [HALVES]))
 
@@ -663,7 +663,7 @@ def test_halves_are_made_by_the_order_that_divided_them() -> None:
 
 
 def test_two_places_on_one_group_send_on_their_own_streams() -> None:
-    """Stages 0 and 2 of a V share device 0, but not the stream they send on."""
+    """Stages 0 and 2 of a V share device 0, but send on different streams."""
     three = partition("layer", into="PP", parts=3, by=[1, 1, 1])
     both = [
         three,
@@ -685,7 +685,7 @@ def test_shard_is_of_whole_regions() -> None:
 
 
 def test_a_parameter_is_not_sharded_for_one_region_and_whole_for_another() -> None:
-    """Both layers use the same experts; only layer 0's are to be divided."""
+    """Both layers use the same experts; the directive shards only layer 0's."""
     two = moe(2, 4)
     chunks = tuple(
         replace(c, parameters=("experts.0",)) if "EP" in c.tags else c for c in two.chunks
@@ -695,7 +695,7 @@ def test_a_parameter_is_not_sharded_for_one_region_and_whole_for_another() -> No
         shard({"EP": 0}).apply(before)
 
 
-# the facts by hand are those of capture
+# handwritten facts equal those of capture
 
 
 class Chain(nn.Module):
@@ -773,7 +773,7 @@ class MoE(nn.Module):
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Over all targets: it takes nothing of the whole batch."""
+    """A mean over all targets that uses no value of the whole batch."""
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return each.mean()
 
@@ -813,9 +813,9 @@ def test_the_facts_by_hand_are_those_of_capture(
 
 
 def plain_facts(chunk: ChunkFacts) -> ChunkFacts:
-    """``chunk`` without the bytes that its operations move, which only costs are made of, without
-    those that it saves by letting go early, without how its results lie, and without the lines of
-    its products."""
+    """``chunk`` without facts that the handwritten models leave out: bytes moved by operations
+    (used only for costs), memory saved by early frees, the storage of results, and the source
+    lines of products."""
 
     def plain(variant: Variant) -> Variant:
         passes = {
@@ -849,7 +849,7 @@ def test_a_buffer_that_changes_is_a_fact_of_its_chunk() -> None:
 
 
 def uses(model: Model) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """For each chunk, the buffers that it reads and those that it changes."""
+    """For each chunk, the buffers it reads and the buffers it changes."""
     return [(chunk.buffers, chunk.changes) for chunk in model.chunks]
 
 
@@ -880,7 +880,7 @@ def test_a_buffer_that_is_read_is_a_fact_of_its_chunk(following: Model) -> None:
 
 
 def test_a_buffer_that_changes_is_on_one_device_with_all_who_read_it(following: Model) -> None:
-    """Else the first layer, on its own device, would never see the new content."""
+    """Otherwise the first layer, on its own device, would never see the new content."""
     with pytest.raises(DirectiveError, match="'seen', which changes, on several devices"):
         lower(dag(following, TWO_STAGES), {})
 
@@ -904,7 +904,7 @@ def test_a_buffer_is_read_after_the_microbatch_before_has_changed_it(following: 
 
 def test_an_argument_that_is_given_for_good_makes_room() -> None:
     def chain(x: Tensor) -> Tensor:
-        return torch.cat([(x + 1) * 2, x[:0]])  # x is read to the last
+        return torch.cat([(x + 1) * 2, x[:0]])  # x is used until the end
 
     def early(x: Tensor) -> Tensor:
         return ((x + 1) * 2).exp()
@@ -916,12 +916,12 @@ def test_an_argument_that_is_given_for_good_makes_room() -> None:
 
 
 def test_what_an_op_makes_and_nobody_takes_needs_memory_too() -> None:
-    """sort makes values (fp32) and their places (int64)."""
+    """sort returns values (fp32) and indices (int64)."""
 
     def needed(function: Callable[[Tensor], Tensor]) -> int:
         module = make_fx(function)(torch.zeros(100))
         module.graph.eliminate_dead_code()
         return workspace(module.graph)
 
-    assert needed(lambda x: x.sort().values + 1) == (4 + 8) * 100 - 4 * 100  # the result's place
+    assert needed(lambda x: x.sort().values + 1) == (4 + 8) * 100 - 4 * 100  # minus the result
     assert needed(lambda x: torch.add(*x.sort())) == (4 + 8 + 4) * 100 - 4 * 100

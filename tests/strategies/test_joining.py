@@ -1,4 +1,4 @@
-"""Published strategies on models that mark their stages themselves: the loss joins the last one."""
+"""Published strategies on models that mark their own stages: the loss joins the last stage."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_published_strategy_on_a_model_that_marks_its_stages() -> None:
 
 
 def test_what_follows_the_last_placed_region_joins_it() -> None:
-    """A region whose name others are placed by does not: its place was forgotten."""
+    """But not a region whose tag is used to place other regions: its place was forgotten."""
     model = chain(2)
     ends = {tag for chunk in model.chunks for tag in chunk.tags} - {"embed", "layer"}
     assert ends
@@ -73,7 +73,7 @@ def test_what_follows_the_last_placed_region_joins_it() -> None:
     assert {n.devices for n in after.nodes if not n.tags.keys().isdisjoint(ends)} == {(1, 2)}
     after = Strategy([embed, place({"layer": 0}, devices=[1])]).apply(build(model))
     assert {n.devices for n in after.nodes if n.tags.get("layer") == 1} == {()}
-    after = Strategy([layers]).apply(build(model))  # what comes before joins nothing
+    after = Strategy([layers]).apply(build(model))  # earlier regions do not join
     assert {n.devices for n in after.nodes if "embed" in n.tags} == {()}
 
 

@@ -1,5 +1,5 @@
-"""Random models under random strategies: each compiles to plans that an independent checker finds
-right, or is refused in words that name a directive. Nothing else happens.
+"""Random models under random strategies: each compiles to plans that an independent checker
+accepts, or is refused with an error that names a directive. Any other outcome fails.
 
 ``pytest tests/strategies/test_properties.py -s --examples 10000`` tries more.
 """
@@ -69,10 +69,10 @@ class Case:
     clip: bool = False
     whole: bool = False
     tensors: int = 0
-    """Each how many-th parameter the optimizer must have whole; 0 for none."""
+    """The optimizer needs every n-th parameter whole; 0 for none."""
     forward_only: bool = False
     first: int = 1
-    """The size of group at whose shapes the strategy is applied."""
+    """The group size whose shapes the strategy is applied to."""
 
     def __repr__(self) -> str:
         how = f"clip={self.clip}, whole={self.whole}, forward_only={self.forward_only}"
@@ -80,14 +80,13 @@ class Case:
         return f"{self.name}, {how}\n{self.strategy}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # and not field by field
+        printer.text(repr(self))  # not field by field
 
 
 def widened(model: Model, rng: random.Random) -> Model:
-    """``model`` with odd sizes and workspaces, with values and gradients that are not contiguous,
-    with several dtypes, with a second parameter,
-    trained or frozen, in some chunks, and with some that several chunks share, of which some make
-    no gradient."""
+    """``model`` with odd sizes and workspaces, non-contiguous values and gradients, and several
+    dtypes. Some chunks get a second parameter, trained or frozen. Some parameters are shared by
+    several chunks, some of which make no gradient."""
     parameters = {}
     for name, p in model.parameters.items():
         shape = (*p.shape[:-1], p.shape[-1] + rng.randrange(7))
@@ -137,7 +136,7 @@ DTYPES = [
 
 
 def _lying(nbytes: int, rng: random.Random) -> dict[str, int | None]:
-    """How a tensor may lie: expanded, transposed, or as it is sent."""
+    """A storage: expanded, transposed, or contiguous as it is sent."""
     return rng.choice(
         [
             {"nbytes": 4, "copied": nbytes},
@@ -148,7 +147,7 @@ def _lying(nbytes: int, rng: random.Random) -> dict[str, int | None]:
 
 
 def _busy(chunk: ChunkFacts, rng: random.Random) -> ChunkFacts:
-    """``chunk`` with other workspaces, and passes that are the last to read some things."""
+    """``chunk`` with other workspaces, and passes that are the last readers of some inputs."""
     variants = {}
     for policy, variant in chunk.variants.items():
         passes = {
@@ -166,7 +165,7 @@ def _busy(chunk: ChunkFacts, rng: random.Random) -> ChunkFacts:
 
 
 def legal(stages: int, batches: int, halves: bool, kind: str, rng: random.Random) -> list[Item]:
-    """An order of all stages' work that respects the flow of data."""
+    """An order of all stages' passes that respects the data flow."""
     backward = "BI" if halves else "B"
 
     def ready(item: Item, done: set[Item]) -> bool:
@@ -204,7 +203,7 @@ def as_filter(item: Item) -> dict[str, Any]:
 def orders(
     items: Sequence[Item], stages: int, overlap: float, rng: random.Random
 ) -> list[Directive]:
-    """One order of everything, or one for each stage; some neighbours overlap."""
+    """One order of everything, or one per stage; some neighbours overlap."""
     rows = [list(items)]
     if rng.random() < 0.5:
         rows = [[i for i in items if i[0] == s] for s in range(stages)]
@@ -270,9 +269,9 @@ def cases(draw: st.DrawFn) -> Case:
         policy = draw(st.sampled_from(["none", "min-cut", "all"]))
         steps.append(remat({"layer": rng.randrange(layers)} if rng.random() < 0.5 else {}, policy))
     groups = draw(places(stages, rng))
-    if changes and rng.random() < 0.7:  # a larger group would be refused
+    if changes and rng.random() < 0.7:  # a larger group is refused
         groups = [group[:1] for group in groups]
-    if read and rng.random() < 0.7:  # and so would several
+    if read and rng.random() < 0.7:  # several groups are refused
         groups = groups[:1] * stages
     two_way = batches > 1 and draw(st.integers(0, 4)) == 0
     if two_way:
@@ -284,13 +283,13 @@ def cases(draw: st.DrawFn) -> Case:
             other = groups[-1 - s] if way == "mirror" else [d + first for d in groups[s]]
             if way == "back":
                 other = groups[s][::-1]
-            if way == "both":  # one device in both groups, with one rank
+            if way == "both":  # one device is in both groups, with one rank
                 other = [groups[s][0], *other[1:]]
             steps.append(place({"PP": s, "MB": range(half)}, devices=groups[s]))
             steps.append(place({"PP": s, "MB": range(half, batches)}, devices=other))
     else:
         placing = [place({"PP": s}, devices=groups[s], stream=f"p{s % 2}") for s in range(stages)]
-        if kind in EXPERTS and draw(st.integers(0, 2)) == 0:  # the experts on devices of their own
+        if kind in EXPERTS and draw(st.integers(0, 2)) == 0:  # experts on their own devices
             devices = sorted(rng.sample(range(6), draw(st.sampled_from([1, 2, 3, 4]))))
             placing = [
                 *(replace(p, where={**p.where, "EP": "-"}) for p in placing),
@@ -340,12 +339,12 @@ STREAMS = ["compute", "a", "b", "p0/send", "p2p", "scalars"]
 
 @st.composite
 def places(draw: st.DrawFn, stages: int, rng: random.Random) -> list[list[int]]:
-    """A group for each stage: apart, shared or overlapping; of 1, 2, 4, rarely 3."""
+    """A group per stage: disjoint, shared or overlapping; of 1, 2 or 4 devices, rarely 3."""
     kind = draw(st.sampled_from(["apart", "apart", "equal", "equal", "same", "overlap"]))
     sizes = [draw(st.sampled_from([1, 1, 1, 2, 2, 2, 4, 4, 3])) for _ in range(stages)]
     if kind in ("equal", "same"):
         sizes = [sizes[0]] * stages
-    if kind == "same":  # stages in turn on two groups
+    if kind == "same":  # stages alternate between two groups
         return [[(s % 2) * sizes[0] + i for i in range(sizes[0])] for s in range(stages)]
     if kind == "overlap":
         return [sorted(rng.sample(range(6), n)) for n in sizes]
@@ -390,7 +389,7 @@ def states(draw: st.DrawFn, kind: str, stages: int) -> list[Directive]:
 
 
 def outcome(case: Case) -> str:
-    """ "compiled" or "refused"; everything else is an error."""
+    """ "compiled" or "refused"; anything else is an error."""
     models = {n: at(case.model, n, whole=12) for n in SIZES}
     try:
         dag = case.strategy.apply(build(models[case.first]))

@@ -1,5 +1,5 @@
-"""The schedules: their published formulas, what is refused, tables, and that they all train to the
-numbers of one device."""
+"""The schedules: their published formulas, refusals, tables, and training to the numbers of one
+device."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ RANKS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Known:
-    """What the literature says of a schedule, for ``p`` ranks and ``m`` microbatches."""
+    """The published properties of a schedule, for ``p`` ranks and ``m`` microbatches."""
 
     make: Make
     smallest: Callable[[int], int]
-    """The fewest microbatches."""
+    """The smallest number of microbatches."""
     bubble: Callable[[int], float] | None
     activations: Callable[[int, int], int]
-    """Stages times microbatches that the rank that holds most of them holds."""
+    """The largest number of activations on a rank, counted as stages times microbatches."""
     ranks: Sequence[int] = RANKS
     pairs: bool = False
 
@@ -87,7 +87,7 @@ def looped(virtual: int) -> Make:
 KNOWN: dict[str, Known] = {
     "gpipe": Known(gpipe, lambda p: 1, lambda p: (p - 1) * (F + B), lambda p, m: m),
     "1f1b": Known(one_f_one_b, lambda p: 1, lambda p: (p - 1) * (F + B), lambda p, m: min(p, m)),
-    # F and B are those of a stage, 1/V of a rank: the bubble is that of 1F1B over V
+    # F and B are of a stage, 1/V of a rank: the bubble is that of 1F1B divided by V
     "interleaved": Known(
         interleaved, lambda p: p, lambda p: (p - 1) * (F + B), lambda p, m: min(2 * m, 3 * p - 1)
     ),
@@ -117,7 +117,7 @@ KNOWN: dict[str, Known] = {
         ranks=(2, 4, 8),
         pairs=True,
     ),
-    # no formula is published for few ranks: the times of its building block decide
+    # no formula is published for few ranks: the numbers follow from its building block
     "v-half": Known(
         v_half, lambda p: 1, None, lambda p, m: {1: 2, 2: 4, 4: 6, 8: 11}[p] if m >= p else 2 * m
     ),
@@ -130,7 +130,7 @@ CASES = [(name, p) for name, known in KNOWN.items() for p in known.ranks]
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_the_bubble_and_the_activations_of_the_literature(name: str, ranks: int) -> None:
-    """With F = BI = BW = 1; a pair is one block, as the formulas have it."""
+    """With F = BI = BW = 1; a pair is one block, as in the formulas."""
     known = KNOWN[name]
     for microbatches in (2 * ranks, 4 * ranks, 6 * ranks):
         found = timed(known.make(ranks, microbatches))
@@ -140,7 +140,7 @@ def test_the_bubble_and_the_activations_of_the_literature(name: str, ranks: int)
 
 
 def test_v_half_holds_about_half_of_1f1b() -> None:
-    """Of 2 * ranks stages: half of them, and a few whose weight passes wait. Nowhere is the bubble
+    """Half of 2 * ranks stages, and a few whose weight passes are delayed. The bubble is never
     longer than that of 1F1B, 6(p - 1) in the same units."""
     for ranks in (4, 8, 12):
         found = timed(v_half(ranks, 4 * ranks))
@@ -149,7 +149,7 @@ def test_v_half_holds_about_half_of_1f1b() -> None:
 
 
 class Unit:
-    """A pass of a stage takes one unit, a whole backward two, communication nothing."""
+    """Costs: one unit per pass of a stage, two per whole backward, none for communication."""
 
     def __init__(self, dag: Dag) -> None:
         self.stage = {node.compute.chunk: node.tags["PP"] for node in dag.nodes}
@@ -165,8 +165,8 @@ class Unit:
 
 @pytest.mark.parametrize(("name", "ranks"), [case for case in CASES if case[1] in (2, 4)])
 def test_plans_have_the_bubble_of_their_schedule(name: str, ranks: int) -> None:
-    """Where nothing is communicated, of a pair one half runs first, and what it makes is sent at
-    once instead of at the end of both: the published bubble of DualPipe and DualPipeV is halved."""
+    """Without communication, one half of a pair runs first and sends its result at once, not at
+    the end of both: this halves the published bubble of DualPipe and DualPipeV."""
     schedule = KNOWN[name].make(ranks, 4 * ranks)
     model = replace(chain(schedule.stages), batch=4 * schedule.microbatches)
     dag = mesh(pp=ranks, schedule=schedule).apply(build(model))
@@ -225,7 +225,7 @@ def expected(microbatches: int) -> Run:
     [pytest.param(*case, marks=pytest.mark.slow if case[1] == 8 else ()) for case in CASES],
 )
 def test_it_trains_as_one_device(name: str, ranks: int, more: int) -> None:
-    """Bit for bit, but for DualPipe: there two ranks sum their gradients of a stage."""
+    """Bit for bit, except DualPipe: there two ranks sum their gradients of a stage."""
     known = KNOWN[name]
     microbatches = known.smallest(ranks) + more * max(2, ranks)
     schedule = known.make(ranks, microbatches)
@@ -370,7 +370,7 @@ def test_meshes_of_experts_train_as_one_device(
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("make", [dualpipev, dualpipe])
 def test_pairs_cover_exchanges_of_experts(make: Make) -> None:
-    """In the plan, with exchanges that take about as long as the computation between them."""
+    """In the plan, with all-to-alls that take about as long as the computation between them."""
     torch.manual_seed(0)
     given = batches(16)
     shares = []
@@ -383,7 +383,7 @@ def test_pairs_cover_exchanges_of_experts(make: Make) -> None:
 
 
 def test_computations_that_overlap_cover_once() -> None:
-    """On two streams, from 1 to 3 and from 2 to 4, beside an exchange from 0 to 10."""
+    """Two streams compute from 1 to 3 and from 2 to 4, beside an all-to-all from 0 to 10."""
     strategy = mesh(dp=2, ep=2, schedule=one_f_one_b(1, 2))
     dag = compiled(Experts(4), strategy.directives, mean_loss, batches(4)).dag
     computations = [i for i, node in enumerate(dag.nodes) if isinstance(node.op, Compute)]
@@ -406,7 +406,7 @@ def test_weights_apart_in_pairs(make: Make) -> None:
 
 
 def test_measured_passes_change_the_order_and_no_number() -> None:
-    """Operations do not tell how long passes take: here, those around experts take much longer."""
+    """Operation counts do not give pass times: here, the passes around experts take much longer."""
     torch.manual_seed(0)
     model, given = Experts(4), batches(16)
     strategy = mesh(dp=2, ep=2, schedule=dualpipev(1, 8).with_weights_apart())
@@ -457,12 +457,12 @@ def test_tables_go_and_come_back(name: str, ranks: int, tmp_path: Path) -> None:
 
 
 THEIRS = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-"""Not 1F1B: the table that torch makes of it has 1F1 to 1F4 instead of 1F0 to 1F3."""
+"""Without 1F1B: torch's table of it has 1F1 to 1F4 instead of 1F0 to 1F3."""
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_schedules_of_torch_train_as_one_device(name: str, tmp_path: Path) -> None:
-    """Their tables, as torch writes them, are read; two ranks, four microbatches."""
+    """Piper reads the tables that torch writes; two ranks, four microbatches."""
     schedule = from_csv(_table_of_torch(name, 2, 4, tmp_path / f"{name}.csv"))
     strategy = mesh(pp=2, schedule=schedule)
     program = compiled(tower(), strategy.directives, mean_loss, batches(4))
@@ -470,7 +470,7 @@ def test_schedules_of_torch_train_as_one_device(name: str, tmp_path: Path) -> No
 
 
 def _table_of_torch(name: str, ranks: int, microbatches: int, path: Path) -> Path:
-    """The order of a schedule of torch's for all ranks, made in one process."""
+    """Write the order of one of torch's schedules for all ranks, in one process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         kind = get_schedule_class(name)
@@ -566,11 +566,11 @@ def test_a_narrow_drawing_has_letters() -> None:
     assert "W" in text
 
 
-# what the docs and the examples say
+# statements of the docs and the examples
 
 
 def test_the_lines_of_each_schedule_are_those_of_the_docs() -> None:
-    """Of everything in its file but descriptions, imports and empty lines."""
+    """All lines of its file except docstrings, imports and empty lines."""
     root = Path(__file__).parents[2]
     page = (root / "docs" / "schedules.md").read_text()
     said = dict(re.findall(r"^\| `([\w-]+)` .*\| (\d+) \| \d*\s*\|$", page, re.MULTILINE))

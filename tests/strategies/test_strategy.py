@@ -1,4 +1,4 @@
-"""A strategy as data: added, printed as code, written as JSON and read back, in two forms."""
+"""A strategy as data: added, printed as code, written as JSON in two formats and read back."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ RANGES = [
 
 @pytest.mark.parametrize("directive", RANGES, ids=str)
 def test_ranges_and_tuples_round_trip(directive: Directive) -> None:
-    """What is written as a range is read back as a list, which means the same."""
+    """A range is read back as a list, which means the same."""
     assert read_as_code(directive) == directive
     written = json.dumps(Strategy([directive]).to_json())
     assert Strategy.from_json(written) == Strategy([directive])
@@ -183,7 +183,7 @@ any_directive: st.SearchStrategy[Directive] = st.one_of(
     ),
     st.builds(remat, filters, st.sampled_from(["none", "min-cut", "all"])),
 )
-# not shrunk: the example as found is short, and shrinking it takes long
+# no shrinking: examples are short anyway, and shrinking takes long
 quick = settings(max_examples=80, deadline=None, phases=[Phase.explicit, Phase.generate])
 any_strategy = st.lists(any_directive, max_size=4).map(Strategy)
 
@@ -201,7 +201,7 @@ def test_any_strategy_is_its_own_code(strategy: Strategy) -> None:
     assert read_as_code(strategy) == strategy
 
 
-# the published form
+# the JSON format of uw-syfi/piper
 
 PUBLISHED = """
 [
@@ -273,7 +273,7 @@ def test_null_in_json_asks_for_absence() -> None:
 
 
 def test_the_published_example_as_a_whole() -> None:
-    """Pipeline over 0,2 -> 1,3; each pair shares its data and its experts."""
+    """Pipeline over 0,2 -> 1,3; each pair shares its batch and its experts."""
     stages = Strategy([partition("layer", into="PP", parts=2)])
     after = (stages + Strategy.from_json(PUBLISHED)).apply(build(moe(2, 4)))
     assert {chunk: rule.ways for chunk, rule in after.shards.items()} == {2: 2, 5: 2}

@@ -1,7 +1,6 @@
-"""Every refusal of the strategy language, in one table: the mistake and what its message says.
+"""Every refusal of the strategy language, in one table: the mistake and parts of its message.
 
-A message names the directive as the user wrote it, the place in the user's own names, and what to
-change.
+A message names the directive as the user wrote it, the place in the user's own names, and the fix.
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ class Mistake:
 
 
 def bare_experts() -> Model:
-    """A model whose EP region also holds a vector, as a bias shared by all experts would be."""
+    """A model whose EP region also has a parameter that all experts share, like a common bias."""
     model = moe(1, 4)
     vector = replace(model.parameters["embed.weight"], shape=())
     return _with(model, {"experts.0": model.parameters["experts.0"], "scale": vector})
 
 
 def mixed_experts() -> Model:
-    """A model whose EP region also holds the router."""
+    """A model whose EP region also has the router."""
     model = moe(1, 4)
     router = replace(model.parameters["embed.weight"], shape=(8, 4))
     return _with(model, {"experts.0": model.parameters["experts.0"], "router": router})
 
 
 def _bare() -> Model:
-    """A model without a name anywhere."""
+    """A model without any tags."""
     model = chain(1)
     return replace(model, chunks=tuple(replace(c, tags={}) for c in model.chunks))
 
@@ -81,7 +80,7 @@ def _with(model: Model, parameters: dict[str, Any]) -> Model:
 
 
 def f_and_b(stage: int, passes: str) -> Directive:
-    """``"F0 B0"`` as an order of one stage."""
+    """An order of one stage, from a text such as ``"F0 B0"``."""
     return order(*({"PP": stage, "MB": int(p[-1]), "PASS": p[:-1]} for p in passes.split()))
 
 
@@ -389,7 +388,7 @@ MISTAKES = [
 
 @dataclass(frozen=True)
 class Refusal:
-    """Directives that are right one by one and cannot be lowered together, and parts of the
+    """Directives that are valid one by one but cannot be lowered together, and parts of the
     message."""
 
     name: str
@@ -403,7 +402,7 @@ ON_TWO = [split(parts=2), place({"MB": 0}, devices=[0]), place({"MB": 1}, device
 
 
 def large() -> Model:
-    """A chain with activations of 4 MiB, or 2 on each of two devices."""
+    """A chain with activations of 4 MiB, or 2 MiB on each of two devices."""
     return at(chain(2), 1, whole=4096)
 
 
@@ -572,13 +571,13 @@ def test_what_cannot_be_lowered_is_refused_by_name(refusal: Refusal) -> None:
 
 
 def _flat(model: Model) -> Model:
-    """The model with nothing but a number for each expert as its rows."""
+    """The model with one number per expert as the rows of its experts."""
     values = tuple(replace(v, shape=v.shape[:1]) if v.name == "rows0" else v for v in model.values)
     return replace(model, values=values)
 
 
 def _square(model: Model) -> Model:
-    """The model with a first layer whose weight could be eight experts, were it expert-major."""
+    """A first layer whose weight could be eight experts, but whose output is not expert-major."""
     values = list(model.values)
     values[3] = replace(values[3], shape=(4, 8, 8))
     return replace(model, values=tuple(values))
@@ -596,7 +595,7 @@ def test_mistakes_are_refused_by_name(mistake: Mistake) -> None:
 
 
 def test_the_deadlock_of_two_schedules_is_drawn() -> None:
-    """Stage 0 wants B0 back before it sends F1; stage 1 wants F1 before it gives B0 back."""
+    """Stage 0 waits for B0 before it sends F1; stage 1 waits for F1 before it returns B0."""
     ours, theirs = f_and_b(0, "F0 B0 F1 B1"), f_and_b(1, "F0 F1 B0 B1")
     with pytest.raises(DirectiveError) as caught:
         Strategy([*TWO_STAGES, ours, theirs]).apply(build(chain(2)))

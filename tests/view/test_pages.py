@@ -1,6 +1,6 @@
-"""The pages as a person uses them, in a browser without a network: timelines, and the DAG after
-each directive. The browser is Debian's Chromium; without it, or without Playwright, there is
-nothing to test with."""
+"""The pages as a user sees them, in an offline browser: timelines, and the DAG after each
+directive. The browser is Debian's Chromium; without it, or without Playwright, the tests are
+skipped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class Opened:
-    """A page, and what it complained of and asked for."""
+    """An open page, with its errors and its network requests."""
 
     page: Any
     errors: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Opened:
         return self.page.evaluate(script)
 
     def view(self) -> dict[str, Any]:
-        """What the timeline shows, once it is drawn."""
+        """The state of the timeline, once it is drawn."""
         self.settle()
         return self.ask("piper.view()")
 
@@ -72,7 +72,7 @@ class Opened:
             self.page.keyboard.press(key)
 
     def middle(self, run: int, index: int) -> tuple[float, float]:
-        """The middle of an event, in the window."""
+        """The center of an event, in window coordinates."""
         box = self.ask(f"piper.rectOf({run}, {index})")
         return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
@@ -85,13 +85,13 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def context(browser: Any) -> Any:
-    """Pages without a network."""
+    """A browser context without a network."""
     return browser.new_context(offline=True)
 
 
 @pytest.fixture
 def opening(context: Any, tmp_path: Path) -> Open:
-    """Opens a page from a file; at the end nothing may have gone wrong or been asked for."""
+    """Opens a page from a file; when it closes there must be no error and no further request."""
 
     @contextmanager
     def opened(html: str, scheme: str = "light", width: int = 1200) -> Iterator[Opened]:
@@ -115,7 +115,7 @@ def opening(context: Any, tmp_path: Path) -> Open:
 
 
 def event(row: int, start: float, length: float, kind: str = "F", **more: Any) -> Event:
-    """An event of microbatch 0 of stage ``PP 0`` unless told otherwise."""
+    """An event, by default of microbatch 0 and stage ``PP 0``."""
     known: dict[str, Any] = {"microbatch": 0, "stage": "PP 0", "node": 0, "pc": 0, **more}
     label = f"{kind} {known['stage']} MB[{known['microbatch']}]"
     known = {"name": label, "directive": "build", "tags": "layer 0, PP 0", **known}
@@ -162,7 +162,7 @@ def small(title: str = "a step", slow: float = 1.0) -> Run:
 
 
 def colours(page: Any, *, within: tuple[int, int, int, int] | None = None) -> int:
-    """How many distinct colours a part of the canvas has."""
+    """The number of distinct colours in a part of the canvas."""
     x, y, w, h = within or (0, 0, 10**6, 10**6)
     return page.evaluate(
         """([x, y, w, h]) => {
@@ -175,7 +175,7 @@ def colours(page: Any, *, within: tuple[int, int, int, int] | None = None) -> in
     )
 
 
-# What goes into a page
+# The content of a page
 
 
 def test_nothing_in_the_data_can_end_their_element() -> None:
@@ -437,7 +437,7 @@ def test_hardly_any_events(opening: Open, many: int) -> None:
 
 
 def large(devices: int, streams: int, each: int) -> Run:
-    """Rows full of events, each a thousandth of a millisecond long."""
+    """Rows full of events, each 0.9 microseconds long."""
     events = tuple(
         event(
             row,
@@ -507,7 +507,7 @@ def test_hundreds_of_devices_begin_collapsed_and_scroll(opening: Open) -> None:
 
 @functools.cache
 def real() -> tuple[tuple[tuple[str, Dag], ...], Any]:
-    """A chain of four layers as a program of two ranks, after each directive and lowered."""
+    """A chain of four layers on two ranks: the DAG after each directive, and lowered."""
     model = chain(4)
     strategy = mesh(pp=2, schedule="zb-v", microbatches=4)
     first = build(model)
@@ -518,7 +518,7 @@ def real() -> tuple[tuple[tuple[str, Dag], ...], Any]:
 
 
 def shown(seen: Opened, pane: str = "after") -> dict[str, int]:
-    """The boxes of a pane, and how many nodes each stands for."""
+    """The boxes of a pane, with the number of nodes in each."""
     return {box["label"]: box["nodes"] for box in seen.ask(f"piper.shown('{pane}')")}
 
 

@@ -1,4 +1,4 @@
-"""The table of chunks, as text a person can read and check by hand."""
+"""The table of chunks, as text that a person can check by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from piper.program.chunk_table import chunk_table, summary
 
 
 class Tied(nn.Module):
-    """Layers of 8 x 8 with a region inside, between an embedding and a head of one weight."""
+    """Layers of 8 x 8 with an inner region, between an embedding and a head that share a weight."""
 
     def __init__(self, embeds: bool = True) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_folding_joins_repeated_layers(tied: Captured) -> None:
 
 
 def test_folding_leaves_a_first_layer_that_differs() -> None:
-    # It takes the batch, which needs no gradient; what is folded still begins with a layer.
+    # Its input is the batch, which needs no gradient; the folded part still begins with a layer.
     assert (
         text(chunk_table(captured(Tied(embeds=False)), fold=True))
         == """\

@@ -115,7 +115,7 @@ class PendingSave:
         try:
             if error is not None and save.takes_others:
                 raise PiperError(
-                    "an error has ended this process, and a checkpoint takes all of them"
+                    "an error has ended this process, and a checkpoint needs all of them"
                 )
             self.settle()
         except Exception as failure:  # noqa: BLE001 - any failure becomes a warning

@@ -52,7 +52,7 @@ def changes_named(names: Sequence[str]) -> frozenset[Change]:
     given = [names] if isinstance(names, str) else list(names)
     for name in given:
         if name not in known:
-            raise PiperError(f"allow={name!r} is unknown; choose of {', '.join(known)}")
+            raise PiperError(f"allow={name!r} is unknown; choose from {', '.join(known)}")
     return frozenset(map(Change, given))
 
 

@@ -286,6 +286,6 @@ class Loop(Iterator[StepResult]):
         if not self._begun:
             self._begun = True
             warn(
-                "nobody has read from trainer.iterate(...), so it has trained nothing: loop over "
+                "trainer.iterate(...) was never read, so it has trained nothing: loop over "
                 "it, or call trainer.fit(...), which trains"
             )
