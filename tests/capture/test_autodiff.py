@@ -162,7 +162,7 @@ def storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=1)
 def test_nothing_saved_shares_storage_with_anything_else(case: Case) -> None:
     """Except an output that is a view of a saved tensor, which is then its base."""
     for trace in run(case):

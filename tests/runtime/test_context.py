@@ -104,7 +104,7 @@ CASES = {
     "all_to_all-cp2": context(attention="all_to_all"),
     "all_to_all-cp4": context(4, attention="all_to_all"),
 }
-QUICK = ("cp2-dp2-zero1", "cp2-tp2")
+QUICK = ("cp2-tp2",)
 
 
 @pytest.mark.cases(fast=99, slow=4)

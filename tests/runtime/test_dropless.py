@@ -167,7 +167,7 @@ def llama_4() -> tuple[nn.Module, piper.Capture]:
     )
 
 
-@pytest.mark.cases(fast=1, slow=4)
+@pytest.mark.cases(fast=0, slow=5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_llama_4(strategy: str) -> None:
     whole, found = llama_4()
@@ -396,6 +396,7 @@ def test_load_is_reported() -> None:
         assert result.expert_imbalance["experts"] == pytest.approx(12 / 4)
 
 
+@pytest.mark.slow
 def test_unequal_splits_over_gloo() -> None:
     given = routed(torch.tensor(CHOICES["skewed"]))
     program = compiled(given, spread())

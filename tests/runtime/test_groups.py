@@ -309,6 +309,7 @@ class Slotted(nn.Module):
             return self.c(torch.zeros_like(x).index_copy(0, order, back))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [[[0, 1], [2], [3, 4]], [[0], [0, 1, 2], [0]]])
 def test_rows_in_an_order_of_their_own_come_back(groups: list[list[int]]) -> None:
     torch.manual_seed(0)

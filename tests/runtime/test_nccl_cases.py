@@ -14,7 +14,6 @@ from tests.scripts.nccl_cases import CASES, CONFIG, ROWS, Case, batch, differenc
 from tests.training import shared_captures
 
 ONE = piper.Strategy([piper.split(into="MB", parts=1), piper.place({}, devices=[0])])
-FAST = ("tensor, sequence",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,14 +22,11 @@ def _captures() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case,
-            id=f"{ranks}-{name}",
-            marks=() if ranks == 2 and name in FAST else (pytest.mark.slow,),
-        )
+        pytest.param(case, id=f"{ranks}-{name}")
         for ranks, cases in CASES.items()
         for name, case in cases.items()
     ],

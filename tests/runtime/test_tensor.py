@@ -456,6 +456,7 @@ def test_with_sequence_parallelism_too() -> None:
     assert redistributions(program, "layer[1]") == Counter(all_gather=4, reduce_scatter=4)
 
 
+@pytest.mark.slow
 def test_with_sequence_parallelism_a_whole_head_keeps_logits_where_they_are() -> None:
     """Head and loss compute on their shard of the sequence: only the sum of the loss is
     communicated, no logits."""
@@ -517,7 +518,7 @@ def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> 
     assert_same(train(program, batches()), reference, CLOSE)
 
 
-@pytest.mark.cases(fast=1, slow=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_remat_gathers_again(axis: str) -> None:
     """When the backward begins, no gathered tensor (activations, or keys and values) is left. The
@@ -748,7 +749,7 @@ def longer_run() -> tuple[list[Batch], Run]:
     return more, plain(library_model("llama-gqa"), logits_loss, more, microbatches=1)
 
 
-@pytest.mark.cases(fast=1, slow=9)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "moves"),
     [

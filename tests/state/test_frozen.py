@@ -81,7 +81,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=0)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in STRATEGIES],
