@@ -89,7 +89,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=17)
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("dropless", [True, False])
 def test_each_row_goes_through_its_experts_once(axes: str, *, dropless: bool) -> None:

@@ -22,7 +22,7 @@ def _captures() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=24)
 @pytest.mark.parametrize(
     "case",
     [

@@ -220,7 +220,7 @@ random.Random(0).shuffle(PAIRS)
 ALWAYS = PAIRS[:12]
 
 
-@pytest.mark.cases(fast=0, slow=11)
+@pytest.mark.cases(fast=0, slow=7)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

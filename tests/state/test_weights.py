@@ -499,11 +499,13 @@ def peaks(model: nn.Module, folder: Path) -> tuple[list[int], int]:
     folder.mkdir()
     state = model.state_dict()
     given = [
-        files.Given(name, x.dtype, tuple(x.shape), functools.partial(torch.full, x.shape, 0.01))
+        files.TensorToWrite(
+            name, x.dtype, tuple(x.shape), functools.partial(torch.full, x.shape, 0.01)
+        )
         for name, x in state.items()
     ]
     made = [
-        files.Given(g.key, g.dtype, g.shape, lambda get=g.get: get(dtype=torch.bfloat16))
+        files.TensorToWrite(g.key, g.dtype, g.shape, lambda get=g.get: get(dtype=torch.bfloat16))
         for g in given
     ]
     files.write_file(folder / "model.safetensors", made)
