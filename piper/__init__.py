@@ -1,5 +1,6 @@
 """Piper: distributed training of PyTorch models from named regions and a few directives."""
 
+from piper import callbacks, strategies
 from piper.base.errors import CapacityError, CaptureError, DirectiveError, PiperError, PiperWarning
 from piper.capture.regions import annotate
 from piper.cost.cluster import Cluster

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +121,13 @@ def test_the_map_has_every_file() -> None:
     pages = {"inline.py", "dag_page.py", "timeline_page.py", "demo.py"}
     assert expected - named - pages == set()
     assert {name for name in named if not list(ROOT.rglob(name))} == set()
+
+
+def test_users_find_every_public_name() -> None:
+    """In a fresh process: imports of other tests would hide one that is missing."""
+    code = (
+        "import piper; assert all(hasattr(piper, name) for name in piper.__all__); "
+        "piper.callbacks.TensorBoard, piper.strategies.mesh, piper.MemoryKind; "
+        "import piper.models, piper.callbacks, piper.strategies"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

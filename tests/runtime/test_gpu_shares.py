@@ -14,6 +14,7 @@ import piper
 from piper.ir.rules import Rest, Sms, StreamRule
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.runtime.streams.sm_shares import Shares
+from piper.strategies.directives import Stream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,7 +129,7 @@ def test_what_the_gpu_cannot_give_is_refused() -> None:
 # --- training ------------------------------------------------------------------------------------
 
 
-def trained(*streams: piper.directives.Stream) -> tuple[list[float], dict[str, Tensor]]:
+def trained(*streams: Stream) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final state of five steps: two stages of two devices, sharded experts."""
     strategy = piper.Strategy(
         [
