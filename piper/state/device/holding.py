@@ -13,6 +13,8 @@ from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import Entry, GroupEntry, SavedValue, Slice, Tensors
 from piper.state.checkpoint.tensor_files import TensorToWrite
 
+MODEL, STORED = "model", "stored"
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -62,6 +64,3 @@ class Holding:
         model, stored = tables.pop(MODEL, {}), tables.pop(STORED, {})
         optimizer = {name.partition(".")[2]: entries for name, entries in tables.items()}
         return Tensors(model, optimizer, stored, self.values)
-
-
-MODEL, STORED = "model", "stored"

@@ -63,4 +63,4 @@ def causal_shards(
     scale = 1 / math.sqrt(query.shape[-1]) if given is None else given
     taken = [local[it[name]] for name in ("query", "key", "value")]
     both = emit.call(HEAD_TAIL, *taken, emit.rank(), scale)
-    return Rewrite(emit.call(operator.getitem, both, 0), _SEQUENCE, sharded=True)
+    return Rewrite(emit.call(operator.getitem, both, 0), _SEQUENCE)

@@ -213,7 +213,7 @@ def own_head(node: fx.Node, local: Mapping[fx.Node, fx.Node], emit: Emitter) -> 
     head = emit.call(
         aten.index_select.default, apart, 0, emit.call(aten.unsqueeze.default, first, 0)
     )
-    return Rewrite(emit.call(aten.squeeze.dim, head, 0), Shard(0), sharded=True)
+    return Rewrite(emit.call(aten.squeeze.dim, head, 0), Shard(0))
 
 
 def _repeats(node: fx.Node) -> bool:

@@ -55,7 +55,6 @@ class Rewrite:
 
     local: fx.Node
     placement: LocalLayout
-    sharded: bool
 
 
 def on_shards(
@@ -106,7 +105,7 @@ def _embedding(
             aten.where.self, pads, emit.call(aten.detach.default, embedded), embedded
         )
     mask = emit.call(aten.unsqueeze.default, outside, -1)
-    return Rewrite(emit.call(aten.masked_fill.Scalar, embedded, mask, 0.0), Partial(), sharded=True)
+    return Rewrite(emit.call(aten.masked_fill.Scalar, embedded, mask, 0.0), Partial())
 
 
 def _own(
@@ -191,7 +190,7 @@ def _classes(loss: _Loss, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite
         losses = call(aten.sum.default, losses)
     if loss.reduction == _MEAN:
         losses = call(aten.div.Tensor, losses, _count(ignored, losses, call))
-    return Rewrite(_cast(losses, dtype, call), REPLICATED, sharded=False)
+    return Rewrite(_cast(losses, dtype, call), REPLICATED)
 
 
 def _without_padding(x: fx.Node, size: int, whole: int, emit: Emitter) -> fx.Node:
@@ -203,7 +202,7 @@ def _without_padding(x: fx.Node, size: int, whole: int, emit: Emitter) -> fx.Nod
 def _rows(loss: _Loss, placed: LocalLayout, x: fx.Node, target: fx.Node, emit: Emitter) -> Rewrite:
     if loss.reduction not in (_MEAN, _SUM):
         losses = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
-        return Rewrite(losses, placed, sharded=True)
+        return Rewrite(losses, placed)
     dtype = x.meta["val"].dtype
     if dtype in (torch.bfloat16, torch.float16):  # sums and counts of many rows need float32
         each = emit.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
@@ -211,7 +210,7 @@ def _rows(loss: _Loss, placed: LocalLayout, x: fx.Node, target: fx.Node, emit: E
     else:
         total = emit.call(aten.cross_entropy_loss.default, x, target, None, _SUM, loss.ignored)
         if loss.reduction == _SUM:
-            return Rewrite(total, Partial(), sharded=True)
+            return Rewrite(total, Partial())
     losses = emit.moved(total, Partial(), REPLICATED, sharded=False)
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -222,7 +221,7 @@ def _rows(loss: _Loss, placed: LocalLayout, x: fx.Node, target: fx.Node, emit: E
         count = _count(ignored, total, emit.call)
         targets = emit.moved(count, Partial(), REPLICATED, sharded=False)
         losses = call(aten.div.Tensor, losses, targets)
-    return Rewrite(_cast(losses, dtype, call), REPLICATED, sharded=False)
+    return Rewrite(_cast(losses, dtype, call), REPLICATED)
 
 
 def _count(ignored: fx.Node, like: fx.Node, call: Any) -> fx.Node:
