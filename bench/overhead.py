@@ -152,7 +152,7 @@ class Ours:
         loaded = self.device._training
         loaded = replace(loaded, ops=tuple(map(self._once_a_step, loaded.ops)))
         self.device._training = loaded
-        self.given = cut(plan, program.code, 0, [x, y])
+        self.given = cut(plan, program.training_step.code, 0, [x, y])
         self.count = len(plan.instructions)
 
     def _once_a_step(self, op: LoadedInstruction) -> LoadedInstruction:

@@ -33,7 +33,7 @@ _FIRST = 3
 
 def fingerprints(program: Program) -> Fingerprints:
     """A digest for each part of a program, by a readable name."""
-    codes = (program.code, program.evaluation_code)
+    codes = [step.code for step in program.steps]
     chunks = [chunk for code in codes for row in code.programs.values() for chunk in row]
     graphs = {id(chunk): chunk for chunk in chunks}
     constants = [(n, of_tensor(x)) for code in codes for n, x in sorted(code.constants.items())]
@@ -55,7 +55,7 @@ def fingerprints(program: Program) -> Fingerprints:
         "default dtype": str(training.default_dtype),
         "model's code": _digest([program_to_json(chunk) for chunk in graphs.values()]),
         "constants in the model's code": _digest(constants),
-        "plans": _digest([p.to_json() for p in (*program.plans, *program.evaluation_plans)]),
+        "plans": _digest([p.to_json() for step in program.steps for p in step.plans]),
     }
 
 

@@ -23,6 +23,8 @@ from piper.ir.tensors import TensorSpec
 from piper.program.code_checks import check_code, in_range, known
 from piper.program.compiled import Compiled
 
+_PREFIXES = ("", "evaluation_")
+"""Of the names of the parts of both steps in a file."""
 _READ = (*SAVED, Kind.BI_SAVED, Kind.INPUT, Kind.OUTPUT, Kind.OUTPUT_GRAD)
 _WRITTEN = (*SAVED, Kind.BI_SAVED, Kind.OUTPUT, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 _GRADIENTS = (Kind.OUTPUT_GRAD, Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
@@ -42,15 +44,12 @@ def check(program: Compiled) -> None:
     what = program.computation
     if what is not None and len(what.places) != len(what.operations):
         raise MalformedError("computation.places: there is not one for each operation")
-    for name, code in (("code", program.code), ("evaluation_code", program.evaluation_code)):
-        with within(name):
-            check_code(code)
-    for name, facts, code in (
-        ("facts", program.facts, program.code),
-        ("evaluation_facts", program.evaluation_facts, program.evaluation_code),
-    ):
-        with within(name):
-            _facts(facts, code, program)
+    for prefix, step in zip(_PREFIXES, program.steps, strict=True):
+        with within(f"{prefix}code"):
+            check_code(step.code)
+    for prefix, step in zip(_PREFIXES, program.steps, strict=True):
+        with within(f"{prefix}facts"):
+            _facts(step.facts, step.code, program)
     with within("names"):
         _names(program)
 
@@ -58,16 +57,14 @@ def check(program: Compiled) -> None:
 def check_placed(program: Compiled, training: Dag, evaluation: Dag) -> None:
     """Refuse code that was not made for the strategy. The DAGs are those of the strategy applied to
     the facts of each mode."""
-    for name, dag, facts, code in (
-        ("code", training, program.facts, program.code),
-        ("evaluation_code", evaluation, program.evaluation_facts, program.evaluation_code),
-    ):
-        with within(name):
+    dags = (training, evaluation)
+    for prefix, dag, step in zip(_PREFIXES, dags, program.steps, strict=True):
+        with within(f"{prefix}code"):
             run = {(node.compute.chunk, node.parts) for node in dag.nodes}
-            _placed(dag, facts, code, run)
+            _placed(dag, step.facts, step.code, run)
             parts = dag.microbatches[1] if dag.microbatches else 1
             with within("example"):
-                _example(program, code, parts, run)
+                _example(program, step.code, parts, run)
 
 
 # the facts of the model

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -39,6 +40,24 @@ def trained_shapes(model: Model, code: Executables) -> dict[str, tuple[int, ...]
     return {name: code.parameters[name].shape for name in trained}
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The step of a model in training mode, or its forwards in evaluation mode."""
+
+    facts: Facts
+    code: Executables
+    plans: tuple[Plan, ...] = ()
+    """One plan for each rank equivalence class, whose devices are ``plan.devices``."""
+
+    def plan_of(self, device: int) -> Plan:
+        """The plan of one device."""
+        for plan in self.plans:
+            if device in plan.devices:
+                return plan
+        devices = sorted(d for plan in self.plans for d in plan.devices)
+        raise PiperError(f"the program has no device {device}; it runs on {devices}")
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A model compiled under a strategy."""
@@ -48,13 +67,8 @@ class Compiled:
     source: Source | None
     """Where the weights come from. A loaded program has none until it is given one."""
     settings: Settings
-    facts: Facts = field(repr=False)
-    evaluation_facts: Facts = field(repr=False)
-    """The facts in evaluation mode."""
-    plans: tuple[Plan, ...] = field(repr=False)
-    """One plan for each rank equivalence class, whose devices are ``plan.devices``."""
-    evaluation_plans: tuple[Plan, ...] = field(repr=False)
-    """The forwards only, in evaluation mode."""
+    training_step: Step = field(repr=False)
+    evaluation_step: Step = field(repr=False)
     memory: tuple[Memory, ...] = field(repr=False)
     """The memory of each rank class, in the order of ``plans``."""
     buckets: tuple[Bucket, ...] = field(repr=False)
@@ -62,8 +76,6 @@ class Compiled:
     streams: Mapping[str, StreamRule]
     microbatches: int
     """The number of microbatches of a step."""
-    code: Executables = field(repr=False)
-    evaluation_code: Executables = field(repr=False)
     example: Batch = field(repr=False)
     names: StateNames = field(repr=False)
     device: torch.device
@@ -80,7 +92,7 @@ class Compiled:
     @cached_property
     def lowered(self) -> Lowered:
         """The full result of lowering."""
-        placed = self.strategy.apply(build(self.facts.whole))
+        placed = self.strategy.apply(build(self.training_step.facts.whole))
         return lower(placed, self.models, self.settings)
 
     @cached_property
@@ -92,9 +104,23 @@ class Compiled:
         return located(source, self.names, source.init)
 
     @property
+    def steps(self) -> tuple[Step, Step]:
+        """The steps of training and of evaluation."""
+        return self.training_step, self.evaluation_step
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of a training step, one for each rank equivalence class."""
+        return self.training_step.plans
+
+    def with_plans(self, plans: tuple[Plan, ...]) -> Self:
+        """This program with other plans of its training step."""
+        return replace(self, training_step=replace(self.training_step, plans=plans))
+
+    @property
     def models(self) -> Mapping[int, Model]:
         """The model's facts at the shapes of each group size."""
-        return self.facts.models
+        return self.training_step.facts.models
 
     @property
     def dag(self) -> Dag:
@@ -109,7 +135,8 @@ class Compiled:
     @property
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the reported loss: its own, but at least fp32."""
-        own = next(iter(self.code.values.values()))[self.code.loss].dtype
+        code = self.training_step.code
+        own = next(iter(code.values.values()))[code.loss].dtype
         return torch.promote_types(own, torch.float32)
 
     @cached_property
@@ -121,11 +148,12 @@ class Compiled:
             for x in plan.instructions
             if isinstance(x.op, Compute) and x.op.which is Pass.F
         }
+        code = self.training_step.code
         computed = {op.chunk for op in forwards}
-        makers = {v: i for i, piece in enumerate(self.code.pieces) for v in piece.outputs}
-        chunk = makers[self.code.loss]
+        makers = {v: i for i, piece in enumerate(code.pieces) for v in piece.outputs}
+        chunk = makers[code.loss]
         while chunk not in computed:  # a redistribution of another chunk's result
-            chunk = makers[self.code.pieces[chunk].inputs[0]]
+            chunk = makers[code.pieces[chunk].inputs[0]]
         return tuple(group for op, group in forwards.items() if op.chunk == chunk)
 
     @property
@@ -137,18 +165,17 @@ class Compiled:
     @cached_property
     def parameters(self) -> Mapping[str, TensorSpec]:
         """The full specs of all parameters that training or evaluation uses."""
-        return {**self.evaluation_code.parameters, **self.code.parameters}
+        return {**self.evaluation_step.code.parameters, **self.training_step.code.parameters}
 
     @cached_property
     def trained(self) -> Mapping[str, tuple[int, ...]]:
         """The full shapes of the trained parameters."""
-        return trained_shapes(self.facts.whole, self.code)
+        return trained_shapes(self.training_step.facts.whole, self.training_step.code)
 
     @cached_property
     def held_names(self) -> frozenset[str]:
         """The parameters and buffers that at least one device holds."""
-        codes = (self.code, self.evaluation_code)
-        pieces = [piece for code in codes for piece in code.pieces]
+        pieces = [piece for step in self.steps for piece in step.code.pieces]
         return frozenset(
             n for p in pieces for n in (*p.parameters, *p.buffers) if not n.startswith(RANK)
         )
@@ -164,15 +191,8 @@ class Compiled:
         )
 
     def plan_of(self, device: int) -> Plan:
-        """The plan of one device."""
-        for plan in self.plans:
-            if device in plan.devices:
-                return plan
-        raise PiperError(f"the program has no device {device}; it runs on {list(self.devices)}")
-
-    def evaluation_plan_of(self, device: int) -> Plan:
-        """The evaluation plan of one device."""
-        return next(plan for plan in self.evaluation_plans if device in plan.devices)
+        """The plan of one device in a training step."""
+        return self.training_step.plan_of(device)
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class Program(Compiled):
         """The program of the step after a background save: its plans also copy the saved state of
         each bucket to the host, before the bucket's update."""
         lowered = saving(replace(self.lowered, plans=self.plans), self.models, self.settings)
-        program = replace(self, plans=lowered.plans, memory=lowered.memory)
+        program = replace(self.with_plans(lowered.plans), memory=lowered.memory)
         vars(program)["lowered"] = lowered
         return program
 
@@ -79,7 +79,7 @@ class Program(Compiled):
 
     def show_dag(self, path: str | Path) -> None:
         """Write a self-contained HTML page with the DAG after each directive and after lowering."""
-        first = build(self.facts.whole)
+        first = build(self.training_step.facts.whole)
         after = zip(self.strategy.directives, self.strategy.steps(first), strict=True)
         steps = [("build", first), *((str(d), dag) for d, dag in after), ("lowered", self.dag)]
         page = dag_page(

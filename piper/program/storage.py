@@ -61,7 +61,7 @@ from piper.ir.tensors import TensorSpec
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.program.checks import check, check_placed
-from piper.program.compiled import Compiled
+from piper.program.compiled import Compiled, Step
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.probe import SchedulerFactory
 from piper.state.optimizer.training import Training
@@ -80,6 +80,7 @@ def save(program: Compiled, folder: Path) -> None:
             "saved without plans: launch it on virtual devices, which need no copy of it"
         )
     graphs = _Graphs()
+    training, evaluation = program.steps
     data = {
         "strategy": program.strategy.to_json(),
         "clip_norm": program.training.clip_norm,
@@ -88,23 +89,21 @@ def save(program: Compiled, folder: Path) -> None:
         "seed": program.training.seed,
         "default_dtype": encode(torch.dtype, program.training.default_dtype),
         "settings": encode(Settings, _with_plain_costs(program)),
-        "facts": _facts_to_json(program.facts),
+        "facts": _facts_to_json(training.facts),
         "evaluation_facts": (
-            None
-            if program.evaluation_facts is program.facts
-            else _facts_to_json(program.evaluation_facts)
+            None if evaluation.facts is training.facts else _facts_to_json(evaluation.facts)
         ),
         "names": encode(StateNames, program.names),
-        "code": _code_to_json(program.code, graphs),
-        "evaluation_code": _code_to_json(program.evaluation_code, graphs),
+        "code": _code_to_json(training.code, graphs),
+        "evaluation_code": _code_to_json(evaluation.code, graphs),
         "example": _batch_to_json(program.example),
         "device": program.device.type,
         "compiler": type(program.compiler).__name__.lower(),
         "computation": encode(Computation | None, program.computation),
     }
     constants = {
-        "code": dict(program.code.constants),
-        "evaluation_code": dict(program.evaluation_code.constants),
+        "code": dict(training.code.constants),
+        "evaluation_code": dict(evaluation.code.constants),
     }
     buffer = io.BytesIO()
     torch.save(constants, buffer)
@@ -198,24 +197,21 @@ def _program(
         _part(data, "default_dtype", _default_dtype),
     )  # fmt: skip
     facts = _part(data, "facts", _facts_from_json)
+    evaluation_facts = _part(
+        data, "evaluation_facts", lambda item: facts if item is None else _facts_from_json(item)
+    )
     return Compiled(
         strategy=_part(data, "strategy", lambda item: Strategy.from_json(rows(item))),
         training=training,
         source=source,
         names=part("names", StateNames),
         settings=part("settings", Settings),
-        facts=facts,
-        evaluation_facts=_part(
-            data, "evaluation_facts", lambda item: facts if item is None else _facts_from_json(item)
-        ),
-        plans=(),
-        evaluation_plans=(),
+        training_step=Step(facts, code("code")),
+        evaluation_step=Step(evaluation_facts, code("evaluation_code")),
         memory=(),
         buckets=(),
         streams={},
         microbatches=1,
-        code=code("code"),
-        evaluation_code=code("evaluation_code"),
         example=_part(data, "example", _batch_from_json),
         device=device,
         compiler=_part(data, "compiler", lambda item: compiler_named(string(item))),
@@ -232,19 +228,20 @@ def _default_dtype(data: Any) -> torch.dtype:
 
 def with_plans(read: C) -> C:
     """``read`` with the plans that lowering makes from its parts."""
-    placed = read.strategy.apply(build(read.facts.whole))
+    training, evaluation = read.steps
+    placed = read.strategy.apply(build(training.facts.whole))
     again = placed
-    if read.evaluation_facts is not read.facts:
-        again = read.strategy.as_in(placed).apply(build(read.evaluation_facts.whole))
+    if evaluation.facts is not training.facts:
+        again = read.strategy.as_in(placed).apply(build(evaluation.facts.whole))
     check_placed(read, placed, again)
-    lowered = lower(placed, read.facts.models, read.settings)
-    evaluation = lower_forwards(again, read.evaluation_facts.models, read.settings, lowered.dag)
+    lowered = lower(placed, training.facts.models, read.settings)
+    forwards = lower_forwards(again, evaluation.facts.models, read.settings, lowered.dag)
     program = replace(
         read,
-        plans=lowered.plans,
-        evaluation_plans=evaluation.plans,
+        training_step=replace(training, plans=lowered.plans),
+        evaluation_step=replace(evaluation, plans=forwards.plans),
         memory=lowered.memory,
-        buckets=evaluation.dag.buckets,
+        buckets=forwards.dag.buckets,
         streams=lowered.dag.streams,
         microbatches=placed.microbatches[1] if placed.microbatches else 1,
     )

@@ -411,9 +411,10 @@ def test_plans_are_made_again_as_they_were(name: str, tmp_path: Path) -> None:
     )
     made.save(tmp_path)
     loaded = piper.Program.load(tmp_path, source=made.source, optimizer=sgd)
-    parts = ("plans", "evaluation_plans", "memory", "buckets", "streams", "microbatches", "facts")
-    for part in (*parts, "evaluation_facts"):
+    for part in ("memory", "buckets", "streams", "microbatches"):
         assert getattr(loaded, part) == getattr(made, part), part
+    for found, step in zip(loaded.steps, made.steps, strict=True):
+        assert (found.plans, found.facts) == (step.plans, step.facts)
     assert loaded.text() == made.text()
     assert numbers(loaded, x) == numbers(made, x)
 
@@ -512,7 +513,7 @@ def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path:
     plan = program.plans[0]
     changed = replace(plan, instructions=plan.instructions[:-1])
     with pytest.raises(PiperError, match="not those that its strategy gives"):
-        replace(program, plans=(changed, *program.plans[1:])).save(tmp_path)
+        program.with_plans((changed, *program.plans[1:])).save(tmp_path)
 
 
 @pytest.mark.parametrize("head", ["piper program 7", "piper plan 1", 7, None])
@@ -525,7 +526,7 @@ def test_files_of_another_version_or_kind_are_told_so(folder: Path, head: Any) -
 
 
 def test_a_plan_is_read_as_it_was_written(program: piper.Program) -> None:
-    for plan in (*program.plans, *program.evaluation_plans):
+    for plan in (plan for step in program.steps for plan in step.plans):
         written = json.dumps(plan.to_json())
         assert Plan.from_json(written) == plan
         assert Plan.from_json(json.loads(written)) == plan

@@ -90,7 +90,11 @@ def test_targets_keep_their_precision() -> None:
     program, loss = step_of(copy.deepcopy(model), inputs=(x,), targets=(y,), loss=F.mse_loss)
     low = F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
     torch.testing.assert_close(loss, F.mse_loss(low.float(), y).detach())
-    assert [s.dtype for s in program.code.values[1][:2]] == [torch.bfloat16, torch.float32]
+    code = program.training_step.code
+    assert [s.dtype for s in code.values[1][:2]] == [
+        torch.bfloat16,
+        torch.float32,
+    ]
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -102,6 +106,6 @@ def test_what_stages_send_is_bf16(experts: bool) -> None:
         model = MoETransformer(MoEConfig(**sizes, max_seq=4, experts=2, top_k=1))
     x = torch.zeros(2, 4, dtype=torch.int64)
     program, _ = step_of(model, inputs=(x,), targets=(x,), loss=lm_loss)
-    stream = [s for s in program.code.values[1] if s.shape == (2, 4, 8)]
+    stream = [s for s in program.training_step.code.values[1] if s.shape == (2, 4, 8)]
     assert stream
     assert {s.dtype for s in stream} == {torch.bfloat16}

@@ -186,7 +186,7 @@ def test_predictions_of_a_library_model(axes: dict[str, Any]) -> None:
 
 
 def evaluation(made: piper.Program) -> Lowered:
-    facts = made.evaluation_facts
+    facts = made.evaluation_step.facts
     dag = made.strategy.as_in(made.lowered.dag).apply(build(facts.whole))
     return lower_forwards(dag, facts.models, made.settings, made.lowered.dag)
 
@@ -215,13 +215,13 @@ def mutants(plan: Plan) -> Iterator[Plan]:
 def test_plans_say_what_is_returned(name: str) -> None:
     made = program(STRATEGIES[name])
     found = evaluation(made)
-    assert found.plans == made.evaluation_plans
+    assert found.plans == made.evaluation_step.plans
     assert all(Plan.parse(str(plan)) == plan for plan in found.plans)
     assert all(Plan.from_json(plan.to_json()) == plan for plan in found.plans)
-    models = made.evaluation_facts.models
+    models = made.evaluation_step.facts.models
     check(found.dag, found.plans, models=models)
     memory = made.lowered.memory
-    check(made.lowered.dag, made.plans, memory, models=made.facts.models, optimizer_bytes=1)
+    check(made.lowered.dag, made.plans, memory, models=made.models, optimizer_bytes=1)
     tried = 0
     for c, plan in enumerate(found.plans):
         for mutant in mutants(plan):

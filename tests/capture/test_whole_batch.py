@@ -268,7 +268,7 @@ def test_a_loss_that_counts_by_itself_stays_as_it_is() -> None:
     program = piper.compile(
         model(), mesh(microbatches=4), inputs=(x,), targets=(y,), loss=pair, optimizer=sgd
     )
-    assert program.code.totals is None
+    assert program.training_step.code.totals is None
     assert abs(trained(program, x, y)[1] - float(entropy(model()(x), y))) < 1e-12
 
 

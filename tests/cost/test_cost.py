@@ -663,7 +663,7 @@ def test_a_model_of_ones_own_orders_and_simulates(tmp_path: Path) -> None:
     program.save(tmp_path)  # saves the model's answers, not the model
     loaded = piper.Program.load(tmp_path)
     assert loaded.plans == program.plans
-    assert loaded.evaluation_plans == program.evaluation_plans
+    assert loaded.evaluation_step.plans == program.evaluation_step.plans
     assert (loaded.schedule.order, loaded.schedule.end) == (times.order, times.end)
 
 

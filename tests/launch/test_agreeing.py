@@ -98,12 +98,13 @@ def test_every_row_is_read_by_somebody() -> None:
         layers, strategy, inputs=(x,), targets=(x,), loss=nn.functional.mse_loss,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), tags={"*": "layer"},
     )  # fmt: skip
-    rows = {d: rows_read(program.plan_of(d), program.code, d) for d in program.devices}
+    code = program.training_step.code
+    rows = {d: rows_read(program.plan_of(d), code, d) for d in program.devices}
     assert sorted(map(sorted, rows.values())) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
     for device in program.devices:
         plan, mine = program.plan_of(device), sorted(rows[device])
-        whole = cut(plan, program.code, device, [x, -x])
-        own = cut(plan, program.code, device, [x[mine], -x[mine]], mine)
+        whole = cut(plan, code, device, [x, -x])
+        own = cut(plan, code, device, [x[mine], -x[mine]], mine)
         assert whole
         assert all(map(torch.equal, whole, own))
     with piper.launch(program) as trainer:

@@ -51,7 +51,7 @@ def compiled(strategy: piper.Strategy, rows: int) -> piper.Program:
 
 
 def found(program: piper.Program, device: int) -> list[Communicator]:
-    plans = (program.plan_of(device), program.evaluation_plan_of(device))
+    plans = [step.plan_of(device) for step in program.steps]
     return list(communicators_of(plans, device))
 
 
@@ -120,8 +120,7 @@ def test_members_connect_in_one_order() -> None:
     members until all are there: so members must agree on the kinds and on the order."""
     program = compiled(mesh(pp=2, dp=4, zero=3, schedule="dualpipev", microbatches=4), rows=16)
     wanted = {
-        d: communicators_of((program.plan_of(d), program.evaluation_plan_of(d)), d)
-        for d in program.devices
+        d: communicators_of([step.plan_of(d) for step in program.steps], d) for d in program.devices
     }
     for device, mine in wanted.items():
         assert list(mine) == sorted(mine)

@@ -299,7 +299,7 @@ def test_rows_without_an_expert(
     program = capture(given, model).compile(apart(rest, experts))
     if not waits:
         program = replace(program, settings=replace(program.settings, gpu=True))
-        program = replace(program, plans=program.lowered.plans)
+        program = program.with_plans(program.lowered.plans)
         assert all(", padded" in str(plan) for plan in program.plans if 0 in plan.devices)
         always = property(lambda _: True, lambda *_: None)
         monkeypatch.setattr(DeviceState, "capturable", always, raising=False)

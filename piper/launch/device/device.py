@@ -262,9 +262,9 @@ def assignment_of(program: Program, device: int) -> Assignment:
     return Assignment(
         device=device,
         plan=program.plan_of(device),
-        code=program.code,
-        evaluation_plan=program.evaluation_plan_of(device),
-        evaluation_code=program.evaluation_code,
+        code=program.training_step.code,
+        evaluation_plan=program.evaluation_step.plan_of(device),
+        evaluation_code=program.evaluation_step.code,
         buckets=program.buckets,
         parameters=program.parameters,
         order=tuple(dict.fromkeys(program.names.keys.values())),

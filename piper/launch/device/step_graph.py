@@ -82,7 +82,8 @@ def refuse_uncapturable(program: Program) -> None:
         )
     for x in (x for plan in program.plans for x in plan.instructions):
         if isinstance(x.op, Compute):
-            functions = program.code.programs[len(x.group)][x.op.chunk].functions
+            programs = program.training_step.code.programs[len(x.group)]
+            functions = programs[x.op.chunk].functions
             if functions[x.op.which].random:
                 raise PiperError(
                     f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "

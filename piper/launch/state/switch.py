@@ -161,7 +161,7 @@ def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index
         check_state(index, new)
     except PiperError as error:
         raise _refused(str(error)) from error
-    constants = new.code.constants.keys() | new.evaluation_code.constants.keys()
+    constants = {name for step in new.steps for name in step.code.constants}
     if missing := sorted(new.held_names - index.tensors.model.keys() - constants):
         raise _refused(f"it is of another model, which uses {missing[0]}")
     return index

@@ -135,8 +135,9 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
             "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
             "before taking trainer.rows of it"
         )
-    totals = program.code.totals
-    if program.code.count is None and (totals is None or not totals.complete):
+    code = program.training_step.code
+    totals = code.totals
+    if code.count is None and (totals is None or not totals.complete):
         raise PiperError(
             "a padded batch needs a loss that ignores the rows that fill it up: a mean over the "
             "targets that count (cross_entropy with ignore_index, a masked mean), or (sum, count); "

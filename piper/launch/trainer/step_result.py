@@ -28,7 +28,7 @@ def _rows(returned: Mapping[int, Sequence[Tensor]], program: Program) -> dict[in
     """The outputs with rows, by value, concatenated from the devices' rows."""
     blocks: dict[int, dict[int, Tensor]] = {}
     for device, tensors in returned.items():
-        places = program.evaluation_plan_of(device).returned
+        places = program.evaluation_step.plan_of(device).returned
         for (_, value, microbatch, group), rows in zip(places, tensors, strict=True):
             number = block_of(microbatch, group, device)
             blocks.setdefault(value, {})[number] = rows.detach()
@@ -97,7 +97,7 @@ class StepResult:
         sums, squares = self._report.scalars()
         if self._program.training.on_nan is None or squares is None:
             return False
-        counted = sums is not None and self._program.code.count is not None
+        counted = sums is not None and self._program.training_step.code.count is not None
         norm = squares.sqrt() / sums[1] if counted and sums is not None else squares.sqrt()
         return not bool(torch.isfinite(norm))
 
@@ -106,7 +106,7 @@ class StepResult:
         """For each expert module whose rows are sorted by expert, the number of rows of each expert
         in the whole batch."""
         self._report.scalars()
-        pieces = self._program.code.pieces
+        pieces = self._program.training_step.code.pieces
         return {_module(pieces[chunk]): load for chunk, load in self._report.load.items()}
 
     @property
@@ -121,7 +121,7 @@ class StepResult:
         they would include the padding."""
         self._report.scalars()
         program = self._program
-        code = program.evaluation_code if self._evaluated else program.code
+        code = program.steps[self._evaluated].code
         rows = _rows(self._report.returned, program)
         outputs = {}
         for name, value in code.outputs.items():
@@ -155,7 +155,7 @@ class StepResult:
             return None, None
         total = sums.to(program.loss_dtype)
         norm = None if squares is None else squares.sqrt()
-        if program.code.count is None:
+        if program.training_step.code.count is None:
             loss = total[0] / program.loss_parts
         else:
             loss = total[0] / sums[1].to(program.loss_dtype)

@@ -431,7 +431,7 @@ class Trainer:
     ) -> list[Tensor]:
         """The input tensors of a step, from a batch or from this process's rows of it."""
         program = self.program
-        code = program.evaluation_code if evaluated else program.code
+        code = program.steps[evaluated].code
         if not rows:
             return with_totals(program, code, tensors_of(program, batch))
         tensors = tensors_of_rows(program, self.rows, batch)

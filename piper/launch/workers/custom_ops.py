@@ -22,8 +22,8 @@ def defining_modules(program: Program) -> tuple[tuple[str, ...], str | None]:
     made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
     called = {
         node.target._schema.name
-        for code in (program.code, program.evaluation_code)
-        for row in code.programs.values()
+        for step in program.steps
+        for row in step.code.programs.values()
         for chunk in row
         for function in chunk.functions.values()
         for node in function.module.graph.nodes

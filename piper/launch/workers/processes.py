@@ -298,9 +298,8 @@ class ProcessWorkerGroup:
 
     def _run(self, method: str, batch: Sequence[Tensor], how: ProfileKind | bool = True) -> Report:
         program = self._program
-        plans, code = program.plans, program.code
-        if method == "evaluate":
-            plans, code = program.evaluation_plans, program.evaluation_code
+        step = program.steps[method == "evaluate"]
+        plans, code = step.plans, step.code
         copying = self._copying and method == "step"
         self._copying = self._copying and method == "evaluate"
         self._running = (lambda: program.saving.plans) if copying else (lambda: plans)

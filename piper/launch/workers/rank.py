@@ -64,7 +64,7 @@ class Rank:
         self.program = program
         self.number = number
         self.where = where
-        plans = (program.plan_of(number), program.evaluation_plan_of(number))
+        plans = [step.plan_of(number) for step in program.steps]
         limit = timedelta(seconds=timeout)
         self.comm: Gloo | Nccl
         with nullcontext() if connecting is None else connecting:

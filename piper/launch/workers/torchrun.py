@@ -114,11 +114,7 @@ class TorchrunWorkerGroup:
         self._rows: list[int] = []
         if number not in program.devices:
             return
-        plans = (
-            (program.plan_of(number), program.code),
-            (program.evaluation_plan_of(number), program.evaluation_code),
-        )
-        read = (rows_read(plan, code, number) for plan, code in plans)
+        read = (rows_read(step.plan_of(number), step.code, number) for step in program.steps)
         self._rows = sorted(set().union(*read))
         if where.type == "cuda":
             self._guard = Watchdog(store, program, number, self._timeout)
@@ -182,10 +178,10 @@ class TorchrunWorkerGroup:
         self._refuse_other_steps(batch, rows)
         mine = None
         if self._rank is not None:
-            program = self._program
-            plan = program.plan_of(self._number)
+            step = self._program.training_step
+            plan = step.plan_of(self._number)
             with self._guarded():
-                given = cut(plan, program.code, self._number, batch, rows)
+                given = cut(plan, step.code, self._number, batch, rows)
                 mine = self._rank.step(given, report=report)
         return self._told(mine)
 
@@ -199,9 +195,8 @@ class TorchrunWorkerGroup:
         ahead = seconds_ahead(self._objects)
         report = None
         if self._rank is not None:
-            program = self._program
-            plan = program.plan_of(self._number)
-            given = cut(plan, program.code, self._number, batch)
+            step = self._program.training_step
+            given = cut(step.plan_of(self._number), step.code, self._number, batch)
             with self._guarded():
                 report = self._rank.profile(given, what).on_host().at_clock(ahead)
         reports = [one for one in everyone(report, self._objects) if one is not None]
@@ -212,16 +207,16 @@ class TorchrunWorkerGroup:
         self._evaluated.refuse_others(batch, rows)
         mine = None
         if self._rank is not None:
-            program = self._program
-            plan = program.evaluation_plan_of(self._number)
+            step = self._program.evaluation_step
+            plan = step.plan_of(self._number)
             with self._guarded():
-                given = cut(plan, program.evaluation_code, self._number, batch, rows)
+                given = cut(plan, step.code, self._number, batch, rows)
                 mine = self._rank.evaluate(given)
         return self._with_rows(self._told(mine))
 
     def _with_rows(self, report: Report) -> Report:
         """``report`` with the output rows of all processes."""
-        if not any(plan.returned for plan in self._program.evaluation_plans):
+        if not any(plan.returned for plan in self._program.evaluation_step.plans):
             return report
         mine = {device: [x.cpu() for x in row] for device, row in report.returned.items()}
         by_rank = everyone(mine, self._objects)

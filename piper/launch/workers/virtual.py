@@ -17,14 +17,13 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.capture.code.codegen import Runners
-from piper.capture.code.executables import Executables
-from piper.ir.plan.plan import Plan
 from piper.launch.device.device import LoadedDevice
 from piper.launch.device.step_graph import StepGraph, refuse_uncapturable
 from piper.launch.device.torch_profiler import profiled
 from piper.launch.device.worker_group import ProfileKind, Refusal, Report, T
 from piper.launch.state.background_saves import Writing
 from piper.launch.state.switch import NextState
+from piper.program.compiled import Step
 from piper.program.program import Program
 from piper.runtime.comm.loopback import Hub, Loopback
 from piper.runtime.feeding import cut
@@ -115,7 +114,7 @@ class VirtualWorkerGroup:
         self, batch: Sequence[Tensor], *, report: bool = True, own_rows: bool = False
     ) -> Report:
         with _current(self._where):
-            parts = self._cut(self._program.plans, self._program.code, batch)
+            parts = self._cut(self._program.training_step, batch)
             if self._graph is None:
                 result = self._train(parts, report=report)
             else:  # the capture includes the report, but not the copies of a save
@@ -134,14 +133,13 @@ class VirtualWorkerGroup:
 
     def profile(self, batch: Sequence[Tensor], what: ProfileKind) -> Report:
         with _current(self._where):
-            parts = self._cut(self._program.plans, self._program.code, batch)
+            parts = self._cut(self._program.training_step, batch)
             runs = [d.profile(p, what) for d, p in zip(self._devices, parts, strict=True)]
             return profiled(lambda: self._drive(runs), what, self._where)
 
     def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
-        program = self._program
         with _current(self._where):
-            parts = self._cut(program.evaluation_plans, program.evaluation_code, batch)
+            parts = self._cut(self._program.evaluation_step, batch)
             return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
 
     def export(self, only: frozenset[str] | None = None) -> list[Portions]:
@@ -233,12 +231,10 @@ class VirtualWorkerGroup:
             device.close()
         self._devices.clear()
 
-    def _cut(
-        self, plans: Sequence[Plan], code: Executables, batch: Sequence[Tensor]
-    ) -> list[list[Tensor]]:
-        of = {device: plan for plan in plans for device in plan.devices}
+    def _cut(self, step: Step, batch: Sequence[Tensor]) -> list[list[Tensor]]:
+        of = {device: plan for plan in step.plans for device in plan.devices}
         batch = self._uploads(list(batch))
-        return [cut(of[d.number], code, d.number, batch) for d in self._devices]
+        return [cut(of[d.number], step.code, d.number, batch) for d in self._devices]
 
     def _drive(self, runs: list[Generator[Pending, None, Report]]) -> Report:
         """Run all generators to their end, taking turns."""

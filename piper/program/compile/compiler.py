@@ -39,7 +39,7 @@ from piper.program.chunk_table import letters_of
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.traces import Subject, Traces
-from piper.program.compiled import trained_shapes
+from piper.program.compiled import Step, trained_shapes
 from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
@@ -239,16 +239,12 @@ class Capture:
             source=self._source,
             names=names,
             settings=settings,
-            facts=placed.facts,
-            evaluation_facts=evaluation.facts,
-            plans=lowered.plans,
-            evaluation_plans=forwards.plans,
+            training_step=Step(placed.facts, placed.code, lowered.plans),
+            evaluation_step=Step(evaluation.facts, evaluation.code, forwards.plans),
             memory=lowered.memory,
             buckets=forwards.dag.buckets,  # of training, then those that only evaluation uses
             streams=lowered.dag.streams,
             microbatches=shape.microbatches,
-            code=placed.code,
-            evaluation_code=evaluation.code,
             example=first.example,
             device=first.device,
             compiler=first.compiler,
