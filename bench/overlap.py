@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from turns import Found
 
 import piper
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.filters import Filter
 from piper.ir.dag.sizes import Sizes
@@ -202,7 +202,7 @@ def costs_if(
     sent = sum(
         sizes.moved(node)
         for node in dag.nodes
-        if isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_TO_ALL
+        if isinstance(node.op, Collective) and node.op.kind is Move.ALL_TO_ALL
     )
     return piper.Costs(flops / computing, sent / communicating)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import ExtraRole, Role, Value
@@ -847,10 +847,10 @@ class _Checker:
         members = [d for group in op.groups for d in group]
         present = [d for c, _ in together for d in self.plans[c].devices]
         self._must(sorted(members) == sorted(present), together[0], "is not done by its groups")
-        if op.kind is CollectiveKind.ALL_TO_ALL:
+        if op.kind is Move.ALL_TO_ALL:
             for at in together:
                 self._all_to_all(at, op)
-        elif op.kind is CollectiveKind.ALL_GATHER:
+        elif op.kind is Move.ALL_GATHER:
             for at in together:
                 self._gather(at, op)
         elif self.get(together[0]).role is ExtraRole.OUTPUT:
@@ -946,7 +946,7 @@ class _Checker:
         self._must(known, together[0], f"counts the load of chunk {chunk}, which is not there")
         rows = self.dag.model.chunks[chunk].sorted_rows
         everyone = sorted(d for plan in self.plans for d in plan.devices) == sorted(op.groups[0])
-        good = rows is not None and everyone and op.kind is CollectiveKind.ALL_REDUCE
+        good = rows is not None and everyone and op.kind is Move.ALL_REDUCE
         self._must(good, together[0], f"is {op}, not the load of experts over all devices")
         assert rows is not None
         counts = self.dag.model.chunks[chunk].inputs[rows.counts]
@@ -1032,7 +1032,7 @@ class _Checker:
             for d in group:
                 summed += local.get(d, Counter())
             total.update(dict.fromkeys(group, summed))
-        scattered = again or op.kind is CollectiveKind.REDUCE_SCATTER
+        scattered = again or op.kind is Move.REDUCE_SCATTER
         self._check_sides(together[0], op, bucket, again)
         for at in together:
             target = self._one(at, self.get(at).writes)
@@ -1061,7 +1061,7 @@ class _Checker:
         """Parts are scattered within a shard group and summed over devices with the same part.
         ``_update`` finds missing participants by the gradients that arrive."""
         blocks = self._blocks(bucket)
-        if op.kind is CollectiveKind.REDUCE_SCATTER:
+        if op.kind is Move.REDUCE_SCATTER:
             self._must(all(g in blocks for g in op.groups), at, f"scatters among {op.groups}")
         elif again:
             rank = {d: i for block in blocks for i, d in enumerate(block)}
@@ -1074,7 +1074,7 @@ class _Checker:
         assert role is not None
         self.sums[role] += 1
         everyone = op.groups == (tuple(sorted(self.class_of)),)
-        good = everyone and op.kind is CollectiveKind.ALL_REDUCE
+        good = everyone and op.kind is Move.ALL_REDUCE
         self._must(good, together[0], f"is {op}, not a sum over all devices")
         losses: Counter[tuple[int, int]] = Counter()
         for at in together:
@@ -1104,7 +1104,7 @@ class _Checker:
         of = self.get(together[0]).of
         scalar = of in self.dag.model.outputs and not self.dag.model.values[of].shape
         everyone = op.groups == (tuple(sorted(self.class_of)),)
-        good = scalar and everyone and op.kind is CollectiveKind.ALL_REDUCE
+        good = scalar and everyone and op.kind is Move.ALL_REDUCE
         self._must(good, together[0], f"is {op}, not the mean of an output over all devices")
         parts = {v: n.parts for n in self.dag.nodes for v in n.writes}
         found: Counter[tuple[int, int]] = Counter()
@@ -1482,9 +1482,7 @@ class _Checker:
             self._agree(c, "where communications end", wanted, ends)
             rows: defaultdict[str, list[int]] = defaultdict(list)
             for pc, x in enumerate(plan.instructions):
-                scatters = (
-                    isinstance(x.op, Collective) and x.op.kind is CollectiveKind.REDUCE_SCATTER
-                )
+                scatters = isinstance(x.op, Collective) and x.op.kind is Move.REDUCE_SCATTER
                 if x.verb is Verb.SEND or scatters:
                     rows[x.stream].append(pc)
                     early = scatters and self.dag.buckets[x.of].rule.zero > 1
@@ -1501,7 +1499,7 @@ class _Checker:
             if any(kinds[slot].bucket == x.of for slot in x.reads):
                 return 0
             whole = self._whole(x.of, c) * self.dag.buckets[x.of].gradient.itemsize
-            if x.op.kind is CollectiveKind.REDUCE_SCATTER:
+            if x.op.kind is Move.REDUCE_SCATTER:
                 return whole + sum(kinds[slot].nbytes for slot in x.adds)
             return whole if x.adds else 0
         return self._copy(x)

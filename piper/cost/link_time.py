@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from piper.cost.tasks import TaskKind
-from piper.ir.collectives import ALGORITHMS, Algorithm, CollectiveKind
+from piper.ir.collectives import COLLECTIVES, Algorithm, Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Way:
         return self.far_bandwidth < math.inf
 
 
-def communication_seconds(kind: TaskKind | CollectiveKind, way: Way, nbytes: int) -> float:
+def communication_seconds(kind: TaskKind | Move, way: Way, nbytes: int) -> float:
     """Seconds of a message of ``nbytes``, or of a collective with ``nbytes`` per member: the input
     of a reduction, or the output of a gather."""
     n = way.members
@@ -43,9 +43,9 @@ def communication_seconds(kind: TaskKind | CollectiveKind, way: Way, nbytes: int
         return 0.0
     if kind is TaskKind.SEND:
         return nbytes / way.bandwidth + way.latency
-    assert isinstance(kind, CollectiveKind), f"{kind} is no communication"
+    assert isinstance(kind, Move), f"{kind} is no communication"
     share = (n - 1) / n * nbytes
-    return min(_seconds(x, way, x.sent(nbytes, share)) for x in ALGORITHMS[kind])
+    return min(_seconds(x, way, x.sent(nbytes, share)) for x in COLLECTIVES[kind].algorithms)
 
 
 def _seconds(algorithm: Algorithm, way: Way, sent: float) -> float:

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from piper.base.errors import PiperError
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes
@@ -53,7 +53,7 @@ class Work:
 class Task:
     """The work of one device in a node: everything that its time depends on."""
 
-    kind: TaskKind | CollectiveKind
+    kind: TaskKind | Move
     flops: int = 0
     """Operations of a pass."""
     traffic: int = 0

@@ -1,4 +1,7 @@
-"""The kinds of collectives, and the bytes and rounds of each algorithm.
+"""The changes of a value's layout along a mesh axis, and the definition of each collective.
+
+A member brings one tensor that is changed in place, or one input and one output. Virtual devices
+and gloo add sums in the order of the group, so their results are equal. NCCL adds in its own order.
 
 n is the number of members. S is the bytes that enter a reduction or leave a gather.
 
@@ -12,20 +15,34 @@ n is the number of members. S is the bytes that enter a reduction or leave a gat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MemberTensors = tuple[Tensor, ...]
 _Number = TypeVar("_Number", float, Fraction)
+_c10d: Any = dist.distributed_c10d  # its stubs lack some of the options
 
 
-class CollectiveKind(Enum):
-    ALL_REDUCE = "all_reduce"
+class Move(Enum):
+    """What changes the layout of a value, or of its gradient, along an axis. Gathered, scattered or
+    selected parts of an activation are indexed by an extra dimension 0, of the axis' size."""
+
+    NOTHING = "nothing"
+    SELECT = "select"
+    """Each device takes its own part of a replicated value."""
     REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
+    ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
+    ALL_GATHER = "all_gather"
+
+    __hash__ = object.__hash__  # Enum's own is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +70,85 @@ def _halvings(members: int) -> int:
 _RING = Algorithm(lambda n: 2 * (n - 1), shares=2)
 _TREE = Algorithm(lambda n: 2 * _halvings(n), wholes=2)
 _HALVING = Algorithm(_halvings, shares=1)
+_DIRECT = Algorithm(lambda n: 1, shares=1, direct=True)
 
-ALGORITHMS: Mapping[CollectiveKind, tuple[Algorithm, ...]] = {
-    CollectiveKind.ALL_REDUCE: (_RING, _TREE),
-    CollectiveKind.REDUCE_SCATTER: (_HALVING,),
-    CollectiveKind.ALL_GATHER: (_HALVING,),
-    CollectiveKind.ALL_TO_ALL: (Algorithm(lambda n: 1, shares=1, direct=True),),
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One kind of collective."""
+
+    algorithms: tuple[Algorithm, ...]
+    parts: Callable[[int], tuple[int, ...]]
+    """For n members: the number of parts in each tensor of one member."""
+    act: Callable[[Sequence[MemberTensors]], None]
+    """Does it for all members at once, given their tensors in the order of the group."""
+    begin: Callable[..., Any]
+    """Calls a torch communicator with ``options()`` and one member's tensors."""
+    options: Callable[[], Any]
+
+
+def _all_reduce(everyone: Sequence[MemberTensors]) -> None:
+    """Each tensor becomes the sum over the group."""
+    (total,), *others = everyone
+    for (x,) in others:
+        total += x
+    for (x,) in others:
+        x.copy_(total)
+
+
+def _reduce_scatter(everyone: Sequence[MemberTensors]) -> None:
+    """The output becomes this member's part of the sum of the inputs."""
+    parts = [x.chunk(len(everyone)) for x, _ in everyone]
+    for rank, (_, out) in enumerate(everyone):
+        out.copy_(parts[0][rank])
+        for part in parts[1:]:
+            out += part[rank]
+
+
+def _all_gather(everyone: Sequence[MemberTensors]) -> None:
+    """The output becomes the inputs of all members, in the order of the group."""
+    for _, out in everyone:
+        torch.cat([x for x, _ in everyone], out=out)
+
+
+def _all_to_all(everyone: Sequence[Any]) -> None:
+    """Part i of the input goes to member i; part i of the output comes from member i. Parts have
+    equal sizes, or the numbers of rows that each member gives."""
+    parts = [x.split(rows[0]) if rows else x.chunk(len(everyone)) for x, _, *rows in everyone]
+    for rank, (_, out, *_) in enumerate(everyone):
+        torch.cat([part[rank] for part in parts], out=out)
+
+
+COLLECTIVES: Mapping[Move, Definition] = {
+    Move.ALL_REDUCE: Definition(
+        (_RING, _TREE),
+        lambda n: (1,),
+        _all_reduce,
+        lambda backend, options, x: backend.allreduce([x], options),
+        _c10d.AllreduceOptions,
+    ),
+    Move.REDUCE_SCATTER: Definition(
+        (_HALVING,),
+        lambda n: (n, 1),
+        _reduce_scatter,
+        lambda backend, options, x, out: backend._reduce_scatter_base(out, x, options),
+        _c10d.ReduceScatterOptions,
+    ),
+    Move.ALL_GATHER: Definition(
+        (_HALVING,),
+        lambda n: (1, n),
+        _all_gather,
+        lambda backend, options, x, out: backend._allgather_base(out, x, options),
+        _c10d.AllgatherOptions,
+    ),
+    Move.ALL_TO_ALL: Definition(
+        (_DIRECT,),
+        lambda n: (n, n),
+        _all_to_all,
+        lambda backend, options, x, out, sent=[], got=[]: backend.alltoall_base(
+            out, x, got, sent, options
+        ),
+        _c10d.AllToAllOptions,
+    ),
 }
+"""The moves that communicate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.passes import Pass
 
 Group = tuple[int, ...]
@@ -53,7 +53,7 @@ class Transfer:
 class Collective:
     """A collective over all members of a group; several groups may run it side by side."""
 
-    kind: CollectiveKind
+    kind: Move
     groups: tuple[Group, ...]
     rows: int | None = None
     """Set for an all_to_all by counts, which are known only at run time: the capacity of a device

@@ -8,6 +8,8 @@ from enum import Enum
 
 import torch
 
+from piper.ir.collectives import Move
+
 
 @dataclass(frozen=True, slots=True)
 class AxisPlacement:
@@ -16,21 +18,6 @@ class AxisPlacement:
     axis: str
     dim: int | None
     """The dimension along which it is sharded; None for a partial sum."""
-
-
-class Move(Enum):
-    """The operation that changes the layout of a value, or its gradient, along an axis. Gathered,
-    scattered or selected parts are indexed by an extra dimension 0, of the axis' size."""
-
-    NOTHING = "nothing"
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    SELECT = "select"
-    """Each device takes its own part of a replicated value."""
-
-    __hash__ = object.__hash__  # Enum's own is slow
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.ops import Collective, Compute
 
@@ -70,4 +70,4 @@ def _together(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 def _is_all_to_all(dag: Dag, node: int) -> bool:
     op = dag.nodes[node].op
-    return isinstance(op, Collective) and op.kind is CollectiveKind.ALL_TO_ALL
+    return isinstance(op, Collective) and op.kind is Move.ALL_TO_ALL

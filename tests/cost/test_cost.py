@@ -21,7 +21,7 @@ from piper.cost.link_time import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.tasks import TaskKind, Tasks
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Compute, Transfer
 from piper.ir.passes import Pass, RematPolicy
@@ -305,14 +305,14 @@ WAY = Way(8, bandwidth=1e9, latency=1e-3, near=1.0, near_bandwidth=1e9, far_band
 @pytest.mark.parametrize(
     ("kind", "nbytes", "seconds"),
     [
-        (CollectiveKind.ALL_REDUCE, 8 * 10**9, 2 * 7 + 2 * 7 * 1e-3),  # a ring
-        (CollectiveKind.ALL_REDUCE, 8, 16e-9 + 2 * 3 * 1e-3),  # a tree
-        (CollectiveKind.ALL_GATHER, 8 * 10**9, 7 + 3e-3),
-        (CollectiveKind.REDUCE_SCATTER, 8 * 10**9, 7 + 3e-3),
-        (CollectiveKind.ALL_TO_ALL, 8 * 10**9, 7 + 1e-3),
+        (Move.ALL_REDUCE, 8 * 10**9, 2 * 7 + 2 * 7 * 1e-3),  # a ring
+        (Move.ALL_REDUCE, 8, 16e-9 + 2 * 3 * 1e-3),  # a tree
+        (Move.ALL_GATHER, 8 * 10**9, 7 + 3e-3),
+        (Move.REDUCE_SCATTER, 8 * 10**9, 7 + 3e-3),
+        (Move.ALL_TO_ALL, 8 * 10**9, 7 + 1e-3),
     ],
 )
-def test_collectives(kind: CollectiveKind, nbytes: int, seconds: float) -> None:
+def test_collectives(kind: Move, nbytes: int, seconds: float) -> None:
     assert communication_seconds(kind, WAY, nbytes) == pytest.approx(seconds)
     assert communication_seconds(kind, replace(WAY, members=1), nbytes) == 0
 
@@ -338,7 +338,7 @@ def test_an_exchange_between_machines_is_held_up_by_the_way_out() -> None:
     cluster = piper.Cluster.of("H100", 4, 2, inside=piper.Link(400, 0), outside=piper.Link(10, 0))
     way = cluster.way(tuple(range(8)))
     # of 80 bytes, 40 go to the other machine
-    assert communication_seconds(CollectiveKind.ALL_TO_ALL, way, 80) == pytest.approx(4.0)
+    assert communication_seconds(Move.ALL_TO_ALL, way, 80) == pytest.approx(4.0)
 
 
 # --- devices -------------------------------------------------------------------------------------

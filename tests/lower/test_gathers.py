@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.build import build
 from piper.ir.ops import Collective
 from piper.lower.lower import lower
@@ -22,7 +22,7 @@ def gathers(schedule: str, regions: int) -> tuple[int, int]:
     found = lower(strategy.apply(build(model)), models)
     check(found.dag, found.plans, found.memory, models=models)
     kinds = [node.op.kind for node in found.dag.nodes if isinstance(node.op, Collective)]
-    return kinds.count(CollectiveKind.ALL_GATHER), len(found.dag.buckets)
+    return kinds.count(Move.ALL_GATHER), len(found.dag.buckets)
 
 
 @pytest.mark.parametrize("regions", [4, 8, 12])

@@ -11,29 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.ir.collectives import ALGORITHMS, CollectiveKind
+from piper.ir.collectives import COLLECTIVES, Move
 from piper.ir.ops import Collective
 from piper.ir.plan.instructions import Instruction, Verb
 from piper.ir.plan.plan import Plan
-from piper.runtime.comm.collective_ops import DEFINITIONS
 from piper.runtime.comm.gloo import Gloo
 from piper.runtime.comm.loopback import Hub, Loopback
 from piper.runtime.comm.protocol import Comm
 
 
-def tensors(kind: CollectiveKind, members: int, elements: int) -> list[list[Tensor]]:
+def tensors(kind: Move, members: int, elements: int) -> list[list[Tensor]]:
     """Each member's parts, in multiples of ``elements``; their sums depend on the order."""
     random = torch.Generator().manual_seed(members * elements)
-    parts = DEFINITIONS[kind].parts(members)
+    parts = COLLECTIVES[kind].parts(members)
     return [
         [torch.randn(n * elements, generator=random) * 10.0**member for n in parts]
         for member in range(members)
     ]
 
 
-def done(
-    comms: list[Comm], kind: CollectiveKind, brought: list[list[Tensor]]
-) -> list[list[Tensor]]:
+def done(comms: list[Comm], kind: Move, brought: list[list[Tensor]]) -> list[list[Tensor]]:
     group = tuple(range(len(comms)))
     begun = [
         comm.collective(kind, 0, "s", group)(*mine)
@@ -45,12 +42,12 @@ def done(
     return brought
 
 
-def loopback(kind: CollectiveKind, members: int) -> list[Comm]:
+def loopback(kind: Move, members: int) -> list[Comm]:
     hub = Hub(accelerator=False)
     return [Loopback(hub, device) for device in range(members)]
 
 
-def gloo(kind: CollectiveKind, members: int) -> list[Comm]:
+def gloo(kind: Move, members: int) -> list[Comm]:
     group = tuple(range(members))
     only = Instruction(Verb.COLLECTIVE, 0, "only", "s", Collective(kind, (group,)))
     plan = Plan(group, (only,), (), (), ())
@@ -59,17 +56,15 @@ def gloo(kind: CollectiveKind, members: int) -> list[Comm]:
         return list(pool.map(lambda d: Gloo(d, [plan], store, limit, alone=True), group))
 
 
-def test_all_kinds_are_described() -> None:
-    assert set(ALGORITHMS) == set(DEFINITIONS) == set(CollectiveKind)
+def test_every_move_that_communicates_is_defined() -> None:
+    assert set(COLLECTIVES) == set(Move) - {Move.NOTHING, Move.SELECT}
 
 
 @pytest.mark.parametrize("elements", [3, 5000], ids=["small", "large"])
 @pytest.mark.parametrize("members", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", CollectiveKind, ids=lambda kind: kind.value)
-def test_gloo_does_what_virtual_devices_do(
-    kind: CollectiveKind, members: int, elements: int
-) -> None:
-    ways: list[Callable[[CollectiveKind, int], list[Comm]]] = [loopback, gloo]
+@pytest.mark.parametrize("kind", COLLECTIVES, ids=lambda kind: kind.value)
+def test_gloo_does_what_virtual_devices_do(kind: Move, members: int, elements: int) -> None:
+    ways: list[Callable[[Move, int], list[Comm]]] = [loopback, gloo]
     found = []
     for way in ways:
         comms = way(kind, members)
@@ -83,17 +78,17 @@ def test_gloo_does_what_virtual_devices_do(
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (CollectiveKind.ALL_REDUCE, [[[4.0, 6.0]], [[4.0, 6.0]]]),
-        (CollectiveKind.REDUCE_SCATTER, [[[1.0, 2.0], [4.0]], [[3.0, 4.0], [6.0]]]),
-        (CollectiveKind.ALL_GATHER, [[[1.0], [1.0, 3.0]], [[3.0], [1.0, 3.0]]]),
-        (CollectiveKind.ALL_TO_ALL, [[[1.0, 2.0], [1.0, 3.0]], [[3.0, 4.0], [2.0, 4.0]]]),
+        (Move.ALL_REDUCE, [[[4.0, 6.0]], [[4.0, 6.0]]]),
+        (Move.REDUCE_SCATTER, [[[1.0, 2.0], [4.0]], [[3.0, 4.0], [6.0]]]),
+        (Move.ALL_GATHER, [[[1.0], [1.0, 3.0]], [[3.0], [1.0, 3.0]]]),
+        (Move.ALL_TO_ALL, [[[1.0, 2.0], [1.0, 3.0]], [[3.0, 4.0], [2.0, 4.0]]]),
     ],
-    ids=lambda item: item.value if isinstance(item, CollectiveKind) else "",
+    ids=lambda item: item.value if isinstance(item, Move) else "",
 )
-def test_what_two_members_get(kind: CollectiveKind, expected: list[list[list[float]]]) -> None:
+def test_what_two_members_get(kind: Move, expected: list[list[list[float]]]) -> None:
     """One member has 1, 2 and the other 3, 4; a kind that takes one element gets the first."""
-    takes, *gives = DEFINITIONS[kind].parts(2)
-    size = 2 if kind is CollectiveKind.ALL_REDUCE else takes
+    takes, *gives = COLLECTIVES[kind].parts(2)
+    size = 2 if kind is Move.ALL_REDUCE else takes
     brought = [
         [torch.tensor(own)[:size], *(torch.zeros(n) for n in gives)]
         for own in ([1.0, 2.0], [3.0, 4.0])

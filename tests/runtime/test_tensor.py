@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, DirectiveError
 from piper.cli.demo.layers import lm_loss
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective
 from piper.models import DenseConfig, DenseTransformer
@@ -537,7 +537,7 @@ def test_remat_gathers_again(axis: str) -> None:
     for x in plan.instructions:
         if left is None and x.name.startswith("B head"):
             left = sum(plan.slots[slot].nbytes for slot in gathered)
-        if isinstance(x.op, Collective) and x.op.kind is CollectiveKind.ALL_GATHER:
+        if isinstance(x.op, Collective) and x.op.kind is Move.ALL_GATHER:
             gathered.update(x.writes)
         gathered.difference_update(x.frees)
     assert left == 0

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import piper
 from piper.base.errors import DirectiveError
 from piper.cost.tasks import Tasks
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.sizes import Sizes
@@ -390,7 +390,7 @@ def test_computations_that_overlap_cover_once() -> None:
     exchange = next(
         i
         for i, node in enumerate(dag.nodes)
-        if isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_TO_ALL
+        if isinstance(node.op, Collective) and node.op.kind is Move.ALL_TO_ALL
     )
     spans = [Span(exchange, 0, 10), Span(computations[0], 1, 3), Span(computations[1], 2, 4)]
     assert all_to_all(dag, spans) == Exposure(10, 7)

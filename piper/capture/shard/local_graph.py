@@ -14,31 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.trace.quiet import hushed_loggers
-from piper.ir.layouts import Placement
-from piper.ir.shards import AxisPlacement, Move, Redistribution
+from piper.ir.collectives import Move
+from piper.ir.layouts import Placement, move_between
+from piper.ir.shards import AxisPlacement, Redistribution
 
 aten = torch.ops.aten
 LocalLayout = Placement | ShardedSections
-
-_MOVES = {
-    (Replicate, Replicate, True): (Move.NOTHING, Move.ALL_REDUCE),
-    (Replicate, Shard, True): (Move.SELECT, Move.ALL_GATHER),
-    (Partial, Replicate, False): (Move.ALL_REDUCE, Move.NOTHING),
-    (Partial, Replicate, True): (Move.ALL_REDUCE, Move.ALL_REDUCE),
-    (Partial, Shard, True): (Move.REDUCE_SCATTER, Move.ALL_GATHER),
-    (Shard, Replicate, False): (Move.ALL_GATHER, Move.SELECT),
-    (Shard, Replicate, True): (Move.ALL_GATHER, Move.REDUCE_SCATTER),
-    (Shard, Shard, True): (Move.ALL_TO_ALL, Move.ALL_TO_ALL),
-}
-"""By the layout in which a value is made, the layout in which it is read, and whether the reader
-computes on shards: the move of the forward, and the move of the gradient in the backward."""
 
 
 class LocalGraph:
@@ -115,11 +103,11 @@ class LocalGraph:
             packed = self._pack(local, wanted.dim, before)
         elif not local.meta["val"].is_contiguous():  # its storage is more than its elements
             packed = self._contiguous(local, before)
-        moves = _MOVES[type(plain(made)), type(wanted), after]
-        args: Any = (packed, moves[0], self._ways)
+        change = Redistribution(*_moves(plain(made), wanted, after), f"{made} -> {wanted}")
+        args: Any = (packed, change.forward, self._ways)
         moved = self.graph.call_function(_moved, args)
         moved.meta["val"] = self._on_fakes(_moved, args, {})
-        self.moves[moved] = Redistribution(*moves, f"{made} -> {wanted}")
+        self.moves[moved] = change
         self.placed(packed, made, local)
         self.placed(moved, wanted, local)
         if isinstance(made, ShardedSections):
@@ -219,6 +207,14 @@ class LocalGraph:
         fakes = pytree.tree_map_only(fx.Node, lambda x: x.meta["val"], (args, dict(kwargs)))
         with self._mode, torch.no_grad(), hushed_loggers():
             return target(*fakes[0], **fakes[1])
+
+
+def _moves(made: Placement, wanted: Placement, sharded: bool) -> tuple[Move, Move]:
+    """The move of a value, and of its gradient back. If the reader computes on shards, its gradient
+    of a replicated value is a partial sum."""
+    back = Partial() if sharded and wanted == REPLICATED else wanted
+    taken = REPLICATED if isinstance(made, Partial) else made
+    return move_between(made, wanted), move_between(back, taken)
 
 
 def _moved(x: Tensor, move: Move, ways: int) -> Tensor:

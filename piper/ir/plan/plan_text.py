@@ -24,7 +24,7 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, cut, shown
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
 from piper.ir.passes import Pass
@@ -283,7 +283,7 @@ def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, ExtraRole | None, 
         groups = tuple(map(_range, row[1].split("|")))
         room = None if row[2] is None else _int(row[2])
         padded, by_host, runs = row[3] is not None, row[4] is not None, _int(row[5] or "1")
-        op = Collective(CollectiveKind(row[0]), groups, room, padded, by_host, runs)
+        op = Collective(Move(row[0]), groups, room, padded, by_host, runs)
         return op, role, of, ()
     source, ours, target, theirs, dim, rows, *_ = row
     replicas, counts = (_int(ours), _int(theirs)), None if rows is None else _int(rows)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.tensor import Shard
 
 from piper.base.errors import DirectiveError
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import ExtraRole, Role
@@ -183,7 +183,7 @@ class _Forms:
         key = (id(node.devices), rule.ways, rule.stride, room, runs)
         if key not in self._all_to_alls:
             rows = everywhere(rule.mesh(node.devices), Shard(1))
-            alone = Collective(CollectiveKind.ALL_TO_ALL, tuple((d,) for d in node.devices))
+            alone = Collective(Move.ALL_TO_ALL, tuple((d,) for d in node.devices))
             (equal,) = redistribute(rows, rows.along(ep=Shard(0))) or (alone,)
             padded = self._gpu and sent is not None and rule.capacity is None
             by_host = self._gpu and room is not None

@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import itertools
 
-from torch.distributed.tensor import Partial, Replicate, Shard
-
-from piper.ir.collectives import CollectiveKind
-from piper.ir.layouts import Layout, Placement
+from piper.ir.collectives import Move
+from piper.ir.layouts import Layout, move_between
 from piper.ir.ops import Collective
 
-_ORDER = (
-    CollectiveKind.REDUCE_SCATTER,  # first: later collectives then move less
-    CollectiveKind.ALL_REDUCE,
-    CollectiveKind.ALL_TO_ALL,
-    CollectiveKind.ALL_GATHER,
-)
+_ORDER = [*Move]
+"""Reductions that scatter come first: later collectives then move less."""
 
 
 def redistribute(made: Layout, wanted: Layout) -> tuple[Collective, ...]:
@@ -30,7 +24,7 @@ def redistribute(made: Layout, wanted: Layout) -> tuple[Collective, ...]:
     assert made.mesh == wanted.mesh
     axes = [name for name, _ in made.mesh.axes]
     kinds = [
-        (_kind(before, after), name)
+        (move_between(before, after), name)
         for name, before, after in zip(axes, made.placements, wanted.placements, strict=True)
         if before != after and made.mesh.size(name) > 1
     ]
@@ -39,16 +33,3 @@ def redistribute(made: Layout, wanted: Layout) -> tuple[Collective, ...]:
         Collective(kind, made.mesh.groups(*(name for _, name in row)))
         for kind, row in itertools.groupby(kinds, key=lambda step: step[0])
     )
-
-
-def _kind(before: Placement, after: Placement) -> CollectiveKind:
-    match before, after:
-        case Partial(), Replicate():
-            return CollectiveKind.ALL_REDUCE
-        case Partial(), Shard():
-            return CollectiveKind.REDUCE_SCATTER
-        case Shard(), Replicate():
-            return CollectiveKind.ALL_GATHER
-        case Shard(), Shard():
-            return CollectiveKind.ALL_TO_ALL
-    raise AssertionError(f"nothing brings {before} to {after}")

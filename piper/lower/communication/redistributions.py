@@ -12,20 +12,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Extra, ExtraRole
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Collective, Compute, Group, Op, Select
 from piper.ir.passes import Pass, RematPolicy
-from piper.ir.shards import Move, Segment
-
-_KINDS = {
-    Move.ALL_REDUCE: CollectiveKind.ALL_REDUCE,
-    Move.ALL_GATHER: CollectiveKind.ALL_GATHER,
-    Move.REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
-    Move.ALL_TO_ALL: CollectiveKind.ALL_TO_ALL,
-}
+from piper.ir.shards import Segment
 
 
 def add_redistributions(dag: Dag) -> Dag:
@@ -97,7 +90,7 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
 
 def _gathers(node: Node | None) -> bool:
     op = None if node is None else node.op
-    return isinstance(op, Collective) and op.kind is CollectiveKind.ALL_GATHER
+    return isinstance(op, Collective) and op.kind is Move.ALL_GATHER
 
 
 def _is_forward(node: Node) -> bool:
@@ -120,9 +113,7 @@ class _Ops:
         key = move, id(devices), axis
         if key not in self._known:
             groups = self._groups.setdefault((id(devices), axis), mesh.groups(axis))
-            self._known[key] = (
-                Select(groups) if move is Move.SELECT else Collective(_KINDS[move], groups)
-            )
+            self._known[key] = Select(groups) if move is Move.SELECT else Collective(move, groups)
         return self._known[key]
 
 

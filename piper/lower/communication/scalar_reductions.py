@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import ExtraRole, Role
 from piper.ir.ops import Collective, Group, Update
@@ -82,6 +82,6 @@ def _of_each(dag: Dag, wanted: list[int]) -> list[int]:
 def _all_reduce(
     out: Rewriter, role: ExtraRole, everyone: Group, reads: list[int], of: int = 0
 ) -> int:
-    op = Collective(CollectiveKind.ALL_REDUCE, (everyone,))
+    op = Collective(Move.ALL_REDUCE, (everyone,))
     made = out.value(role, of)
     return out.add(op, made, devices=everyone, stream=STREAM, reads=reads, made_by=0)

@@ -16,7 +16,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Transfer, Update
@@ -128,7 +128,7 @@ def _eager(dag: Dag, node: Node) -> bool:
     match node.op:
         case Transfer():
             return True
-        case Collective(kind=CollectiveKind.ALL_GATHER):
+        case Collective(kind=Move.ALL_GATHER):
             if node.writes[0] < dag.first_extra:
                 return True
             made = dag.extra[node.writes[0] - dag.first_extra]
@@ -142,7 +142,7 @@ def _eager(dag: Dag, node: Node) -> bool:
 
 
 _LATE = (1, 0.0)
-_REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
+_REDUCING = (Move.ALL_REDUCE, Move.REDUCE_SCATTER)
 
 
 def _reduces(dag: Dag, node: Node) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import PassFacts
 from piper.ir.dag.sizes import Sizes
@@ -182,7 +182,7 @@ def _moves(x: Instruction) -> bool:
     """Whether a redistribution sends its input itself: an all-reduce works on a copy."""
     if x.role is not ExtraRole.REDISTRIBUTED or not isinstance(x.op, Collective):
         return False
-    return x.op.kind is not CollectiveKind.ALL_REDUCE
+    return x.op.kind is not Move.ALL_REDUCE
 
 
 def _by_count(x: Instruction) -> bool:

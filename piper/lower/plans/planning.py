@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from piper.base.errors import DirectiveError
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import ExtraRole, Role
@@ -63,7 +63,7 @@ _Part = tuple[Verb, str, list[int], list[int]]
 
 
 def _sums(node: Node) -> bool:
-    return isinstance(node.op, Collective) and node.op.kind is CollectiveKind.ALL_REDUCE
+    return isinstance(node.op, Collective) and node.op.kind is Move.ALL_REDUCE
 
 
 def _buffer(reduced: int) -> int:
@@ -417,7 +417,7 @@ class _Planner:
 
     def _scatters(self, node: Node) -> int:
         """Limit on reduce-scatters like this one in progress; 0 if the node is none."""
-        if not isinstance(node.op, Collective) or node.op.kind is not CollectiveKind.REDUCE_SCATTER:
+        if not isinstance(node.op, Collective) or node.op.kind is not Move.REDUCE_SCATTER:
             return 0
         role, of = self.shared.about(node)
         if role is not ExtraRole.REDUCED:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
-from piper.ir.collectives import ALGORITHMS
+from piper.ir.collectives import COLLECTIVES
 from piper.ir.dag.dag import Dag, devices_text
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Transfer
@@ -72,7 +72,7 @@ def traffic_of(dag: Dag, plan: Plan, sizes: Sizes) -> Traffic:
                 n = next(len(group) for group in groups if mine in group)
                 nbytes = sizes.moved(node)
                 share = Fraction(n - 1, n) * nbytes
-                sent[key] += min(x.sent(nbytes, share) for x in ALGORITHMS[kind])
+                sent[key] += min(x.sent(nbytes, share) for x in COLLECTIVES[kind].algorithms)
                 counts[key] += 1
             case _:
                 pass

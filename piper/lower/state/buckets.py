@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Tags
 from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
 from piper.ir.layouts import BucketLayouts
@@ -152,7 +152,7 @@ def _update(
     reduced, role = gradients, ExtraRole.REDUCED
     layouts = BucketLayouts(bucket)
     for op in redistribute(layouts.gradients, layouts.optimizer):
-        if op.kind is CollectiveKind.REDUCE_SCATTER and bucket.level > 1:
+        if op.kind is Move.REDUCE_SCATTER and bucket.level > 1:
             reduced = [
                 add(
                     Collective(op.kind, part.shard_groups),

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.ops import Collective, Group, Transfer
 from piper.ir.overlaps import received_by, sent_by
 from piper.ir.plan.instructions import Verb, plain_stream
@@ -46,12 +46,10 @@ def collective(stream: str, group: Group) -> Communicator:
     return Communicator(stream, group, message=False)
 
 
-def communicators_of(
-    plans: Iterable[Plan], device: int
-) -> dict[Communicator, tuple[CollectiveKind, ...]]:
+def communicators_of(plans: Iterable[Plan], device: int) -> dict[Communicator, tuple[Move, ...]]:
     """The communicators of ``device``, each with the kinds of its collectives. They are sorted:
     members that create them in this order cannot deadlock."""
-    kinds: defaultdict[Communicator, set[CollectiveKind]] = defaultdict(set)
+    kinds: defaultdict[Communicator, set[Move]] = defaultdict(set)
     for plan in plans:
         if device not in plan.devices:
             continue

@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper.base.handles import Handle
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import COLLECTIVES, Move
 from piper.ir.ops import Group
 from piper.ir.plan.plan import Plan
-from piper.runtime.comm.collective_ops import DEFINITIONS
 from piper.runtime.comm.communicators import Communicator, channel, collective, communicators_of
 from piper.runtime.comm.protocol import Begin, tensors_of
 
@@ -146,9 +145,9 @@ class Gloo:
     def _take(self, node: int, out: Tensor) -> None:
         out.copy_(self._to_self.pop(node))
 
-    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
+    def collective(self, kind: Move, node: int, stream: str, group: Group) -> Begin:
         if len(group) == 1:
-            return lambda *given: DEFINITIONS[kind].act([tensors_of(given)])
+            return lambda *given: COLLECTIVES[kind].act([tensors_of(given)])
         members = _Members(self._backends[collective(stream, group)], len(group))
         act = partial(_SUMS[kind], members) if kind in _SUMS else partial(members.do, kind)
         thread = self._thread(stream)
@@ -217,9 +216,9 @@ class _Members:
     backend: Any
     count: int
 
-    def do(self, kind: CollectiveKind, *tensors: Tensor) -> None:
+    def do(self, kind: Move, *tensors: Tensor) -> None:
         """Run gloo's own collective and wait for it."""
-        definition = DEFINITIONS[kind]
+        definition = COLLECTIVES[kind]
         definition.begin(self.backend, definition.options(), *tensors).wait()
 
 
@@ -227,12 +226,12 @@ def _sum_everywhere(members: _Members, data: Tensor) -> None:
     """All-reduces ``data``, adding in the order of the members."""
     flat, count = data.view(-1), members.count
     if count == 2:  # a sum of two terms has no order, and gloo's own all-reduce copies less
-        members.do(CollectiveKind.ALL_REDUCE, flat)
+        members.do(Move.ALL_REDUCE, flat)
         return
     if flat.numel() <= _SMALL:
         every = flat.new_empty(count * flat.numel())
         # not an all-gather: gloo's is a ring
-        members.do(CollectiveKind.ALL_TO_ALL, flat.repeat(count), every)
+        members.do(Move.ALL_TO_ALL, flat.repeat(count), every)
         _sum_of_rows(every.view(count, -1), flat)
         return
     share = -(-flat.numel() // count)
@@ -242,7 +241,7 @@ def _sum_everywhere(members: _Members, data: Tensor) -> None:
         padded[: flat.numel()] = flat
     part = flat.new_empty(share)
     _sum_of_parts(members, padded, part)
-    members.do(CollectiveKind.ALL_GATHER, part, padded)
+    members.do(Move.ALL_GATHER, part, padded)
     if padded is not flat:
         flat.copy_(padded[: flat.numel()])
 
@@ -250,7 +249,7 @@ def _sum_everywhere(members: _Members, data: Tensor) -> None:
 def _sum_of_parts(members: _Members, data: Tensor, out: Tensor) -> None:
     """Reduce-scatters ``data`` to ``out``, adding in the order of the members."""
     parts = torch.empty_like(data)
-    members.do(CollectiveKind.ALL_TO_ALL, data, parts)
+    members.do(Move.ALL_TO_ALL, data, parts)
     _sum_of_rows(parts.view(members.count, -1), out)
 
 
@@ -260,8 +259,8 @@ def _sum_of_rows(rows: Tensor, out: Tensor) -> None:
         out += row
 
 
-_SUMS: Mapping[CollectiveKind, Callable[..., None]] = {
-    CollectiveKind.ALL_REDUCE: _sum_everywhere,
-    CollectiveKind.REDUCE_SCATTER: _sum_of_parts,
+_SUMS: Mapping[Move, Callable[..., None]] = {
+    Move.ALL_REDUCE: _sum_everywhere,
+    Move.REDUCE_SCATTER: _sum_of_parts,
 }
 """Collectives that sum. They replace gloo's own, whose order depends on its algorithm."""

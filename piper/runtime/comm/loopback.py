@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import COLLECTIVES, MemberTensors, Move
 from piper.ir.ops import Group
-from piper.runtime.comm.collective_ops import DEFINITIONS, MemberTensors
 from piper.runtime.comm.protocol import Begin, tensors_of
 
 Name = str
@@ -125,10 +124,10 @@ class Loopback:
     def close(self) -> None:
         return
 
-    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
+    def collective(self, kind: Move, node: int, stream: str, group: Group) -> Begin:
         participants = [f"device {device}" for device in group]
         name, me = f"{kind.value} (node {node})", f"device {self._device}"
-        arrive, key, act = self._hub.arrive, (node, group), DEFINITIONS[kind].act
+        arrive, key, act = self._hub.arrive, (node, group), COLLECTIVES[kind].act
 
         def move(given: Sequence[MemberTensors]) -> None:
             act([tensors_of(one) for one in given])

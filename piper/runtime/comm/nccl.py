@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import COLLECTIVES, Move
 from piper.ir.ops import Group
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import StreamRule
-from piper.runtime.comm.collective_ops import DEFINITIONS
 from piper.runtime.comm.communicators import Communicator, channel, collective, communicators_of
 from piper.runtime.comm.protocol import Begin
 
@@ -54,7 +53,7 @@ class Nccl:
         self._connect(wanted, where)
 
     def _connect(
-        self, wanted: Mapping[Communicator, tuple[CollectiveKind, ...]], where: torch.device
+        self, wanted: Mapping[Communicator, tuple[Move, ...]], where: torch.device
     ) -> None:
         """Run every kind of communication once on each communicator. NCCL connects members at the
         first use and blocks the host until all have joined. Within a step, hosts reach first uses
@@ -63,7 +62,7 @@ class Nccl:
             if one.message:
                 self._message(one)(torch.zeros(1, device=where))
             for kind in kinds:
-                sizes = DEFINITIONS[kind].parts(len(one.members))
+                sizes = COLLECTIVES[kind].parts(len(one.members))
                 tensors = [torch.zeros(size, device=where) for size in sizes]
                 self.collective(kind, 0, one.stream, one.members)(*tensors)
         torch.cuda.synchronize(where)
@@ -115,8 +114,8 @@ class Nccl:
         out.copy_(data)
         data.record_stream(torch.cuda.current_stream())  # another stream may own the memory
 
-    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
-        definition = DEFINITIONS[kind]
+    def collective(self, kind: Move, node: int, stream: str, group: Group) -> Begin:
+        definition = COLLECTIVES[kind]
         if len(group) == 1:
             return lambda *tensors: definition.act([tensors])
         begin, backend = definition.begin, self._backends[collective(stream, group)]

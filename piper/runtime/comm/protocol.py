@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from piper.base.handles import Handle
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.ops import Group
 
 Begin = Callable[..., Handle | None]
@@ -41,8 +41,8 @@ class Comm(Protocol):
 
     def receive(self, node: int, stream: str, source: int) -> Begin: ...
 
-    def collective(self, kind: CollectiveKind, node: int, stream: str, group: Group) -> Begin:
-        """``collective_ops.py`` defines each kind."""
+    def collective(self, kind: Move, node: int, stream: str, group: Group) -> Begin:
+        """``COLLECTIVES`` defines each kind."""
         ...
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from piper.ir.collectives import CollectiveKind
+from piper.ir.collectives import Move
 from piper.ir.ops import Collective, Select
 from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
@@ -32,15 +32,15 @@ def redistribute(
     def moved() -> Pending:
         data = slots[slot].contiguous()
         shape = tuple(data.shape)
-        if kind is CollectiveKind.ALL_GATHER:
+        if kind is Move.ALL_GATHER:
             shape = (ways, *shape)
-        elif kind is CollectiveKind.REDUCE_SCATTER:
+        elif kind is Move.REDUCE_SCATTER:
             shape = shape[1:]
         out = torch.empty(shape, dtype=data.dtype, device=data.device)
         handle = begin(data.view(-1), out.view(-1))
         return Pending(x.name, [handle], lambda: store(context.arrange(target, out)), keeps=(data,))
 
-    return summed if kind is CollectiveKind.ALL_REDUCE else moved
+    return summed if kind is Move.ALL_REDUCE else moved
 
 
 def select(context: ExecutionContext, x: Instruction, op: Select) -> BoundInstruction:
