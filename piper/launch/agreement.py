@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from piper.launch.optimizer_facts import OptimizerFacts, difference, facts_of, p
 from piper.program.program import Program
 from piper.state.checkpoint.boxes import Box
 from piper.state.device.optimizer_groups import OptimizerGroup
-from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles
+from piper.state.weights.first_tensors import Fetch, FirstTensor
 
 Fingerprints = dict[str, str]
 _CORNER = 16
@@ -246,12 +247,11 @@ def _sums(x: Tensor) -> Tensor:
 def _of_first(first: FirstTensor) -> str:
     """A short digest of initial values. No process reads a tensor in files whole, so its digest
     covers its file entry and a corner of its values."""
-    if isinstance(first, InFiles):
-        shape = first.entry.shape
-        corner = Box((0,) * len(shape), tuple(min(n, _CORNER) for n in shape))
+    if first.in_files:
+        corner = Box.whole([min(n, _CORNER) for n in first.shape])
         values = torch.zeros(corner.shape, dtype=first.dtype)
-        first.read(corner, values, first.dtype)
-        return _digest([str(first.entry), of_tensor(values)])
+        first.fill(replace(first.slices[0], box=corner, at=values), first.dtype)
+        return _digest([str(first.slices), of_tensor(values)])
     return of_tensor(first.whole())
 
 

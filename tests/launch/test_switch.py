@@ -32,8 +32,8 @@ from piper.launch.state.saving import index_of
 from piper.launch.state.switch import NextState
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.boxes import Box
+from piper.state.device.checkpoint_parts import all_held
 from piper.state.device.resharding import IN_FLIGHT, Exchange, parcels
-from piper.state.device.slices import all_held
 from tests.scripts import switched
 from tests.scripts.switched import ON_FOUR, WIDTH, Net, batch, losses
 from tests.state.test_checkpoints import contents
@@ -190,14 +190,13 @@ def test_each_slice_is_sent_once(before: str, after: str) -> None:
                 capturable=False,
             )  # fmt: skip
             wants[number] = room.requests
-    tables = dict(index.tensors.tables())
     for number, requests in wants.items():
         for one in requests:
-            seen = torch.zeros(tables[one.table][one.name].shape, dtype=torch.int8)
+            seen = torch.zeros(one.shape, dtype=torch.int8)
             for parcel in parcels(index, {number: requests}, number):
-                for move in parcel.moves:
-                    if requests[move.request] is one:
-                        move.received.of(one.box.of(seen)).add_(1)
+                for _, want in parcel.moves:
+                    if want.location == one.location:
+                        want.box.of(seen).add_(1)
             assert bool((one.box.of(seen) == 1).all())
             seen.zero_()
             for held in all_held(present[number].state) if number in present else ():

@@ -27,7 +27,7 @@ from piper import PiperError
 from piper.cost.cluster import Cluster
 from piper.ir.plan.plan import Plan
 from piper.launch.state.saving import read_index
-from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.checkpoint.tensor_files import Reader
 from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
@@ -426,9 +426,9 @@ class Fuzzer:
         names = StateNames.of(self.source)
         there = located(self.source, names, piper.weights(folder))
         with Reader(there.folder) as reader:
-            for entry in there.entries.values():
-                tensor = torch.empty(entry.shape, dtype=entry.dtype)
-                entry.read(reader, Box.whole(entry.shape), tensor)
+            for name, slices in there.entries.items():
+                tensor = torch.empty(slices[0].shape, dtype=slices[0].dtype)
+                reader.fill(Slice.of(MODEL, name, tensor), slices)
 
     # checkpoints
 

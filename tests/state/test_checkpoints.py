@@ -30,6 +30,7 @@ from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.boxes import Box, boxes_of_range, tile
 from piper.state.checkpoint.index import Index
 from piper.state.checkpoint.plain_values import from_json, to_json
+from piper.state.checkpoint.slices import all_slices
 from piper.state.device import checkpoint_parts as parts
 from piper.strategies.directives import Directive
 from tests.scripts.mutations import sealed
@@ -175,13 +176,13 @@ def contents(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
     trainer.save(path)
     index = Index.from_bytes((path / "index.json").read_bytes())
     found = {}
-    for table, entries in index.tensors.tables():
-        for name, entry in entries.items():
-            whole = torch.zeros(entry.shape, dtype=entry.dtype)
-            seen = torch.zeros(entry.shape, dtype=torch.int8)
-            for one in entry.slices:
-                with safe_open(path / one.file, framework="pt") as file:
-                    one.box.of(whole).copy_(file.get_tensor(one.key))
+    for table, tensors in index.tables.items():
+        for name, slices in tensors.items():
+            whole = torch.zeros(slices[0].shape, dtype=slices[0].dtype)
+            seen = torch.zeros(slices[0].shape, dtype=torch.int8)
+            for one in slices:
+                with safe_open(path / one.location.file, framework="pt") as file:
+                    one.box.of(whole).copy_(file.get_tensor(one.location.key))
                 one.box.of(seen).add_(1)
             assert bool((seen == 1).all()), f"{name} is not there once"
             found[f"{table} {name}"] = whole
@@ -378,12 +379,9 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path, trainer: piper.Train
                 trainer.load(folder)
             flip(folder, path.name, at, bit)
             assert path.name in str(caught.value)
-            for table, entries in index.tensors.tables():
-                for name, entry in entries.items():
-                    for one in entry.slices:
-                        size_of = one.box.numel * entry.dtype.itemsize
-                        if one.file == path.name and 0 <= at - one.offset < size_of:
-                            assert f"{table} {name}[" in str(caught.value)
+            for one in all_slices(index.tables):
+                if one.location.file == path.name and 0 <= at - one.location.offset < one.nbytes:
+                    assert f"{one.table} {one.name}[" in str(caught.value)
     after = contents(trainer, tmp_path / "after")
     assert all(torch.equal(x, before[name]) for name, x in after.items())
     trainer.load(folder)
@@ -600,7 +598,7 @@ def test_jobs_that_save_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """One job saves run2 while the other still writes run1."""
     writing, usual = threading.Event(), parts.write_file
 
-    def held_up(path: Path, tensors: Any) -> files.Written:
+    def held_up(path: Path, tensors: Any) -> Any:
         writing.wait()
         return usual(path, tensors)
 
@@ -829,7 +827,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     writing, usual = threading.Event(), parts.write_file
 
-    def held_up(path: Path, tensors: Any) -> files.Written:
+    def held_up(path: Path, tensors: Any) -> Any:
         writing.wait()
         return usual(path, tensors)
 
@@ -853,7 +851,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_failed_save_in_the_background_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, tensors: Any) -> files.Written:
+    def full(path: Path, tensors: Any) -> Any:
         raise OSError("No space left on device")
 
     words = "cannot be saved to .*: No space left on device; what was there before is untouched"

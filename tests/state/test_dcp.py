@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import (
 import piper
 from piper import PiperError
 from piper.state.checkpoint.dcp import CheckpointReader
-from piper.state.weights.first_tensors import InFiles
+from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
 from tests.state.test_checkpoints import STRATEGIES, Net, batches, given, net
@@ -79,7 +79,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     names = StateNames.of(Source(net(Net)))
     found = located(Source(net(Net)), names, piper.weights(folder))
     return names.named(
-        lambda name: InFiles(found.folder, found.entries[name], torch.float64).whole()
+        lambda name: FirstTensor(found.entries[name], torch.float64, found.folder).whole()
     )
 
 

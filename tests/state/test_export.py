@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError, annotate
-from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.discover import stored_tensors
+from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.checkpoint.tensor_files import Reader
 from tests.hugging_face import FAMILIES, VOCAB
 from tests.training import data_parallel, pipeline
@@ -203,16 +203,16 @@ def test_an_export_replaces_the_former_one_and_nothing_else(tmp_path: Path) -> N
             trainer.export(out, file_gb=file_gb)
             (out / "LICENSE").write_text("mine")
             state = trainer.state_dict()
-            _, entries = stored_tensors(out)
-            assert entries.keys() == state.keys()
-            files = {entry.slices[0].file for entry in entries.values()}
+            _, found = stored_tensors(out)
+            assert found.keys() == state.keys()
+            files = {slices[0].location.file for slices in found.values()}
             index = {"model.safetensors.index.json"} if file_gb == several else set()
             others = {"tokenizer.json", "notes", "LICENSE"}
             assert {path.name for path in out.iterdir()} == files | index | others
             assert len(files) == (1 if file_gb == one else 3)
             with Reader(out) as reader:
-                for key, entry in entries.items():
-                    tensor = torch.empty(entry.shape, dtype=entry.dtype)
-                    entry.read(reader, Box.whole(entry.shape), tensor)
+                for key, slices in found.items():
+                    tensor = torch.empty_like(state[key])
+                    reader.fill(Slice.of(MODEL, key, tensor), slices)
                     assert torch.equal(tensor, state[key])
     assert (out / "tokenizer.json").read_text() == "mine"

@@ -24,7 +24,9 @@ from piper.base.tracking import Tracker
 from piper.launch.device.device import assignment_of
 from piper.launch.device.weight_readers import fetcher
 from piper.state.checkpoint import tensor_files as files
+from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.device_state import DeviceState
+from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
 from tests.state.test_checkpoints import STRATEGIES, Net, batches, given, net
@@ -155,14 +157,11 @@ def test_other_dtypes_are_converted(stored: torch.dtype, own: torch.dtype, tmp_p
     source = Source(Wide(own).to("meta"))
     files = piper.weights(in_one_file(state, tmp_path / "files"))
     there = located(source, StateNames.of(source), files)
-    from piper.state.checkpoint.boxes import Box
-    from piper.state.weights.first_tensors import InFiles
-
     for name, x in state.items():
-        first = InFiles(there.folder, there.entries[name], own)
+        first = FirstTensor(there.entries[name], own, there.folder)
         assert torch.equal(first.whole(), x.to(own))
         low = torch.zeros(x.shape, dtype=torch.bfloat16)
-        first.read(Box.whole(x.shape), low, torch.float32)
+        first.fill(Slice.of(MODEL, name, low), torch.float32)
         assert torch.equal(low, x.to(own).float().bfloat16())
 
 
@@ -498,17 +497,12 @@ def peaks(model: nn.Module, folder: Path) -> tuple[list[int], int]:
     """The peak memory of each of four processes after the start, and the bytes of the model."""
     folder.mkdir()
     state = model.state_dict()
-    given = [
-        files.TensorToWrite(
-            name, x.dtype, tuple(x.shape), functools.partial(torch.full, x.shape, 0.01)
-        )
+    made = functools.partial(torch.full, fill_value=0.01, dtype=torch.bfloat16)
+    slices = [
+        Slice.whole(MODEL, name, x.shape, x.dtype, functools.partial(made, x.shape))
         for name, x in state.items()
     ]
-    made = [
-        files.TensorToWrite(g.key, g.dtype, g.shape, lambda get=g.get: get(dtype=torch.bfloat16))
-        for g in given
-    ]
-    files.write_file(folder / "model.safetensors", made)
+    files.write_file(folder / "model.safetensors", slices)
     x = torch.zeros(4, 8, dtype=torch.long)
     program = piper.compile(
         model,

@@ -25,23 +25,20 @@ from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.streams.streams import streams_for
 from piper.state.assignment import Assignment
-from piper.state.checkpoint.hf_export import WholeTensor
-from piper.state.checkpoint.index import Index
+from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.slices import Slice
 from piper.state.checkpoint.verify_files import damage
 from piper.state.device.checkpoint_parts import (
-    Part,
     export_part,
+    given_by,
     in_memory,
     read_part,
-    write,
     write_part,
 )
 from piper.state.device.device_state import DeviceState, buffers_of
-from piper.state.device.holding import Held
 from piper.state.device.restore import refusal
-from piper.state.device.slices import given_by
 from piper.state.device.snapshot import Snapshot, snapshot_of
-from piper.state.device.whole_tensors import Portions, export, restore
+from piper.state.device.whole_tensors import export, restore
 from piper.state.weights.first_tensors import Fetch
 
 
@@ -176,7 +173,7 @@ class LoadedDevice:
         if self.state.snapshot is not None:
             self.state.snapshot.abandon()
 
-    def export(self, only: frozenset[str] | None) -> Portions:
+    def export(self, only: frozenset[str] | None) -> list[Slice]:
         return export(self.state, only)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -186,44 +183,46 @@ class LoadedDevice:
     def write_part(self, folder: Path) -> Part | Refusal:
         """Write this device's part of a checkpoint."""
         try:
-            return write_part(self.state, *self._part(folder))
+            file, buffers = self._part()
+            return write_part(given_by(self.state, buffers), folder, file)
         except (OSError, PiperError) as error:
             return Refusal(str(error))
 
     def begin_part(self, folder: Path) -> Callable[[], Part | Refusal]:
         """A function that writes this device's part in a thread. It writes the state as it is now:
         the next step copies it."""
-        _, file, buffers = self._part(folder)
+        file, buffers = self._part()
         try:
-            holding = given_by(self.state, buffers)
+            part = given_by(self.state, buffers)
         except PiperError as error:
             refusal = Refusal(str(error))
             return lambda: refusal
-        snapshot = self.state.snapshot = snapshot_of(holding, self.state.where)
+        snapshot = self.state.snapshot = snapshot_of(part, self.state.where)
 
         def written() -> Part | Refusal:
             copied = snapshot.result()
             if copied is None:
                 return Refusal("the trainer was closed before the state was copied")
-            return write(copied, folder, file)
+            return write_part(copied, folder, file)
 
         return written
 
-    def _part(self, folder: Path) -> tuple[Path, str, tuple[str, ...]]:
+    def _part(self) -> tuple[str, tuple[str, ...]]:
+        """The file of this device's part of a checkpoint, and the buffers in it."""
         file = f"device-{self.number:05}.safetensors"
-        return folder, file, _own_buffers(self._program, self.number)
+        return file, _own_buffers(self._program, self.number)
 
-    def give(self) -> tuple[Part | Refusal, Sequence[Held]]:
+    def give(self) -> tuple[Part | Refusal, Sequence[Slice]]:
         """This device's part of the state in memory, and its slices."""
         self.finish_copies()
         try:
             buffers = _own_buffers(self._program, self.number, kept=False)
-            holding = given_by(self.state, buffers)
+            part = given_by(self.state, buffers)
         except PiperError as error:
             return Refusal(str(error)), ()
-        return in_memory(holding, self.number), holding.slices
+        return in_memory(part, self.number), part.slices
 
-    def export_part(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[str] | Refusal:
+    def export_part(self, folder: Path, targets: Mapping[str, Slice]) -> list[str] | Refusal:
         """Write this device's share of the model's tensors."""
         try:
             buffers = _own_buffers(self._program, self.number)

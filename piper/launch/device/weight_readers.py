@@ -11,7 +11,7 @@ from torch import Tensor
 from piper.base.errors import PiperError
 from piper.program.program import Program
 from piper.state.weights.first_buffers import computed_buffer
-from piper.state.weights.first_tensors import Fetch, FirstTensor, InFiles, InMemory
+from piper.state.weights.first_tensors import Fetch, FirstTensor
 from piper.state.weights.matching import Located
 from piper.state.weights.source import Source, materialised
 from piper.state.weights.weight_files import Init, WeightFiles
@@ -54,9 +54,10 @@ class FirstWeights:
             raise PiperError(f"the model has no {name}: it is not the one that was compiled")
         tensor = self.tensors[name]
         if self.located is not None and name in self.located.entries:
-            return InFiles(self.located.folder, self.located.entries[name], tensor.dtype)
+            return FirstTensor(self.located.entries[name], tensor.dtype, self.located.folder)
         device = torch.device("cpu") if tensor.is_meta else tensor.device
-        return InMemory(materialised(name, tensor, device, self.init, self.seed))
+        values = materialised(name, tensor, device, self.init, self.seed)
+        return FirstTensor.in_memory(name, values)
 
 
 def fetcher(program: Program) -> Fetch:

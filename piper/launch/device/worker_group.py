@@ -18,10 +18,8 @@ from piper.base.tracking import Alive
 from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel
 from piper.runtime.streams.recording import Measured
-from piper.state.checkpoint.hf_export import WholeTensor
-from piper.state.checkpoint.index import Index
-from piper.state.device.checkpoint_parts import Part
-from piper.state.device.whole_tensors import Portions
+from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.slices import Slice
 
 T = TypeVar("T")
 
@@ -176,7 +174,7 @@ class WorkerGroup(Protocol):
         """The loss of one batch; nothing changes."""
         ...
 
-    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+    def export(self, only: frozenset[str] | None = None) -> list[list[Slice]]:
         """The parameters and buffers of all devices, or those named in ``only``."""
         ...
 
@@ -203,7 +201,7 @@ class WorkerGroup(Protocol):
         ``wait``, None if a device is not done."""
         ...
 
-    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, Slice]) -> list[Any]:
         """Every device writes its share of the model's tensors. Returns the names that each wrote,
         or a refusal, in the process where ``once`` runs its call."""
         ...

@@ -21,7 +21,7 @@ from piper.base.errors import PiperError, warn
 from piper.launch.device.worker_group import Refusal, WorkerGroup
 from piper.launch.state.saving import finish, prepare
 from piper.program.program import Program
-from piper.state.device.checkpoint_parts import Part
+from piper.state.checkpoint.index import Part
 
 
 class Writing:

@@ -22,8 +22,8 @@ from piper.launch.device.worker_group import Refusal, WorkerGroup
 from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
 from piper.launch.state.saving import tensor_of
 from piper.program.program import Program
-from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, WholeTensor, lay_out
+from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, lay_out
+from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.weights.matching import pretrained_part
 
 
@@ -44,7 +44,7 @@ def export(
         _export_adapter(group, program, target, rest, Adapter(program, *adapted), dtype)
         return
 
-    def prepare() -> tuple[Staged, dict[str, WholeTensor]]:
+    def prepare() -> tuple[Staged, dict[str, Slice]]:
         staged = stage(target, PRETRAINED)
         with staged.failing():
             tensors = _tensors(program, dtype)
@@ -78,7 +78,7 @@ def _export_adapter(
     group.once(write)
 
 
-def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, WholeTensor]:
+def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Slice]:
     """Every tensor of the model once, under its first name."""
     source = program.source
     if source is None:
@@ -92,14 +92,14 @@ def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, WholeTens
         own = known[name].dtype
         kept = dtype if dtype is not None and own.is_floating_point else own
         shape = program.names.shapes[key]
-        tensors[name] = WholeTensor(key.removeprefix(prefix), kept, shape)
+        tensors[name] = Slice.whole(MODEL, key.removeprefix(prefix), shape, kept)
     return tensors
 
 
 def _finish(
     program: Program,
     staged: Staged,
-    targets: Mapping[str, WholeTensor],
+    targets: Mapping[str, Slice],
     parts: Iterable[Any],
     rest: Mapping[str, Tensor],
     dtype: torch.dtype | None,
@@ -116,7 +116,7 @@ def _finish(
             for name, target in targets.items():
                 if name not in written:
                     tensor = rest[name] if name in rest else fetch(name).whole()
-                    out.write(target, Box.whole(target.shape), tensor)
+                    out.write(Slice.of(MODEL, name, tensor), target)
         assert program.source is not None
         _, model = pretrained_part(program.source.model)
         if model is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,14 @@ from piper.launch.device.weight_readers import fetcher
 from piper.launch.device.worker_group import Refusal, WorkerGroup
 from piper.launch.state.state_checks import check_index
 from piper.program.program import Program
-from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.commit import CHECKPOINT, keep_last, numbered
 from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
-from piper.state.checkpoint.index import INDEX, GroupEntry, Index, Tensors
+from piper.state.checkpoint.index import INDEX, GroupEntry, Index, Part
 from piper.state.checkpoint.plain_values import to_json
-from piper.state.checkpoint.tensor_files import Reader, TensorToWrite
-from piper.state.device.checkpoint_parts import Part, write
-from piper.state.device.holding import MODEL, Holding, whole
-from piper.state.device.whole_tensors import Portions, assemble
+from piper.state.checkpoint.slices import MODEL, Slice, by_name
+from piper.state.checkpoint.tensor_files import Reader
+from piper.state.device.checkpoint_parts import write_part
+from piper.state.device.whole_tensors import assembled
 from piper.state.optimizer.factory import joined_kinds
 
 _AT_ONCE = 4 * 1024 * 1024
@@ -41,23 +41,20 @@ _AT_ONCE = 4 * 1024 * 1024
 
 
 def whole_state(
-    program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
+    program: Program, parts: Sequence[Sequence[Slice]], rest: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The model's tensors, assembled from all devices' portions. Tensors that no device holds come
-    from ``rest``, or have their initial values."""
-    return program.names.named(tensor_of(program, portions, rest))
+    """The model's tensors, assembled from the slices of all devices. Tensors that no device holds
+    come from ``rest``, or have their initial values."""
+    return program.names.named(tensor_of(program, parts, rest))
 
 
 def tensor_of(
-    program: Program, portions: list[Portions], rest: Mapping[str, Tensor]
+    program: Program, parts: Sequence[Sequence[Slice]], rest: Mapping[str, Tensor]
 ) -> Callable[[str], Tensor]:
     """A function from a tensor's first name to the whole tensor, assembled from the devices'
-    portions."""
-    parameters = assemble(
-        program.parameters, program.buckets, [p for held in portions for p in held.parameters]
-    )
-    buffers = {n: x for held in reversed(portions) for n, x in held.buffers.items()}
-    known = {**rest, **buffers, **parameters}
+    slices."""
+    held = assembled(one for slices in reversed(parts) for one in slices)
+    known = {**rest, **held}
     fetch = cache(lambda: fetcher(program))
 
     def find(name: str) -> Tensor:
@@ -145,7 +142,7 @@ def finish(
             raise PiperError(
                 f"{absent[0]} was written on another machine: all machines must share the folder"
             )
-        index = index_of(program, good, data).in_files(staged.named)
+        index = index_of(program, good, data, staged.named)
         (folder / INDEX).write_bytes(index.to_bytes())
         staged.commit()
     if keep is not None:
@@ -156,7 +153,7 @@ def _write_rest(
     program: Program, folder: Path, parts: Iterable[Part], rest: Mapping[str, Tensor]
 ) -> Part:
     """Write the tensors of the model that no device wrote."""
-    there = {name for part in parts for name in part.tensors.model}
+    there = {one.name for part in parts for one in part.slices if one.table == MODEL}
     names = [n for n in dict.fromkeys(program.names.keys.values()) if n not in there]
     slices = []
     if names:
@@ -171,21 +168,26 @@ def _write_rest(
             def get(name: str = name) -> Tensor:
                 return rest[name] if name in rest else fetch(name).whole()
 
-            slices.append(
-                whole(MODEL, name, TensorToWrite(name, like.dtype, tuple(like.shape), get))
-            )
-    return write(Holding(slices), folder, "rest.safetensors")
+            slices.append(Slice.whole(MODEL, name, like.shape, like.dtype, get))
+    return write_part(Part(slices), folder, "rest.safetensors")
 
 
-def index_of(program: Program, parts: Sequence[Part], data: Any) -> Index:
+def index_of(
+    program: Program, parts: Sequence[Part], data: Any, named: Callable[[str], str] = str
+) -> Index:
+    """The index of the parts of all devices. ``named`` returns the last name of a file."""
     groups: dict[tuple[str, ...], GroupEntry] = {}
     for part in parts:
         for entry in part.groups:  # replicas have equal entries
             groups.setdefault(entry.names, entry)
+    slices = (one for part in parts for one in part.slices)
     return Index(
-        tensors=Tensors.joined(part.tensors for part in parts),
+        tables=by_name(
+            replace(one, at=replace(one.location, file=named(one.location.file))) for one in slices
+        ),
+        values=tuple(value for part in parts for value in part.values),
         keys=program.names.keys,
-        files={part.file: part.facts for part in parts if part.facts is not None},
+        files={named(part.file): part.facts for part in parts if part.facts is not None},
         steps=parts[0].steps,
         seed=program.training.seed,
         strategy=str(program.strategy),
@@ -213,9 +215,9 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
     with Reader(folder) as reader:
         for name in dict.fromkeys(program.names.keys.values()):
             if name not in program.held_names:
-                entry = index.entry(name)
-                rest[name] = torch.zeros(entry.shape, dtype=entry.dtype)
-                entry.read(reader, Box.whole(entry.shape), rest[name])
+                slices = index.model[index.first(name)]
+                rest[name] = torch.zeros(slices[0].shape, dtype=slices[0].dtype)
+                reader.fill(Slice.of(MODEL, name, rest[name]), slices)
     return index, rest
 
 

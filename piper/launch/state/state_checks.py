@@ -20,12 +20,12 @@ from piper.state.optimizer.probe import kept_kinds, make_scheduler, sample_optim
 def check_index(index: Index, program: Program, what: str) -> None:
     """Refuse an index that ``program`` could not have saved; ``what`` names its source in
     errors."""
-    tensors = index.tensors
     for key, name in index.keys.items():
         with within(f"keys.{key}"):
-            if name not in tensors.model:
+            if name not in index.model:
                 raise MalformedError(f"there is no tensor {shown(name)}")
-    program.names.check({key: index.entry(key).shape for key in index.keys}, what=what)
+    shapes = {key: index.model[name][0].shape for key, name in index.keys.items()}
+    program.names.check(shapes, what=what)
     check_state(index, program)
     _refuse_other_optimizer(index.kind, program)
     _refuse_half_kept(index, program)
@@ -33,24 +33,23 @@ def check_index(index: Index, program: Program, what: str) -> None:
 
 def check_state(index: Index, program: Program) -> None:
     """The same for the state that devices hold, from a checkpoint or from memory."""
-    tensors = index.tensors
     for name, spec in program.parameters.items():
         with within(f"model.{name}"):
-            if index.first(name) not in tensors.model:
+            if index.first(name) not in index.model:
                 raise MalformedError("it is missing")
-            entry = index.entry(name)
+            entry = index.model[index.first(name)][0]
             if entry.shape != spec.shape:
                 raise MalformedError(
                     f"it has shape {list(entry.shape)}, the parameter {list(spec.shape)}"
                 )
             if entry.dtype.is_floating_point != spec.dtype.is_floating_point:
                 raise MalformedError(f"it is {entry.dtype}, the parameter {spec.dtype}")
-    for kind, entries in tensors.optimizer.items():
-        for name, entry in entries.items():
+    for kind, tensors in index.optimizer.items():
+        for name, slices in tensors.items():
             with within(f"optimizer.{kind}.{name}"):
-                if entry.shape != _known(name, index).shape:
-                    raise MalformedError(f"it has shape {list(entry.shape)}, not its parameter's")
-    for place, value in enumerate(tensors.values):
+                if (shape := slices[0].shape) != _known(name, index)[0].shape:
+                    raise MalformedError(f"it has shape {list(shape)}, not its parameter's")
+    for place, value in enumerate(index.values):
         with within(f"values[{place}]"):
             _known(value.name, index)
     for place, group in enumerate(index.groups):
@@ -62,9 +61,9 @@ def check_state(index: Index, program: Program) -> None:
 
 
 def _known(name: str, index: Index) -> Any:
-    if name not in index.tensors.model:
+    if name not in index.model:
         raise MalformedError(f"there is no parameter {shown(name)}")
-    return index.tensors.model[name]
+    return index.model[name]
 
 
 def _refuse_other_optimizer(kind: str, program: Program) -> None:
@@ -86,10 +85,10 @@ def _refuse_half_kept(index: Index, program: Program) -> None:
     if factory is None or not index.kind or not index.steps:
         return
     kept: dict[str, set[str]] = {name: set() for group in index.groups for name in group.names}
-    for kind, entries in index.tensors.optimizer.items():
+    for kind, entries in index.optimizer.items():
         for name in entries:
             kept.setdefault(name, set()).add(kind)
-    for value in index.tensors.values:
+    for value in index.values:
         kept.setdefault(value.name, set()).add(value.kind)
     wanted = kept_kinds(factory, program.trained, program.device)
     if any(wanted.values()) and not any(kept.values()):

@@ -27,13 +27,12 @@ from piper.launch.state.saving import index_of
 from piper.launch.state.state_checks import check_state
 from piper.program.program import Program
 from piper.runtime.comm.gloo import Peers
-from piper.state.checkpoint.index import Index
-from piper.state.device.checkpoint_parts import Part
+from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.slices import Slice, at_device
+from piper.state.device.checkpoint_parts import all_held
 from piper.state.device.device_state import DeviceState
-from piper.state.device.holding import Held
-from piper.state.device.resharding import Exchange, Request, parcels, requests, still_missing
-from piper.state.device.restore import Wanted, refusal, settle, wanted
-from piper.state.device.slices import all_held
+from piper.state.device.resharding import Exchange, parcels, still_missing
+from piper.state.device.restore import refusal, settle, wanted
 
 
 class Change(Enum):
@@ -162,7 +161,7 @@ def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index
     except PiperError as error:
         raise _refused(str(error)) from error
     constants = {name for step in new.steps for name in step.code.constants}
-    if missing := sorted(new.held_names - index.tensors.model.keys() - constants):
+    if missing := sorted(new.held_names - index.model.keys() - constants):
         raise _refused(f"it is of another model, which uses {missing[0]}")
     return index
 
@@ -200,9 +199,10 @@ class NextState:
         None if the process has no device now. With ``capturable``, steps will be captured as CUDA
         graphs."""
         self._index = index
+        self._number = number
         self._capturable = capturable
         self.state: DeviceState | None = None
-        self.missing: list[Wanted] = []
+        self.missing: list[Slice] = []
         """The slices that other devices must send."""
         self.refused: list[str] = []
         if number not in program.devices:
@@ -223,14 +223,15 @@ class NextState:
         self.missing = still_missing(wanted(self.state, index), here)
 
     @property
-    def requests(self) -> list[Request]:
-        return requests(self.missing)
+    def requests(self) -> list[Slice]:
+        """The slices that it needs, for other processes."""
+        return at_device(self.missing, self._number)
 
     def receive(
         self,
         number: int,
-        gives: Sequence[Held],
-        wants: Mapping[int, Sequence[Request]],
+        gives: Sequence[Slice],
+        wants: Mapping[int, Sequence[Slice]],
         crossing: Crossing,
     ) -> None:
         """Take part, as device ``number``, in sending all slices to the devices that need them."""

@@ -35,11 +35,8 @@ from piper.launch.workers.worker_folder import write_program, write_weights
 from piper.launch.workers.worker_process import WorkerProcess, spawned
 from piper.program.program import Program
 from piper.runtime.feeding import cut
-from piper.state.checkpoint.hf_export import WholeTensor
-from piper.state.checkpoint.index import Index
-from piper.state.device.checkpoint_parts import Part
-from piper.state.device.resharding import Request
-from piper.state.device.whole_tensors import Portions
+from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.slices import Slice
 
 _GRACE = 2.0
 """Seconds that workers get to exit by themselves."""
@@ -92,7 +89,7 @@ class ProcessWorkerGroup:
         if program.device.type == "cuda":
             refuse_too_few_gpus(len(program.devices), share=share_gpus)
         self._program = program
-        self._next: tuple[Program, list[WorkerProcess], list[list[Request]]] | None = None
+        self._next: tuple[Program, list[WorkerProcess], list[list[Slice]]] | None = None
         """During a switch: the next program, the workers started for it, and the slices that each
         worker requests."""
         self._switches = 0
@@ -149,7 +146,7 @@ class ProcessWorkerGroup:
     def evaluate(self, batch: Sequence[Tensor], *, own_rows: bool = False) -> Report:
         return self._run("evaluate", batch)
 
-    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+    def export(self, only: frozenset[str] | None = None) -> list[list[Slice]]:
         return self._all("export", only)
 
     def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -170,7 +167,7 @@ class ProcessWorkerGroup:
             return None
         return [part for parts in self._all("written part", None) for part in parts]
 
-    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, Slice]) -> list[Any]:
         return self._all("export part", (folder, dict(targets)))
 
     def refusals(self, folder: Path, index: Index) -> list[str]:

@@ -29,11 +29,9 @@ from piper.runtime.executor import CommunicationError
 from piper.runtime.pending import Pending
 from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.uploads import Uploads
-from piper.state.checkpoint.hf_export import WholeTensor
-from piper.state.checkpoint.index import Index
-from piper.state.device.checkpoint_parts import Part
+from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.slices import Slice
 from piper.state.device.device_state import DeviceState
-from piper.state.device.whole_tensors import Portions
 from piper.state.weights.first_tensors import Fetch
 
 
@@ -103,7 +101,7 @@ class Rank:
         run = self.device.profile(self._uploads(given), what)
         return profiled(lambda: self._finished(run), what, self.where)
 
-    def export(self, only: frozenset[str] | None) -> Portions:
+    def export(self, only: frozenset[str] | None) -> list[Slice]:
         return self.device.export(only)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -127,7 +125,7 @@ class Rank:
         self.device.finish_copies()
         return self.writing.result()
 
-    def export_part(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[str] | Refusal:
+    def export_part(self, folder: Path, targets: Mapping[str, Slice]) -> list[str] | Refusal:
         return self.device.export_part(folder, targets)
 
     def refusals(self, folder: Path, index: Index) -> list[str]:

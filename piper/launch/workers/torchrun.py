@@ -40,14 +40,10 @@ from piper.launch.watch.watchdog import Watchdog
 from piper.launch.workers.rank import Rank, choose_gpu
 from piper.program.program import Program
 from piper.runtime.feeding import cut, rows_read
-from piper.state.checkpoint.hf_export import WholeTensor
-from piper.state.checkpoint.index import Index
-from piper.state.device.checkpoint_parts import Part
+from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.slices import Slice
 from piper.state.device.device_state import DeviceState
-from piper.state.device.holding import Held
 from piper.state.device.optimizer_groups import export_groups
-from piper.state.device.resharding import Request
-from piper.state.device.whole_tensors import Portions
 from piper.state.weights.first_tensors import Fetch, FirstTensor
 
 
@@ -94,8 +90,8 @@ class TorchrunWorkerGroup:
         self._share_gpus = share_gpus
         self._cuda_graphs = cuda_graphs
         self._shake = shake
-        self._gives: Sequence[Held] = ()
-        self._next: tuple[Program, NextState, list[list[Request]], Optimizers] | None = None
+        self._gives: Sequence[Slice] = ()
+        self._next: tuple[Program, NextState, list[list[Slice]], Optimizers] | None = None
         self._optimizers = Optimizers(program, self._objects)
         self._batches = BatchChecks(check_batches, self._objects)
         self._evaluated = BatchChecks(check_batches, self._objects)
@@ -236,7 +232,7 @@ class TorchrunWorkerGroup:
         lost_peers(lambda: dist.broadcast_object_list(sent, group=self._objects, group_src=source))
         return cast(Report, sent[0]) if mine is None else mine
 
-    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+    def export(self, only: frozenset[str] | None = None) -> list[list[Slice]]:
         mine = None if self._rank is None else self._rank.export(only)
         return [one for one in everyone(mine, self._objects) if one is not None]
 
@@ -261,7 +257,7 @@ class TorchrunWorkerGroup:
         written = self._at_first([] if rank is None else rank.written_part())
         return [part for parts in written for part in parts]
 
-    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, Slice]) -> list[Any]:
         rank = self._rank
         return self._at_first(None if rank is None else rank.export_part(folder, targets))
 

@@ -30,13 +30,10 @@ from piper.runtime.feeding import cut
 from piper.runtime.pending import Pending
 from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.uploads import Uploads
-from piper.state.checkpoint.hf_export import WholeTensor
-from piper.state.checkpoint.index import Index
-from piper.state.device.checkpoint_parts import Part
+from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.slices import Slice
 from piper.state.device.device_state import DeviceState
-from piper.state.device.holding import Held
 from piper.state.device.resharding import copied
-from piper.state.device.whole_tensors import Portions
 from piper.state.weights.first_tensors import Fetch
 
 
@@ -74,7 +71,7 @@ class VirtualWorkerGroup:
         self._cuda_graphs = cuda_graphs
         self._shake = shake
         self._writing: Writing | None = None
-        self._given: dict[int, Sequence[Held]] = {}
+        self._given: dict[int, Sequence[Slice]] = {}
         self._next: tuple[Program, Index, dict[int, NextState]] | None = None
         self._start(program, dict.fromkeys(program.devices, fetch))
         if self._graph is not None:
@@ -142,7 +139,7 @@ class VirtualWorkerGroup:
             parts = self._cut(self._program.evaluation_step, batch)
             return self._drive([d.evaluate(p) for d, p in zip(self._devices, parts, strict=True)])
 
-    def export(self, only: frozenset[str] | None = None) -> list[Portions]:
+    def export(self, only: frozenset[str] | None = None) -> list[list[Slice]]:
         return [device.export(only) for device in self._devices]
 
     def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -167,7 +164,7 @@ class VirtualWorkerGroup:
             device.finish_copies()
         return self._writing.result()
 
-    def export_parts(self, folder: Path, targets: Mapping[str, WholeTensor]) -> list[Any]:
+    def export_parts(self, folder: Path, targets: Mapping[str, Slice]) -> list[Any]:
         return [device.export_part(folder, targets) for device in self._devices]
 
     def refusals(self, folder: Path, index: Index) -> list[str]:

@@ -23,10 +23,9 @@ from piper.launch.workers.custom_ops import define
 from piper.launch.workers.rank import Rank, choose_gpu
 from piper.program.program import Program
 from piper.program.storage import load
-from piper.state.device.checkpoint_parts import Part
+from piper.state.checkpoint.index import Part
+from piper.state.checkpoint.slices import Slice
 from piper.state.device.device_state import DeviceState
-from piper.state.device.holding import Held
-from piper.state.device.resharding import Request
 from piper.state.weights.first_tensors import Fetch
 
 
@@ -42,7 +41,7 @@ class WorkerDevice:
         self._where: torch.device | None = None
         self._store = dist.FileStore(str(folder / "store"))  # a TCP port would be open to others
         self._store.set_timeout(timedelta(seconds=task.start_timeout))
-        self._gives: Sequence[Held] = ()
+        self._gives: Sequence[Slice] = ()
         self._next: tuple[SwitchTask, Program, NextState] | None = None
         self.present: Rank | None = None
         """None while this worker waits."""
@@ -96,7 +95,7 @@ class WorkerDevice:
         part, self._gives = self.rank.device.give()
         return part
 
-    def prepare_switch(self, task: SwitchTask) -> tuple[list[str], list[Request]]:
+    def prepare_switch(self, task: SwitchTask) -> tuple[list[str], list[Slice]]:
         """Why this worker cannot switch, and its requests for slices from others."""
         program, _ = self._load(task.folder)
         room = NextState(
@@ -110,7 +109,7 @@ class WorkerDevice:
         self._next = task, program, room
         return room.refused, room.requests
 
-    def finish_switch(self, wants: Mapping[int, Sequence[Request]]) -> None:
+    def finish_switch(self, wants: Mapping[int, Sequence[Slice]]) -> None:
         assert self._next is not None
         (task, program, room), me = self._next, self._task.device
         torch.set_num_threads(task.threads)

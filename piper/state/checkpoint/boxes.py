@@ -108,12 +108,21 @@ class Box:
             assert part is not None
             yield from part.cut(limit)
 
+    def offset(self, strides: Sequence[int]) -> int:
+        """The elements before this box in the memory of a tensor with these strides."""
+        return sum(low * stride for low, stride in zip(self.start, strides, strict=True))
+
     def reordered(self, dims: Sequence[int]) -> Box:
         """The box whose dimension ``dims[i]`` is this one's dimension i."""
         start, shape = [0] * len(dims), [0] * len(dims)
         for i, dim in enumerate(dims):
             start[dim], shape[dim] = self.start[i], self.shape[i]
         return Box(tuple(start), tuple(shape))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:

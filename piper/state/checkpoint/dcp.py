@@ -9,6 +9,8 @@ For output of ``trainer.export``, use torch's own ``HuggingFaceStorageReader``.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch.futures import Future
 
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.discover import stored_tensors
-from piper.state.checkpoint.index import Entry
+from piper.state.checkpoint.slices import Slice
 from piper.state.checkpoint.tensor_files import Reader
 
 
@@ -33,21 +35,21 @@ class CheckpointReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._folder = self._path
-        self._entries: dict[str, Entry] = {}
+        self._tensors: dict[str, Sequence[Slice]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self._path = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._folder, self._entries = stored_tensors(self._path)
-        return Metadata({key: _metadata(entry) for key, entry in self._entries.items()})
+        self._folder, self._tensors = stored_tensors(self._path)
+        return Metadata({key: _metadata(x) for key, x in self._tensors.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        if not self._entries:  # the metadata was read by another process
-            self._folder, self._entries = stored_tensors(self._path)
+        if not self._tensors:  # the metadata was read by another process
+            self._folder, self._tensors = stored_tensors(self._path)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -58,11 +60,12 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with Reader(self._folder) as reader:
             for item in plan.items:
-                entry = self._entries[item.storage_index.fqn]
-                begin = item.storage_index.offset or (0,) * len(entry.shape)
+                slices = self._tensors[item.storage_index.fqn]
+                begin = item.storage_index.offset or (0,) * len(slices[0].shape)
                 start = map(sum, zip(begin, item.storage_offsets, strict=True))
                 into = planner.resolve_tensor(item).detach()
-                entry.read(reader, Box(tuple(start), tuple(item.lengths)), into)
+                box = Box(tuple(start), tuple(item.lengths))
+                reader.fill(replace(slices[0], box=box, at=into), slices)
                 planner.commit_tensor(item, into)
         done: Future[None] = Future()
         done.set_result(None)
@@ -73,11 +76,10 @@ class CheckpointReader(StorageReader):
         return Path(checkpoint_id).exists()
 
 
-def _metadata(entry: Entry) -> TensorStorageMetadata:
+def _metadata(slices: Sequence[Slice]) -> TensorStorageMetadata:
     chunks = [
-        ChunkStorageMetadata(torch.Size(part.box.start), torch.Size(part.box.shape))
-        for part in entry.slices
+        ChunkStorageMetadata(torch.Size(one.box.start), torch.Size(one.box.shape)) for one in slices
     ]
     return TensorStorageMetadata(
-        TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks
+        TensorProperties(dtype=slices[0].dtype), torch.Size(slices[0].shape), chunks
     )

@@ -13,10 +13,10 @@ Only headers and indices are read here. They are untrusted: malformed ones are r
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from piper.base.reading import (
 )
 from piper.state.checkpoint.boxes import Box, tile
 from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
-from piper.state.checkpoint.index import INDEX, Entry, Index, Slice
+from piper.state.checkpoint.index import INDEX, Index
+from piper.state.checkpoint.slices import MODEL, Location, Slice
 from piper.state.checkpoint.tensor_files import DTYPES, Extent, refuse_overlaps, sizes
 from piper.state.checkpoint.verify_files import size_of
 
@@ -48,7 +49,7 @@ _LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
 
-def stored_tensors(path: Path) -> tuple[Path, dict[str, Entry]]:
+def stored_tensors(path: Path) -> tuple[Path, dict[str, Sequence[Slice]]]:
     """The folder with the files, and every tensor in them. ``path`` is a folder or one file."""
     if path.is_file():
         return path.parent, _of_files(path.parent, [path.name])
@@ -79,7 +80,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise PiperError(f"{path} cannot be used: {error}") from None
 
 
-def _of_checkpoint(folder: Path) -> dict[str, Entry]:
+def _of_checkpoint(folder: Path) -> dict[str, Sequence[Slice]]:
     with _reading(folder / INDEX):
         index = Index.from_bytes(file_bytes(folder / INDEX))
         for name, facts in index.files.items():
@@ -87,12 +88,12 @@ def _of_checkpoint(folder: Path) -> dict[str, Entry]:
                 if (size := size_of(folder / name)) != facts.bytes:
                     raise MalformedError(f"it has {size} bytes, not {facts.bytes}")
         for key, name in index.keys.items():
-            if name not in index.tensors.model:
+            if name not in index.model:
                 raise MalformedError(f"{key} is not among the tensors")
-    return {key: index.tensors.model[name] for key, name in index.keys.items()}
+    return {key: index.model[name] for key, name in index.keys.items()}
 
 
-def _of_index(folder: Path) -> dict[str, Entry]:
+def _of_index(folder: Path) -> dict[str, Sequence[Slice]]:
     with _reading(folder / WEIGHTS_INDEX):
         data = parsed(file_bytes(folder / WEIGHTS_INDEX))
         if type(data) is not dict or type(data.get("weight_map")) is not dict:
@@ -104,37 +105,36 @@ def _of_index(folder: Path) -> dict[str, Entry]:
                     raise wrong(name, "the name of a safetensors file of this folder")
     there = _of_files(folder, sorted(set(files.values())))
     for key, name in files.items():
-        if key not in there or all(one.file != name for one in there[key].slices):
+        if key not in there or all(one.location.file != name for one in there[key]):
             raise PiperError(f"{folder / WEIGHTS_INDEX} says that {key} is in {name}: it is not")
     return {key: there[key] for key in files}
 
 
-def _of_files(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _of_files(folder: Path, names: Iterable[str]) -> dict[str, Sequence[Slice]]:
+    tensors: dict[str, list[Slice]] = {}
     for name in names:
         with _reading(folder / name):
-            for key, entry in _of_file(folder, name):
-                known = entries.get(key)
-                entries[key] = entry if known is None else _joined(key, known, entry)
-    for key, entry in entries.items():
-        if not tile((one.box for one in entry.slices), entry.shape):
-            files = ", ".join(dict.fromkeys(one.file for one in entry.slices))
+            for one in _of_file(folder, name):
+                known = tensors.setdefault(one.name, [])
+                if known and (one.dtype, len(one.shape)) != (known[0].dtype, len(known[0].shape)):
+                    raise MalformedError(
+                        f"{one.name} is of another kind in {known[0].location.file}"
+                    )
+                known.append(one)
+    for key, slices in tensors.items():
+        shape = tuple(map(max, zip(*(one.shape for one in slices), strict=True)))
+        if not tile((one.box for one in slices), shape):
+            files = ", ".join(dict.fromkeys(one.location.file for one in slices))
             raise PiperError(
                 f"the slices of {key} in {files} of {folder} are not a whole tensor: they overlap "
                 "or leave something out"
             )
-    return entries
+        slices[:] = [replace(one, shape=shape) for one in slices]
+    return {**tensors}
 
 
-def _joined(key: str, one: Entry, other: Entry) -> Entry:
-    if one.dtype != other.dtype or len(one.shape) != len(other.shape):
-        raise MalformedError(f"{key} is of another kind in {one.slices[0].file}")
-    shape = tuple(map(max, one.shape, other.shape))
-    return Entry(one.dtype, shape, (*one.slices, *other.slices))
-
-
-def _of_file(folder: Path, name: str) -> Iterator[tuple[str, Entry]]:
-    """The tensors of one file. Each shape is a lower bound of the whole tensor's: it ends where
+def _of_file(folder: Path, name: str) -> Iterator[Slice]:
+    """The slices in one file. Each shape is a lower bound of the whole tensor's: it ends where
     this file's slice ends."""
     header, begin, end = _header(folder / name)
     starts = _starts(header.pop("__metadata__", None))
@@ -144,17 +144,18 @@ def _of_file(folder: Path, name: str) -> Iterator[tuple[str, Entry]]:
             table(item, ("dtype", "shape", "data_offsets"))
             if type(item["dtype"]) is not str or item["dtype"] not in DTYPES:
                 raise wrong(item["dtype"], "a dtype")
-            dtype, shape = DTYPES[item["dtype"]], sizes(item["shape"])
+            dtype, size = DTYPES[item["dtype"]], sizes(item["shape"])
             first, last = map(count, row(item["data_offsets"], 2))
-            if last - first != math.prod(shape) * dtype.itemsize or begin + last > end:
+            start = starts.get(key, (0,) * len(size))
+            if len(start) != len(size):
+                raise MalformedError("its offsets have another number of dimensions than its shape")
+            box = Box(start, size)
+            ends = tuple(a + n for a, n in zip(start, size, strict=True))
+            one = Slice(MODEL, key, ends, dtype, box, Location(box, name, key, begin + first))
+            if last - first != one.nbytes or begin + last > end:
                 raise MalformedError("its data_offsets do not fit its size or the file")
             extents.append(Extent(first, last - first, key))
-            start = starts.get(key, (0,) * len(shape))
-            if len(start) != len(shape):
-                raise MalformedError("its offsets have another number of dimensions than its shape")
-            part = Slice(Box(start, shape), name, key, begin + first, 0)
-            whole = tuple(a + n for a, n in zip(start, shape, strict=True))
-            yield key, Entry(dtype, whole, (part,))
+            yield one
     refuse_overlaps(extents)
 
 

@@ -13,15 +13,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from piper.base.atomic import FileKind
-from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.tensor_files import header_of, memory_of, pieces_in_order
+from piper.state.checkpoint.boxes import row_major
+from piper.state.checkpoint.slices import Slice
+from piper.state.checkpoint.tensor_files import laid_out, memory_of, pieces_in_order
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PRETRAINED = FileKind(
@@ -32,27 +32,12 @@ PRETRAINED = FileKind(
 """Markers: the index names several files; a single file is its own marker."""
 
 
-@dataclass(frozen=True, slots=True)
-class WholeTensor:
-    """The place of a whole tensor in the exported files."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: str = ""
-    offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def lay_out(
-    folder: Path, tensors: Mapping[str, WholeTensor], file_bytes: int, named: Callable[[str], str]
-) -> dict[str, WholeTensor]:
+    folder: Path, tensors: Mapping[str, Slice], file_bytes: int, named: Callable[[str], str]
+) -> dict[str, Slice]:
     """Create files for ``tensors``, none much longer than ``file_bytes``, and their index if there
-    are several. The index uses the file names that ``named`` returns. Returns the place of each
-    tensor."""
+    are several. The index uses the file names that ``named`` returns. Returns each tensor with its
+    place."""
     runs: list[list[str]] = [[]]
     size = 0
     for name, one in tensors.items():
@@ -61,7 +46,7 @@ def lay_out(
             size = 0
         runs[-1].append(name)
         size += one.nbytes
-    placed: dict[str, WholeTensor] = {}
+    placed: dict[str, Slice] = {}
     for place, names in enumerate(runs):
         file = WEIGHTS
         if len(runs) > 1:
@@ -70,25 +55,19 @@ def lay_out(
     if len(runs) > 1:
         index = {
             "metadata": {"total_size": sum(one.nbytes for one in tensors.values())},
-            "weight_map": {one.key: named(one.file) for one in placed.values()},
+            "weight_map": {one.key: named(one.location.file) for one in placed.values()},
         }
         (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2))
     return placed
 
 
-def _make(folder: Path, file: str, tensors: Mapping[str, WholeTensor]) -> dict[str, WholeTensor]:
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header = header_of([(x.key, x.dtype, x.shape) for x in (tensors[name] for name in names)])
-    at = len(header)
-    placed = {}
-    for name in names:
-        tensor = tensors[name]
-        placed[name] = WholeTensor(tensor.key, tensor.dtype, tensor.shape, file, at)
-        at += tensor.nbytes
+def _make(folder: Path, file: str, tensors: Mapping[str, Slice]) -> dict[str, Slice]:
+    header, placed = laid_out(file, tensors.values())
     with (folder / file).open("xb") as content:
         content.write(header)
-        content.truncate(at)
-    return placed
+        content.truncate(len(header) + sum(one.nbytes for one in tensors.values()))
+    by_key = {target.key: target for _, target in placed}
+    return {name: by_key[one.key] for name, one in tensors.items()}
 
 
 class SliceWriter:
@@ -111,25 +90,27 @@ class SliceWriter:
             for descriptor in writer._files.values():
                 os.close(descriptor)
 
-    def write(self, target: WholeTensor, box: Box, tensor: Tensor) -> None:
-        """Write ``tensor`` at ``box`` of ``target``."""
-        if target.file not in self._files:
-            self._files[target.file] = os.open(self._folder / target.file, os.O_WRONLY)
-        strides = [math.prod(target.shape[i + 1 :]) for i in range(len(target.shape))]
-        first = sum(a * s for a, s in zip(box.start, strides, strict=True))
-        self._put(target, target.offset + first * target.dtype.itemsize, strides, tensor.detach())
+    def write(self, source: Slice, target: Slice) -> None:
+        """Write ``source`` to its place in the whole tensor ``target``."""
+        file = target.location.file
+        if file not in self._files:
+            self._files[file] = os.open(self._folder / file, os.O_WRONLY)
+        strides = row_major(target.shape)
+        at = target.location.offset + source.box.offset(strides) * target.dtype.itemsize
+        self._put(self._files[file], target.dtype, at, strides, source.tensor.detach())
 
-    def _put(self, target: WholeTensor, at: int, strides: Sequence[int], tensor: Tensor) -> None:
-        size = target.dtype.itemsize
-        inner = math.prod(tensor.shape[1:])
-        if not tensor.dim() or strides[0] == inner:  # contiguous in the file
+    def _put(
+        self, file: int, dtype: torch.dtype, at: int, strides: Sequence[int], tensor: Tensor
+    ) -> None:
+        if not tensor.dim() or strides[0] == math.prod(tensor.shape[1:]):  # contiguous in the file
             for piece in pieces_in_order(tensor):
-                data = memory_of(piece.to(target.dtype).cpu().contiguous())
-                self._write(self._files[target.file], data, at)
+                data = memory_of(piece.to(dtype).cpu().contiguous())
+                self._write(file, data, at)
                 at += len(data)
             return
-        for place in range(tensor.shape[0]):
-            self._put(target, at + place * strides[0] * size, strides[1:], tensor[place])
+        for row in tensor:
+            self._put(file, dtype, at, strides[1:], row)
+            at += strides[0] * dtype.itemsize
 
     @staticmethod
     def _write(descriptor: int, data: memoryview, at: int) -> None:

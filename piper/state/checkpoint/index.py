@@ -17,12 +17,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from piper.base.codec import Format
 from piper.base.reading import (
@@ -39,59 +38,26 @@ from piper.base.reading import (
 )
 from piper.state.checkpoint.boxes import Box, tile
 from piper.state.checkpoint.plain_values import from_json, stored_names
+from piper.state.checkpoint.slices import (
+    MODEL,
+    OPTIMIZER,
+    STORED,
+    Location,
+    Slice,
+    Tables,
+    all_slices,
+)
 from piper.state.checkpoint.tensor_files import (
     DTYPES,
     NAMES,
     Extent,
     FileFacts,
-    Reader,
-    TensorInFile,
     refuse_overlaps,
     sizes,
 )
 
 INDEX = "index.json"
 _FORMAT = Format("checkpoint", 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A rectangular slice of a tensor and its location."""
-
-    box: Box
-    file: str
-    """The file's name. For state in memory: the number of the device."""
-    key: str
-    """The slice's name in the file."""
-    offset: int
-    """Bytes from the start of the file. For state in memory: the index among the device's
-    slices."""
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A whole tensor and its slices."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
-
-    def within(self, box: Box) -> list[tuple[Box, TensorInFile]]:
-        """The parts of ``box``, each with the stored slice that contains it."""
-        parts = []
-        for part in self.slices:
-            if (common := box.common(part.box)) is not None:
-                parts.append((common, TensorInFile(part.file, part.offset, self.dtype, part.box)))
-        return parts
-
-    def read(self, reader: Reader, box: Box, into: Tensor, via: Sequence[torch.dtype] = ()) -> None:
-        """Copy ``box`` to ``into``, rounded to each dtype of ``via`` on the way."""
-        for common, stored in self.within(box):
-            reader.read(common.seen_from(box).of(into), stored, common, via)
-
-
-Entries = Mapping[str, Entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,50 +83,28 @@ class GroupEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
-    """The contents of a checkpoint, or of one device's part of it."""
+class Part:
+    """One device's contribution to the state. Devices with equal copies contribute a share each."""
 
-    model: Entries = field(default_factory=dict)
-    optimizer: Mapping[str, Entries] = field(default_factory=dict)
-    stored: Entries = field(default_factory=dict)
+    slices: Sequence[Slice] = ()
+    buckets: Sequence[int | None] = ()
+    """For each slice, the bucket whose update changes it, and nothing else; None for buffers."""
     values: tuple[SavedValue, ...] = ()
-
-    @staticmethod
-    def joined(parts: Iterable[Tensors]) -> Tensors:
-        """The parts of all devices, joined."""
-        model: dict[str, Entry] = {}
-        optimizer: dict[str, dict[str, Entry]] = {}
-        stored: dict[str, Entry] = {}
-        values: list[SavedValue] = []
-        for part in parts:
-            _join(model, part.model)
-            for kind, entries in part.optimizer.items():
-                _join(optimizer.setdefault(kind, {}), entries)
-            stored.update(part.stored)
-            values += part.values
-        return Tensors(model, optimizer, stored, tuple(values))
-
-    def tables(self) -> Iterable[tuple[str, Entries]]:
-        """All entries, each table with its name."""
-        yield "model", self.model
-        for kind, entries in self.optimizer.items():
-            yield f"optimizer.{kind}", entries
-        yield "stored", self.stored
-
-
-def _join(all_of: dict[str, Entry], some: Entries) -> None:
-    for name, entry in some.items():
-        known = all_of.get(name)
-        if known is not None:
-            entry = Entry(entry.dtype, entry.shape, (*known.slices, *entry.slices))
-        all_of[name] = entry
+    groups: tuple[GroupEntry, ...] = ()
+    scheduler: Any = None
+    kind: str = ""
+    steps: int = 0
+    file: str = ""
+    facts: FileFacts | None = None
+    """The file with its slices, once it is written; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
     """The parsed content of ``index.json``."""
 
-    tensors: Tensors
+    tables: Tables
+    values: tuple[SavedValue, ...]
     keys: Mapping[str, str]
     files: Mapping[str, FileFacts]
     steps: int
@@ -178,27 +122,16 @@ class Index:
         """This index's name for the model's tensor ``name``. Tied tensors have several names."""
         return self.keys.get(name, name)
 
-    def entry(self, name: str) -> Entry:
-        """The entry of the model's parameter or buffer ``name``."""
-        return self.tensors.model[self.first(name)]
+    @property
+    def model(self) -> Mapping[str, Sequence[Slice]]:
+        """The slices of every parameter and buffer."""
+        return self.tables.get(MODEL, {})
 
-    def in_files(self, named: Callable[[str], str]) -> Index:
-        """This index with each file renamed by ``named``."""
-
-        def moved(entries: Entries) -> dict[str, Entry]:
-            return {
-                name: replace(one, slices=tuple(replace(s, file=named(s.file)) for s in one.slices))
-                for name, one in entries.items()
-            }
-
-        tensors = replace(
-            self.tensors,
-            model=moved(self.tensors.model),
-            optimizer={kind: moved(one) for kind, one in self.tensors.optimizer.items()},
-            stored=moved(self.tensors.stored),
-        )
-        files = {named(name): facts for name, facts in self.files.items()}
-        return replace(self, tensors=tensors, files=files)
+    @property
+    def optimizer(self) -> Mapping[str, Mapping[str, Sequence[Slice]]]:
+        """By kind of state, the slices of each parameter's."""
+        kinds = ((name.removeprefix(OPTIMIZER), x) for name, x in self.tables.items())
+        return {kind: x for kind, x in kinds if kind not in (MODEL, STORED)}
 
     def to_bytes(self) -> bytes:
         """The content of ``index.json``."""
@@ -212,10 +145,10 @@ class Index:
                 "groups": [[list(g.names), g.settings, g.schedule] for g in self.groups],
                 "data": self.data,
                 "keys": dict(self.keys),
-                "model": _entries_to_json(self.tensors.model),
-                "optimizer": {k: _entries_to_json(e) for k, e in self.tensors.optimizer.items()},
-                "values": [[v.name, v.kind, v.part, v.ways, v.value] for v in self.tensors.values],
-                "stored": _entries_to_json(self.tensors.stored),
+                "model": _table_to_json(self.model),
+                "optimizer": {kind: _table_to_json(x) for kind, x in self.optimizer.items()},
+                "values": [[v.name, v.kind, v.part, v.ways, v.value] for v in self.values],
+                "stored": _table_to_json(self.tables.get(STORED, {})),
                 "files": {n: [f.bytes, f.header, f.crc32] for n, f in self.files.items()},
             }
         )
@@ -255,17 +188,17 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def _entries_to_json(entries: Entries) -> dict[str, Any]:
+def _table_to_json(tensors: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
     return {
         name: {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
+            "dtype": NAMES[slices[0].dtype],
+            "shape": list(slices[0].shape),
             "slices": [
-                [list(s.box.start), list(s.box.shape), s.file, s.key, s.offset, s.crc32]
-                for s in entry.slices
+                [list(p.box.start), list(p.box.shape), p.file, p.key, p.offset, p.crc32]
+                for p in (one.location for one in slices)
             ],
         }
-        for name, entry in entries.items()
+        for name, slices in tensors.items()
     }
 
 
@@ -276,20 +209,18 @@ def _index(data: dict[str, Any]) -> Index:
 
     files: dict[str, FileFacts] = part("files", _files)
 
-    def entries(item: Any) -> dict[str, Entry]:
-        return _named(item, lambda x: _entry(x, files))
+    def tensors(table_name: str, item: Any) -> dict[str, list[Slice]]:
+        return _named(item, lambda name, x: _tensor(table_name, name, x, files))
 
-    stored = part("stored", entries)
-    tensors = Tensors(
-        model=part("model", entries),
-        optimizer=part("optimizer", lambda x: _named(x, entries)),
-        stored=stored,
-        values=part("values", lambda x: tuple(rows(x, lambda y: _value(y, stored)))),
-    )
-    _refuse_overlaps(tensors, files)
+    optimizer = part("optimizer", lambda x: _named(x, lambda k, y: tensors(OPTIMIZER + k, y)))
+    stored = part("stored", lambda x: tensors(STORED, x))
+    tables = {MODEL: part("model", lambda x: tensors(MODEL, x)), STORED: stored}
+    tables |= {OPTIMIZER + kind: entries for kind, entries in optimizer.items()}
+    _refuse_overlaps(tables, files)
     return Index(
-        tensors=tensors,
-        keys=part("keys", lambda x: _named(x, string)),
+        tables=tables,
+        values=part("values", lambda x: tuple(rows(x, lambda y: _value(y, stored)))),
+        keys=part("keys", lambda x: _named(x, lambda _, y: string(y))),
         files=files,
         steps=part("steps", count),
         seed=part("seed", whole),
@@ -301,13 +232,13 @@ def _index(data: dict[str, Any]) -> Index:
     )
 
 
-def _named(item: Any, read: Callable[[Any], Any]) -> dict[str, Any]:
+def _named(item: Any, read: Callable[[str, Any], Any]) -> dict[str, Any]:
     if type(item) is not dict:
         raise wrong(item, "an object")
     values = {}
     for name, value in item.items():
         with within(name):
-            values[name] = read(value)
+            values[name] = read(name, value)
     return values
 
 
@@ -318,7 +249,7 @@ def _listed(item: Any, length: int, what: str) -> list[Any]:
 
 
 def _files(item: Any) -> dict[str, FileFacts]:
-    files = _named(item, _file)
+    files = _named(item, lambda _, x: _file(x))
     for name in files:
         if re.fullmatch(r"[\w-]+\.safetensors", name) is None:
             raise wrong(name, "the name of a file of a checkpoint")
@@ -330,59 +261,54 @@ def _file(item: Any) -> FileFacts:
     return FileFacts(count(size), whole(header, 0, size + 1), count(crc))
 
 
-def _entry(item: Any, files: Mapping[str, FileFacts]) -> Entry:
+def _tensor(table_name: str, name: str, item: Any, files: Mapping[str, FileFacts]) -> list[Slice]:
     table(item, ("dtype", "shape", "slices"))
     if type(item["dtype"]) is not str or item["dtype"] not in DTYPES:
         raise wrong(item["dtype"], "a dtype")
-    dtype, shape = DTYPES[item["dtype"]], sizes(item["shape"])
+    of = Slice.whole(table_name, name, sizes(item["shape"]), DTYPES[item["dtype"]])
     with within("slices"):
-        slices = tuple(rows(item["slices"], lambda x: _slice(x, dtype, shape, files)))
-        if not tile((one.box for one in slices), shape):
+        slices = rows(item["slices"], lambda x: _slice(x, of, files))
+        if not slices or not tile((one.box for one in slices), of.shape):
             raise MalformedError(
-                f"they are not a whole tensor of shape {list(shape)}: they overlap or leave "
+                f"they are not a whole tensor of shape {list(of.shape)}: they overlap or leave "
                 "something out"
             )
-    return Entry(dtype, shape, slices)
+    return slices
 
 
-def _slice(
-    item: Any, dtype: torch.dtype, shape: tuple[int, ...], files: Mapping[str, FileFacts]
-) -> Slice:
+def _slice(item: Any, of: Slice, files: Mapping[str, FileFacts]) -> Slice:
     start, size, file, key, offset, crc = _listed(item, 6, "a slice in a file")
     box = Box(counts(start), counts(size))
     ends = [a + n for a, n in zip(box.start, box.shape, strict=False)]
-    if not len(box.start) == len(box.shape) == len(shape) or any(map(int.__gt__, ends, shape)):
-        raise wrong(item, f"a slice of a tensor of shape {list(shape)}")
+    dims = len(of.shape)
+    if not len(box.start) == len(box.shape) == dims or any(map(int.__gt__, ends, of.shape)):
+        raise wrong(item, f"a slice of a tensor of shape {list(of.shape)}")
     if string(file) not in files:
         raise MalformedError(f"there is no file {file!r}")
-    if count(offset) + box.numel * dtype.itemsize > files[file].bytes:
+    one = replace(of, box=box, at=Location(box, file, string(key), count(offset), count(crc)))
+    if offset + one.nbytes > files[file].bytes:
         raise MalformedError(f"{file} is shorter than that")
-    return Slice(box, file, string(key), offset, count(crc))
+    return one
 
 
-def _refuse_overlaps(tensors: Tensors, files: Mapping[str, FileFacts]) -> None:
+def _refuse_overlaps(tables: Tables, files: Mapping[str, FileFacts]) -> None:
     """Refuse slices that share bytes with each other or with a file's header."""
-    held: dict[str, list[Extent]] = {
-        file: [Extent(0, facts.header, "the header")] for file, facts in files.items()
-    }
-    for table_name, entries in tensors.tables():
-        for name, entry in entries.items():
-            for one in entry.slices:
-                size = one.box.numel * entry.dtype.itemsize
-                extent = Extent(one.offset, size, f"{table_name} {name}{one.box.text}")
-                held[one.file].append(extent)
+    held = {file: [Extent(0, facts.header, "the header")] for file, facts in files.items()}
+    for one in all_slices(tables):
+        held[one.location.file].append(Extent(one.location.offset, one.nbytes, one.text))
     for file, extents in held.items():
         with within(file):
             refuse_overlaps(extents)
 
 
-def _value(item: Any, stored: Entries) -> SavedValue:
+def _value(item: Any, stored: Mapping[str, Sequence[Slice]]) -> SavedValue:
     name, kind, part, ways, value = _listed(item, 5, "a parameter, a kind, a part, ways, a value")
     for one in stored_names(value):
         if one not in stored:
             raise MalformedError(f"{one!r} is not among the stored tensors")
     from_json(
-        value, lambda key: torch.empty(stored[key].shape, dtype=stored[key].dtype, device="meta")
+        value,
+        lambda key: torch.empty(stored[key][0].shape, dtype=stored[key][0].dtype, device="meta"),
     )
     return SavedValue(string(name), string(kind), count(part), whole(ways, 1), value)
 

@@ -12,10 +12,10 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, counts, open_file, wrong
-from piper.state.checkpoint.boxes import Box
+from piper.state.checkpoint.boxes import Box, row_major
+from piper.state.checkpoint.slices import Location, Slice, covered
 
 BLOCK = 4 * 2**20
 """Bytes copied, written or read at a time."""
@@ -84,25 +85,6 @@ def refuse_overlaps(extents: Iterable[Extent]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorToWrite:
-    """A tensor to write."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    get: Callable[[], Tensor]
-    """Returns the tensor when it is about to be written."""
-
-    @staticmethod
-    def of(key: str, tensor: Tensor) -> TensorToWrite:
-        return TensorToWrite(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class FileFacts:
     """Expected facts of a file, in bytes: its size, its header's size and the header's CRC-32."""
 
@@ -111,50 +93,45 @@ class FileFacts:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The facts of a written file, and each tensor's offset and CRC-32."""
-
-    facts: FileFacts
-    tensors: Mapping[str, tuple[int, int]]
-
-
-def in_order(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
-    """The order in a file: widest dtypes first, so that every tensor is aligned."""
-    return sorted(tensors, key=lambda x: -x.dtype.itemsize)
-
-
-def write_file(path: Path, tensors: Sequence[TensorToWrite]) -> Written:
-    """Writes a new safetensors file at ``path`` and syncs it to disk."""
-    header = header_of([(x.key, x.dtype, x.shape) for x in in_order(tensors)])
-    at = len(header)
-    written = {}
-    with path.open("xb", buffering=BLOCK) as file, ThreadPoolExecutor(1) as pool:
-        file.write(header)
-        for given in in_order(tensors):
-            crc = 0
-            for piece in pieces_in_order(given.get().detach()):
-                crc = _copied(memory_of(piece.cpu().contiguous()), file, crc, pool)
-            written[given.key] = (at, crc)
-            at += given.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    return Written(FileFacts(at, len(header), zlib.crc32(header)), written)
-
-
-def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """The header of a file that holds these tensors in this order."""
+def laid_out(file: str, slices: Iterable[Slice]) -> tuple[bytes, list[tuple[Slice, Slice]]]:
+    """The header of a file, and its slices in order, each with itself in the file: widest dtypes
+    first, so that every tensor is aligned."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ordered = sorted(slices, key=lambda one: -one.dtype.itemsize)
     at = 0
-    for key, dtype, shape in tensors:
-        if dtype not in NAMES:
-            raise PiperError(f"{key} is {dtype}, which safetensors files cannot hold")
-        end = at + math.prod(shape) * dtype.itemsize
-        content[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
+    for one in ordered:
+        if one.dtype not in NAMES:
+            raise PiperError(f"{one.key} is {one.dtype}, which safetensors files cannot hold")
+        ends = [at, at + one.nbytes]
+        shape = list(one.box.shape)
+        content[one.key] = {"dtype": NAMES[one.dtype], "shape": shape, "data_offsets": ends}
+        at += one.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    placed, at = [], len(header)
+    for one in ordered:
+        placed.append((one, replace(one, at=Location(one.box, file, one.key, at))))
+        at += one.nbytes
+    return header, placed
+
+
+def write_file(path: Path, slices: Iterable[Slice]) -> tuple[FileFacts, list[Slice]]:
+    """Writes a new safetensors file at ``path`` and syncs it to disk. Returns its facts, and its
+    slices in it."""
+    header, placed = laid_out(path.name, slices)
+    written = []
+    with path.open("xb", buffering=BLOCK) as file, ThreadPoolExecutor(1) as pool:
+        file.write(header)
+        for given, target in placed:
+            crc = 0
+            for piece in pieces_in_order(given.tensor.detach()):
+                crc = _copied(memory_of(piece.cpu().contiguous()), file, crc, pool)
+            written.append(replace(target, at=replace(target.location, crc32=crc)))
+        file.flush()
+        os.fsync(file.fileno())
+    size = len(header) + sum(one.nbytes for one in written)
+    return FileFacts(size, len(header), zlib.crc32(header)), written
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -221,16 +198,6 @@ def _filled(file: BinaryIO, buffer: memoryview) -> int:
     return at
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInFile:
-    """A slice of a tensor, stored in a file."""
-
-    file: str
-    offset: int
-    dtype: torch.dtype
-    box: Box
-
-
 class Reader:
     """Reads slices of tensors from the files of a folder."""
 
@@ -251,42 +218,53 @@ class Reader:
     ) -> None:
         self._close()
 
-    def read(
-        self, into: Tensor, stored: TensorInFile, box: Box, via: Sequence[torch.dtype] = ()
-    ) -> None:
-        """Copy ``box`` to ``into``, rounded to each dtype of ``via`` on the way. ``stored`` must
-        contain ``box``, and ``into`` must have its shape."""
-        self._read(into, stored, box.seen_from(stored.box), via)
+    def fill(self, want: Slice, slices: Iterable[Slice], via: Sequence[torch.dtype] = ()) -> None:
+        """Copy what ``slices`` of the same tensor have to the memory of ``want``."""
+        for source, target in covered(want, slices):
+            self.copy(source, target.tensor, via)
+
+    def copy(self, source: Slice, into: Tensor, via: Sequence[torch.dtype] = ()) -> None:
+        """Copy ``source``, which is in memory or in a file, to ``into``, rounded to each dtype of
+        ``via`` on the way."""
+        if isinstance(source.at, Location):
+            self._read(source.location, source.dtype, source.box, into, via)
+        else:
+            self._convert(source.tensor, into, via)
 
     def _read(
-        self, into: Tensor, stored: TensorInFile, box: Box, via: Sequence[torch.dtype]
+        self,
+        place: Location,
+        dtype: torch.dtype,
+        box: Box,
+        into: Tensor,
+        via: Sequence[torch.dtype],
     ) -> None:
-        """``box`` is relative to the start of the stored slice."""
-        strides = _strides(stored.box.shape)
-        first = sum(a * s for a, s in zip(box.start, strides, strict=True))
+        strides = row_major(place.box.shape)
+        first = box.seen_from(place.box).offset(strides)
         span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
-        size = stored.dtype.itemsize
-        at = stored.offset + first * size
-        same = all(dtype == stored.dtype for dtype in (into.dtype, *via))
+        at = place.offset + first * dtype.itemsize
+        same = all(one == dtype for one in (into.dtype, *via))
         direct = into.device.type == "cpu" and same and into.is_contiguous()
         if direct and span == box.numel:
-            self._fill(stored.file, at, memory_of(into))
-        elif span * size <= BLOCK:
-            buffer = self._scratch(span * size)
-            self._fill(stored.file, at, buffer)
-            flat = torch.frombuffer(buffer, dtype=stored.dtype, count=span)
-            values = flat.as_strided(box.shape, strides)
-            for dtype in via:
-                values = values.to(dtype)
-            into.copy_(values)
+            self._fill(place.file, at, memory_of(into))
+        elif span * dtype.itemsize <= BLOCK:
+            buffer = self._scratch(span * dtype.itemsize)
+            self._fill(place.file, at, buffer)
+            flat = torch.frombuffer(buffer, dtype=dtype, count=span)
+            self._convert(flat.as_strided(box.shape, strides), into, via)
         else:
             dim = next(i for i, n in enumerate(box.shape) if n > 1)
-            half = box.shape[dim] // 2
-            low = box.start[dim]
-            for start, stop in ((0, half), (half, box.shape[dim])):
-                part = box.between(dim, low + start, low + stop)
+            low, n = box.start[dim], box.shape[dim]
+            for start, stop in ((low, low + n // 2), (low + n // 2, low + n)):
+                part = box.between(dim, start, stop)
                 assert part is not None
-                self._read(into.narrow(dim, start, stop - start), stored, part, via)
+                self._read(place, dtype, part, part.seen_from(box).of(into), via)
+
+    def _convert(self, values: Tensor, into: Tensor, via: Sequence[torch.dtype]) -> None:
+        for one, after in itertools.pairwise((*via, into.dtype)):
+            if one != after:  # copy_ converts to the last one
+                values = values.to(one)
+        into.copy_(values)
 
     def _scratch(self, size: int) -> memoryview:
         if len(self._buffer) < size:
@@ -309,7 +287,3 @@ class Reader:
     def _close(self) -> None:
         self._stack.close()
         self._files.clear()
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -8,18 +8,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from piper.base.reading import MalformedError, file_bytes, open_file
-from piper.state.checkpoint.index import INDEX, Index, Slice, files_of
+from piper.state.checkpoint.index import INDEX, Index, files_of
+from piper.state.checkpoint.slices import Slice, all_slices
 from piper.state.checkpoint.tensor_files import FileFacts, checksum
 
 
 def damage(folder: Path, index: Index, files: Sequence[str]) -> list[str]:
     """One text for each of ``files`` that is damaged: its name and the first difference found."""
-    held: dict[str, list[tuple[str, Slice, int]]] = {}
-    for table, entries in index.tensors.tables():
-        for name, entry in entries.items():
-            for one in entry.slices:
-                size = one.box.numel * entry.dtype.itemsize
-                held.setdefault(one.file, []).append((f"{table} {name}{one.box.text}", one, size))
+    held: dict[str, list[Slice]] = {}
+    for one in all_slices(index.tables):
+        held.setdefault(one.location.file, []).append(one)
     reasons = (_damage(folder, file, index.files[file], held.get(file, [])) for file in files)
     return [f"{file}: {why}" for file, why in zip(files, reasons, strict=True) if why is not None]
 
@@ -42,9 +40,7 @@ def size_of(path: Path) -> int:
     return facts.st_size
 
 
-def _damage(
-    folder: Path, file: str, facts: FileFacts, held: Iterable[tuple[str, Slice, int]]
-) -> str | None:
+def _damage(folder: Path, file: str, facts: FileFacts, held: Iterable[Slice]) -> str | None:
     path = folder / file
     try:
         if (size := size_of(path)) != facts.bytes:
@@ -52,9 +48,9 @@ def _damage(
         with open_file(path) as content:
             if checksum(content, 0, facts.header) != facts.crc32:
                 return "its header is not what was written"
-            for name, one, size in sorted(held, key=lambda row: row[1].offset):
-                if checksum(content, one.offset, size) != one.crc32:
-                    return f"{name} is not what was written (its checksum differs)"
+            for one in sorted(held, key=lambda one: one.location.offset):
+                if checksum(content, one.location.offset, one.nbytes) != one.location.crc32:
+                    return f"{one.text} is not what was written (its checksum differs)"
     except FileNotFoundError:
         return "it is not there"
     except OSError as error:

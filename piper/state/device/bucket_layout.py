@@ -1,9 +1,14 @@
-"""The layout of a bucket in one flat buffer, and the part of it that a device has."""
+"""The layout of a bucket in one flat buffer, and the part of it that a device has: as fragments of
+the buffer, and as rectangular slices of the model's tensors.
+
+A device's part of a parameter is a contiguous range (ZeRO) of a shard (experts, tensor
+parallelism), in memory order.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +17,8 @@ from torch import Tensor
 
 from piper.ir.rules import Bucket
 from piper.ir.tensors import TensorSpec
+from piper.state.checkpoint.boxes import Box, boxes_of_range, row_major
+from piper.state.checkpoint.slices import Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +143,14 @@ class BucketLayout:
 
     def shaped(self, row: Tensor, name: str) -> Tensor:
         """The flat ``row`` in the parameter's shape, with the model's strides if unsharded."""
+        return row.as_strided(self.shapes[name], self.strides(name))
+
+    def strides(self, name: str) -> tuple[int, ...]:
+        """The strides of a parameter's shard."""
         shape, spec = self.shapes[name], self.specs[name]
         if shape == spec.shape and spec.nbytes == spec.numel * spec.dtype.itemsize:
-            return row.as_strided(shape, spec.stride)
-        return row.view(shape)
+            return spec.stride
+        return row_major(shape)
 
     def updated(self, row: Tensor, fragment: Fragment) -> Tensor:
         """A fragment in the form the optimizer gets. ``row`` is this device's range."""
@@ -159,3 +170,71 @@ class BucketLayout:
             if first < last:
                 fragments.append(Fragment(name, first - low, last - low, first - start))
         return tuple(fragments)
+
+    def fragment(self, name: str) -> Fragment:
+        """The fragment of a parameter."""
+        return next(one for one in self.fragments if one.name == name)
+
+    @property
+    def written(self) -> Iterator[Fragment]:
+        """The parts of the fragments that this device writes. Devices with equal copies write a
+        share each, cut at row boundaries."""
+        low, high = self._cut(self.copy), self._cut(self.copy + 1)
+        for one in self.fragments:
+            first, last = max(low, one.start), min(high, one.stop)
+            if first < last:
+                yield Fragment(one.name, first, last, one.offset + first - one.start)
+
+    def _cut(self, copy: int) -> int:
+        """The start of a copy's share within the range that all copies have."""
+        copies = self.bucket.copies
+        at = self.share * copy // copies
+        for one in self.fragments:
+            if one.start < at < one.stop and copy < copies:
+                shape = self.shapes[one.name]
+                sized = zip(self.strides(one.name), shape, strict=True)
+                row = max((stride for stride, n in sized if n > 1), default=1)
+                inside = one.offset + at - one.start
+                return max(one.start, one.start + inside // row * row - one.offset)
+        return at
+
+    def shard(self, name: str) -> Fragment:
+        """This device's whole shard of a parameter, by itself."""
+        size = math.prod(self.shapes[name])
+        return Fragment(name, 0, size, 0)
+
+    def slices(
+        self, table: str, fragment: Fragment, item: Tensor, *, flat: bool = True
+    ) -> Iterator[Slice]:
+        """``fragment`` as slices of the whole tensor. ``item`` has its elements in memory order,
+        or, unless ``flat``, the whole shard in its shape."""
+        name = fragment.name
+        strides = self.strides(name)
+        for whole, shard in self._boxes(fragment):
+            if flat:
+                at = item.storage_offset() + shard.offset(strides) - fragment.offset
+                tensor = item.as_strided(shard.shape, strides, at)
+            else:
+                tensor = shard.of(item)
+            yield Slice(table, name, self.specs[name].shape, item.dtype, whole, tensor)
+
+    def _boxes(self, fragment: Fragment) -> Iterator[tuple[Box, Box]]:
+        """The boxes of a fragment in the whole parameter and in the shard. In a fused weight, each
+        section has its own. Padding is left out."""
+        bucket, name = self.bucket, fragment.name
+        strides, shape = self.strides(name), self.shapes[name]
+        dims = sorted(range(len(shape)), key=lambda i: -strides[i])  # in memory order
+        stop = fragment.offset + fragment.stop - fragment.start
+        for box in boxes_of_range([shape[i] for i in dims], fragment.offset, stop):
+            shard = box.reordered(dims)
+            if bucket.ways == 1:
+                yield shard, shard
+                continue
+            begin = start = 0
+            for size in bucket.sections or (self.specs[name].shape[bucket.dim],):
+                mine = -(-size // bucket.ways)  # elements past the end are padding
+                here = min(mine, size - self.part * mine)
+                part = shard.between(bucket.dim, begin, begin + here)
+                if part is not None:
+                    yield part.moved(bucket.dim, start + self.part * mine - begin), part
+                begin, start = begin + mine, start + size

@@ -1,101 +1,143 @@
-"""One device's part of a checkpoint: writes its state, exports its weights, and resumes from files.
+"""One device's part of the state: its slices for a checkpoint, an export or other devices; and
+resuming from files.
 
-A device writes only its own state; devices with equal copies write a share each. It reads only the
+A device gives only its own state; devices with equal copies give a share each. It reads only the
 slices it needs, directly into its state. It needs only a few megabytes besides its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from piper.state.checkpoint.boxes import Box
-from piper.state.checkpoint.hf_export import SliceWriter, WholeTensor
-from piper.state.checkpoint.index import GroupEntry, Index, Tensors
-from piper.state.checkpoint.tensor_files import FileFacts, Reader, TensorToWrite, write_file
-from piper.state.device.device_state import DeviceState
-from piper.state.device.holding import Holding
-from piper.state.device.pieces import pieces_of, written_by
+from piper.base.reading import within
+from piper.state.checkpoint.hf_export import SliceWriter
+from piper.state.checkpoint.index import GroupEntry, Index, Part, SavedValue
+from piper.state.checkpoint.plain_values import to_json
+from piper.state.checkpoint.slices import MODEL, OPTIMIZER, STORED, Slice, at_device, covering
+from piper.state.checkpoint.tensor_files import Reader, write_file
+from piper.state.device.bucket_layout import Fragment
+from piper.state.device.device_state import DeviceState, HeldBucket
+from piper.state.device.optimizer_groups import export_groups
 from piper.state.device.restore import settle, wanted
-from piper.state.device.slices import given_by
+from piper.state.optimizer.factory import kind_of
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of a state that one device has written, or has in memory."""
-
-    file: str
-    facts: FileFacts | None
-    """None if nothing was written."""
-    tensors: Tensors
-    groups: tuple[GroupEntry, ...] = ()
-    scheduler: Any = None
-    kind: str = ""
-    steps: int = 0
-
-
-def write_part(state: DeviceState, folder: Path, file: str, buffers: Collection[str]) -> Part:
-    """Write this device's part of a checkpoint: its share of parameters and optimizer state, and
-    the ``buffers`` assigned to it."""
-    return write(given_by(state, buffers), folder, file)
-
-
-def write(holding: Holding, folder: Path, file: str) -> Part:
-    """Write ``holding`` to a file."""
-    facts, places = None, []
-    if holding.slices:
-        given = [_given(held.key, held.tensor) for held in holding.slices]
-        written = write_file(folder / file, given)
-        facts = written.facts
-        places = [(file, x.key, *written.tensors[x.key]) for x in given]
-    return _part(holding, file, facts, holding.tensors(places))
+def given_by(state: DeviceState, buffers: Collection[str]) -> Part:
+    """This device's contribution to the state, with the ``buffers`` assigned to it."""
+    slices: list[Slice] = []
+    values: list[SavedValue] = []
+    buckets: list[int | None] = []
+    for index, held in state.held.items():
+        for part in held.layout.written:
+            slices += held.parameter(part)
+            slices += _like_parameter(state, held, part)
+            if not part.offset:
+                values += _values(state, held, part.name, slices)
+        buckets += [index] * (len(slices) - len(buckets))
+    buckets += [None] * len(buffers)
+    slices += [Slice.of(MODEL, name, state.buffers[name]) for name in buffers]
+    groups = []
+    for i, group in enumerate(export_groups(state)):
+        with within(f"param_groups[{i}]"):
+            settings, schedule = to_json(dict(group.settings)), to_json(dict(group.schedule))
+            groups.append(GroupEntry(group.names, settings, schedule))
+    scheduler = None
+    if state.scheduler is not None:
+        with within("scheduler"):
+            scheduler = to_json(state.scheduler.state_dict())
+    kind = kind_of(state.optimizer) if state.optimizer is not None else ""
+    return Part(slices, buckets, tuple(values), tuple(groups), scheduler, kind, state.steps)
 
 
-def in_memory(holding: Holding, device: int) -> Part:
-    """A part that stays in memory: its file is the device's number, and an offset is the index of a
-    slice in ``holding``."""
-    places = ((str(device), held.key, i, 0) for i, held in enumerate(holding.slices))
-    return _part(holding, str(device), None, holding.tensors(places))
+def all_held(state: DeviceState) -> Iterator[Slice]:
+    """Every slice on this device, including slices that other devices have too. Of parameters, only
+    the part it updates: with ZeRO, the rest is gathered before each use and stale between steps."""
+    for held in state.held.values():
+        for fragment in held.layout.fragments:
+            yield from held.parameter(fragment)
+            yield from _like_parameter(state, held, fragment)
+    for name, tensor in state.buffers.items():
+        yield Slice.of(MODEL, name, tensor)
 
 
-def _given(key: str, tensor: Tensor | TensorToWrite) -> TensorToWrite:
-    return tensor if isinstance(tensor, TensorToWrite) else TensorToWrite.of(key, tensor)
+def _kept(state: DeviceState, held: HeldBucket, name: str) -> Mapping[str, Any]:
+    """The optimizer's state for a parameter."""
+    if state.optimizer is None or not held.trained:
+        return {}
+    kept: Mapping[str, Any] = state.optimizer.state.get(held.trained[name], {})
+    return kept
 
 
-def _part(holding: Holding, file: str, facts: FileFacts | None, tensors: Tensors) -> Part:
-    return Part(
-        file, facts, tensors, holding.groups, holding.scheduler, holding.kind, holding.steps
-    )
+def _is_like(kind: str, item: Any, parameter: Tensor) -> bool:
+    return isinstance(item, Tensor) and item.shape == parameter.shape and kind != "step"
+
+
+def _like_parameter(state: DeviceState, held: HeldBucket, part: Fragment) -> Iterator[Slice]:
+    """The slices of a fragment's optimizer state that has the form of its parameter."""
+    layout = held.layout
+    for kind, item in _kept(state, held, part.name).items():
+        if _is_like(kind, item, held.trained[part.name]):
+            if layout.sliced:
+                first = layout.fragment(part.name).start
+                item = item[part.start - first : part.stop - first]
+            yield from layout.slices(OPTIMIZER + kind, part, item, flat=layout.sliced)
+
+
+def _values(
+    state: DeviceState, held: HeldBucket, name: str, slices: list[Slice]
+) -> Iterator[SavedValue]:
+    """The rest of a parameter's optimizer state. Its large tensors are appended to ``slices``."""
+    layout = held.layout
+    for kind, item in _kept(state, held, name).items():
+        if _is_like(kind, item, held.trained[name]):
+            continue
+
+        def store(tensor: Tensor, kind: str = kind) -> str:
+            key = f"{kind}/{name}/{layout.part}/{len(slices)}"
+            slices.append(Slice.of(STORED, key, tensor))
+            return key
+
+        with within(f"{kind} of {name}"):
+            value = to_json(item, store)
+        yield SavedValue(name, kind, layout.part, layout.bucket.ways, value)
+
+
+def write_part(part: Part, folder: Path, file: str) -> Part:
+    """Write a part to a file; returns it as it is there."""
+    if not part.slices:
+        return replace(part, file=file)
+    facts, slices = write_file(folder / file, part.slices)
+    return replace(part, slices=slices, buckets=(), file=file, facts=facts)
+
+
+def in_memory(part: Part, device: int) -> Part:
+    """The same part for other processes, as it is in the memory of ``device``."""
+    return replace(part, slices=at_device(part.slices, device), buckets=())
 
 
 def export_part(
-    state: DeviceState, folder: Path, targets: Mapping[str, WholeTensor], buffers: Collection[str]
+    state: DeviceState, folder: Path, targets: Mapping[str, Slice], buffers: Collection[str]
 ) -> list[str]:
     """Write this device's share of the model's tensors to their places in the exported files.
     Returns their names."""
-    written: dict[str, None] = {}
+    mine = [
+        one
+        for held in state.held.values()
+        for part in held.layout.written
+        for one in held.parameter(part)
+    ]
+    mine += [Slice.of(MODEL, name, state.buffers[name]) for name in buffers]
+    mine = [one for one in mine if one.name in targets]
     with SliceWriter.opened(folder) as out:
-        for held in state.held.values():
-            layout = held.layout
-            for _, fragment in written_by(layout):
-                if fragment.name not in targets:
-                    continue
-                row = held.updated[fragment.start : fragment.stop]
-                for piece in pieces_of(layout, fragment):
-                    tensor = piece.of_range(row, layout, fragment)
-                    out.write(targets[fragment.name], piece.whole, tensor)
-                written[fragment.name] = None
-        for name in buffers:
-            if name in targets:
-                tensor = state.buffers[name]
-                out.write(targets[name], Box.whole(tensor.shape), tensor)
-                written[name] = None
-    return list(written)
+        for one in mine:
+            out.write(one, targets[one.name])
+    return list(dict.fromkeys(one.name for one in mine))
 
 
 @torch.no_grad()
@@ -103,9 +145,8 @@ def read_part(state: DeviceState, folder: Path, index: Index) -> None:
     """Resume from a checkpoint. Requires that ``refusal`` returned None. If reading still fails,
     the state is partly changed and ``state.changing`` stays True."""
     state.changing = True
-    tables = dict(index.tensors.tables())
     with Reader(folder) as reader:
-        for want in wanted(state, index):
-            tables[want.table][want.name].read(reader, want.box, want.into)
+        for source, target in covering(wanted(state, index), index.tables):
+            reader.copy(source, target.tensor)
     settle(state, index)
     state.changing = False

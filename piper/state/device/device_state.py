@@ -3,7 +3,7 @@ optimizer and the scheduler. Made from an ``Assignment``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,8 @@ from piper.ir.rules import Bucket
 from piper.ir.shards import RANK
 from piper.ir.tensors import TensorSpec
 from piper.state.assignment import Assignment
-from piper.state.checkpoint.boxes import Box
-from piper.state.device.bucket_layout import BucketLayout
-from piper.state.device.pieces import pieces_of, whole_shard
+from piper.state.checkpoint.slices import MODEL, Slice
+from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.snapshot import Snapshot
 from piper.state.optimizer.factory import kind_of, make
 from piper.state.optimizer.probe import make_scheduler
@@ -37,7 +36,7 @@ class HeldBucket:
     updated: Tensor
     """What the optimizer updates: this device's range of ``flat``, or its master copy in higher
     precision."""
-    trained: tuple[nn.Parameter, ...]
+    trained: Mapping[str, nn.Parameter]
     """The optimizer's parameters, one for each fragment; empty if the bucket is frozen."""
     groups: list[list[nn.Parameter]] = field(default_factory=list)
     """``trained``, by the optimizer's parameter groups."""
@@ -46,22 +45,27 @@ class HeldBucket:
     def is_copy(self) -> bool:
         return self.layout.bucket.gradient != self.layout.bucket.dtype
 
-    def places(self) -> dict[str, list[tuple[Box, Tensor]]]:
-        """For each parameter, the boxes of it on this device and the memory of each. A scattered
-        bucket lists only ``updated``; ``publish`` copies it to ``flat``."""
+    def parameter(self, part: Fragment) -> Iterator[Slice]:
+        """Slices of a fragment or of a part of it, in ``updated``."""
+        return self.layout.slices(MODEL, part, self.updated[part.start : part.stop])
+
+    def fill(self, fetch: Fetch, names: Iterable[str]) -> None:
+        """Copy values of the parameters ``names`` to all memory that this device has for them."""
         layout = self.layout
-        by_name: dict[str, list[tuple[Box, Tensor]]] = {n: [] for n in layout.bucket.parameters}
-        if layout.scattered or self.is_copy:
-            for fragment in layout.fragments:
-                row = self.updated[fragment.start : fragment.stop]
-                for piece in pieces_of(layout, fragment):
-                    into = piece.of_range(row, layout, fragment)
-                    by_name[fragment.name].append((piece.whole, into))
-        if not layout.scattered:
-            for name, places in by_name.items():
+        for name in names:
+            first = fetch(name)
+            slices: list[Slice] = []
+            if layout.scattered or self.is_copy:
+                for fragment in layout.fragments:
+                    if fragment.name == name:
+                        slices += self.parameter(fragment)
+            if not layout.scattered:
                 view = layout.view(self.flat, name)
-                places += [(p.whole, p.shard.of(view)) for p in whole_shard(layout, name)]
-        return by_name
+                slices += layout.slices(MODEL, layout.shard(name), view, flat=False)
+            for one in slices:
+                first.fill(one, layout.bucket.gradient)
+        if layout.scattered:
+            self.publish()
 
     def publish(self) -> None:
         """Copy the master copy, if there is one, to this device's part of ``flat``."""
@@ -105,7 +109,7 @@ class DeviceState:
                 self.buffers[name] = fetch(name).whole().to(where, copy=True)
         self.optimizer = self._optimizer(given.order)
         for held in self.held.values():
-            mine = {id(p) for p in held.trained}
+            mine = {id(p) for p in held.trained.values()}
             held.groups = [[p for p in g["params"] if id(p) in mine] for g in self._groups()]
         self._rates: list[Tensor] = []
         """The learning rate of each parameter group, in device memory. Only for a captured update
@@ -121,14 +125,14 @@ class DeviceState:
             return
         self.changing = True
         for held, gradients in rows:
-            for parameter, gradient in zip(held.trained, gradients, strict=True):
+            for parameter, gradient in zip(held.trained.values(), gradients, strict=True):
                 parameter.grad = gradient
         try:
             with self._only([held for held, _ in rows]):
                 self.optimizer.step()
         finally:
             for held, _ in rows:
-                for parameter in held.trained:
+                for parameter in held.trained.values():
                     parameter.grad = None
         for held, _ in rows:
             held.publish()
@@ -215,31 +219,19 @@ class DeviceState:
         updated = flat[low:high]
         if bucket.dtype != bucket.gradient:
             updated = torch.zeros(layout.share, dtype=bucket.gradient, device=self.where)
-        held = HeldBucket(layout, flat, updated, ())
+        held = HeldBucket(layout, flat, updated, {})
         if fetch is not None:
-            self._fill(held, fetch)
+            held.fill(fetch, bucket.parameters)
         if bucket.trained:
-            held.trained = tuple(nn.Parameter(layout.updated(updated, f)) for f in layout.fragments)
+            rows = ((f.name, layout.updated(updated, f)) for f in layout.fragments)
+            held.trained = {name: nn.Parameter(row) for name, row in rows}
         return held
-
-    def _fill(self, held: HeldBucket, fetch: Fetch) -> None:
-        """Fill a bucket with the initial weights."""
-        for name, places in held.places().items():
-            first = fetch(name)
-            for box, into in places:
-                first.read(box, into, held.layout.bucket.gradient)
-        if held.layout.scattered:
-            held.publish()
 
     def _optimizer(self, order: Sequence[str]) -> torch.optim.Optimizer | None:
         """The optimizer, with parameters in the model's order: a factory may group by position."""
         places = {name: place for place, name in enumerate(order)}
-        placed = [
-            (places[fragment.name], fragment.name, parameter)
-            for held in self.held.values()
-            for fragment, parameter in zip(held.layout.fragments, held.trained, strict=False)
-        ]
-        trained = [(name, parameter) for _, name, parameter in sorted(placed, key=lambda x: x[0])]
+        trained = [pair for held in self.held.values() for pair in held.trained.items()]
+        trained.sort(key=lambda pair: places[pair[0]])
         factory = self.training.optimizer
         return make(factory, trained) if factory is not None and trained else None
 

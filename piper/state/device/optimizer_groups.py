@@ -86,11 +86,7 @@ def restore_groups(
 def _names(state: DeviceState) -> list[tuple[str, ...]]:
     """For each group, the names of its parameters."""
     assert state.optimizer is not None
-    name_of = {
-        id(parameter): fragment.name
-        for held in state.held.values()
-        for fragment, parameter in zip(held.layout.fragments, held.trained, strict=False)
-    }
+    name_of = {id(p): name for held in state.held.values() for name, p in held.trained.items()}
     groups = state.optimizer.param_groups
     return [tuple(dict.fromkeys(name_of[id(p)] for p in g["params"])) for g in groups]
 

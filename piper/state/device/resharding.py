@@ -22,10 +22,8 @@ from torch import Tensor
 
 from piper.base.handles import Handle
 from piper.state.checkpoint import tensor_files as files
-from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import Index
-from piper.state.device.holding import Held
-from piper.state.device.restore import Wanted
+from piper.state.checkpoint.slices import Slice, all_slices, by_name, covered, covering
 
 IN_FLIGHT = 4
 """Parcels, of at most ``files.BLOCK`` bytes, that a process holds at a time."""
@@ -34,46 +32,18 @@ _ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A slice that a device needs from others."""
-
-    table: str
-    name: str
-    box: Box
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class SliceTransfer:
-    """The transfer of one slice from one device to another."""
-
-    number: int
-    """Index of the sender's slice in its holding."""
-    sent: Box
-    """The transferred box, relative to that slice."""
-    request: int
-    """Index of the receiver's request."""
-    received: Box
-    """The transferred box, relative to that request."""
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return -(-self.sent.numel * self.dtype.itemsize // _ALIGNED) * _ALIGNED
-
-
-@dataclass(frozen=True, slots=True)
 class Parcel:
-    """Slices that travel together."""
+    """Slices that travel together, from the memory of one device to that of another."""
 
     source: int
     to: int
     tag: int
-    moves: tuple[SliceTransfer, ...]
+    moves: tuple[tuple[Slice, Slice], ...]
+    """Pairs of the same box: at the device that has it, and at the device that wants it."""
 
     @property
     def nbytes(self) -> int:
-        return sum(move.nbytes for move in self.moves)
+        return sum(_room(want) for _, want in self.moves)
 
 
 class Messages(Protocol):
@@ -85,63 +55,43 @@ class Messages(Protocol):
 
 
 @torch.no_grad()
-def still_missing(wants: Iterable[Wanted], here: Iterable[Held]) -> list[Wanted]:
+def still_missing(wants: Iterable[Slice], here: Iterable[Slice]) -> list[Slice]:
     """Copy slices that are ``here`` to their targets. Returns the slices that are not here."""
-    known: dict[tuple[str, str], list[Held]] = {}
-    for held in here:
-        known.setdefault((held.table, held.name), []).append(held)
+    known = by_name(here)
     missing = []
-    for one in wants:
-        boxes = [one.box]
-        for held in known.get((one.table, one.name), ()):
-            assert isinstance(held.tensor, Tensor)
+    for want in wants:
+        boxes = [want.box]
+        for one in known.get(want.table, {}).get(want.name, ()):
             for box in boxes:
-                if (common := box.common(held.box)) is not None:
-                    source = common.seen_from(held.box).of(held.tensor)
-                    common.seen_from(one.box).of(one.into).copy_(source)
-            boxes = [rest for box in boxes for rest in box.without(held.box)]
-        for box in boxes:
-            into = box.seen_from(one.box).of(one.into)
-            missing.append(Wanted(one.table, one.name, box, into))
+                for source, target in covered(want.part(box), [one]):
+                    target.tensor.copy_(source.tensor)
+            boxes = [rest for box in boxes for rest in box.without(one.box)]
+        missing += [want.part(box) for box in boxes]
     return missing
 
 
 @torch.no_grad()
-def copied(missing: Iterable[Wanted], index: Index, gives: Mapping[int, Sequence[Held]]) -> None:
+def copied(missing: Iterable[Slice], index: Index, gives: Mapping[int, Sequence[Slice]]) -> None:
     """Copy missing slices from devices of the same process. ``gives`` has each device's slices."""
-    tables = dict(index.tensors.tables())
-    for one in missing:
-        for box, stored in tables[one.table][one.name].within(one.box):
-            tensor = gives[int(stored.file)][stored.offset].tensor
-            assert isinstance(tensor, Tensor)
-            source = box.seen_from(stored.box).of(tensor)
-            box.seen_from(one.box).of(one.into).copy_(source)
+    for source, target in covering(missing, index.tables):
+        place = source.location
+        target.tensor.copy_(gives[int(place.file)][place.offset].part(source.box).tensor)
 
 
-def requests(missing: Sequence[Wanted]) -> list[Request]:
-    """The missing slices in a form that other processes can read."""
-    return [Request(x.table, x.name, x.box, x.into.dtype) for x in missing]
-
-
-def parcels(index: Index, wanted: Mapping[int, Sequence[Request]], me: int) -> list[Parcel]:
-    """The parcels that ``me`` sends or receives, in order. ``wanted``: every device's requests."""
-    pairs: dict[tuple[int, int], list[SliceTransfer]] = {}
-    tables = dict(index.tensors.tables())
-    for to, rows in wanted.items():
-        for number, request in enumerate(rows):
-            entry = tables[request.table][request.name]
-            for box, stored in entry.within(request.box):
-                source = int(stored.file)
-                if me not in (source, to):
-                    continue
-                for part in box.cut(files.BLOCK // request.dtype.itemsize):
-                    sent, received = part.seen_from(stored.box), part.seen_from(request.box)
-                    move = SliceTransfer(stored.offset, sent, number, received, request.dtype)
-                    pairs.setdefault((source, to), []).append(move)
+def parcels(index: Index, wants: Mapping[int, Sequence[Slice]], me: int) -> list[Parcel]:
+    """The parcels that device ``me`` sends or receives, in the order of all processes. ``wants``
+    has every device's missing slices, as ``at_device`` writes them."""
+    pairs: dict[tuple[int, int], list[tuple[Slice, Slice]]] = {}
+    for to, slices in wants.items():
+        for one, want in covering(slices, index.tables):
+            source = int(one.location.file)
+            if me in (source, to):
+                for box in want.box.cut(files.BLOCK // want.dtype.itemsize):
+                    pairs.setdefault((source, to), []).append((one.part(box), want.part(box)))
     mine = [
         parcel for (source, to), moves in pairs.items() for parcel in _packed(source, to, moves)
     ]
-    places = {device: i for i, device in enumerate(sorted({*wanted, *_givers(index)}))}
+    places = {device: i for i, device in enumerate(sorted({*wants, *_givers(index)}))}
 
     def turn(parcel: Parcel) -> tuple[int, int, int]:
         rounds = (places[parcel.to] - places[parcel.source]) % len(places)
@@ -151,30 +101,31 @@ def parcels(index: Index, wanted: Mapping[int, Sequence[Request]], me: int) -> l
 
 
 def _givers(index: Index) -> set[int]:
-    return {
-        int(one.file)
-        for _, entries in index.tensors.tables()
-        for entry in entries.values()
-        for one in entry.slices
-    }
+    return {int(one.location.file) for one in all_slices(index.tables)}
 
 
-def _packed(source: int, to: int, moves: Iterable[SliceTransfer]) -> list[Parcel]:
-    rows: list[list[SliceTransfer]] = [[]]
+def _packed(source: int, to: int, moves: Iterable[tuple[Slice, Slice]]) -> list[Parcel]:
+    rows: list[list[tuple[Slice, Slice]]] = [[]]
     size = 0
     for move in moves:
-        if rows[-1] and size + move.nbytes > files.BLOCK:
+        room = _room(move[1])
+        if rows[-1] and size + room > files.BLOCK:
             rows.append([])
             size = 0
         rows[-1].append(move)
-        size += move.nbytes
+        size += room
     return [Parcel(source, to, tag, tuple(row)) for tag, row in enumerate(rows)]
+
+
+def _room(one: Slice) -> int:
+    """The bytes of a slice in a parcel."""
+    return -(-one.nbytes // _ALIGNED) * _ALIGNED
 
 
 class Exchange:
     """One process's end of all parcels."""
 
-    def __init__(self, me: int, gives: Sequence[Held], missing: Sequence[Wanted]) -> None:
+    def __init__(self, me: int, gives: Sequence[Slice], missing: Sequence[Slice]) -> None:
         self._me = me
         self._gives = gives
         self._missing = missing
@@ -209,20 +160,18 @@ class Exchange:
 
     def _pack(self, parcel: Parcel) -> Tensor:
         data = torch.empty(parcel.nbytes, dtype=torch.uint8)
-        for move, slot in _slots(parcel, data):
-            tensor = self._gives[move.number].tensor
-            assert isinstance(tensor, Tensor)
-            slot.copy_(move.sent.of(tensor))
+        for (one, want), slot in _slots(parcel, data):
+            slot.copy_(self._gives[one.location.offset].part(want.box).tensor)
         return data
 
     def _take(self, parcel: Parcel, data: Tensor) -> None:
-        for move, slot in _slots(parcel, data):
-            move.received.of(self._missing[move.request].into).copy_(slot)
+        for (_, want), slot in _slots(parcel, data):
+            self._missing[want.location.offset].part(want.box).tensor.copy_(slot)
 
 
-def _slots(parcel: Parcel, data: Tensor) -> Iterable[tuple[SliceTransfer, Tensor]]:
+def _slots(parcel: Parcel, data: Tensor) -> Iterable[tuple[tuple[Slice, Slice], Tensor]]:
     at = 0
     for move in parcel.moves:
-        size = move.sent.numel * move.dtype.itemsize
-        yield move, data[at : at + size].view(move.dtype).view(move.sent.shape)
-        at += move.nbytes
+        want = move[1]
+        yield move, data[at : at + want.nbytes].view(want.dtype).view(want.box.shape)
+        at += _room(want)

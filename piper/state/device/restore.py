@@ -6,32 +6,20 @@ completes the state once they are filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from piper.base.errors import PiperError
-from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import Index, SavedValue
 from piper.state.checkpoint.plain_values import from_json, stored_names
-from piper.state.device.bucket_layout import BucketLayout, Fragment
+from piper.state.checkpoint.slices import MODEL, OPTIMIZER, STORED, Slice
+from piper.state.device.bucket_layout import BucketLayout
 from piper.state.device.device_state import DeviceState, HeldBucket
-from piper.state.device.holding import MODEL, STORED
 from piper.state.device.optimizer_groups import OptimizerGroup, match_groups, restore_groups
-from piper.state.device.pieces import pieces_of, whole_shard
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A slice of a named tensor, and the memory to fill with it."""
-
-    table: str
-    name: str
-    box: Box
-    into: Tensor
 
 
 def refusal(state: DeviceState, index: Index) -> str | None:
@@ -40,8 +28,8 @@ def refusal(state: DeviceState, index: Index) -> str | None:
         match_groups(state, groups_of(index))
         kept = _values_by_name(index)
         for held in state.held.values():
-            for fragment, _ in zip(held.layout.fragments, held.trained, strict=False):
-                _values(held.layout, fragment.name, kept.get(index.first(fragment.name), ()))
+            for name in held.trained:
+                _values(held.layout, name, kept.get(index.first(name), ()))
     except PiperError as error:
         return str(error)
     return None
@@ -54,18 +42,25 @@ def groups_of(index: Index) -> list[OptimizerGroup]:
 
 
 @torch.no_grad()
-def wanted(state: DeviceState, index: Index) -> Iterator[Wanted]:
-    """All slices that this device needs, each once. Allocates the optimizer's state on the way.
-    Requires that ``refusal`` returned None; ``settle`` must follow."""
+def wanted(state: DeviceState, index: Index) -> Iterator[Slice]:
+    """All slices that this device needs, by their names in ``index``, each once, with the memory to
+    fill. Allocates the optimizer's state on the way. Requires that ``refusal`` returned None;
+    ``settle`` must follow."""
     kept = _values_by_name(index)
     for held in state.held.values():
-        yield from _of_bucket(held, index)
+        for fragment in held.layout.fragments:
+            # with ZeRO, the rest of a parameter is gathered before each use
+            yield from _named(held.parameter(fragment), index)
         if state.optimizer is not None:
             yield from _of_optimizer(state, held, index, kept)
     for name, buffer in state.buffers.items():
         first = index.first(name)
-        if first in index.tensors.model:
-            yield Wanted(MODEL, first, Box.whole(buffer.shape), buffer)
+        if first in index.model:
+            yield Slice.of(MODEL, first, buffer)
+
+
+def _named(slices: Iterable[Slice], index: Index) -> Iterator[Slice]:
+    return (replace(one, name=index.first(one.name)) for one in slices)
 
 
 @torch.no_grad()
@@ -78,52 +73,30 @@ def settle(state: DeviceState, index: Index) -> None:
     restore_groups(state, groups_of(index), schedule)
 
 
-def _of_bucket(held: HeldBucket, index: Index) -> Iterator[Wanted]:
-    """The part of the bucket that this device updates. With ZeRO, the rest is gathered before each
-    use."""
-    layout = held.layout
-    for fragment in layout.fragments:
-        row = held.updated[fragment.start : fragment.stop]
-        yield from _row(MODEL, index, layout, fragment, row)
-
-
-def _row(
-    table: str, index: Index, layout: BucketLayout, fragment: Fragment, row: Tensor
-) -> Iterator[Wanted]:
-    for piece in pieces_of(layout, fragment):
-        into = piece.of_range(row, layout, fragment)
-        yield Wanted(table, index.first(fragment.name), piece.whole, into)
-
-
 def _of_optimizer(
     state: DeviceState, held: HeldBucket, index: Index, values: Mapping[str, Sequence[SavedValue]]
-) -> Iterator[Wanted]:
+) -> Iterator[Slice]:
     assert state.optimizer is not None
     layout = held.layout
     there = any(g.get("fused") or g.get("capturable") for g in state.optimizer.param_groups)
-    for fragment, parameter in zip(layout.fragments, held.trained, strict=False):
+    for own, parameter in held.trained.items():
         before = state.optimizer.state.pop(parameter, {})
         kept = state.optimizer.state[parameter]
-        name = index.first(fragment.name)
-        for kind, entries in index.tensors.optimizer.items():
-            if (entry := entries.get(name)) is None:
-                continue
-            table = f"optimizer.{kind}"
-            kept[kind] = _like(parameter, entry.dtype, before.get(kind))
-            if layout.sliced:
-                yield from _row(table, index, layout, fragment, kept[kind])
-                continue
-            for piece in whole_shard(layout, fragment.name):
-                yield Wanted(table, name, piece.whole, piece.shard.of(kept[kind]))
-        stored: list[Wanted] = []
+        name, fragment = index.first(own), layout.fragment(own)
+        for kind, tensors in index.optimizer.items():
+            if name in tensors:
+                kept[kind] = _like(parameter, tensors[name][0].dtype, before.get(kind))
+                table, flat = OPTIMIZER + kind, layout.sliced
+                yield from _named(layout.slices(table, fragment, kept[kind], flat=flat), index)
+        stored: list[Slice] = []
 
-        def find(key: str, parameter: Tensor = parameter, to: list[Wanted] = stored) -> Tensor:
-            entry = index.tensors.stored[key]
-            tensor = torch.zeros(entry.shape, dtype=entry.dtype, device=parameter.device)
-            to.append(Wanted(STORED, key, Box.whole(entry.shape), tensor))
+        def find(key: str, parameter: Tensor = parameter, to: list[Slice] = stored) -> Tensor:
+            one = index.tables[STORED][key][0]
+            tensor = torch.zeros(one.shape, dtype=one.dtype, device=parameter.device)
+            to.append(Slice.of(STORED, key, tensor))
             return tensor
 
-        for kind, value in _values(layout, fragment.name, values.get(name, ())).items():
+        for kind, value in _values(layout, own, values.get(name, ())).items():
             kept[kind] = _moved(from_json(value, find), parameter, counters=there)
         yield from stored
 
@@ -149,7 +122,7 @@ def _moved(item: Any, parameter: nn.Parameter, *, counters: bool) -> Any:
 
 def _values_by_name(index: Index) -> dict[str, list[SavedValue]]:
     by_name: dict[str, list[SavedValue]] = {}
-    for value in index.tensors.values:
+    for value in index.values:
         by_name.setdefault(value.name, []).append(value)
     return by_name
 

@@ -1,8 +1,8 @@
-"""Copies a device's holding to host memory for a background save, as it was when the save began.
+"""Copies a device's part to host memory for a background save, as it was when the save began.
 
 Parameters and optimizer state change only in the update of their bucket. So the COPY instructions
 of the next step copy them bucket by bucket; the rest is copied at the end of that step. Buffers
-change in forwards and are copied at once. Plain values are already in the holding.
+change in forwards and are copied at once. Plain values are already in the part.
 
 On a CPU, a thread copies pieces while the device waits for others. The rest of a bucket is copied
 just before its update. A copy that ran beside a computation would slow it down by its own duration.
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from piper.base.handles import Handle
-from piper.state.device.holding import Holding
+from piper.state.checkpoint.index import Part
 
 _PIECE = 2**20
 """Bytes copied between checks whether the device still waits."""
 
 
 class Snapshot:
-    """Copies of the slices of one holding. This class is for a CPU."""
+    """Copies of the slices of one part. This class is for a CPU."""
 
-    def __init__(self, holding: Holding) -> None:
-        """``holding`` refers to the live state."""
-        self._holding: Holding | None = holding
-        self._copies: list[Tensor | None] = [None] * len(holding.slices)
+    def __init__(self, part: Part) -> None:
+        """``part`` refers to the live state."""
+        self._part: Part | None = part
+        self._copies: list[Tensor | None] = [None] * len(part.slices)
         self._left: dict[int | None, list[int]] = {}
         """By bucket, the slices whose copy has not begun. None: buffers."""
-        for i, bucket in enumerate(holding.buckets):
+        for i, bucket in enumerate(part.buckets):
             self._left.setdefault(bucket, []).append(i)
         self._all_begun = threading.Event()
         self._start()
@@ -63,31 +63,29 @@ class Snapshot:
     def abandon(self) -> None:
         """Drop the snapshot, unless all its copies have begun."""
         if self._left:
-            self._holding = None
+            self._part = None
             self._queue.clear()
         self._all_begun.set()
         self._waiting.set()
 
-    def result(self) -> Holding | None:
+    def result(self) -> Part | None:
         """Waits for all copies and returns them; None if the snapshot was dropped. For the writing
         thread."""
         self._all_begun.wait()
-        holding = self._holding
-        if holding is None:
+        part = self._part
+        if part is None:
             return None
         self._wait()
         if self._error is not None:
             raise self._error
         copies = [copy for copy in self._copies if copy is not None]
-        pairs = zip(holding.slices, copies, strict=True)
-        self._holding, self._copies = None, []
-        return replace(holding, slices=[replace(held, tensor=copy) for held, copy in pairs])
+        pairs = zip(part.slices, copies, strict=True)
+        self._part, self._copies = None, []
+        return replace(part, slices=[replace(held, at=copy) for held, copy in pairs])
 
     def _held(self, i: int) -> Tensor:
-        assert self._holding is not None
-        tensor = self._holding.slices[i].tensor
-        assert isinstance(tensor, Tensor)
-        return tensor.detach()
+        assert self._part is not None
+        return self._part.slices[i].tensor.detach()
 
     # copying on a CPU
 
@@ -192,9 +190,9 @@ class CudaSnapshot(Snapshot):
     """A snapshot of GPU state. The host waits for copies only before the state changes outside of a
     step."""
 
-    def __init__(self, holding: Holding, where: torch.device) -> None:
+    def __init__(self, part: Part, where: torch.device) -> None:
         self._where = where
-        super().__init__(holding)
+        super().__init__(part)
 
     def _start(self) -> None:
         super()._start()
@@ -230,6 +228,6 @@ class CudaSnapshot(Snapshot):
             event.synchronize()
 
 
-def snapshot_of(holding: Holding, where: torch.device) -> Snapshot:
-    """A snapshot of the ``holding`` of a device that computes on ``where``."""
-    return CudaSnapshot(holding, where) if where.type == "cuda" else Snapshot(holding)
+def snapshot_of(part: Part, where: torch.device) -> Snapshot:
+    """A snapshot of the ``part`` of a device that computes on ``where``."""
+    return CudaSnapshot(part, where) if where.type == "cuda" else Snapshot(part)

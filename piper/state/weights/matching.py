@@ -6,7 +6,7 @@ error. The message names the tensor and, where there is one, its file."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from torch import nn
 
 from piper.base.errors import PiperError
 from piper.capture.blame import LOSS_PREFIX
-from piper.state.checkpoint.boxes import Box, boxes_of_range
+from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.discover import stored_tensors
-from piper.state.checkpoint.index import Entry
+from piper.state.checkpoint.slices import Slice
 from piper.state.checkpoint.tensor_files import BLOCK, Reader
 from piper.state.weights.other_model import differences
 from piper.state.weights.source import Source, StateNames
@@ -29,14 +29,14 @@ class Located:
     """Where a model's tensors are in the files of a folder, by their first names."""
 
     folder: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, Sequence[Slice]]
 
 
 def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
     """Locates every tensor of the model's state dict. Tensors of the loss may be missing."""
     folder, there = stored_tensors(files.path)
     tensors = {**dict(source.buffers()), **dict(source.parameters())}
-    entries: dict[str, Entry] = {}
+    found: dict[str, Sequence[Slice]] = {}
     used = set(names.added)
     missing = []
     shapes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
@@ -44,13 +44,14 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
         written = [one for key in keys for one in _variants(key, source, names) if one in there]
         used.update(written)
         own = names.shapes[keys[0]]
-        shapes |= {one: (there[one].shape, own) for one in written if there[one].shape != own}
+        given = {one: there[one][0].shape for one in written}
+        shapes |= {one: (shape, own) for one, shape in given.items() if shape != own}
         for one in written:
             _check_dtype(one, there[one], tensors[name].dtype, folder)
         for other in written[1:] if not shapes else ():
             _refuse_different(folder, there, written[0], other, tensors[name].dtype)
         if written:
-            entries[name] = there[written[0]]
+            found[name] = there[written[0]]
         elif not name.startswith(LOSS_PREFIX):
             missing.append(keys[0])
     for name in tensors.keys() - set(names.keys.values()):  # buffers that are not persistent
@@ -62,7 +63,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
             ". Patterns in piper.weights(folder, ignore=[...]) leave such tensors aside"
         )  # fmt: skip
         raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
-    return Located(folder, entries)
+    return Located(folder, found)
 
 
 def _tied(names: StateNames) -> dict[str, list[str]]:
@@ -106,34 +107,34 @@ def pretrained_part(model: nn.Module) -> tuple[str, nn.Module | None]:
     return inner[0] if len(inner) == 1 else ("", None)
 
 
-def _check_dtype(key: str, entry: Entry, dtype: torch.dtype, folder: Path) -> None:
-    rounded = entry.dtype.is_floating_point and dtype.is_floating_point
-    if entry.dtype != dtype and not rounded:
+def _check_dtype(key: str, slices: Sequence[Slice], dtype: torch.dtype, folder: Path) -> None:
+    own = slices[0].dtype
+    if own != dtype and not (own.is_floating_point and dtype.is_floating_point):
         raise PiperError(
-            f"{key} is {entry.dtype} in {_file(folder, entry)}, but {dtype} in the model: only "
+            f"{key} is {own} in {_file(folder, slices)}, but {dtype} in the model: only "
             "floating-point types are converted into each other"
         )
 
 
-def _file(folder: Path, entry: Entry) -> Path:
-    return folder / entry.slices[0].file if entry.slices else folder
+def _file(folder: Path, slices: Sequence[Slice]) -> Path:
+    return folder / slices[0].location.file
 
 
 def _refuse_different(
-    folder: Path, there: Mapping[str, Entry], key: str, other: str, dtype: torch.dtype
+    folder: Path,
+    there: Mapping[str, Sequence[Slice]],
+    key: str,
+    other: str,
+    dtype: torch.dtype,
 ) -> None:
     """Refuse tied tensors whose values differ in the files."""
-    one, two = there[key], there[other]
-    size = BLOCK // 8
-    numel = Box.whole(one.shape).numel
     with Reader(folder) as reader:
-        for at in range(0, numel, size):
-            for box in boxes_of_range(one.shape, at, min(at + size, numel)):
-                values = [torch.empty(box.shape, dtype=dtype) for _ in range(2)]
-                one.read(reader, box, values[0])
-                two.read(reader, box, values[1])
-                if not torch.equal(*values):
-                    raise PiperError(
-                        f"{key} and {other} are tied in the model, but differ in "
-                        f"{_file(folder, one)} and {_file(folder, two)}"
-                    )
+        for box in Box.whole(there[key][0].shape).cut(BLOCK // 8):
+            values = [torch.empty(box.shape, dtype=dtype) for _ in range(2)]
+            for name, value in zip((key, other), values, strict=True):
+                reader.fill(replace(there[name][0], box=box, at=value), there[name])
+            if not torch.equal(*values):
+                raise PiperError(
+                    f"{key} and {other} are tied in the model, but differ in "
+                    f"{_file(folder, there[key])} and {_file(folder, there[other])}"
+                )
