@@ -81,13 +81,13 @@ def facts_of(
                 for i, name in enumerate(chunk.parameters)
                 if Ref(Kind.PARAMETER_GRAD, i) not in program.specs
             ),
-            gradients={
-                ref: stored
+            gradients=tuple(
+                (ref, stored)
                 for ref, spec in program.specs.items()
                 if ref.kind is Kind.INPUT_GRAD
                 and spec.shape == values[chunk.inputs[ref.index]].shape  # else it never runs here
                 and (stored := Stored.of(spec)) != values[chunk.inputs[ref.index]].stored
-            },
+            ),
             segments=chunk.segments,
             sorted_rows=sorted_rows(chunk.body),
             products=_products(chunk.body),

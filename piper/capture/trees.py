@@ -1,108 +1,97 @@
-"""The structure of a batch as JSON: tuples, lists and dicts; no class is ever named.
+"""The structure of a batch as JSON: torch's own form of a pytree, without the parts that import.
 
-null                                  a leaf
-["tuple", [...]]  ["list", [...]]     its items
-["dict", keys, [...]]                 also "ordered", and "default list" for a defaultdict
+Tuples, lists and dicts only. Torch's form may also name enums and functions, whose modules reading
+would import: these are refused before torch sees them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+from typing import Any, Literal
 
+import msgspec
 from torch.utils import _pytree as pytree
 
+from piper.base.codec import decode
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, row, rows, shown, within, wrong
+from piper.base.reading import MalformedError, shown, within
 
-_FACTORIES: Mapping[str, type | None] = {
-    "none": None,
-    **{kind.__name__: kind for kind in (list, dict, tuple, set, int, float, str, bool)},
-}
-_DEPTH = 32
+_SEQUENCES = ("builtins.tuple", "builtins.list")
+
+
+class _Factory(msgspec.Struct, forbid_unknown_fields=True):
+    """The context of a defaultdict."""
+
+    default_factory_module: Literal["builtins"]
+    default_factory_name: Literal["list", "dict", "tuple", "set", "int", "float", "str", "bool"]
+    dict_context: list[str | int | float | None]
+
+
+class _Node(msgspec.Struct, forbid_unknown_fields=True):
+    """A leaf, whose type is null, or a container. The context of a dict is its keys, as JSON."""
+
+    type: (
+        Literal[
+            "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict",
+            "collections.defaultdict",
+        ]
+        | None
+    )  # fmt: skip
+    context: str | _Factory | None
+    children_spec: list[_Node]
 
 
 def tree_to_json(spec: pytree.TreeSpec) -> Any:
     """``spec``, the structure of a batch, as JSON data."""
-    count = spec.num_leaves
-    return _written(spec.unflatten([_Leaf()] * count))
-
-
-class _Leaf:
-    pass
-
-
-def _written(item: Any) -> Any:
-    kind = type(item)
-    if kind is _Leaf:
-        return None
-    if kind in (tuple, list):
-        return [kind.__name__, [_written(x) for x in item]]
-    if kind in (dict, OrderedDict, defaultdict):
-        keys = list(item)
-        if all(isinstance(key, str | int | float | None) for key in keys):
-            return [_kind_of(item), keys, [_written(x) for x in item.values()]]
-    raise PiperError(
-        f"a batch with a {kind.__name__} in it cannot be saved: give tuples, lists, and dicts "
-        "whose keys are strings or numbers"
-    )
-
-
-def _kind_of(item: dict[Any, Any]) -> str:
-    if not isinstance(item, defaultdict):
-        return "ordered" if isinstance(item, OrderedDict) else "dict"
-    for name, factory in _FACTORIES.items():
-        if item.default_factory is factory:
-            return f"default {name}"
-    raise PiperError(
-        "a batch with a defaultdict in it cannot be saved unless it makes lists, dicts or numbers: "
-        "give a dict"
-    )
+    try:
+        data = json.loads(pytree.treespec_dumps(spec))
+        _check(decode(tuple[Literal[1], _Node], data)[1])
+    except (NotImplementedError, TypeError, AttributeError, MalformedError) as error:
+        raise PiperError(
+            f"the structure of the batch cannot be saved ({error}): give tuples, lists, and dicts "
+            "whose keys are strings or numbers; a defaultdict may make lists, dicts or numbers"
+        ) from None
+    return data
 
 
 def tree_from_json(data: Any) -> pytree.TreeSpec:
     """Read the output of ``tree_to_json``: a tuple of positional inputs, a dict of keyword inputs,
     and a tuple of targets."""
-    batch = _read(data)
+    _, root = decode(tuple[Literal[1], _Node], data)
+    _check(root)
+    spec = pytree.treespec_loads(json.dumps(data))
+    batch = spec.unflatten([None] * spec.num_leaves)
     match batch:
         case (tuple(), dict(), tuple()) if all(isinstance(key, str) for key in batch[1]):
-            return pytree.tree_structure(batch)
+            return spec
         case _:
             raise MalformedError("a batch is positional inputs, keyword inputs and targets")
 
 
-def _read(data: Any, depth: int = 0) -> Any:
-    if data is None:
-        return _Leaf()
-    if depth > _DEPTH:
-        raise MalformedError("this is nested too deeply")
-    if type(data) is not list or not data:
-        raise wrong(data, "a tuple, a list or a dict")
-    if data[0] in ("tuple", "list"):
-        _, items = row(data, 2)
-        made = [_read(x, depth + 1) for x in rows(items)]
-        return tuple(made) if data[0] == "tuple" else made
-    kind, keys, items = row(data, 3)
-    empty = _DICTS.get(kind) if type(kind) is str else None
-    if empty is None:
-        raise wrong(kind, f"one of tuple, list, {', '.join(_DICTS)}")
-    made_dict = empty()
-    with within("keys"):
-        for key in rows(keys):
-            if not isinstance(key, str | int | float | None) or key in made_dict:
-                raise MalformedError(f"{shown(key)} is not a valid key, or appears twice")
-            made_dict[key] = None
-    for key, item in zip(keys, row(items, len(keys)), strict=True):
-        made_dict[key] = _read(item, depth + 1)
-    return made_dict
+def _check(node: _Node) -> None:
+    """Refuse a context that is not of its type, and keys that are not those of the children."""
+    if node.type is None or node.type in _SEQUENCES:
+        fits = node.context == (None if node.type is None else "null")
+        if not fits or (node.type is None and node.children_spec):
+            raise MalformedError(f"{shown(node.type)} has the context {shown(node.context)}")
+    else:
+        keys = _keys(node)
+        if len(set(keys)) != len(keys) or len(keys) != len(node.children_spec):
+            raise MalformedError(f"{shown(keys)} are not the keys of a {node.type}")
+    for place, child in enumerate(node.children_spec):
+        with within(place):
+            _check(child)
 
 
-_DICTS: Mapping[str, Callable[[], dict[Any, Any]]] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    **{
-        f"default {name}": lambda factory=factory: defaultdict(factory)  # type: ignore[misc]
-        for name, factory in _FACTORIES.items()
-    },
-}
+def _keys(node: _Node) -> list[Any]:
+    if node.type == "collections.defaultdict" and isinstance(node.context, _Factory):
+        return node.context.dict_context
+    try:
+        found = json.loads(node.context) if isinstance(node.context, str) else None
+    except ValueError:
+        found = None
+    if node.type == "collections.defaultdict" or type(found) is not list:
+        raise MalformedError(f"{shown(node.context)} is not the context of a {node.type}")
+    if not all(isinstance(key, str | int | float | None) for key in found):
+        raise MalformedError(f"{shown(found)} are not keys: these are strings or numbers")
+    return found

@@ -33,23 +33,75 @@ links = 0.46
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
+import tomli_w
 import torch
 
+from piper.base.codec import decode
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, file_bytes, parsed_toml, shown
+from piper.base.reading import DTYPES, MalformedError, file_bytes, parsed_toml, shown
 from piper.cost import presets
 from piper.cost.hardware import Device, Link, Machine, Sharing
 
 _MOST = 10**6
-_TABLES = {"name", "machines", "devices", "links", "between", "sharing"}
-_MACHINE = {"count", "devices", "device", "inside", "outside"}
-_DEVICE = {field.name for field in fields(Device)} - {"name"} | {"like"}
+_Number = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+
+
+class _Link(msgspec.Struct, forbid_unknown_fields=True):
+    bandwidth: _Number
+    latency: _Number = 0.0
+
+
+class _Machine(msgspec.Struct, forbid_unknown_fields=True):
+    device: str | list[str]
+    devices: _Count | None = None
+    count: _Count = 1
+    inside: str | _Link | None = None
+    outside: str | _Link = presets.OUTSIDE
+
+
+class _Device(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a ``Device``; None: as ``like``."""
+
+    like: str | None = None
+    flops: dict[str, _Number] = {}
+    memory: _Number | None = None
+    bandwidth: _Number | None = None
+    efficiency: tuple[tuple[_Number, _Number], ...] | None = None
+    overhead: _Number | None = None
+    issue: _Number | None = None
+    synchronous: bool | None = None
+    host_bandwidth: _Number | None = None
+    sms: _Count | None = None
+
+
+class _Between(msgspec.Struct, forbid_unknown_fields=True):
+    machines: tuple[int, int]
+    link: str | _Link
+
+
+class _Sharing(msgspec.Struct, forbid_unknown_fields=True):
+    links: _Number | None = None
+    compute: _Number | None = None
+    communication: _Number | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    machines: Annotated[list[_Machine], msgspec.Meta(min_length=1)]
+    name: str | None = None
+    devices: dict[str, Any] = {}
+    """Each a ``_Device``."""
+    links: dict[str, str | _Link] = {}
+    between: list[_Between] = []
+    sharing: _Sharing = msgspec.field(default_factory=_Sharing)
 
 
 class Described(NamedTuple):
@@ -67,229 +119,115 @@ def read(path: str | Path) -> Described:
         text = file_bytes(path).decode()
     except (OSError, ValueError, MalformedError) as error:
         raise PiperError(f"{path} cannot be read: {error}") from error
-    try:
+    with _at(str(path)):
         return parse(text, default_name=Path(path).stem)
-    except PiperError as error:
-        raise PiperError(f"{path}: {error}") from None
 
 
 def parse(text: str, default_name: str = "cluster") -> Described:
     """The cluster that ``text`` describes."""
-    data = parsed_toml(text)
-    _known(data, _TABLES, "the file")
-    links = {**presets.LINKS}
-    for name, table in _table(data, "links").items():
-        links[name] = _link(table, links, f"links.{name}")
-    devices = {**presets.DEVICES}
-    for name, table in _table(data, "devices").items():
-        devices[name] = _device(name, table, devices)
-    rows = data.get("machines")
-    if not isinstance(rows, list) or not rows:
-        raise PiperError("give at least one [[machines]] table")
-    machines = tuple(m for i, row in enumerate(rows) for m in _machines(i, row, devices, links))
-    if (devices_in_all := sum(len(m.devices) for m in machines)) > _MOST:
-        raise PiperError(f"the machines have {devices_in_all:,} devices; at most {_MOST:,} may be")
-    pairs = data.get("between", [])
-    if not isinstance(pairs, list):
-        raise PiperError("between must be [[between]] tables")
-    between = dict(_between(row, links) for row in pairs)
-    usual = presets.sharing(device for m in machines for device in m.devices)
-    given = _table(data, "sharing")
-    _known(given, {field.name for field in fields(Sharing)}, "[sharing]")
-    sharing = Sharing(
-        **{
-            f.name: _number(given, f.name, "sharing", getattr(usual, f.name))
-            for f in fields(Sharing)
+    file: _File = decode(_File, parsed_toml(text))
+    links, devices = {**presets.LINKS}, {**presets.DEVICES}
+    for name, link in file.links.items():
+        with _at(f"[links.{name}]"):
+            links[name] = _link(link, links)
+    for name, device in file.devices.items():
+        with _at(f"[devices.{name}]"):
+            devices[name] = _device(name, decode(_Device, device), devices)
+    machines: list[Machine] = []
+    in_all = 0
+    for number, machine in enumerate(file.machines):
+        with _at(f"[[machines]] number {number}"):
+            made = _machine(machine, devices, links)
+        if (in_all := in_all + machine.count * len(made.devices)) > _MOST:
+            raise PiperError(f"the machines have {in_all:,} devices; at most {_MOST:,} may be")
+        machines += [made] * machine.count
+    with _at("[[between]]"):
+        between = {
+            (min(one.machines), max(one.machines)): _link(one.link, links) for one in file.between
         }
-    )
-    return Described(machines, between, sharing, str(data.get("name", default_name)))
+    usual = presets.sharing(device for machine in machines for device in machine.devices)
+    sharing = replace(usual, **_given(file.sharing))
+    return Described(tuple(machines), between, sharing, file.name or default_name)
 
 
 def write(cluster: Described) -> str:
     """A cluster as a file that ``parse`` reads."""
-    devices = {d.name: d for m in cluster.machines for d in m.devices}
-    lines = [f"name = {_quoted(cluster.name)}", ""]
-    for machine, count in _runs(cluster.machines):
-        kinds = [_quoted(device.name) for device in machine.devices]
-        lines += ["[[machines]]", f"count = {count}"]
-        if len(set(kinds)) == 1:
-            lines += [f"devices = {len(kinds)}", f"device = {kinds[0]}"]
-        else:
-            lines.append(f"device = [{', '.join(kinds)}]")
-        lines += [
-            f"inside = {_inline(machine.inside)}",
-            f"outside = {_inline(machine.outside)}",
-            "",
-        ]
-    for device in devices.values():
-        flops = ", ".join(f"{_dtype_name(d)} = {n!r}" for d, n in device.flops.items())
-        points = ", ".join(f"[{n!r}, {share!r}]" for n, share in device.efficiency)
-        lines += [
-            f"[devices.{_quoted(device.name)}]",
-            f"flops = {{ {flops} }}",
-            f"memory = {device.memory}",
-            f"bandwidth = {device.bandwidth!r}",
-            f"efficiency = [{points}]",
-            f"overhead = {device.overhead!r}",
-            f"issue = {device.issue!r}",
-            f"host_bandwidth = {device.host_bandwidth!r}",
-            f"synchronous = {str(device.synchronous).lower()}",
-            *([f"sms = {device.sms}"] if device.sms else []),
-            "",
-        ]
-    for (a, b), link in cluster.between.items():
-        lines += ["[[between]]", f"machines = [{a}, {b}]", f"link = {_inline(link)}", ""]
-    lines.append("[sharing]")
-    lines += [f"{f.name} = {getattr(cluster.sharing, f.name)!r}" for f in fields(Sharing)]
-    return "\n".join(lines) + "\n"
+    devices = {d.name: d for machine in cluster.machines for d in machine.devices}
+    data = {
+        "name": cluster.name,
+        "machines": [
+            {
+                "count": len(list(run)),
+                **_kinds([device.name for device in machine.devices]),
+                "inside": asdict(machine.inside),
+                "outside": asdict(machine.outside),
+            }
+            for machine, run in groupby(cluster.machines)
+        ],
+        "devices": {name: _written(device) for name, device in devices.items()},
+        "between": [
+            {"machines": list(pair), "link": asdict(link)} for pair, link in cluster.between.items()
+        ],
+        "sharing": asdict(cluster.sharing),
+    }
+    return tomli_w.dumps(data)
 
 
-def _machines(
-    number: int, row: Any, devices: Mapping[str, Device], links: Mapping[str, Link]
-) -> list[Machine]:
-    where = f"[[machines]] number {number}"
-    if not isinstance(row, dict):
-        raise PiperError(f"{where} must be a table")
-    _known(row, _MACHINE, where)
-    kinds = row.get("device")
-    if isinstance(kinds, str):
-        kinds = [kinds] * _count(row, "devices", where)
-    elif not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise PiperError(f"{where}: device must be the name of a device, or a list of names")
-    elif row.get("devices", len(kinds)) != len(kinds):
-        raise PiperError(f"{where} has {row['devices']} devices, but names {len(kinds)}")
-    own = tuple(_named(devices, kind, "device", where) for kind in kinds)
-    if not own:
-        raise PiperError(f"{where} has no devices")
-    inside = _link(row["inside"], links, where) if "inside" in row else presets.inside(own[0])
-    outside = _link(row.get("outside", presets.OUTSIDE), links, where)
-    return [Machine(own, inside, outside)] * _count(row, "count", where)
+def _kinds(names: list[str]) -> dict[str, object]:
+    if len(set(names)) == 1:
+        return {"devices": len(names), "device": names[0]}
+    return {"device": names}
 
 
-def _device(name: str, table: Any, devices: Mapping[str, Device]) -> Device:
-    where = f"[devices.{name}]"
-    if not isinstance(table, dict):
-        raise PiperError(f"{where} must be a table")
-    _known(table, _DEVICE, where)
-    base = _named(devices, table["like"], "device", where) if "like" in table else None
-    missing = [key for key in ("flops", "memory", "bandwidth") if key not in table]
-    if base is None and missing:
-        raise PiperError(f'{where} lacks {", ".join(missing)}; give them, or like = "H100"')
-    flops = dict(base.flops) if base else {}
-    for key, value in _table(table, "flops").items():
-        flops[_dtype(key, where)] = _number({key: value}, key, where)
-    points = table.get("efficiency", base.efficiency if base else ((1.0, 1.0),))
-    if not isinstance(points, list | tuple) or not all(_pair(point) for point in points):
-        raise PiperError(f"{where}: efficiency must be a list of [operations, share]")
-    sms = _count(table, "sms", where) if "sms" in table else base and base.sms
-    return Device(
-        name=name,
-        flops=flops,
-        memory=int(_number(table, "memory", where, base and base.memory)),
-        bandwidth=_number(table, "bandwidth", where, base and base.bandwidth),
-        efficiency=tuple((float(n), float(share)) for n, share in points),
-        overhead=_number(table, "overhead", where, base.overhead if base else 0.0),
-        issue=_number(table, "issue", where, base.issue if base else 0.0),
-        host_bandwidth=_number(
-            table, "host_bandwidth", where, base.host_bandwidth if base else 24e9
-        ),
-        synchronous=bool(table.get("synchronous", base.synchronous if base else False)),
-        sms=sms,
-    )
+def _written(device: Device) -> dict[str, object]:
+    flops = {str(dtype).removeprefix("torch."): n for dtype, n in device.flops.items()}
+    data = asdict(device) | {"flops": flops}
+    return {key: item for key, item in data.items() if key != "name" and item is not None}
 
 
-def _link(given: Any, links: Mapping[str, Link], where: str) -> Link:
-    if isinstance(given, str):
-        return _named(links, given, "link", where)
-    if not isinstance(given, dict):
-        raise PiperError(f"{where}: a link is a name, or {{ bandwidth = ..., latency = ... }}")
-    _known(given, {"bandwidth", "latency"}, where)
-    return Link(_number(given, "bandwidth", where), _number(given, "latency", where, 0.0))
-
-
-def _between(row: Any, links: Mapping[str, Link]) -> tuple[tuple[int, int], Link]:
-    where = "[[between]]"
-    if not isinstance(row, dict):
-        raise PiperError(f"{where} must be a table")
-    _known(row, {"machines", "link"}, where)
-    pair = row.get("machines")
-    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(m, int) for m in pair):
-        raise PiperError(f"{where}: machines must be two numbers, not {shown(pair)}")
-    return (min(pair), max(pair)), _link(row.get("link"), links, where)
-
-
-def _named(known: Mapping[str, Any], name: Any, what: str, where: str) -> Any:
-    if not isinstance(name, str):
-        raise PiperError(f"{where}: a {what} is given by its name, not as {shown(name)}")
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Adds ``where`` to errors."""
     try:
-        return presets.named(known, name, what)
+        yield
     except PiperError as error:
         raise PiperError(f"{where}: {error}") from None
 
 
-def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:
-    unknown = sorted(table.keys() - names)
-    if unknown:
-        raise PiperError(
-            f"{where} has unknown keys: {', '.join(map(shown, unknown))}; "
-            f"known: {', '.join(sorted(names))}"
-        )
+def _machine(file: _Machine, devices: Mapping[str, Device], links: Mapping[str, Link]) -> Machine:
+    kinds = [file.device] * (file.devices or 1) if isinstance(file.device, str) else file.device
+    if file.devices not in (None, len(kinds)):
+        raise PiperError(f"it has {file.devices} devices, but names {len(kinds)}")
+    own = tuple(presets.named(devices, kind, "device") for kind in kinds)
+    if not own:
+        raise PiperError("it has no devices")
+    inside = presets.inside(own[0]) if file.inside is None else _link(file.inside, links)
+    return Machine(own, inside, _link(file.outside, links))
 
 
-def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    table = data.get(key, {})
-    if not isinstance(table, dict):
-        raise PiperError(f"{key} must be a table")
-    return table
+def _device(name: str, file: _Device, devices: Mapping[str, Device]) -> Device:
+    given = _given(file)
+    like = given.pop("like", None)
+    missing = [key for key in ("flops", "memory", "bandwidth") if not given.get(key)]
+    if like is None and missing:
+        raise PiperError(f'it lacks {", ".join(missing)}; give them, or like = "H100"')
+    flops: dict[torch.dtype, float] = {}
+    if like is not None:
+        base = presets.named(devices, like, "device")
+        given = {field: getattr(base, field) for field in Device.__slots__} | given
+        flops |= base.flops
+    for key, value in file.flops.items():
+        if key not in DTYPES:
+            raise PiperError(f"{shown(key)} is no dtype; write float32, bfloat16, ...")
+        flops[DTYPES[key]] = value
+    return Device(**{**given, "name": name, "flops": flops, "memory": int(given["memory"])})
 
 
-def _number(
-    table: Mapping[str, Any], key: str, where: str, otherwise: float | None = None
-) -> float:
-    value = table.get(key, otherwise)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise PiperError(f"{where}: {key} must be a number, not {shown(value)}")
-    return value
+def _given(file: _Device | _Sharing) -> dict[str, Any]:
+    return {key: item for key, item in msgspec.structs.asdict(file).items() if item is not None}
 
 
-def _count(table: Mapping[str, Any], key: str, where: str) -> int:
-    value = table.get(key, 1)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
-        raise PiperError(f"{where}: {key} must be a whole number from 1 on, not {shown(value)}")
-    return value
-
-
-def _pair(point: Any) -> bool:
-    numbers = isinstance(point, list | tuple) and len(point) == 2
-    return numbers and all(isinstance(n, int | float) for n in point)
-
-
-def _dtype(name: str, where: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PiperError(f"{where}: {shown(name)} is no dtype; write float32, bfloat16, ...")
-    return dtype
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _runs(machines: tuple[Machine, ...]) -> list[tuple[Machine, int]]:
-    """Runs of equal consecutive machines, each with its length."""
-    runs: list[tuple[Machine, int]] = []
-    for machine in machines:
-        if runs and runs[-1][0] == machine:
-            runs[-1] = machine, runs[-1][1] + 1
-        else:
-            runs.append((machine, 1))
-    return runs
-
-
-def _inline(link: Link) -> str:
-    return f"{{ bandwidth = {link.bandwidth!r}, latency = {link.latency!r} }}"
-
-
-def _quoted(name: str) -> str:
-    escaped = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+def _link(given: str | _Link, links: Mapping[str, Link]) -> Link:
+    if isinstance(given, str):
+        return presets.named(links, given, "link")
+    return Link(given.bandwidth, given.latency)

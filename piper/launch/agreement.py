@@ -56,7 +56,7 @@ def fingerprints(program: Program) -> Fingerprints:
         "default dtype": str(training.default_dtype),
         "model's code": _digest([program_to_json(chunk) for chunk in graphs.values()]),
         "constants in the model's code": _digest(constants),
-        "plans": _digest([p.to_json() for step in program.steps for p in step.plans]),
+        "plans": _digest([str(p) for step in program.steps for p in step.plans]),
     }
 
 

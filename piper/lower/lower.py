@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from piper.base.codec import written_as
-from piper.cost.answers import Answers
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import CostModel, Durations, Fallback, Tasks
 from piper.ir.dag.dag import Dag
@@ -51,7 +49,7 @@ class Settings:
     """Whether devices are GPUs: their streams run asynchronously to each other and to the host."""
     fused: bool = False
     """Whether a compiler fuses operations, which reduces memory traffic."""
-    costs: CostModel = field(default_factory=Costs, metadata=written_as(Costs | Answers))
+    costs: CostModel = field(default_factory=Costs)
     """Orders the nodes whose order the strategy leaves open."""
 
 

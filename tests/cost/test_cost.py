@@ -404,16 +404,22 @@ def test_the_example_in_the_docstring_is_read() -> None:
     ("text", "says"),
     [
         ("machines = ", "not TOML"),
-        ("", "[[machines]]"),
+        ("", "missing required field `machines`"),
         ("[[machines]]\ndevice = 'H999'", "no device 'H999'; known: A10,"),
         ("[[machines]]\ndevice = 'H100'\ninside = 'string'", "no link 'string'; known:"),
-        ("[[machines]]\ndevice = 'H100'\nspeed = 3", "unknown keys: 'speed'"),
-        ("[[machines]]\ndevice = 'H100'\ndevices = 0", "devices must be a whole number from 1"),
-        ("[[machines]]\ndevices = 2", "device must be the name"),
+        (
+            "[[machines]]\ndevice = 'H100'\nspeed = 3",
+            "machines[0]: Object contains unknown field `speed`",
+        ),
+        ("[[machines]]\ndevice = 'H100'\ndevices = 0", "machines[0].devices: Expected `int` >= 1"),
+        ("[[machines]]\ndevices = 2", "machines[0]: Object missing required field `device`"),
         ("[[machines]]\ndevice = ['H100']\ndevices = 2", "has 2 devices, but names 1"),
         ("[[machines]]\ndevice = []", "has no devices"),
         ("[[machines]]\ndevice = 'x'\n[devices.x]\nmemory = 1", "lacks flops, bandwidth"),
-        ("[[machines]]\ndevice = 'x'\n[devices.x]\nlike = 'H100'\nmemory = 'much'", "a number"),
+        (
+            "[[machines]]\ndevice = 'x'\n[devices.x]\nlike = 'H100'\nmemory = 'much'",
+            "[devices.x]: memory: Expected",
+        ),
         (
             "[[machines]]\ndevice = 'x'\n[devices.x]\nlike = 'H100'\nflops = {float7 = 1}",
             "no dtype",

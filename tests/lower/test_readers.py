@@ -359,7 +359,7 @@ def test_a_program_is_read_as_it_was_written(tmp_path: Path) -> None:
     program.save(tmp_path / "program")
     found = piper.Program.load(tmp_path / "program")
     assert found.plans == program.plans
-    assert [Plan.from_json(plan.to_json()) for plan in program.plans] == list(program.plans)
+    assert [Plan.parse(str(plan)) for plan in program.plans] == list(program.plans)
 
 
 # time and memory

@@ -235,7 +235,6 @@ class Fuzzer:
             "program, damaged": self.damaged_program,
             "program, forged": self.forged_program,
             "strategy": self.any_strategy,
-            "plan, JSON": self.any_plan,
             "plan, text": self.any_plan_text,
             "cluster": self.any_cluster,
             "costs": self.any_costs,
@@ -308,18 +307,6 @@ class Fuzzer:
         return OTHER
 
     # plans
-
-    def any_plan(self, rng: random.Random) -> Outcome:
-        plan = rng.choice(self.program.plans)
-        written = json.dumps(plan.to_json())
-        forged = rng.random() < 0.7
-        text = dumped(mutated(json.loads(written), rng)) if forged else reworded(written, rng)
-        try:
-            found = Plan.from_json(text)
-        except PiperError:
-            return REFUSED
-        assert Plan.from_json(found.to_json()) == found
-        return SAME if found == plan else OTHER
 
     def any_plan_text(self, rng: random.Random) -> Outcome:
         plan = rng.choice(self.program.plans)

@@ -825,7 +825,7 @@ def plain_facts(chunk: ChunkFacts) -> ChunkFacts:
         return replace(variant, passes=passes)
 
     variants = {policy: plain(v) for policy, v in chunk.variants.items()}
-    return replace(chunk, variants=variants, gradients={}, products=())
+    return replace(chunk, variants=variants, gradients=(), products=())
 
 
 class Counting(Chain):

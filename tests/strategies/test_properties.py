@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from piper.base.errors import DirectiveError
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts, Stored
+from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts
 from piper.ir.passes import Pass
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import OptimizerCost
@@ -119,9 +119,6 @@ def widened(model: Model, rng: random.Random) -> Model:
     values = tuple(
         replace(v, **_lying(v.nbytes, rng)) if rng.random() < 0.3 else v for v in model.values
     )
-    for chunk in chunks:
-        gradients = {v: Stored(**_lying(40, rng)) for v in chunk.inputs if rng.random() < 0.3}
-        chunks[chunk.index] = replace(chunk, gradients=gradients)
     found = replace(model, chunks=tuple(chunks), values=values, parameters=parameters)
     if rng.random() < 0.5:
         return found

@@ -11,28 +11,17 @@ import keyword
 import operator
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.base.codec import decode
+from piper.base.codec import decode, encode
 from piper.base.errors import PiperError
-from piper.base.reading import (
-    MalformedError,
-    count,
-    counts,
-    dtype,
-    row,
-    rows,
-    shown,
-    string,
-    table,
-    within,
-    wrong,
-)
+from piper.base.reading import MalformedError, count, shown, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.graphs import is_random
 from piper.capture.operators.registry import check_arguments, operator_named
@@ -40,104 +29,117 @@ from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
 
 Json = Any
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-def spec_to_json(spec: TensorSpec) -> Json:
-    return [list(spec.shape), list(spec.stride), _torch_name(spec.dtype)]
+class SpecFile(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A ``TensorSpec`` as [sizes, strides, dtype]."""
+
+    shape: tuple[Count, ...]
+    stride: tuple[Count, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.stride):
+            raise ValueError(f"{len(self.shape)} sizes, but {len(self.stride)} strides")
+        spec = self.spec
+        if max(spec.nbytes, spec.numel * spec.dtype.itemsize) >= _MOST_BYTES:
+            raise ValueError(f"a tensor of sizes {shown(list(self.shape))} is too large to exist")
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.shape, self.stride, self.dtype)
+
+    @staticmethod
+    def of(spec: TensorSpec) -> SpecFile:
+        return SpecFile(spec.shape, spec.stride, spec.dtype)
 
 
-def spec_from_json(data: Json) -> TensorSpec:
-    shape, stride, kind = row(data, 3)
-    spec = TensorSpec(counts(shape), counts(stride), dtype(kind))
-    if len(spec.shape) != len(spec.stride):
-        raise MalformedError(
-            f"{shown(data)} has {len(spec.shape)} sizes, {len(spec.stride)} strides"
-        )
-    if max(spec.nbytes, spec.numel * spec.dtype.itemsize) >= _MOST_BYTES:
-        raise MalformedError(f"a tensor of sizes {shown(list(spec.shape))} is too large to exist")
-    return spec
+class _NodeFile(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A node of a graph. Its arguments refer to earlier nodes by number."""
+
+    op: Literal["placeholder", "call_function", "output"]
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: SpecFile | Mapping[Literal["several"], tuple[SpecFile | None, ...]] | None
+    """Its tensor, or those of an operation with several results; null for other results."""
+
+
+class _FunctionFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    graph: tuple[_NodeFile, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    flops: Count
+    moved: Count
+    moved_fused: Count
+    workspace: Count
+    consumes: tuple[str, ...]
+
+
+class _ProgramFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    functions: Mapping[Pass, _FunctionFile]
+    specs: Mapping[str, SpecFile]
 
 
 def program_to_json(program: ChunkProgram) -> Json:
-    return {
-        "functions": {
-            which.value: _function_to_json(function)
-            for which, function in program.functions.items()
-        },
-        "specs": [[str(ref), spec_to_json(spec)] for ref, spec in program.specs.items()],
+    functions = {
+        which: _FunctionFile(
+            graph=_graph_to_file(function.module.graph),
+            arguments=tuple(map(str, function.arguments)),
+            results=tuple(map(str, function.results)),
+            flops=function.flops,
+            moved=function.moved,
+            moved_fused=function.moved_fused,
+            workspace=function.workspace,
+            consumes=tuple(sorted(map(str, function.consumes))),
+        )
+        for which, function in program.functions.items()
     }
+    specs = {str(ref): SpecFile.of(spec) for ref, spec in program.specs.items()}
+    return encode(_ProgramFile, _ProgramFile(functions, specs))
 
 
 def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-    table(data, ("functions", "specs"))
-    specs: dict[Ref, TensorSpec] = {}
-    with within("specs"):
-        for place, item in enumerate(rows(data["specs"])):
-            with within(place):
-                ref, spec = row(item, 2)
-                if specs.setdefault(_ref(ref), read := spec_from_json(spec)) is not read:
-                    raise MalformedError(f"{ref} is there twice")
+    file: _ProgramFile = decode(_ProgramFile, data)
+    specs = {_ref(written): spec.spec for written, spec in file.specs.items()}
     functions = {}
     with within("functions"):
-        if type(data["functions"]) is not dict or "F" not in data["functions"]:
-            raise wrong(data["functions"], "an object with at least the pass F")
-        for name, function in data["functions"].items():
-            with within(name):
-                which = decode(Pass, name)
-                functions[which] = _function_from_json(function, specs, mode, device)
+        if Pass.F not in file.functions:
+            raise MalformedError("it lacks the pass F")
+        for which, function in file.functions.items():
+            with within(which.value):
+                functions[which] = _function_from_file(function, specs, mode, device)
     return ChunkProgram(functions, specs)
 
 
-def _function_to_json(function: Function) -> Json:
-    return {
-        "graph": _graph_to_json(function.module.graph),
-        "arguments": [str(ref) for ref in function.arguments],
-        "results": [str(ref) for ref in function.results],
-        "flops": function.flops,
-        "moved": [function.moved, function.moved_fused],
-        "workspace": function.workspace,
-        "consumes": sorted(str(ref) for ref in function.consumes),
-    }
-
-
-_FUNCTION = (
-    "graph", "arguments", "results", "flops", "moved", "workspace", "consumes"
-)  # fmt: skip
-
-
-def _function_from_json(
-    data: Json, specs: Mapping[Ref, TensorSpec], mode: FakeTensorMode, device: torch.device
+def _function_from_file(
+    file: _FunctionFile, specs: Mapping[Ref, TensorSpec], mode: FakeTensorMode, device: torch.device
 ) -> Function:
-    table(data, _FUNCTION)
-    ends: dict[str, tuple[Ref, ...]] = {}
-    for name in ("arguments", "results", "consumes"):
-        with within(name):
-            ends[name] = tuple(rows(data[name], _ref))
-            if unknown := [ref for ref in ends[name] if ref not in specs]:
-                raise MalformedError(f"nothing is said of {unknown[0]} in specs")
-            if len(set(ends[name])) != len(ends[name]):
-                raise MalformedError("something is there twice")
-    with within("consumes"):
-        if not set(ends["consumes"]).issubset(ends["arguments"]):
-            raise MalformedError("what is consumed must be among the arguments")
+    ends = [tuple(map(_ref, refs)) for refs in (file.arguments, file.results, file.consumes)]
+    for refs in ends:
+        if unknown := set(refs) - specs.keys():
+            raise MalformedError(f"nothing is said of {unknown.pop()} in specs")
+        if len(set(refs)) != len(refs):
+            raise MalformedError("an argument or a result is there twice")
+    arguments, results, consumes = ends
+    if not set(consumes).issubset(arguments):
+        raise MalformedError("what is consumed must be among the arguments")
     with within("graph"):
-        module = _graph_from_json(data["graph"], mode, device)
-        _check_ends(module.graph, ends["arguments"], ends["results"], specs)
-    with within("moved"):
-        moved, fused = map(count, row(data["moved"], 2))
-    with within("flops or workspace"):
-        flops, workspace = count(data["flops"]), count(data["workspace"])
+        module = _graph_from_file(file.graph, mode, device)
+        _check_ends(module.graph, arguments, results, specs)
     return Function(
         module=module,
-        arguments=ends["arguments"],
-        results=ends["results"],
-        flops=flops,
-        moved=moved,
-        moved_fused=fused,
-        workspace=workspace,
+        arguments=arguments,
+        results=results,
+        flops=file.flops,
+        moved=file.moved,
+        moved_fused=file.moved_fused,
+        workspace=file.workspace,
         random=any(is_random(node) for node in module.graph.nodes),
-        consumes=frozenset(ends["consumes"]),
+        consumes=frozenset(consumes),
     )
 
 
@@ -164,94 +166,83 @@ _REF = re.compile(r"([a-z_]+)(0|[1-9]\d{0,8})(?:\+([1-9]\d{0,8}))?", re.ASCII)
 _KINDS = {kind.value: kind for kind in Kind}
 
 
-def _ref(written: Json) -> Ref:
-    match = _REF.fullmatch(string(written))
+def _ref(written: str) -> Ref:
+    match = _REF.fullmatch(written)
     if match is None or match[1] not in _KINDS:
         raise wrong(written, f"a kind of tensor and a number: {', '.join(_KINDS)}")
     return Ref(_KINDS[match[1]], int(match[2]), int(match[3] or 0))
 
 
-def _graph_to_json(graph: fx.Graph) -> Json:
+def _graph_to_file(graph: fx.Graph) -> tuple[_NodeFile, ...]:
     numbers = {node: i for i, node in enumerate(graph.nodes)}
-    return [
-        [
+    return tuple(
+        _NodeFile(
             node.op,
             node.name,
             _target_name(node),
-            _encode(node.args, numbers),
-            _encode(dict(node.kwargs), numbers),
-            _value_to_json(node.meta.get("val")),
-        ]
+            tuple(_encode(x, numbers) for x in node.args),
+            {key: _encode(x, numbers) for key, x in node.kwargs.items()},
+            _value_to_file(node.meta.get("val")),
+        )
         for node in graph.nodes
-    ]
+    )
 
 
-def _graph_from_json(data: Json, mode: FakeTensorMode, device: torch.device) -> fx.GraphModule:
+def _graph_from_file(
+    file: tuple[_NodeFile, ...], mode: FakeTensorMode, device: torch.device
+) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     seen: set[str] = set()
-    last = len(rows(data)) - 1
-    for place, item in enumerate(data):
-        try:
-            op, name, target, args, kwargs, value = row(item, 6)
-            if (op == "output") != (place == last):
+    for place, item in enumerate(file):
+        with within(place):
+            if (item.op == "output") != (place == len(file) - 1):
                 raise MalformedError("the output, and nothing else, comes at the end of a graph")
-            if op == "placeholder" and nodes and nodes[-1].op != "placeholder":
+            if item.op == "placeholder" and nodes and nodes[-1].op != "placeholder":
                 raise MalformedError("an argument after the first operation")
-            if _identifier(name) in seen:
-                raise MalformedError(f"{name} is there twice")
-            seen.add(name)
-            node = _node_from_json(graph, op, name, target, args, kwargs, nodes)
-            if value is not None:
-                node.meta["val"] = _value_from_json(value, mode, device)
-        except MalformedError as error:
-            error.at.append(f"[{place}]")
-            raise
+            if _identifier(item.name) in seen:
+                raise MalformedError(f"{item.name} is there twice")
+            seen.add(item.name)
+            node = _node_from_file(graph, item, nodes)
+            with mode:
+                if isinstance(item.value, SpecFile):
+                    node.meta["val"] = item.value.spec.empty(device)
+                elif item.value:
+                    parts = item.value["several"]
+                    node.meta["val"] = tuple(part and part.spec.empty(device) for part in parts)
         nodes.append(node)
     if not nodes:
         raise MalformedError("a graph has at least an output")
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _node_from_json(
-    graph: fx.Graph,
-    op: Json,
-    name: str,
-    target: Json,
-    args: Json,
-    kwargs: Json,
-    nodes: list[fx.Node],
-) -> fx.Node:
-    given, named = _decode(args, nodes), _decode_keywords(kwargs, nodes)
-    if not isinstance(given, tuple):
-        raise wrong(args, "a tuple of arguments")
-    match op:
-        case "placeholder":
-            if given or named:
-                raise MalformedError(f"the argument {name} of a graph has no default")
-            return graph.create_node("placeholder", _identifier(target), name=name)
-        case "output":
-            rows_of_nodes = len(given) == 1 and isinstance(given[0], list | tuple)
-            if named or not rows_of_nodes or target != "output":
-                raise MalformedError("an output is a list of what operations made")
-            return graph.create_node("output", "output", given, name=name)
-        case "call_function" if target == "getitem":
-            whole = len(given) == 2 and isinstance(given[0], fx.Node) and type(given[1]) is int
-            if named or not whole:
-                raise MalformedError("getitem takes one of several results by its number")
-            return graph.create_node("call_function", operator.getitem, given, name=name)
-        case "call_function":
-            overload = operator_named(string(target))
-            check_arguments(overload, given, named)
-            return graph.create_node("call_function", overload, given, named, name=name)
-        case _:
-            raise wrong(op, "placeholder, call_function or output")
+def _node_from_file(graph: fx.Graph, item: _NodeFile, nodes: list[fx.Node]) -> fx.Node:
+    name, target = item.name, item.target
+    given = tuple(_decode(x, nodes) for x in item.args)
+    named = {_identifier(key): _decode(x, nodes) for key, x in item.kwargs.items()}
+    if item.op == "placeholder":
+        if given or named:
+            raise MalformedError(f"the argument {name} of a graph has no default")
+        return graph.create_node("placeholder", _identifier(target), name=name)
+    if item.op == "output":
+        rows_of_nodes = len(given) == 1 and isinstance(given[0], list | tuple)
+        if named or not rows_of_nodes or target != "output":
+            raise MalformedError("an output is a list of what operations made")
+        return graph.create_node("output", "output", given, name=name)
+    if target == "getitem":
+        whole = len(given) == 2 and isinstance(given[0], fx.Node) and type(given[1]) is int
+        if named or not whole:
+            raise MalformedError("getitem takes one of several results by its number")
+        return graph.create_node("call_function", operator.getitem, given, name=name)
+    overload = operator_named(target)
+    check_arguments(overload, given, named)
+    return graph.create_node("call_function", overload, given, named, name=name)
 
 
-def _identifier(name: Json) -> str:
+def _identifier(name: str) -> str:
     """``name``, if it is safe in Python source: an identifier without leading ``__``, no
     keyword."""
-    if type(name) is not str or not _NAME.fullmatch(name) or keyword.iskeyword(name):
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise wrong(name, "a name of letters, digits and underscores")
     return name
 
@@ -278,8 +269,6 @@ def _encode(item: Any, numbers: dict[fx.Node, int]) -> Json:
             return [_encode(x, numbers) for x in item]
         case tuple():
             return {"tuple": [_encode(x, numbers) for x in item]}
-        case dict():
-            return {"dict": {key: _encode(x, numbers) for key, x in item.items()}}
         case None | bool() | int() | float() | str():
             return item
         case torch.dtype() | torch.memory_format() | torch.layout():
@@ -324,14 +313,6 @@ def _decode(item: Json, nodes: list[fx.Node], depth: int = 0) -> Any:
             raise wrong(item, "an argument of an operation")
 
 
-def _decode_keywords(item: Json, nodes: list[fx.Node]) -> dict[str, Any]:
-    match item:
-        case {"dict": dict(items)} if len(item) == 1:
-            return {_identifier(key): _decode(x, nodes) for key, x in items.items()}
-        case _:
-            raise wrong(item, "an object of arguments by name")
-
-
 def device_named(name: Json) -> torch.device:
     if name not in ("cpu", "cuda", "meta", "mps", "xpu"):
         raise wrong(name, "a kind of device, such as cpu or cuda")
@@ -346,23 +327,7 @@ _CONSTANTS: Mapping[str, torch.dtype | torch.layout | torch.memory_format] = {
 }
 
 
-def _value_to_json(value: Any) -> Json:
-    if isinstance(value, Tensor):
-        return spec_to_json(TensorSpec.of(value))
+def _value_to_file(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return {"several": [_value_to_json(x) for x in value]}
-    return None
-
-
-def _value_from_json(data: Json, mode: FakeTensorMode, device: torch.device) -> Any:
-    if isinstance(data, dict):
-        table(data, ("several",))
-        values = []
-        for item in rows(data["several"]):
-            if isinstance(item, dict):
-                raise wrong(item, "a tensor's sizes, strides and dtype, or null")
-            values.append(None if item is None else _value_from_json(item, mode, device))
-        return tuple(values)
-    spec = spec_from_json(data)
-    with mode:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        return {"several": tuple(map(_value_to_file, value))}
+    return SpecFile.of(TensorSpec.of(value)) if isinstance(value, Tensor) else None

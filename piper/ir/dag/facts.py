@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from piper.base.codec import ADDED
 from piper.ir.passes import Pass, Ref, RematPolicy
 from piper.ir.shards import AxisPlacement, Gathered, Segment, SortedRows
 from piper.ir.tensors import TensorSpec
@@ -43,7 +42,7 @@ class PassFacts:
     housed: int = 0
     """Additional bytes if its parameter gradients are allocated before it runs, so that later
     gradients can be added to them."""
-    private: tuple[Ref, ...] = field(default=(), metadata=ADDED)
+    private: tuple[Ref, ...] = ()
     """Results that share memory with no argument and no other result."""
 
 
@@ -78,15 +77,15 @@ class ChunkFacts:
     """Whether its forward draws random numbers."""
     detached: tuple[str, ...] = ()
     """Parameters that it reads but makes no gradient for; other chunks may."""
-    gradients: Mapping[Ref, Stored] = field(default_factory=dict)
+    gradients: tuple[tuple[Ref, Stored], ...] = ()
     """The storage of its input gradients, where it differs from the value's storage."""
     segments: tuple[Segment, ...] = ()
     """Its segments under tensor and context parallelism, one per axis."""
     sorted_rows: SortedRows | None = None
     """Set for experts whose rows are sorted by expert."""
-    products: tuple[str, ...] = field(default=(), metadata=ADDED)
+    products: tuple[str, ...] = ()
     """Its matrix products and attentions, with their modules and source lines."""
-    gathered: tuple[Gathered, ...] = field(default=(), metadata=ADDED)
+    gathered: tuple[Gathered, ...] = ()
     """Operations that read gathered inputs because no rule shards them."""
 
     @property

@@ -218,7 +218,7 @@ class Sizes:
         if value.role is Role.GRADIENT:
             chunk = model.chunks[value.by]
             ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(value.of), value.term)
-            return chunk.gradients.get(ref, facts.stored)
+            return dict(chunk.gradients).get(ref, facts.stored)
         return facts.stored
 
 

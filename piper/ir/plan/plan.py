@@ -7,18 +7,11 @@ frees; and the content of each slot. No reader derives any of this again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from piper.base.codec import COLUMNS, Format, decode, encode
-from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, check_limits, parsed
 from piper.ir.ops import Group
 from piper.ir.plan import plan_text
 from piper.ir.plan.instructions import Given, Instruction, PlanParts, Returned, Seed, Slot
-
-_FORMAT = Format("plan", 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +19,10 @@ class Plan:
     """The instructions of one class of devices for one step."""
 
     devices: Group
-    instructions: tuple[Instruction, ...] = field(metadata=COLUMNS)
+    instructions: tuple[Instruction, ...]
     given: tuple[Given, ...]
     seeds: tuple[Seed, ...]
-    slots: tuple[Slot, ...] = field(metadata=COLUMNS)
+    slots: tuple[Slot, ...]
     returned: tuple[Returned, ...] = ()
 
     @property
@@ -48,21 +41,3 @@ class Plan:
     def parse(text: str) -> Plan:
         """The plan that prints as ``text``."""
         return Plan(*plan_text.parse(text))
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain data; values that instructions share are written once."""
-        return _FORMAT.headed(encode(Plan, self))
-
-    @staticmethod
-    def from_json(data: str | Mapping[str, Any]) -> Plan:
-        """The plan that ``to_json`` wrote."""
-        try:
-            if isinstance(data, str):
-                data = parsed(data)
-            else:
-                check_limits(data)
-            content = _FORMAT.content(data)
-            plan: Plan = decode(Plan, content)
-        except MalformedError as error:
-            raise PiperError(f"the plan cannot be read: {error}") from None
-        return plan

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from piper.base.codec import Numbered
 from piper.base.errors import PiperError
 from piper.ir.dag.dag import Dag, Node, group_text, name_of
 from piper.ir.dag.facts import Model
@@ -21,6 +20,7 @@ from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, U
 from piper.ir.passes import Pass
 from piper.ir.rules import Rest, Sms
 from piper.view.pages.inline import page
+from piper.view.pages.numbering import Numbered
 
 _SCRIPTS = (
     "common.js",

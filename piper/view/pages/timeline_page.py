@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from piper.base.codec import Numbered
 from piper.base.errors import PiperError
 from piper.view.pages.inline import page
+from piper.view.pages.numbering import Numbered
 from piper.view.runs import Event, Run, ShownDevice
 
 _SCRIPTS = (
