@@ -17,7 +17,8 @@ from torch import Tensor
 
 from piper.program.program import Program
 from piper.state.optimizer.factory import kind_of, members_of, settings
-from piper.state.optimizer.probe import make_scheduler, sample_optimizer_of_all
+from piper.state.optimizer.probe import sample_optimizer
+from piper.state.optimizer.scheduler import make_scheduler
 
 OptimizerFacts = dict[str, Any]
 """Plain values by readable name."""
@@ -41,8 +42,8 @@ def facts_of(program: Program) -> OptimizerFacts:
     training = program.training
     if training.optimizer is None:
         return {"optimizer": None, "scheduler": None}
-    given, optimizer = sample_optimizer_of_all(training.optimizer, program.trained)
-    names = {id(parameter): name for name, parameter in given}
+    given, optimizer = sample_optimizer(training.optimizer, program.trained)
+    names = {parameter: name for name, parameter in given}
     scheduler = None
     if training.scheduler is not None:
         scheduler = make_scheduler(training.scheduler, optimizer)
@@ -57,7 +58,7 @@ def facts_of(program: Program) -> OptimizerFacts:
     groups = optimizer.param_groups
     facts["number of param groups"] = len(groups)
     for place, group in enumerate(groups):
-        facts |= {f"{_PLACE}{names[id(p)]}": place for p in group["params"]}
+        facts |= {f"{_PLACE}{names[p]}": place for p in group["params"]}
         facts |= {f"{key} of param group {place}": plain(x) for key, x in settings(group).items()}
     if scheduler is not None:
         state = scheduler.state_dict()

@@ -26,7 +26,7 @@ from piper.cost.tasks import CostModel
 from piper.program.compile.compiler import Capture, capture
 from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
-from piper.state.optimizer.probe import SchedulerFactory
+from piper.state.optimizer.scheduler import SchedulerFactory
 from piper.state.weights.weight_files import Init, WeightFiles
 from piper.strategies.strategy import Strategy
 

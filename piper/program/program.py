@@ -28,7 +28,9 @@ from piper.lower.waste import Waste, waste_of, waste_text
 from piper.program import storage
 from piper.program.compiled import Compiled
 from piper.state.optimizer.factory import OptimizerFactory
-from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
+from piper.state.optimizer.optimizer_checks import check_factory
+from piper.state.optimizer.probe import cost_of
+from piper.state.optimizer.scheduler import SchedulerFactory, try_scheduler
 from piper.state.weights.source import Source
 from piper.view.pages.dag_page import dag_page
 from piper.view.timetable import Timetable

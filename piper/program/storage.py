@@ -52,7 +52,7 @@ from piper.lower.lower import Settings, lower
 from piper.program.checks import check, check_placed
 from piper.program.compiled import Compiled, Step
 from piper.state.optimizer.factory import OptimizerFactory
-from piper.state.optimizer.probe import SchedulerFactory
+from piper.state.optimizer.scheduler import SchedulerFactory
 from piper.state.optimizer.training import Training
 from piper.state.weights.source import Source, StateNames
 from piper.strategies.strategy import Strategy

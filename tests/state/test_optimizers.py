@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import piper
 from piper import DirectiveError, PiperError
 from piper.ir.plan.instructions import Verb
+from piper.state.optimizer.nature import KNOWN, is_known, needs_whole_tensors
 from piper.state.optimizer.probe import cost_of
+from piper.state.optimizer.trial import Piece, looks_across, steps_by_bucket, works_on_parts
 from piper.strategies.directives import Directive, replicate
 from tests.training import (
     Batch,
@@ -284,6 +286,33 @@ def test_torchs_own_step_bucket_by_bucket(optimizer: Optimizer) -> None:
     """Updates can then follow their reductions, and gradients are freed early."""
     program = compiled(model(), data_parallel(2, 2), mean_loss, data(), optimizer=optimizer)
     assert not program.settings.optimizer.whole
+
+
+@pytest.mark.parametrize("kind", sorted(KNOWN, key=lambda kind: kind.__name__))
+def test_the_table_says_of_torchs_own_what_a_trial_finds(kind: Any) -> None:
+    def make(given: Any) -> torch.optim.Optimizer:
+        more = {"momentum": 0.9, "weight_decay": 0.1} if kind is torch.optim.SGD else {}
+        made: torch.optim.Optimizer = kind([p for _, p in given], lr=0.05, **more)
+        return made
+
+    cpu, pieces = torch.device("cpu"), [Piece(str(i), i, (16, 16)) for i in range(4)]
+    made = make([("", nn.Parameter(torch.zeros(4, 4)))])
+    assert is_known(made)
+    assert steps_by_bucket(make, pieces, cpu)
+    assert not any(looks_across(make, pieces, cpu, of_all=x) for x in (False, True))
+    for cut in (lambda x: x.flatten().chunk(2), lambda x: x.chunk(2), lambda x: x.chunk(2, 1)):
+        assert works_on_parts(make, pieces[0], cut, [], cpu) is not needs_whole_tensors(made)
+
+
+@pytest.mark.parametrize("change", ["subclass", "hook", "step"])
+def test_torchs_own_is_tried_once_it_is_changed(change: str) -> None:
+    given = [nn.Parameter(torch.zeros(2))]
+    made = torch.optim.SGD(given) if change != "subclass" else Worn(given)
+    if change == "hook":
+        made.register_step_post_hook(lambda *_: None)
+    if change == "step":
+        made.step = made.step  # type: ignore[method-assign]
+    assert not is_known(made)
 
 
 def test_trying_an_optimizer_draws_nothing_from_the_users_generator() -> None:

@@ -14,7 +14,8 @@ from piper.program.program import Program
 from piper.state.checkpoint.index import Index
 from piper.state.checkpoint.plain_values import from_json
 from piper.state.optimizer.factory import kind_of
-from piper.state.optimizer.probe import kept_kinds, make_scheduler, sample_optimizer
+from piper.state.optimizer.probe import kept_kinds, sample_optimizer
+from piper.state.optimizer.scheduler import make_scheduler
 
 
 def check_index(index: Index, program: Program, what: str) -> None:
@@ -71,7 +72,7 @@ def _refuse_other_optimizer(kind: str, program: Program) -> None:
     factory = program.training.optimizer
     if factory is None or not kind:
         return
-    mine = kind_of(sample_optimizer(factory, program.trained))
+    mine = kind_of(sample_optimizer(factory, program.trained)[1])
     if mine != kind:
         raise PiperError(
             f"the checkpoint was saved with the optimizer {kind}, but this program trains with "
@@ -111,7 +112,7 @@ def _scheduler(item: Any, program: Program) -> None:
     training = program.training
     if training.scheduler is None or training.optimizer is None:
         return
-    optimizer = sample_optimizer(training.optimizer, program.trained)
+    _, optimizer = sample_optimizer(training.optimizer, program.trained)
     mine = make_scheduler(training.scheduler, optimizer).state_dict()
     if mine.keys() != item.keys():
         other = sorted(map(str, mine.keys() ^ item.keys()))

@@ -42,7 +42,9 @@ from piper.program.compile.traces import Subject, Traces
 from piper.program.compiled import Step, trained_shapes
 from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
-from piper.state.optimizer.probe import SchedulerFactory, check_factory, cost_of, try_scheduler
+from piper.state.optimizer.optimizer_checks import check_factory
+from piper.state.optimizer.probe import cost_of
+from piper.state.optimizer.scheduler import SchedulerFactory, try_scheduler
 from piper.state.optimizer.training import Training
 from piper.state.weights.source import Source, StateNames
 from piper.state.weights.weight_files import Init, WeightFiles

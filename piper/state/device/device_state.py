@@ -22,7 +22,7 @@ from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.snapshot import Snapshot
 from piper.state.optimizer.factory import kind_of, make
-from piper.state.optimizer.probe import make_scheduler
+from piper.state.optimizer.scheduler import make_scheduler
 from piper.state.weights.first_tensors import Fetch
 
 

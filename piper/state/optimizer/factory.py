@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def make(factory: OptimizerFactory, parameters: NamedParameters) -> torch.optim.
         raise PiperError("optimizer= returned an empty list: it must make at least one optimizer")
     for member in members:
         _refuse_other_kinds(member)
-    _refuse_others(members, {id(p): name if names else "" for name, p in parameters})
+    _refuse_others(members, {p: name if names else "" for name, p in parameters})
     return members[0] if len(members) == 1 else Several(members)
 
 
@@ -91,14 +92,32 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """For each parameter's id, its optimizer class and group settings, as text to compare."""
-    return {
-        id(parameter): f"{type(member).__name__} {sorted(settings(group).items())!r}"
+def settings_by_name(given: NamedParameters, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """For each parameter's name, its optimizer class and group settings, as text to compare."""
+    text = {
+        parameter: f"{type(member).__name__} {sorted(settings(group).items())!r}"
         for member in members_of(optimizer)
         for group in member.param_groups
         for parameter in group["params"]
     }
+    return {name: text[parameter] for name, parameter in given}
+
+
+@contextmanager
+def trying(argument: str, device: torch.device | None = None) -> Iterator[None]:
+    """Reports exceptions of the user's function, or of its result, as errors of ``argument``.
+    Random numbers drawn inside do not change torch's generators outside."""
+    try:
+        with torch.random.fork_rng([device] if device and device.type == "cuda" else []):
+            yield
+    except PiperError:
+        raise
+    except Exception as error:
+        raise PiperError(
+            f"{argument} failed when it was tried on small parameters, for some steps: "
+            f"{type(error).__name__}: {error}. Fix it: it must work for any list of parameters, "
+            "made anew each time"
+        ) from error
 
 
 def _refuse_other_kinds(member: object) -> None:
@@ -116,9 +135,9 @@ def _refuse_other_kinds(member: object) -> None:
         )
 
 
-def _refuse_others(members: Sequence[torch.optim.Optimizer], given: Mapping[int, str]) -> None:
+def _refuse_others(members: Sequence[torch.optim.Optimizer], given: Mapping[Any, str]) -> None:
     """Together the optimizers must update every given parameter exactly once, and no others."""
-    taken = Counter(id(p) for x in members for group in x.param_groups for p in group["params"])
+    taken = Counter(p for x in members for group in x.param_groups for p in group["params"])
     kind = kind_of(*members)
     if others := taken.keys() - given.keys():
         raise PiperError(

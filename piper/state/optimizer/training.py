@@ -9,7 +9,7 @@ import torch
 from piper.base.errors import PiperError
 from piper.capture.model import Precision
 from piper.state.optimizer.factory import OptimizerFactory
-from piper.state.optimizer.probe import SchedulerFactory
+from piper.state.optimizer.scheduler import SchedulerFactory
 
 ON_NAN = ("skip", "stop")
 

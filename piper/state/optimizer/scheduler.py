@@ -1,0 +1,49 @@
+"""``scheduler=``: a function from an optimizer to a learning-rate scheduler."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+
+from piper.base.errors import PiperError
+from piper.state.optimizer.factory import OptimizerFactory, trying
+from piper.state.optimizer.probe import TrainedShapes, sample_optimizer
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def make_scheduler(
+    factory: SchedulerFactory, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The scheduler that ``factory`` makes. Its ``step`` must not need arguments."""
+    scheduler = factory(optimizer)
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        raise PiperError(
+            "scheduler= must be a function from an optimizer to a learning-rate scheduler; it "
+            f"returned a {type(scheduler).__name__}"
+        )
+    needed = [
+        name
+        for name, p in inspect.signature(step).parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise PiperError(
+            f"the scheduler {type(scheduler).__name__} must be told {', '.join(needed)} at each "
+            "step; use one that depends on the number of steps alone"
+        )
+    return scheduler
+
+
+def try_scheduler(
+    factory: OptimizerFactory | None, scheduler: SchedulerFactory | None, trained: TrainedShapes
+) -> None:
+    """Refuse a scheduler that cannot work, before compilation starts."""
+    if factory is not None and scheduler is not None:
+        with trying("optimizer="):
+            _, optimizer = sample_optimizer(factory, trained)
+        with trying("scheduler="):
+            make_scheduler(scheduler, optimizer)
