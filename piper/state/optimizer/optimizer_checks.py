@@ -46,10 +46,10 @@ def _check_devices(probe: Probe, dag: Dag, trained: TrainedShapes) -> None:
     first: dict[tuple[tuple[int, int], ...], int] = {}
     for device, parts in sorted(held.items()):
         first.setdefault(tuple(parts), device)
-    for parts, device in first.items():
+    for updates, device in first.items():
         shapes = {
             name: (0,) if dag.buckets[i].level and dag.buckets[i].sliced else trained[name]
-            for i, rank in parts
+            for i, rank in updates
             for name in dag.buckets[i].updated_by(rank)
         }
         if not shapes:
