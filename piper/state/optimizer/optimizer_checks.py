@@ -13,7 +13,7 @@ from piper.base.errors import DirectiveError, PiperError
 from piper.ir.dag.dag import Dag, group_text
 from piper.ir.rules import Bucket, OptimizerCost
 from piper.state.optimizer.factory import OptimizerFactory, settings_by_name, trying
-from piper.state.optimizer.probe import Kind, Probe, TrainedShapes, small
+from piper.state.optimizer.probe import ParameterKind, Probe, TrainedShapes, small
 from piper.state.optimizer.trial import looks_across, made
 
 
@@ -81,7 +81,7 @@ def _check_devices(probe: Probe, dag: Dag, trained: TrainedShapes) -> None:
 def _check_shards(probe: Probe, cost: OptimizerCost, dag: Dag) -> None:
     """Refuse shards of tensors that the optimizer needs whole."""
     kinds = {piece.name: kind for kind in probe.kinds for piece in kind.pieces}
-    known: dict[tuple[Kind, int], bool] = {}
+    known: dict[tuple[ParameterKind, int], bool] = {}
     for bucket in (b for b in dag.buckets if b.trained and b.ways > 1):
         for name in (n for n in bucket.parameters if n in cost.tensors):
             key = kinds[name], bucket.dim

@@ -29,7 +29,7 @@ from piper.state.optimizer.factory import (
 )
 from piper.state.optimizer.nature import is_known, needs_whole_tensors
 from piper.state.optimizer.trial import (
-    Cut,
+    Parting,
     Piece,
     made,
     step_with,
@@ -87,7 +87,7 @@ def cost_of(
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kind:
+class ParameterKind:
     """Parameters that a factory treats alike: in the same group, with as many dimensions."""
 
     pieces: tuple[Piece, ...]
@@ -121,7 +121,7 @@ class Probe:
         for piece, (_, p) in zip(small(trained), given, strict=True):
             kinds.setdefault((group_of[p], p.ndim), []).append(piece)
         self.kinds = [
-            Kind(tuple(pieces), needs_whole_tensors(groups[place][0]))
+            ParameterKind(tuple(pieces), needs_whole_tensors(groups[place][0]))
             for (place, _), pieces in kinds.items()
         ]
 
@@ -136,7 +136,7 @@ class Probe:
             return [self._cost(small({"0": (0, 0), "1": (0, 0)}), ())]
         return [self._cost(kind.pieces, self._beside(kind)) for kind in self.kinds]
 
-    def takes_parts(self, kind: Kind, cut: Cut) -> bool:
+    def takes_parts(self, kind: ParameterKind, cut: Parting) -> bool:
         """Whether parameters of this kind may be cut: the parts are in a group with the same
         settings, and are updated as in the whole."""
         piece, beside = kind.pieces[0], self._beside(kind)
@@ -177,7 +177,7 @@ class Probe:
             scalars=sum(x.nbytes for x in state if x.numel() == 1),
         )
 
-    def _beside(self, kind: Kind) -> list[Piece]:
+    def _beside(self, kind: ParameterKind) -> list[Piece]:
         """One parameter of each other kind: a factory that takes names may need a parameter in
         every group."""
         return [x.pieces[0] for x in self.kinds if x is not kind] if self.named else []

@@ -21,7 +21,7 @@ from piper.state.optimizer.factory import NamedParameters, members_of, settings
 from piper.state.optimizer.nature import has_hooks
 
 Make = Callable[[NamedParameters], torch.optim.Optimizer]
-Cut = Callable[[Tensor], Sequence[Tensor]]
+Parting = Callable[[Tensor], Sequence[Tensor]]
 
 _STEPS = 12
 """Enough to see an action that runs every ten steps."""
@@ -42,7 +42,7 @@ class Piece:
     name: str
     seed: int
     shape: tuple[int, ...]
-    cut: Cut = lambda whole: (whole,)
+    cut: Parting = lambda whole: (whole,)
     part: int = 0
 
     def values(self, kind: int = 0) -> Tensor:
@@ -93,7 +93,7 @@ def looks_across(
 
 
 def works_on_parts(
-    make: Make, piece: Piece, cut: Cut, beside: Sequence[Piece], device: torch.device
+    make: Make, piece: Piece, cut: Parting, beside: Sequence[Piece], device: torch.device
 ) -> bool:
     """Whether training a parameter equals training its parts, each with its own optimizer. Each
     optimizer also has the parameters ``beside`` it, which it does not update."""
