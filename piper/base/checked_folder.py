@@ -14,10 +14,12 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from piper.base.atomic import FileKind, stage
-from piper.base.codec import Format
+from piper.base.codec import Format, decode
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, file_bytes, parsed, table, wrong
+from piper.base.reading import MalformedError, file_bytes, parsed, shown
 
 CHECKSUMS = "checksums.json"
 _FILE_BYTES = 2**36
@@ -28,6 +30,10 @@ PROGRAM = FileKind(
     (CHECKSUMS,),
     b"piper program ",
 )
+
+
+class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    sha256: dict[str, str]
 
 
 def write(folder: Path, kind: Format, files: Mapping[str, bytes]) -> None:
@@ -78,14 +84,12 @@ def read(folder: Path, kind: Format, names: Iterable[str]) -> dict[str, bytes]:
 
 def _sums(index: bytes, kind: Format, names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Maps the plain name of a file to its name in the folder and its checksum."""
-    data = table(kind.content(parsed(index)), ("sha256",))
-    if type(data["sha256"]) is not dict:
-        raise wrong(data["sha256"], "an object")
+    file: _Checksums = decode(_Checksums, kind.content(parsed(index)))
     sums = {}
-    for actual, expected in data["sha256"].items():
-        if type(expected) is not str:
-            raise wrong(expected, "a checksum")
+    for actual, expected in file.sha256.items():
         match = PROGRAM.parts.fullmatch(actual)
         plain = actual if match is None else match["stem"] + match["ending"]
         sums[plain] = (actual, expected)
-    return table(sums, names)
+    if sums.keys() != set(names):
+        raise MalformedError(f"it names {', '.join(map(shown, sums))}, not {', '.join(names)}")
+    return sums

@@ -9,13 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
 from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, MalformedError, shown
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number of things, a size or an offset."""
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ def decode(kind: Any, data: Any) -> Any:
         return msgspec.convert(data, kind, dec_hook=_read, str_keys=True)
     except msgspec.ValidationError as error:
         raise _malformed(str(error)) from None
+    except UnicodeError as error:  # JSON may hold half a character
+        raise MalformedError(f"this is not text: {error}") from None
     except MalformedError:
         raise
     except PiperError as error:  # a type that checks itself

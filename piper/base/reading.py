@@ -1,5 +1,5 @@
-"""Reads untrusted JSON and TOML data: every item has the requested type, or a ``MalformedError``
-says where it does not."""
+"""Reads untrusted files, JSON and TOML, with limits; ``MalformedError`` says what is wrong and
+where."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +21,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     name: item for name, item in vars(torch).items() if isinstance(item, torch.dtype)
 }
 """The dtypes by their names in files."""
-_LARGEST = 2**63
 _SHOWN = 60
 _DEPTH = 100
 """Limit on nesting of lists and objects. Our files nest less deeply."""
@@ -51,12 +50,8 @@ def within(place: str | int) -> Iterator[None]:
     try:
         yield
     except MalformedError as error:
-        error.at.append(place_text(place))
+        error.at.append(f"[{place}]" if isinstance(place, int) else f".{place}")
         raise
-
-
-def place_text(place: str | int) -> str:
-    return f"[{place}]" if isinstance(place, int) else f".{place}"
 
 
 def shown(item: Any, most: int = _SHOWN) -> str:
@@ -144,90 +139,13 @@ def check_limits(data: Any) -> None:
     raise _too_deep()
 
 
-def whole(item: Any, least: int = -_LARGEST, below: int = _LARGEST) -> int:
-    """An integer from ``least`` to ``below - 1``."""
-    if type(item) is not int:
-        raise wrong(item, "a whole number")
-    if not least <= item < below:
-        raise MalformedError(f"{item} is out of range, which is {least} to {below - 1}")
-    return item
-
-
-def count(item: Any) -> int:
-    """An integer of at least 0."""
-    if type(item) is not int or not 0 <= item < _LARGEST:
-        raise wrong(item, "a whole number from 0 on")
-    return item
-
-
-def counts(items: Any) -> tuple[int, ...]:
-    """A list of integers of at least 0."""
-    if type(items) not in (list, tuple):
-        raise wrong(items, "a list of whole numbers")
-    for place, item in enumerate(items):
-        if type(item) is not int or not 0 <= item < _LARGEST:
-            with within(place):
-                raise wrong(item, "a whole number from 0 on")
-    return tuple(items)
-
-
-def string(item: Any) -> str:
-    if type(item) is not str:
-        raise wrong(item, "a string")
-    return item
-
-
 def rows(items: Any, read: Callable[[Any], Any] | None = None) -> list[Any]:
     """A list whose items are each read by ``read``, if given."""
     if type(items) is not list:
         raise wrong(items, "a list")
-    return items if read is None else list(each(items, read))
+    return items if read is None else [_read(read, place, x) for place, x in enumerate(items)]
 
 
-def row(item: Any, length: int) -> list[Any]:
-    """A list of ``length`` items."""
-    if type(item) is not list or len(item) != length:
-        raise wrong(item, f"a list of {length}")
-    return item
-
-
-def table(item: Any, names: Iterable[str]) -> dict[str, Any]:
-    """An object with exactly these names."""
-    if type(item) is not dict:
-        raise wrong(item, "an object")
-    wanted = set(names)
-    if missing := sorted(wanted - item.keys()):
-        raise MalformedError(f"it lacks {', '.join(missing)}")
-    if unknown := sorted(item.keys() - wanted):
-        raise MalformedError(f"it has {', '.join(map(shown, unknown))}, which is unknown")
-    return item
-
-
-def pairs(item: Any, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> dict[Any, Any]:
-    """A mapping that the file holds as a list of pairs."""
-    mapping: dict[Any, Any] = {}
-    for place, pair in enumerate(rows(item)):
-        with within(place):
-            first, second = row(pair, 2)
-            name = key(first)
-            if name in mapping:
-                raise MalformedError(f"{shown(first)} is there twice")
-            with within(str(first) if isinstance(first, str) else "value"):
-                mapping[name] = value(second)
-    return mapping
-
-
-def each(items: list[Any], read: Callable[[Any], Any]) -> Iterator[Any]:
-    for place, item in enumerate(items):
-        try:
-            yield read(item)
-        except MalformedError as error:
-            error.at.append(place_text(place))
-            raise
-
-
-def dtype(item: Any) -> torch.dtype:
-    known = DTYPES.get(item) if type(item) is str else None
-    if known is None:
-        raise wrong(item, "a dtype")
-    return known
+def _read(read: Callable[[Any], Any], place: int, item: Any) -> Any:
+    with within(place):
+        return read(item)

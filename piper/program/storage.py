@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
 from piper.base import checked_folder as folders
-from piper.base.codec import Format, decode, encode
+from piper.base.codec import Count, Format, Int64, decode, encode
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, parsed, rows, shown, within
 from piper.capture.batch import Batch
@@ -33,7 +33,6 @@ from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import compiler_named
 from piper.capture.code.executables import ChunkSignature, Executables
 from piper.capture.code.serialize import (
-    Count,
     SpecFile,
     device_named,
     program_from_json,
@@ -101,7 +100,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clip_norm: float | None
     on_nan: Literal["skip", "stop"] | None
     precision: Literal["fp32", "bf16"]
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    seed: Int64
     default_dtype: torch.dtype
     settings: Settings
     """Without its costs."""

@@ -480,25 +480,31 @@ def piped(name: str) -> Callable[[Path], None]:
         (lambda p: (p / "index.json").write_text("[1]"), "nothing that Piper wrote"),
         (lambda p: (p / "rest.safetensors").unlink(), "rest.safetensors: it is not there"),
         (changed(lambda c: c.update(format="piper checkpoint 9")), "this holds 'piper ch"),
-        (changed(lambda c: c.pop("optimizer")), "it lacks optimizer"),
+        (changed(lambda c: c.pop("optimizer")), "missing required field `optimizer`"),
         (changed(renamed), "24 tensors are missing: turned (nearest: other.turned)"),
         (changed(lambda c: c["model"].pop("gain")), "keys.gain: there is no tensor 'gain'"),
         (
             changed(lambda c: c["model"]["gain"].update(shape=[4])),
-            "model.gain.slices[0]",
+            "model.gain: slices[0] is not of a tensor of shape [4]",
         ),
-        (changed(lambda c: c.update(steps="2")), "steps: '2' is not a whole number from 0 on"),
+        (changed(lambda c: c.update(steps="2")), "steps: Expected `int`, got `str`"),
         (changed(lambda c: c.update(groups=[[[], {"params": []}, {}]])), "settings have no params"),
-        (changed(lambda c: c.update(values=[[1, 2]])), "values[0]: [1, 2] is not a parameter"),
+        (
+            changed(lambda c: c.update(values=[[1, 2]])),
+            "values[0]: Expected `array` of at least length 5",
+        ),
         (changed(misnamed), "there is no parameter 'b'"),
-        (changed(lambda c: c.update(kind=3)), "kind: 3 is not a string"),
+        (changed(lambda c: c.update(kind=3)), "kind: Expected `str`, got `int`"),
         (changed(lambda c: c.update(kind="SGD")), "was saved with the optimizer SGD"),
         (changed(lambda c: c["scheduler"].pop("gamma")), "scheduler: it is not this program's"),
         (
             changed(lambda c: c["files"].update({"../x.safetensors": [0, 0, 0]})),
             "is not the name of a file",
         ),
-        (changed(lambda c: c["values"][0].__setitem__(4, {"!os": 1})), "is not a kind of value"),
+        (
+            changed(lambda c: c["values"][0].__setitem__(4, {"!os": 1})),
+            "{'!os': 1} is not a plain value",
+        ),
     ],
 )  # fmt: skip
 def test_checkpoints_that_are_refused(

@@ -11,7 +11,7 @@ import keyword
 import operator
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.base.codec import decode, encode
+from piper.base.codec import Count, decode, encode
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, count, shown, within, wrong
+from piper.base.reading import MalformedError, shown, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.graphs import is_random
 from piper.capture.operators.registry import check_arguments, operator_named
@@ -29,7 +29,6 @@ from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
 
 Json = Any
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class SpecFile(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -308,7 +307,9 @@ def _decode(item: Json, nodes: list[fx.Node], depth: int = 0) -> Any:
         case bool() | float() | str() | None:
             return item
         case int():
-            return count(item) if item >= 0 else -count(-item)
+            if not -(2**63) <= item < 2**63:
+                raise wrong(item, "a number of 64 bits")
+            return item
         case _:
             raise wrong(item, "an argument of an operation")
 

@@ -20,20 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from piper.base.codec import Count, decode
 from piper.base.errors import PiperError
-from piper.base.reading import (
-    MalformedError,
-    count,
-    counts,
-    file_bytes,
-    open_file,
-    parsed,
-    row,
-    string,
-    table,
-    within,
-    wrong,
-)
+from piper.base.reading import MalformedError, file_bytes, open_file, parsed, within, wrong
 from piper.state.checkpoint.boxes import Box, tile
 from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
 from piper.state.checkpoint.index import INDEX, Index
@@ -43,10 +34,21 @@ from piper.state.checkpoint.verify_files import size_of
 
 _SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
-_OFFSETS = "saved_offsets"
-"""Header fields with the offsets of a file's slices in the whole tensors."""
+"""Header field with the offsets of a file's slices in the whole tensors."""
 _LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+class _Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    saved_offsets: tuple[Count, ...]
 
 
 def stored_tensors(path: Path) -> tuple[Path, dict[str, Sequence[Slice]]]:
@@ -98,10 +100,10 @@ def _of_index(folder: Path) -> dict[str, Sequence[Slice]]:
         data = parsed(file_bytes(folder / WEIGHTS_INDEX))
         if type(data) is not dict or type(data.get("weight_map")) is not dict:
             raise MalformedError("it has no weight_map")
-        files: dict[str, str] = data["weight_map"]
+        files: dict[str, str] = decode(dict[str, str], data["weight_map"])
         for key, name in files.items():
             with within(key):
-                if Path(string(name)).name != name or not name.endswith(_SUFFIX):
+                if Path(name).name != name or not name.endswith(_SUFFIX):
                     raise wrong(name, "the name of a safetensors file of this folder")
     there = _of_files(folder, sorted(set(files.values())))
     for key, name in files.items():
@@ -141,11 +143,11 @@ def _of_file(folder: Path, name: str) -> Iterator[Slice]:
     extents = []
     for key, item in header.items():
         with within(key):
-            table(item, ("dtype", "shape", "data_offsets"))
-            if type(item["dtype"]) is not str or item["dtype"] not in DTYPES:
-                raise wrong(item["dtype"], "a dtype")
-            dtype, size = DTYPES[item["dtype"]], sizes(item["shape"])
-            first, last = map(count, row(item["data_offsets"], 2))
+            entry: _Entry = decode(_Entry, item)
+            if entry.dtype not in DTYPES:
+                raise wrong(entry.dtype, "a dtype")
+            dtype, size = DTYPES[entry.dtype], sizes(entry.shape)
+            first, last = entry.data_offsets
             start = starts.get(key, (0,) * len(size))
             if len(start) != len(size):
                 raise MalformedError("its offsets have another number of dimensions than its shape")
@@ -177,12 +179,6 @@ def _starts(metadata: Any) -> dict[str, tuple[int, ...]]:
     if type(metadata) is not dict or _SHARDING not in metadata:
         return {}
     with within(_SHARDING):
-        offsets = parsed(string(metadata[_SHARDING]))
-        if type(offsets) is not dict:
-            raise wrong(offsets, "an object")
-        return {key: _start(key, item) for key, item in offsets.items()}
-
-
-def _start(key: str, item: Any) -> tuple[int, ...]:
-    with within(key):
-        return counts(table(item, (_OFFSETS,))[_OFFSETS])
+        offsets = parsed(decode(str, metadata[_SHARDING]))
+        starts: dict[str, _Start] = decode(dict[str, _Start], offsets)
+        return {key: start.saved_offsets for key, start in starts.items()}

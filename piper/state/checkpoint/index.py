@@ -17,27 +17,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from torch import Tensor
 
-from piper.base.codec import Format
-from piper.base.reading import (
-    MalformedError,
-    count,
-    counts,
-    parsed,
-    rows,
-    string,
-    table,
-    whole,
-    within,
-    wrong,
-)
+from piper.base.codec import Count, Format, Int64, decode
+from piper.base.reading import MalformedError, parsed, within, wrong
 from piper.state.checkpoint.boxes import Box, tile
-from piper.state.checkpoint.plain_values import from_json, stored_names
+from piper.state.checkpoint.plain_values import from_json
 from piper.state.checkpoint.slices import (
     MODEL,
     OPTIMIZER,
@@ -163,8 +154,7 @@ class Index:
 
 def files_of(content: bytes) -> dict[str, FileFacts]:
     """The files that an index lists, without parsing the rest of it."""
-    with within("files"):
-        return _files(_checked(content)["files"])
+    return _files(decode(dict[str, tuple[Count, Count, Count]], _checked(content).get("files")))
 
 
 def _checked(content: bytes) -> dict[str, Any]:
@@ -175,17 +165,58 @@ def _checked(content: bytes) -> dict[str, Any]:
     data = _FORMAT.content(data)
     if first != _first_line(rest):
         raise MalformedError("it is damaged: its checksum differs")
-    return table(data, _FIELDS)
+    return data
 
 
 def _first_line(rest: bytes) -> bytes:
     return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",'.encode()
 
 
-_FIELDS = (
-    "steps", "seed", "kind", "strategy", "scheduler", "groups", "data", "keys", "model",
-    "optimizer", "values", "stored", "files",
-)  # fmt: skip
+class _SliceFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    start: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    file: str
+    key: str
+    offset: Count
+    crc32: Count
+
+
+class _TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[Count, ...]
+    slices: tuple[_SliceFile, ...]
+
+
+class _GroupFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+    schedule: dict[str, Any]
+
+
+class _ValueFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: str
+    kind: str
+    part: Count
+    ways: Annotated[int, msgspec.Meta(ge=1)]
+    value: Any
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """index.json."""
+
+    steps: Count
+    seed: Int64
+    kind: str
+    strategy: str
+    scheduler: Any
+    groups: tuple[_GroupFile, ...]
+    data: Any
+    keys: dict[str, str]
+    model: dict[str, _TensorFile]
+    optimizer: dict[str, dict[str, _TensorFile]]
+    values: tuple[_ValueFile, ...]
+    stored: dict[str, _TensorFile]
+    files: dict[str, tuple[Count, Count, Count]]
 
 
 def _table_to_json(tensors: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
@@ -203,91 +234,71 @@ def _table_to_json(tensors: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
 
 
 def _index(data: dict[str, Any]) -> Index:
-    def part(name: str, read: Callable[[Any], Any]) -> Any:
-        with within(name):
-            return read(data[name])
-
-    files: dict[str, FileFacts] = part("files", _files)
-
-    def tensors(table_name: str, item: Any) -> dict[str, list[Slice]]:
-        return _named(item, lambda name, x: _tensor(table_name, name, x, files))
-
-    optimizer = part("optimizer", lambda x: _named(x, lambda k, y: tensors(OPTIMIZER + k, y)))
-    stored = part("stored", lambda x: tensors(STORED, x))
-    tables = {MODEL: part("model", lambda x: tensors(MODEL, x)), STORED: stored}
-    tables |= {OPTIMIZER + kind: entries for kind, entries in optimizer.items()}
+    file: _File = decode(_File, data)
+    files = _files(file.files)
+    parts = {MODEL: file.model} | {OPTIMIZER + kind: x for kind, x in file.optimizer.items()}
+    parts[STORED] = file.stored
+    tables: dict[str, dict[str, list[Slice]]] = {}
+    for table, tensors in parts.items():
+        with within(table):
+            tables[table] = {name: _tensor(table, name, x, files) for name, x in tensors.items()}
     _refuse_overlaps(tables, files)
+    for group in file.groups:
+        if "params" in {*from_json(group.settings), *from_json(group.schedule)}:
+            raise MalformedError("groups: settings have no params")
+    from_json([file.scheduler, file.data])
     return Index(
         tables=tables,
-        values=part("values", lambda x: tuple(rows(x, lambda y: _value(y, stored)))),
-        keys=part("keys", lambda x: _named(x, lambda _, y: string(y))),
+        values=tuple(_value(one, tables[STORED]) for one in file.values),
+        keys=file.keys,
         files=files,
-        steps=part("steps", count),
-        seed=part("seed", whole),
-        strategy=part("strategy", string),
-        kind=part("kind", string),
-        groups=part("groups", lambda x: tuple(rows(x, _group))),
-        scheduler=part("scheduler", _plain),
-        data=part("data", _plain),
+        steps=file.steps,
+        seed=file.seed,
+        strategy=file.strategy,
+        kind=file.kind,
+        groups=tuple(GroupEntry(g.names, g.settings, g.schedule) for g in file.groups),
+        scheduler=file.scheduler,
+        data=file.data,
     )
 
 
-def _named(item: Any, read: Callable[[str, Any], Any]) -> dict[str, Any]:
-    if type(item) is not dict:
-        raise wrong(item, "an object")
-    values = {}
-    for name, value in item.items():
-        with within(name):
-            values[name] = read(name, value)
-    return values
+def _files(data: Mapping[str, tuple[int, int, int]]) -> dict[str, FileFacts]:
+    for name, (size, header, _) in data.items():
+        if re.fullmatch(r"[\w-]+\.safetensors", name) is None or header > size:
+            raise MalformedError(
+                f"files: {name!r} is not the name of a file of a checkpoint, or its header is "
+                "larger than the file"
+            )
+    return {name: FileFacts(*facts) for name, facts in data.items()}
 
 
-def _listed(item: Any, length: int, what: str) -> list[Any]:
-    if type(item) is not list or len(item) != length:
-        raise wrong(item, what)
-    return item
-
-
-def _files(item: Any) -> dict[str, FileFacts]:
-    files = _named(item, lambda _, x: _file(x))
-    for name in files:
-        if re.fullmatch(r"[\w-]+\.safetensors", name) is None:
-            raise wrong(name, "the name of a file of a checkpoint")
-    return files
-
-
-def _file(item: Any) -> FileFacts:
-    size, header, crc = _listed(item, 3, "a size, that of the header, a checksum")
-    return FileFacts(count(size), whole(header, 0, size + 1), count(crc))
-
-
-def _tensor(table_name: str, name: str, item: Any, files: Mapping[str, FileFacts]) -> list[Slice]:
-    table(item, ("dtype", "shape", "slices"))
-    if type(item["dtype"]) is not str or item["dtype"] not in DTYPES:
-        raise wrong(item["dtype"], "a dtype")
-    of = Slice.whole(table_name, name, sizes(item["shape"]), DTYPES[item["dtype"]])
-    with within("slices"):
-        slices = rows(item["slices"], lambda x: _slice(x, of, files))
+def _tensor(
+    table: str, name: str, item: _TensorFile, files: Mapping[str, FileFacts]
+) -> list[Slice]:
+    with within(name):
+        if item.dtype not in DTYPES:
+            raise wrong(item.dtype, "a dtype")
+        of = Slice.whole(table, name, sizes(item.shape), DTYPES[item.dtype])
+        slices = [_slice(place, one, of, files) for place, one in enumerate(item.slices)]
         if not slices or not tile((one.box for one in slices), of.shape):
             raise MalformedError(
-                f"they are not a whole tensor of shape {list(of.shape)}: they overlap or leave "
-                "something out"
+                f"its slices are not a whole tensor of shape {list(of.shape)}: they overlap or "
+                "leave something out"
             )
-    return slices
+        return slices
 
 
-def _slice(item: Any, of: Slice, files: Mapping[str, FileFacts]) -> Slice:
-    start, size, file, key, offset, crc = _listed(item, 6, "a slice in a file")
-    box = Box(counts(start), counts(size))
+def _slice(place: int, item: _SliceFile, of: Slice, files: Mapping[str, FileFacts]) -> Slice:
+    box = Box(item.start, item.shape)
     ends = [a + n for a, n in zip(box.start, box.shape, strict=False)]
     dims = len(of.shape)
     if not len(box.start) == len(box.shape) == dims or any(map(int.__gt__, ends, of.shape)):
-        raise wrong(item, f"a slice of a tensor of shape {list(of.shape)}")
-    if string(file) not in files:
-        raise MalformedError(f"there is no file {file!r}")
-    one = replace(of, box=box, at=Location(box, file, string(key), count(offset), count(crc)))
-    if offset + one.nbytes > files[file].bytes:
-        raise MalformedError(f"{file} is shorter than that")
+        raise MalformedError(f"slices[{place}] is not of a tensor of shape {list(of.shape)}")
+    if item.file not in files:
+        raise MalformedError(f"slices[{place}]: there is no file {item.file!r}")
+    one = replace(of, box=box, at=Location(box, item.file, item.key, item.offset, item.crc32))
+    if item.offset + one.nbytes > files[item.file].bytes:
+        raise MalformedError(f"slices[{place}]: {item.file} is shorter than that")
     return one
 
 
@@ -301,28 +312,9 @@ def _refuse_overlaps(tables: Tables, files: Mapping[str, FileFacts]) -> None:
             refuse_overlaps(extents)
 
 
-def _value(item: Any, stored: Mapping[str, Sequence[Slice]]) -> SavedValue:
-    name, kind, part, ways, value = _listed(item, 5, "a parameter, a kind, a part, ways, a value")
-    for one in stored_names(value):
-        if one not in stored:
-            raise MalformedError(f"{one!r} is not among the stored tensors")
-    from_json(
-        value,
-        lambda key: torch.empty(stored[key][0].shape, dtype=stored[key][0].dtype, device="meta"),
-    )
-    return SavedValue(string(name), string(kind), count(part), whole(ways, 1), value)
+def _value(item: _ValueFile, stored: Mapping[str, Sequence[Slice]]) -> SavedValue:
+    def found(key: str) -> Tensor:
+        return torch.empty(stored[key][0].shape, dtype=stored[key][0].dtype, device="meta")
 
-
-def _plain(item: Any) -> Any:
-    from_json(item)
-    return item
-
-
-def _group(item: Any) -> GroupEntry:
-    names, settings, schedule = _listed(item, 3, "names, settings and a schedule")
-    for one in (settings, schedule):
-        if type(one) is not dict:
-            raise wrong(one, "an object")
-        if "params" in _plain(one):
-            raise MalformedError("settings have no params")
-    return GroupEntry(tuple(rows(names, string)), settings, schedule)
+    from_json(item.value, found)
+    return SavedValue(item.name, item.kind, item.part, item.ways, item.value)

@@ -21,11 +21,8 @@ from piper.base.reading import (
     DTYPES,
     MalformedError,
     check_limits,
-    count,
-    row,
     rows,
     shown,
-    string,
     within,
     wrong,
 )
@@ -117,102 +114,63 @@ def _tensor(item: Tensor, store: Store | None) -> Any:
 
 def from_json(data: Any, find: Find | None = None) -> Any:
     """The inverse of ``to_json``. ``find`` returns a stored tensor by its name."""
-
-    def each(items: Any) -> list[Any]:
-        return rows(items, lambda one: from_json(one, find))
-
-    if type(data) is list:
-        return each(data)
-    if type(data) is not dict:
-        if data is not None and type(data) not in (bool, int, float, str):
+    match data:
+        case None | bool() | int() | float() | str():
+            return data
+        case list():
+            return _each(data, find)
+        case dict() if not any(key.startswith("!") for key in data):
+            values = {}
+            for key, value in data.items():
+                with within(key):
+                    values[key] = from_json(value, find)
+            return values
+        case dict() if len(data) == 1:
+            ((kind, content),) = data.items()
+            with within(kind):
+                try:
+                    return _tagged(kind, content, find)
+                except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+                    raise MalformedError(f"{shown(content)} is not its content: {error}") from None
+        case _:
             raise wrong(data, "a plain value")
-        return data
-    if not any(key.startswith("!") for key in data):
-        values = {}
-        for key, value in data.items():
-            with within(key):
-                values[key] = from_json(value, find)
-        return values
-    if len(data) != 1:
-        raise wrong(data, "a plain value")
-    ((kind, content),) = data.items()
-    with within(kind):
-        return _tagged(kind, content, each, find)
 
 
-def _tagged(kind: str, content: Any, each: Callable[[Any], list[Any]], find: Find | None) -> Any:
+def _each(items: Any, find: Find | None) -> list[Any]:
+    return rows(items, lambda one: from_json(one, find))
+
+
+def _tagged(kind: str, content: Any, find: Find | None) -> Any:
     match kind:
-        case "!float":
-            if content not in ("inf", "-inf", "nan"):
-                raise wrong(content, "inf, -inf or nan")
+        case "!float" if content in ("inf", "-inf", "nan"):
             return float(content)
         case "!complex":
-            real, imaginary = (_real(x) for x in row(each(content), 2))
+            real, imaginary = _each(content, find)
             return complex(real, imaginary)
         case "!bytes":
-            return _bytes(content)
+            return bytes.fromhex(content)
         case "!dtype":
-            return _dtype(content)
+            return DTYPES[content]
         case "!tuple":
-            return tuple(each(content))
+            return tuple(_each(content, find))
         case "!set":
-            return {_hashable(x) for x in each(content)}
+            return set(_each(content, find))
         case "!counter":
-            pairs = [row(pair, 2) for pair in each(content)]
-            return Counter({_hashable(k): _real(n) for k, n in pairs})
+            return Counter(dict(_each(content, find)))
         case "!deque":
-            limit, items = row(content, 2)
-            return deque(each(items), None if limit is None else count(limit))
+            limit, items = content
+            return deque(_each(items, find), limit)
         case "!table":
-            return {_hashable(k): v for k, v in (row(pair, 2) for pair in each(content))}
+            return dict(_each(content, find))
         case "!tensor":
-            return _read_tensor(content, each)
+            dtype, shape, items = content
+            if math.prod(shape) != len(items):
+                raise ValueError(f"{len(items)} numbers are not of shape {shape}")
+            return torch.tensor(_each(items, find), dtype=DTYPES[dtype]).reshape(shape)
         case "!stored" if find is not None:
-            return find(string(content))
+            return find(content)
         case _:
-            raise wrong(kind, "a kind of value")
-
-
-def _hashable(item: Any) -> Any:
-    try:
-        hash(item)
-    except TypeError:
-        raise wrong(item, "a name") from None
-    return item
-
-
-def _real(item: Any) -> Any:
-    if type(item) not in (int, float):
-        raise wrong(item, "a number")
-    return item
-
-
-def _bytes(item: Any) -> bytes:
-    try:
-        return bytes.fromhex(string(item))
-    except ValueError:
-        raise wrong(item, "bytes") from None
-
-
-def _dtype(item: Any) -> torch.dtype:
-    if string(item) not in DTYPES:
-        raise wrong(item, "a dtype")
-    return DTYPES[item]
-
-
-def _read_tensor(content: Any, each: Callable[[Any], list[Any]]) -> Tensor:
-    name, shape, items = row(content, 3)
-    dtype = _dtype(name)
-    size = [count(n) for n in rows(shape)]
-    flat = each(items)
-    if math.prod(size) != len(flat) or any(
-        type(x) not in (bool, int, float, complex) for x in flat
-    ):
-        raise wrong(content, "a tensor")
-    try:
-        return torch.tensor(flat, dtype=dtype).reshape(size)
-    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise MalformedError(f"this is no tensor: {error}") from None
+            raise wrong({kind: content}, "a plain value")
 
 
 def stored_names(data: Any) -> list[str]:
@@ -221,6 +179,6 @@ def stored_names(data: Any) -> list[str]:
         return [name for one in data for name in stored_names(one)]
     if type(data) is dict:
         if data.keys() == {"!stored"}:
-            return [string(data["!stored"])]
+            return [data["!stored"]]
         return [name for one in data.values() for name in stored_names(one)]
     return []

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, counts, open_file, wrong
+from piper.base.reading import MalformedError, open_file, wrong
 from piper.state.checkpoint.boxes import Box, row_major
 from piper.state.checkpoint.slices import Location, Slice, covered
 
@@ -59,11 +59,10 @@ NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
-def sizes(item: Any) -> tuple[int, ...]:
+def sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A tensor's shape, checked against torch's limits."""
-    shape = counts(item)
     if len(shape) > _DIMENSIONS or math.prod(n for n in shape if n) >= 2**63:
-        raise wrong(item, "the shape of a tensor")
+        raise wrong(shape, "the shape of a tensor")
     return shape
 
 
