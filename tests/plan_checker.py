@@ -1384,11 +1384,7 @@ class _Checker:
         for pc, x in enumerate(plan.instructions):
             for done in [p for p, end in over.items() if end == pc]:
                 ended = plan.instructions[done]
-                merged = ended.role is ExtraRole.UNCOMBINED and _runs(ended) > 1
-                copies = ended.role is ExtraRole.DISPATCHED and not _by_count(ended)
-                if merged or copies:
-                    extra = plan.slots[ended.writes[0]].nbytes
-                    extra += self._merging(c, ended) if merged else 0
+                if extra := self._at_end(c, ended):
                     busy = held + Counter({MemoryKind.WORKSPACE: extra})
                     moments.append((busy.total(), pc, dict(busy)))
                 held.subtract(later.pop(done, Counter()))
@@ -1400,6 +1396,7 @@ class _Checker:
                 later[pc][MemoryKind.COMMUNICATION] += beside
             busy = held + Counter({MemoryKind.WORKSPACE: self._busy(c, x)})
             moments.append((busy.total(), pc, dict(busy)))
+            self._check_temporaries(c, x)
             during = held.total()
             for slot in x.frees:
                 live.remove(slot)
@@ -1429,6 +1426,25 @@ class _Checker:
     def _agree(self, c: int, what: str, wanted: object, found: object) -> None:
         if wanted != found:
             raise PlanError(f"plan of {self.plans[c].devices}: {what} is {wanted}, not {found}")
+
+    def _check_temporaries(self, c: int, x: Instruction) -> None:
+        if isinstance(x.op, Update):
+            return
+        if x.verb in BESIDE:
+            holds = {slot for slot in x.reads if self._sends(c, x, slot)}
+            if x.role in (ExtraRole.LOAD, ExtraRole.OUTPUT):
+                holds.update(x.writes)  # for the caller
+            self._agree(c, f"what {x.name} holds", holds, set(x.holds))
+        wanted = self._busy(c, x), self._beside(c, x), self._at_end(c, x)
+        self._agree(c, f"bytes of {x.name}", wanted, (x.workspace, x.beside, x.at_end))
+
+    def _at_end(self, c: int, x: Instruction) -> int:
+        """Bytes that a communication needs at its end, to reorder the received rows."""
+        merged = x.role is ExtraRole.UNCOMBINED and _runs(x) > 1
+        if not merged and (x.role is not ExtraRole.DISPATCHED or _by_count(x)):
+            return 0
+        extra = self.plans[c].slots[x.writes[0]].nbytes
+        return extra + (self._merging(c, x) if merged else 0)
 
     def _sends(self, c: int, x: Instruction, slot: int) -> bool:
         """Whether a communication sends directly from a slot, without a copy."""

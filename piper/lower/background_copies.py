@@ -39,9 +39,7 @@ def saving(lowered: Lowered, models: Mapping[int, Model], settings: Settings) ->
     seconds = Durations(tasks, Fallback(settings.costs, Costs())).of
     plans = tuple(saving_plan(dag, lowered.schedule, plan, seconds) for plan in lowered.plans)
     verify_plans(dag, lowered.classes, plans)
-    memory = tuple(
-        memory_of(dag, plan, sizes, settings.optimizer, apart=settings.gpu) for plan in plans
-    )
+    memory = tuple(memory_of(dag, plan, sizes, settings.optimizer) for plan in plans)
     return replace(lowered, dag=dag, plans=plans, memory=memory)
 
 

@@ -105,11 +105,9 @@ def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Low
 
 def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
     classes, order, sizes = _run(dag, models, settings)
-    plans = plans_of(dag, classes, order, sizes, whole=settings.optimizer.whole)
+    plans = plans_of(dag, classes, order, sizes, settings.optimizer, gpu=settings.gpu)
     verify_plans(dag, classes, plans)
-    memory = tuple(
-        memory_of(dag, plan, sizes, settings.optimizer, apart=settings.gpu) for plan in plans
-    )
+    memory = tuple(memory_of(dag, plan, sizes, settings.optimizer) for plan in plans)
     return Lowered(dag, classes, order, plans, memory)
 
 

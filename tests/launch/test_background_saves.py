@@ -293,10 +293,12 @@ def test_the_text_of_a_plan_that_copies() -> None:
 GOLDEN = """\
    0 [compute] compute F layer[0] PP[0] MB[0]: s0 -> s2 s3 # 0 0F0 on 0
    7 [copy] copy bucket0:  ->  waits 4 # 28 bucket 0, 3456 bytes
-  14 [compute] update bucket0: s13 s12 -> s17 frees s13 s12 waits 7! buckets 0 # 24 bucket 0
+  14 [compute] update bucket0: s13 s12 -> s17 frees s13 s12 waits 7! buckets 0 \
+workspace 1024 # 24 bucket 0
    1 [copy] copy bucket1:  ->  # 29 bucket 1, 3456 bytes
    2 [compute] compute F layer[2] PP[1] MB[0]: s3 -> s4 s5 waits 0! # 2 2F0 on 1
-  18 [compute] update bucket1: s14 s12 -> s24 frees s14 s12 waits 1! buckets 1 # 25 bucket 1"""
+  18 [compute] update bucket1: s14 s12 -> s24 frees s14 s12 waits 1! buckets 1 \
+workspace 1024 # 25 bucket 1"""
 """Each copy precedes its bucket's update, which waits for the copy's end."""
 
 

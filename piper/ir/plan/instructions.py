@@ -153,6 +153,14 @@ class Instruction:
     weights: tuple[float, ...] = ()
     """The weight of each loss, or other scalar, in the sum. The reads after the losses are
     counts."""
+    workspace: int = 0
+    """Bytes that it needs while it runs, besides its slots."""
+    beside: int = 0
+    """Bytes that a communication holds until it ends, besides its slots."""
+    at_end: int = 0
+    """Bytes that a communication needs in addition when it ends."""
+    holds: tuple[int, ...] = ()
+    """Slots whose memory a communication holds until it ends, also if they are freed before."""
 
 
 class PlanParts(NamedTuple):

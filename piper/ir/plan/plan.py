@@ -1,8 +1,8 @@
 """One plan per rank equivalence class: small frozen instructions over numbered slots.
 
 A worker needs a plan, the programs and its state, nothing else. A plan states the order, stream,
-participants and waits of each instruction; the slots it allocates, reads, writes, adds to and
-frees; and the content of each slot. No reader derives any of this again.
+participants, waits and temporary memory of each instruction; the slots it allocates, reads, writes,
+adds to, holds and frees; and the content of each slot. No reader derives any of this again.
 """
 
 from __future__ import annotations

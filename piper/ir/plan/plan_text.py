@@ -3,13 +3,14 @@
 First the slots, then the slots given when the step begins, the seeds and the slots returned when it
 ends, then one instruction per line:
 
-    9 [pp/send] send 0->1 layer[0] MB[0]: s9 ->  frees s9 waits 2! 6 # 14 0/1->1/1 dim 0 received 5
+    9 [pp/send] send 0->1 PP[0]: s9 ->  frees s9 waits 2! 6 holds s9 # 14 0/1->1/1 dim 0 received 5
 
 This is instruction 9, on stream ``pp/send``. It waits for instruction 6 and completes
-communication 2 (``2!``), then reads slot 9 and frees it. It is node 14 of the DAG and sends
-value 5. ``0/1->1/1``: the source and the target, each followed by how many adjacent devices hold
-the same part. A pass is written like ``3F0``: chunk 3, forward, microbatch 0. ``+s3``: the result
-is added to slot 3.
+communication 2 (``2!``), then reads slot 9 and frees it, but holds its memory until it ends. It is
+node 14 of the DAG and sends value 5. ``0/1->1/1``: the source and the target, each followed by how
+many adjacent devices hold the same part. A pass is written like ``3F0``: chunk 3, forward,
+microbatch 0. ``+s3``: the result is added to slot 3. ``workspace``, ``beside`` and ``ending`` are
+temporary bytes.
 """
 
 from __future__ import annotations
@@ -86,12 +87,18 @@ def _line(x: Instruction) -> str:
         "waits": [f"{w}!" if w in x.ends else str(w) for w in x.waits],
         "buckets": map(str, x.buckets),
         "weights": map(repr, x.weights),
+        "holds": [f"s{s}" for s in x.holds],
+        **{word: [str(n)] for word, n in _bytes(x).items() if n},
     }
     words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
     about = "" if x.role is None else f" {x.role.value} {x.of}"
     what = f"{x.node} {_op(x.op, x.group, x.ranks)}{about}"
     line = " ".join([f"{name}: {reads} -> {writes}", *words])
     return f"[{_quoted(x.stream, _STREAM)}] {x.verb.value} {line} # {what}"
+
+
+def _bytes(x: Instruction) -> dict[str, int]:
+    return {"workspace": x.workspace, "beside": x.beside, "ending": x.at_end}
 
 
 def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
@@ -153,7 +160,9 @@ _INSTRUCTION = re.compile(
     rf"\s*\d+ \[(?P<stream>{_JSON}|{_STREAM})\] (?P<verb>\w+) (?P<name>{_JSON}|{_NAME}): "
     r"(?P<reads>[s\d ]*?) ?-> (?P<writes>[+s\d ]*?)(?: allocates (?P<allocates>[s\d ]+?))?"
     r"(?: frees (?P<frees>[s\d ]+?))?(?: waits (?P<waits>[\d! ]+?))?"
-    r"(?: buckets (?P<buckets>[\d ]+?))?(?: weights (?P<weights>[\d.e+ -]+?))? # "
+    r"(?: buckets (?P<buckets>[\d ]+?))?(?: weights (?P<weights>[\d.e+ -]+?))?"
+    r"(?: holds (?P<holds>[s\d ]+?))?(?: workspace (?P<workspace>\d+))?(?: beside (?P<beside>\d+))?"
+    r"(?: ending (?P<ending>\d+))? # "
     r"(?P<node>\d+) (?P<op>.+)"
 )
 _MESSAGE = re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+)(?: counts of (\d+) rows)? (\w+) (\d+)")
@@ -262,6 +271,10 @@ def _parsed(line: str) -> Instruction:
         ends=tuple(_int(wait[:-1]) for wait in waits if wait.endswith("!")),
         buckets=tuple(_integers(match["buckets"])),
         weights=tuple(map(float, (match["weights"] or "").split())),
+        workspace=_int(match["workspace"] or "0"),
+        beside=_int(match["beside"] or "0"),
+        at_end=_int(match["ending"] or "0"),
+        holds=tuple(_integers(match["holds"])),
     )
 
 

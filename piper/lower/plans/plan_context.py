@@ -13,6 +13,7 @@ from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.passes import Kind, Ref
 from piper.ir.plan.instructions import MemoryKind, Slot, Verb
 from piper.ir.plan.rank_classes import RankClasses
+from piper.ir.rules import OptimizerCost
 from piper.lower.plans.accumulation import GRADIENTS
 
 _HOLDERS = {
@@ -55,11 +56,14 @@ class Touched:
 class PlanContext:
     """Data shared by the plans of all rank classes."""
 
-    def __init__(self, dag: Dag, sizes: Sizes, touched: Touched, whole: bool) -> None:
+    def __init__(
+        self, dag: Dag, sizes: Sizes, touched: Touched, optimizer: OptimizerCost, gpu: bool
+    ) -> None:
         self.dag = dag
         self.sizes = sizes
         self.touched = touched
-        self.whole = whole
+        self.optimizer = optimizer
+        self.gpu = gpu
         self.sums = _sums(dag)
         self._names: dict[int, str] = {}
         self._roles = [value.role for value in dag.table.values]

@@ -28,10 +28,12 @@ from piper.ir.plan.instructions import (
 from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.plan import Plan
 from piper.ir.plan.rank_classes import RankClasses
+from piper.ir.rules import OptimizerCost
 from piper.ir.shards import RANK
 from piper.lower.communication.sorted_rows import brought_in_turn
 from piper.lower.plans.accumulation import GRADIENTS, Accumulation
 from piper.lower.plans.plan_context import PlanContext, Touched
+from piper.lower.plans.temporaries import Temporaries
 
 _UNDER_WAY = 2
 """Limit on sends, or on reduce-scatters, in progress on a stream: each holds its input until it
@@ -39,17 +41,24 @@ ends. The limit is 1 for gradients that are reduce-scattered every microbatch (Z
 
 
 def plans_of(
-    dag: Dag, classes: RankClasses, order: IssueOrder, sizes: Sizes, *, whole: bool = False
+    dag: Dag,
+    classes: RankClasses,
+    order: IssueOrder,
+    sizes: Sizes,
+    optimizer: OptimizerCost,
+    *,
+    gpu: bool = False,
 ) -> tuple[Plan, ...]:
-    """The plan of each rank class. If the optimizer steps as a ``whole``, the last update of a
-    device takes the step for all its buckets; otherwise each update steps its own bucket."""
+    """The plan of each rank class. If the optimizer steps as a whole, the last update of a device
+    takes the step for all its buckets; otherwise each update steps its own bucket. On a ``gpu``,
+    communications run apart and hold their inputs."""
     rows: list[list[int]] = [[] for _ in classes.members]
     touched = Touched(classes)
     for number in order.order:
         takes_part = [c for group in dag.nodes[number].endpoints for c in touched.by(group)]
         for c in dict.fromkeys(takes_part):
             rows[c].append(number)
-    shared = PlanContext(dag, sizes, touched, whole)
+    shared = PlanContext(dag, sizes, touched, optimizer, gpu)
     return tuple(
         _Planner(shared, members).plan(row)
         for members, row in zip(classes.members, rows, strict=True)
@@ -81,10 +90,13 @@ class _Planner:
         self.members = members
         self.me = shared.touched.classes.of[members[0]]
         self.sums = shared.sums
+        self.kinds: list[Slot] = []
         self.accumulation = Accumulation(shared.dag, shared.sizes)
+        self.temporaries = Temporaries(
+            shared.dag, shared.sizes, shared.optimizer, shared.gpu, self.kinds
+        )
         self.slots: dict[int, int] = {}
         """By value, or by the number of a buffer (``_buffer``)."""
-        self.kinds: list[Slot] = []
         self.out: list[Instruction] = []
         self.made_at: dict[int, list[int]] = {}
         self.node_at: dict[int, int] = {}
@@ -287,25 +299,27 @@ class _Planner:
         for value in writes:
             made_at.setdefault(value, []).append(here)
         self.out.append(
-            Instruction(
-                verb=verb,
-                node=number,
-                name=self.shared.name(number),
-                stream=stream,
-                op=node.op,
-                role=role,
-                of=of,
-                group=self._rows(node) if verb is Verb.COMPUTE else (),
-                reads=read,
-                writes=written,
-                adds=adds,
-                allocates=tuple(allocates),
-                frees=self._frees(reads, writes),
-                waits=waits,
-                ends=tuple([w for w in waits if w in self.under_way]),
-                buckets=self._buckets(verb, role, of, reads),
-                ranks=self._ranks(node),
-                weights=self._weights(role, reads),
+            self.temporaries.of(
+                Instruction(
+                    verb=verb,
+                    node=number,
+                    name=self.shared.name(number),
+                    stream=stream,
+                    op=node.op,
+                    role=role,
+                    of=of,
+                    group=self._rows(node) if verb is Verb.COMPUTE else (),
+                    reads=read,
+                    writes=written,
+                    adds=adds,
+                    allocates=tuple(allocates),
+                    frees=self._frees(reads, writes),
+                    waits=waits,
+                    ends=tuple([w for w in waits if w in self.under_way]),
+                    buckets=self._buckets(verb, role, of, reads),
+                    ranks=self._ranks(node),
+                    weights=self._weights(role, reads),
+                )
             )
         )
         self.under_way.difference_update(waits)
@@ -356,7 +370,7 @@ class _Planner:
     ) -> tuple[int, ...]:
         """The buckets that the optimizer steps here, or whose gradients the norm covers."""
         if verb is Verb.UPDATE:
-            if not self.shared.whole:
+            if not self.shared.optimizer.whole:
                 return (of,)
             return tuple(self.updates) if of == self.updates[-1] else ()
         if role is not ExtraRole.NORM or self._role(reads) is ExtraRole.UPDATED:
