@@ -106,6 +106,7 @@ def saving_plan(dag: Dag, order: IssueOrder, plan: Plan, seconds: Callable[[Node
             replace(
                 x,
                 waits=tuple(sorted([*(moved[w] for w in x.waits), *before])),
+                early=None if x.early is None else moved[x.early],
                 ends=tuple(
                     sorted([*(moved[w] for w in x.ends), *(w for w in before if w not in waited)])
                 ),

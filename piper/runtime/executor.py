@@ -33,10 +33,6 @@ from piper.runtime.streams.recording import Recorder
 from piper.runtime.streams.streams import REPORTED, BoundStreams, Streams
 from piper.state.device.device_state import DeviceState
 
-_SMALL = 2**16
-"""Bytes up to which a receive may be posted early. A larger message would hold memory that the plan
-does not count, and the handshake is a small part of its time."""
-
 
 class ProgramCounter(Protocol):
     """One number: the index of the current instruction in its plan. Other processes may read it."""
@@ -109,7 +105,7 @@ class Executor:
                 execute = recorder.wrapped(execute, pc)
             ops.append(LoadedInstruction(pc, x.ends, bound.wrapped(execute, pc), tuple(after)))
         if self.comm.any_order:
-            ops = _early(ops, plan)
+            ops.sort(key=lambda op: plan.instructions[op.pc].issued_at(op.pc))
         return LoadedPlan(context, tuple(ops), _unreported(ops, plan), bound)
 
     def run(
@@ -180,29 +176,6 @@ class Executor:
         return failed
 
 
-def _early(ops: Sequence[LoadedInstruction], plan: Plan) -> list[LoadedInstruction]:
-    """Posts receives of small messages one computation earlier: a message that arrives during the
-    computation is taken at once. Otherwise the sender is asked only when the message is needed, and
-    the device waits for the answer.
-
-    The plan is unchanged: all transports follow its order. Only a transport that tells messages
-    apart by more than their order (``any_order``) can receive in another order."""
-    reordered: list[LoadedInstruction] = []
-    computation, received = 0, 0  # indices: of the last computation, after the last early receive
-    for op in ops:
-        x = plan.instructions[op.pc]
-        small = sum(plan.slots[slot].nbytes for slot in x.writes) <= _SMALL
-        if small and _comes_from_others(x) and not x.waits:
-            index = max(computation, received)
-            reordered.insert(index, op)
-            received = index + 1
-        else:
-            if x.verb is Verb.COMPUTE:
-                computation = len(reordered)
-            reordered.append(op)
-    return reordered
-
-
 def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedInstruction, ...]:
     """``ops`` without the all-reduces of scalars that no instruction reads."""
     left_out = {
@@ -219,14 +192,6 @@ def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedIns
 
 def _nothing() -> None:
     return None
-
-
-def _comes_from_others(x: Instruction) -> bool:
-    """Whether it receives only from other devices. A device must send to itself before it
-    receives."""
-    if x.verb is not Verb.RECV or not isinstance(x.op, Transfer):
-        return False
-    return set(x.op.source).isdisjoint(x.op.target)
 
 
 def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:

@@ -161,6 +161,14 @@ class Instruction:
     """Bytes that a communication needs in addition when it ends."""
     holds: tuple[int, ...] = ()
     """Slots whose memory a communication holds until it ends, also if they are freed before."""
+    early: int | None = None
+    """The computation before which a receive of a small message may be issued already, by a
+    transport that receives messages in any order. The others follow the plan's order."""
+
+    def issued_at(self, pc: int) -> tuple[int, bool]:
+        """Sorts instructions, given their program counters, in the order in which a transport that
+        receives in any order issues them."""
+        return (pc, True) if self.early is None else (self.early, False)
 
 
 class PlanParts(NamedTuple):

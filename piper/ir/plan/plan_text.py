@@ -10,7 +10,7 @@ communication 2 (``2!``), then reads slot 9 and frees it, but holds its memory u
 node 14 of the DAG and sends value 5. ``0/1->1/1``: the source and the target, each followed by how
 many adjacent devices hold the same part. A pass is written like ``3F0``: chunk 3, forward,
 microbatch 0. ``+s3``: the result is added to slot 3. ``workspace``, ``beside`` and ``ending`` are
-temporary bytes.
+temporary bytes. ``early 7``: the receive may be issued before computation 7.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def _line(x: Instruction) -> str:
         "weights": map(repr, x.weights),
         "holds": [f"s{s}" for s in x.holds],
         **{word: [str(n)] for word, n in _bytes(x).items() if n},
+        "early": [] if x.early is None else [str(x.early)],
     }
     words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
     about = "" if x.role is None else f" {x.role.value} {x.of}"
@@ -162,7 +163,7 @@ _INSTRUCTION = re.compile(
     r"(?: frees (?P<frees>[s\d ]+?))?(?: waits (?P<waits>[\d! ]+?))?"
     r"(?: buckets (?P<buckets>[\d ]+?))?(?: weights (?P<weights>[\d.e+ -]+?))?"
     r"(?: holds (?P<holds>[s\d ]+?))?(?: workspace (?P<workspace>\d+))?(?: beside (?P<beside>\d+))?"
-    r"(?: ending (?P<ending>\d+))? # "
+    r"(?: ending (?P<ending>\d+))?(?: early (?P<early>\d+))? # "
     r"(?P<node>\d+) (?P<op>.+)"
 )
 _MESSAGE = re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+)(?: counts of (\d+) rows)? (\w+) (\d+)")
@@ -275,6 +276,7 @@ def _parsed(line: str) -> Instruction:
         beside=_int(match["beside"] or "0"),
         at_end=_int(match["ending"] or "0"),
         holds=tuple(_integers(match["holds"])),
+        early=None if match["early"] is None else _int(match["early"]),
     )
 
 

@@ -65,6 +65,11 @@ def plans_of(
     )
 
 
+_SMALL = 2**16
+"""Bytes up to which a receive may be issued early: a message that arrives during the computation
+before is taken at once. Otherwise the sender is asked only when the message is needed, and the
+device waits for the answer. A larger message would hold memory that the plan does not count, and
+the handshake is a small part of its time."""
 _OF_VALUES = (ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED, ExtraRole.REDISTRIBUTED)
 """Results of collectives on activations, rather than on buckets or scalars."""
 _Part = tuple[Verb, str, list[int], list[int]]
@@ -112,6 +117,8 @@ class _Planner:
         """For a seed equal to that of another microbatch, the latter."""
         self.updates: list[int] = []
         """The updated buckets, in order."""
+        self.computed = 0
+        """The program counter of the last computation."""
         self.under_way: set[int] = set()
         """Communications that no instruction has waited for yet."""
         self.holding: defaultdict[str, list[int]] = defaultdict(list)
@@ -319,9 +326,12 @@ class _Planner:
                     buckets=self._buckets(verb, role, of, reads),
                     ranks=self._ranks(node),
                     weights=self._weights(role, reads),
+                    early=None if waits else self._early(verb, node, written),
                 )
             )
         )
+        if verb is Verb.COMPUTE:
+            self.computed = here
         self.under_way.difference_update(waits)
         if verb in COMMUNICATING:
             self.under_way.add(here)
@@ -394,6 +404,15 @@ class _Planner:
             return (1.0,) * (len(reads) // 2)
         nodes, producers = self.dag.nodes, self.dag.producers
         return tuple(self.shared.largest_loss / nodes[producers[v]].parts for v in reads)
+
+    def _early(self, verb: Verb, node: Node, written: tuple[int, ...]) -> int | None:
+        """The computation before which a small message may be received. A device must send to
+        itself before it receives."""
+        op = node.op
+        if verb is not Verb.RECV or not isinstance(op, Transfer):
+            return None
+        small = sum(self.kinds[slot].nbytes for slot in written) <= _SMALL
+        return self.computed if small and set(op.source).isdisjoint(op.target) else None
 
     def _frees(self, reads: list[int], writes: list[int]) -> tuple[int, ...]:
         """The slots of values without remaining reads."""
