@@ -1,12 +1,14 @@
 """The time from a model's facts to all plans, and how it grows: one core.
 
-64 MoE layers in 16 stages, an order like DualPipeV's steady state with overlapped pairs, on 16 x 1
-and on 16 x 1,024 devices, for growing numbers of microbatches.
+64 MoE layers in 16 stages, on 16 x 1 and on 16 x 1,024 devices, for growing numbers of
+microbatches, in two orders: overlapped pairs like the steady state of DualPipeV, and ZB-H1, whose
+backwards are split.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import time
 from typing import Annotated
@@ -24,6 +26,8 @@ from piper.ir.passes import RematPolicy
 from piper.lower.lower import lower
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies.directives import Directive, order, partition, place, replicate, shard, split
+from piper.strategies.directives.order import Order
+from piper.strategies.schedules.zb_h1 import zb_h1
 from piper.strategies.strategy import Strategy
 
 
@@ -51,7 +55,14 @@ def _pass(stage: int, microbatch: int, which: str) -> dict[str, int | str]:
     return {"PP": stage, "MB": microbatch, "PASS": which}
 
 
-def strategy(stages: int, replicas: int, microbatches: int) -> Strategy:
+ORDERS = {
+    "pairs": lambda stages, n: [steady(stage, stages, n) for stage in range(stages)],
+    "zb-h1": lambda stages, n: [d for d in zb_h1(stages, n).directives() if isinstance(d, Order)],
+}
+"""The order of each stage, by stages and microbatches."""
+
+
+def strategy(orders: str, stages: int, replicas: int, microbatches: int) -> Strategy:
     groups = [range(s * replicas, (s + 1) * replicas) for s in range(stages)]
     return Strategy(
         [
@@ -60,7 +71,7 @@ def strategy(stages: int, replicas: int, microbatches: int) -> Strategy:
             replicate({"EP": "-"}, zero=1),
             shard({"EP": "*"}),
             split(parts=microbatches),
-            *(steady(s, stages, microbatches) for s in range(stages)),
+            *ORDERS[orders](stages, microbatches),
         ]
     )
 
@@ -78,18 +89,20 @@ def main(
     with console.status("capturing"):
         facts = model_facts(layers, max(counts))
     table = Table(title="from DAG to all distinct plans, one core")
+    table.add_column("order")
     for column in ("replicas", "microbatches", "nodes", "plans", "directives s", "lower s", "MiB"):
         table.add_column(column, justify="right")
-    for n in replicas or [1, 1024]:
+    for orders, n in itertools.product(ORDERS, replicas or [1, 1024]):
         for count in counts:
             start = time.perf_counter()
             gc.disable()  # as piper.compile does
-            placed = strategy(stages, n, count).apply(build(facts))
+            placed = strategy(orders, stages, n, count).apply(build(facts))
             middle = time.perf_counter()
             lowered = lower(placed, {n: facts})
             end = time.perf_counter()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             table.add_row(
+                orders,
                 str(n),
                 str(count),
                 f"{len(lowered.dag.nodes):,}",

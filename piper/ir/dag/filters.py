@@ -6,6 +6,9 @@ or ``"-"`` (does not have it); ``PASS`` takes the names of passes. The empty fil
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +29,11 @@ class Term:
     present: bool
     written: str
 
-    def accepts(self, tags: Tags) -> bool:
+    def accepts(self, tag: Tag | None) -> bool:
+        """Whether a node may have this value of the tag; None: it does not have the tag."""
         if self.values is None:
-            return (self.name in tags) is self.present
-        return tags.get(self.name) in self.values
+            return (tag is not None) is self.present
+        return tag in self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +51,54 @@ class Filter:
         return Filter(tuple(_term(name, value) for name, value in where.items()))
 
     def accepts(self, tags: Tags) -> bool:
-        return all(term.accepts(tags) for term in self.terms)
+        return all(term.accepts(tags.get(term.name)) for term in self.terms)
+
+    def without(self, name: str) -> Filter:
+        """The filter without its terms on one tag."""
+        return Filter(tuple(term for term in self.terms if term.name != name))
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"{t.name!r}: {t.written}" for t in self.terms) + "}"
 
 
+class TagIndex:
+    """Finds the nodes of many filters on the same tags without a scan of all nodes per filter."""
+
+    def __init__(self, dag: Dag, numbers: Sequence[int]) -> None:
+        """Of the nodes ``numbers``."""
+        self._tags = [(number, dag.nodes[number].tags) for number in numbers]
+        self._by_tags: dict[tuple[str, ...], dict[tuple[Tag | None, ...], list[int]]] = {}
+
+    def matching(self, where: Filter) -> list[int]:
+        """The numbers of the matching nodes, in order."""
+        terms = where.terms
+        found = self._numbers(tuple([term.name for term in terms]))
+        values = [term.values for term in terms if term.values is not None]
+        if len(values) == len(terms) and math.prod(map(len, values)) <= len(found):
+            keys: Iterable[tuple[Tag | None, ...]] = itertools.product(*values)
+        else:
+            keys = [k for k in found if all(t.accepts(x) for t, x in zip(terms, k, strict=True))]
+        rows = [found[key] for key in keys if key in found]
+        return rows[0] if len(rows) == 1 else sorted(itertools.chain.from_iterable(rows))
+
+    def _numbers(self, names: tuple[str, ...]) -> dict[tuple[Tag | None, ...], list[int]]:
+        """The numbers of the nodes by the values of some tags."""
+        if names not in self._by_tags:
+            index: defaultdict[tuple[Tag | None, ...], list[int]] = defaultdict(list)
+            for number, tags in self._tags:
+                index[tuple([tags.get(name) for name in names])].append(number)
+            self._by_tags[names] = index
+        return self._by_tags[names]
+
+
 def select(dag: Dag, where: Filter) -> list[int]:
     """The numbers of the matching nodes; an unknown tag or no match is an error."""
+    numbers = [i for i, node in enumerate(dag.nodes) if where.accepts(node.tags)]
     for term in where.terms:
-        if term.name not in dag.tag_values:
+        if not (numbers and term.present) and term.name not in dag.tag_values:
             raise DirectiveError(
                 f"the filter {where} names an unknown tag {term.name!r}; there are: {_known(dag)}"
             )
-    numbers = [i for i, node in enumerate(dag.nodes) if where.accepts(node.tags)]
     if not numbers:
         raise DirectiveError(f"the filter {where} matches nothing; there are: {_known(dag)}")
     return numbers

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, Node, name_of
-from piper.ir.dag.filters import Filter, FilterLike, select
+from piper.ir.dag.filters import Filter, FilterLike, TagIndex, select
 from piper.ir.ops import Group
 from piper.ir.passes import Pass
 from piper.strategies.directives.crossing import natural, refuse_crossing
@@ -71,13 +71,14 @@ class Order(Directive):
         refuse_crossing(dag, ordered)
         changed = {}
         for number in seen:
-            node = replace(dag.nodes[number], ordered_by=me)
-            if after[number]:
-                old = dict(zip(node.after, node.after_by, strict=True))
-                edges = sorted({**dict.fromkeys(after[number], me), **old}.items())
-                befores, by = zip(*edges, strict=True)
-                node = replace(node, after=befores, after_by=by, made_by=me)
-            changed[number] = node
+            node = dag.nodes[number]
+            if not after[number]:
+                changed[number] = replace(node, ordered_by=me)
+                continue
+            old = dict(zip(node.after, node.after_by, strict=True))
+            edges = sorted({**dict.fromkeys(after[number], me), **old}.items())
+            befores, by = zip(*edges, strict=True)
+            changed[number] = replace(node, after=befores, after_by=by, made_by=me, ordered_by=me)
         return dag.with_nodes(changed)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,12 +89,11 @@ class Order(Directive):
 
 
 class _Finder:
-    """Finds the nodes of many filters on the same tags without a scan of all nodes per filter."""
+    """Finds the ordered nodes and the devices that they run on."""
 
     def __init__(self, dag: Dag, filters: Sequence[Filter]) -> None:
         self._dag = dag
-        self._indices: dict[tuple[str, ...], dict[tuple[object, ...], list[int]]] = {}
-        self._wanted = _wanted(dag, filters)
+        self._index = _index(dag, filters)
         groups = set({id(node.devices): node.devices for node in dag.nodes}.values())
         count = Counter(device for group in groups for device in group)
         self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
@@ -124,43 +124,26 @@ class _Finder:
         return not set(nodes[before].writes).isdisjoint(nodes[number].reads)
 
     def _matching(self, where: Filter) -> list[int]:
-        exact = [t for t in where.terms if t.values is not None and len(t.values) == 1]
-        if exact and len(exact) == len(where.terms):
-            names = tuple(term.name for term in exact)
-            key = tuple(next(iter(term.values or ())) for term in exact)
-            numbers = self._index(names).get(key, [])
-        else:
-            numbers = [i for i, node in enumerate(self._dag.nodes) if where.accepts(node.tags)]
+        numbers = self._index.matching(where)
         return numbers if numbers or self._may_be_empty(where) else select(self._dag, where)
-
-    def _index(self, names: tuple[str, ...]) -> dict[tuple[object, ...], list[int]]:
-        if names not in self._indices:
-            index: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-            for number in self._wanted:
-                tags = self._dag.nodes[number].tags
-                index[tuple([tags.get(name) for name in names])].append(number)
-            self._indices[names] = index
-        return self._indices[names]
 
     def _may_be_empty(self, where: Filter) -> bool:
         """Whether the filter asks for a BI or BW that has nothing to compute: its regions exist,
         but have no gradient of that kind."""
-        if not _wants_halves(where):
-            return False
-        return any(_without_pass(where).accepts(node.tags) for node in self._dag.nodes)
+        return _wants_halves(where) and bool(self._index.matching(where.without(PASS)))
 
 
-def _wanted(dag: Dag, filters: Sequence[Filter]) -> Sequence[int]:
-    """The nodes that some of ``filters`` may match, preselected by one tag that all filters use: an
-    order usually covers one stage."""
+def _index(dag: Dag, filters: Sequence[Filter]) -> TagIndex:
+    """An index of the nodes that some of ``filters`` may match, preselected by one tag that all
+    filters use: an order usually covers one stage."""
     asked = [{t.name: t.values for t in where.terms if t.values is not None} for where in filters]
     common = [n for n in asked[0] if n != PASS and all(n in terms for terms in asked)]
     if not common:
-        return range(len(dag.nodes))
+        return TagIndex(dag, range(len(dag.nodes)))
     values = {name: frozenset().union(*(terms[name] for terms in asked)) for name in common}
     name = min(common, key=lambda name: len(values[name]))
     wanted = values[name]
-    return [i for i, node in enumerate(dag.nodes) if node.tags.get(name) in wanted]
+    return TagIndex(dag, [i for i, node in enumerate(dag.nodes) if node.tags.get(name) in wanted])
 
 
 def _wants_halves(where: Filter) -> bool:
@@ -168,21 +151,14 @@ def _wants_halves(where: Filter) -> bool:
     return bool(passes) and bool((passes[0] or frozenset()).intersection(_HALVES))
 
 
-def _without_pass(where: Filter) -> Filter:
-    return Filter(tuple(term for term in where.terms if term.name != PASS))
-
-
 def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
     """``dag`` with the backwards that filters on BI or BW match split into BI and BW."""
-    wanted: set[int] = set()
-    for where in filters:
-        if _wants_halves(where):
-            rest = _without_pass(where)
-            wanted |= {
-                number
-                for number, node in enumerate(dag.nodes)
-                if node.compute.which is Pass.B and rest.accepts(node.tags)
-            }
+    halves = [where.without(PASS) for where in filters if _wants_halves(where)]
+    if not halves:
+        return dag
+    index = _index(dag, filters)
+    matched = {number for where in halves for number in index.matching(where)}
+    wanted = {number for number in matched if dag.nodes[number].compute.which is Pass.B}
     if not wanted:
         return dag
     _refuse_ordered(dag, wanted)

@@ -13,6 +13,7 @@ from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.filters import Filter, FilterLike, select
+from piper.ir.ops import Compute
 from piper.strategies.directives.directive import Directive, check_tag, plain_filter, positive
 
 
@@ -55,10 +56,10 @@ class Split(Directive):
         return replace(dag, nodes=nodes, microbatches=(self.into, self.parts))
 
     def _copy(self, dag: Dag, node: Node, microbatch: int, me: int) -> Node:
-        first = microbatch * dag.table.size
+        first, op = microbatch * dag.table.size, node.compute
         return replace(
             node,
-            op=replace(node.compute, microbatch=microbatch),
+            op=Compute(op.chunk, op.which, microbatch),
             tags={**node.tags, self.into: microbatch},
             reads=tuple(first + value for value in node.reads),
             writes=tuple(first + value for value in node.writes),
