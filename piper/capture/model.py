@@ -91,6 +91,8 @@ class Captured:
     mixing: RowMixing | None = None
     """The first operation that needs the whole batch, so that microbatches and replicas do not
     add up to it; None if none is known."""
+    repeated: int = 0
+    """How many calls of modules were not traced, but are copies of an equal module's operations."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -141,6 +143,7 @@ def capture(
     outputs: Outputs | None = None,
     precision: str = Precision.FP32.value,
     passes: Passes | None = None,
+    repeats: bool = True,
 ) -> Captured:
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
 
@@ -151,6 +154,7 @@ def capture(
     has the default. ``outputs`` selects results of the step beside the loss from the model's
     output. ``precision`` "bf16" computes with bf16 parameters and inputs, "fp32" with the model's
     own dtypes. ``passes`` caches the programs of joint graphs; callers can share it.
+    Without ``repeats``, equal modules are traced one by one.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else _policy(remat)
@@ -173,6 +177,7 @@ def capture(
             outputs,
             kind,
             passes or Passes(),
+            repeats,
         )
 
 
@@ -218,6 +223,7 @@ def _capture(
     outputs: Outputs | None,
     precision: Precision,
     passes: Passes,
+    repeats: bool,
 ) -> Captured:
     exported = export(
         model,
@@ -228,6 +234,7 @@ def _capture(
         device=where,
         outputs=outputs,
         dtype=precision.dtype,
+        repeats=repeats,
     )
     pieces = cut(exported)
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -253,6 +260,7 @@ def _capture(
         declared=_declared(model),
         totals=exported.totals,
         mixing=exported.mixing,
+        repeated=exported.repeated,
     )
 
 

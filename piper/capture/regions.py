@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -84,6 +84,23 @@ class RegionRecorder:
             )
         while len(self._open) > depth:
             self._open.pop()[2].__exit__(None, None, None)
+
+    @property
+    def depth(self) -> int:
+        """How many regions are open."""
+        return len(self._open)
+
+    def enter_again(
+        self, regions: Iterable[Region], where: Callable[[str], str]
+    ) -> dict[Region, Region]:
+        """Count the entries of ``regions`` once more, in order, as if the code that entered them
+        ran again. ``where`` gives their places from the first ones."""
+        again: dict[Region, Region] = {}
+        for region in regions:
+            again[region] = Region(region.name, self._counts[region.name])
+            self._counts[region.name] += 1
+            self.entered[again[region]] = where(self.entered[region])
+        return again
 
     def unwind(self) -> Region | None:
         """Close every region still open; return the innermost one."""
@@ -178,7 +195,9 @@ def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
                 f"{hint}: {', '.join(map(repr, close or _top(paths)))}"
             )
         for path, module in matched.values():
-            _enter_when_called(module, name, f"module {path!r}, tagged by {pattern!r}")
+            hooks = Tagged(name, path, pattern)
+            module.register_forward_pre_hook(hooks.enter)
+            module.register_forward_hook(hooks.leave, always_call=True)
 
 
 def check_tags_entered(tags: Mapping[str, str], entered: Iterable[str]) -> None:
@@ -193,19 +212,28 @@ def check_tags_entered(tags: Mapping[str, str], entered: Iterable[str]) -> None:
             )
 
 
-def _enter_when_called(module: nn.Module, name: str, where: str) -> None:
-    def enter(module: nn.Module, args: object) -> None:
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """The hooks of a module that ``tags`` makes a region."""
+
+    name: str
+    path: str
+    pattern: str
+
+    def enter(self, module: nn.Module, args: object) -> None:
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.enter(name, where, module)
+            recorder.enter(self.name, tagged_at(self.path, self.pattern), module)
 
-    def leave(module: nn.Module, args: object, output: object) -> None:
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.exit(module, name, failed=output is None)
+            recorder.exit(module, self.name, failed=output is None)
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+
+def tagged_at(path: str, pattern: str) -> str:
+    """The place of a region that ``tags`` made, as errors say it."""
+    return f"module {path!r}, tagged by {pattern!r}"
 
 
 def _matches(pattern: str, path: str) -> bool:

@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from piper.capture.graphs import ancestors
-from piper.capture.trace.fingerprint import content_of
+from piper.capture.trace.fingerprint import content_of, graphs_of
 
 _NUMBER = re.compile(r"(?<![\w%.#])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
 _CONTENT = re.compile(r"#\w+")
@@ -70,13 +70,14 @@ class Computation:
 
 def computation_of(
     program: ExportedProgram,
+    graph: fx.Graph,
     outputs: slice,
     user_name: Callable[[str], str],
     in_loss: Callable[[Mapping[str, Any]], bool],
 ) -> Computation:
-    """The computation of an exported program. ``outputs`` are the results that only ``outputs=``
-    needs. ``user_name`` maps a parameter to the user's name; ``in_loss`` reads an operation's
-    metadata and says whether it belongs to the loss."""
+    """The computation of an exported program; ``graph`` is that of the whole. ``outputs`` are the
+    results that only ``outputs=`` needs. ``user_name`` maps a parameter to the user's name;
+    ``in_loss`` reads an operation's metadata and says whether it belongs to the loss."""
     ends = {}
     inputs = 0
     for spec in program.graph_signature.input_specs:
@@ -92,11 +93,11 @@ def computation_of(
     operations: list[str] = []
     places: list[str] = []
     sizes: set[int] = set()
-    for graph in (m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)):
-        whole = graph is program.graph_module.graph
-        needed = _needed(graph, outputs if whole else slice(0, 0))
+    for part in graphs_of(program, graph):
+        whole = part is graph
+        needed = _needed(part, outputs if whole else slice(0, 0))
         numbers: dict[fx.Node, int] = {}
-        for node in (x for x in graph.nodes if x in needed):
+        for node in (x for x in part.nodes if x in needed):
             numbers[node] = len(operations)
             operations.append(_line(node, numbers, ends if whole else {}))
             places.append(LOSS_PLACE if in_loss(node.meta) else _module(node, user_name))
@@ -105,7 +106,7 @@ def computation_of(
                     sizes |= {n for n in (*x.shape, x.numel()) if isinstance(n, int)}
     shapes = [
         tuple(map(int, node.meta["val"].shape))
-        for node in program.graph.find_nodes(op="placeholder")
+        for node in graph.find_nodes(op="placeholder")
         if ends.get(node.name, "").startswith("input ") and isinstance(node.meta["val"], Tensor)
     ]
     return Computation(tuple(operations), tuple(places), tuple(sorted(sizes)), tuple(shapes))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,6 +50,9 @@ from piper.capture.regions import (
     tag_modules,
     tags_of,
 )
+from piper.capture.repeats.equal_modules import NotEqual
+from piper.capture.repeats.expansion import expanded
+from piper.capture.repeats.leaf_calls import CallOps, Repeats, call_ops, calls_as_operations
 from piper.capture.trace import opaque
 from piper.capture.trace.computation import Computation, computation_of
 from piper.capture.trace.dtypes import refuse_dtypes
@@ -58,6 +61,8 @@ from piper.capture.trace.quiet import quiet_tracing
 from piper.capture.trace.refusals import RefuseStray, refuse_unsupported
 from piper.capture.trace.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.ir.tensors import overlaps
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,8 @@ class Exported:
     mixing: RowMixing | None = None
     """The first operation that needs the whole batch, so that microbatches do not add up to it;
     None if none is known."""
+    repeated: int = 0
+    """How many calls of modules were not traced, but are copies of an equal module's operations."""
 
 
 class _Parts(nn.Module):
@@ -131,6 +138,7 @@ class _Step(nn.Module):
         self._batch = batch
         self._outputs = outputs
         self._mixed = mixed
+        self.repeats: Repeats | None = None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = iter(tensors)
@@ -157,7 +165,8 @@ class _Step(nn.Module):
         self.seen.drawn = [name for name, state in generators.items() if state != after[name]]
         written = assigned(self, before, self.seen.frozen)
         self.seen.assigned = list(written)
-        return (*loss, *kept, *(value.detach() for value in written.values()))
+        tried = self.repeats.results if self.repeats is not None else ()
+        return (*loss, *kept, *(value.detach() for value in written.values()), *tried)
 
 
 def export(
@@ -170,16 +179,22 @@ def export(
     device: torch.device,
     outputs: Outputs | None,
     dtype: torch.dtype | None = None,
+    repeats: bool = True,
 ) -> Exported:
     """Export ``model`` and ``loss`` at the shapes of one of ``parts`` microbatches. ``dtype``, if
-    given, replaces the dtype of floating-point parameters and inputs."""
-    with function_ops() as functions:
-        traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
-        text = fingerprint(traced.program)
-        computation = _computation(traced)
-        program = _functional(traced)
-        functions.restore(program.graph)
-    step = traced.step
+    given, replaces the dtype of floating-point parameters and inputs. Without ``repeats``, equal
+    modules are traced one by one."""
+
+    def functional(ops: CallOps | None) -> _Functional:
+        with function_ops() as functions:
+            traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions, ops)
+            text, computation = fingerprint(traced.program, traced.graph), _computation(traced)
+            program, graph = _functional(traced)
+            functions.restore(graph)
+            return _Functional(traced, program, graph, text, computation)
+
+    made = _once_if_equal(functional, repeats)
+    step, graph = made.traced.step, made.graph
     for name in dict.fromkeys(step.seen.frozen):
         warn(
             f"{name!r} changes from one call of the model to the next; the captured step keeps the "
@@ -191,14 +206,23 @@ def export(
             "was drawn now. If it is part of the computation, draw it with torch.rand, or pass it "
             "with the batch"
         )
-    opaque.restore(program.graph)
-    restore_eager_attention(program.graph)
-    _free_views(program.graph)
-    exported = _roles(program, traced, text, computation)
+    opaque.restore(graph)
+    restore_eager_attention(graph)
+    _free_views(graph)
+    exported = _roles(made)
     named = exported.inputs | exported.parameters | exported.buffers
     kinds = {node.meta["val"].dtype for node in exported.parameters}
     refuse_dtypes(exported.graph, named, {kind for kind in kinds if kind.is_floating_point})
     return _of_whole_batch(exported, batch, parts)
+
+
+def _once_if_equal(trace: Callable[[CallOps | None], _T], repeats: bool) -> _T:
+    """The result of ``trace`` with calls of equal modules as operations, or, if the modules cannot
+    be proven equal, without."""
+    if repeats:
+        with suppress(NotEqual), call_ops() as ops:
+            return trace(ops)
+    return trace(None)
 
 
 def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
@@ -234,19 +258,26 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
     )
 
 
-def _functional(traced: _Trace) -> ExportedProgram:
-    """The traced program without mutation and without no_grad and autocast blocks."""
+def _functional(traced: _Trace) -> tuple[ExportedProgram, fx.Graph]:
+    """The traced program without mutation and without no_grad and autocast blocks, and its graph,
+    with the operations of each module."""
     program = traced.program
     try:
         refuse_unsupported(program, traced.paths, traced.names)
         use_ours(program.graph)
         opaque.hide(program.graph_module)
         with quiet_tracing():
-            return program.run_decompositions({})
-    except CaptureError:
-        raise
+            program = program.run_decompositions({})
     except Exception as error:
-        raise explain(error, traced.step.seen.running, traced.modules) from error
+        raise _failure(error, traced.step, traced.modules) from error
+    return program, expanded(program, traced.step.repeats)
+
+
+def _failure(error: Exception, step: _Step, modules: dict[nn.Module, str]) -> Exception:
+    """The error to raise. If equal modules were not traced, one that makes capture trace them."""
+    if step.repeats is not None and step.repeats.tried:
+        return NotEqual(str(error))
+    return error if isinstance(error, CaptureError) else explain(error, step.seen.running, modules)
 
 
 def _free_views(graph: fx.Graph) -> None:
@@ -269,9 +300,13 @@ def trace_text(
     dtype: torch.dtype | None,
 ) -> str:
     """A digest of what ``export`` would trace, to compare with ``Exported.traced``."""
-    with function_ops() as functions:
-        traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions)
-    return fingerprint(traced.program)
+
+    def text(ops: CallOps | None) -> str:
+        with function_ops() as functions:
+            traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions, ops)
+            return fingerprint(traced.program, traced.graph)
+
+    return _once_if_equal(text, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +320,19 @@ class _Trace:
     modules: dict[nn.Module, str]
     regions: dict[Region, str]
     checkpoints: tuple[str, ...]
+    graph: fx.Graph
+    """The graph of the program, with the operations of each module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Functional:
+    """A traced step as a functional program; ``graph`` has the operations of each module."""
+
+    traced: _Trace
+    program: ExportedProgram
+    graph: fx.Graph
+    text: str
+    computation: Computation
 
 
 def _trace(
@@ -297,6 +345,7 @@ def _trace(
     outputs: Outputs | None,
     dtype: torch.dtype | None,
     functions: Functions,
+    ops: CallOps | None,
 ) -> _Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     slices = batch.slices(parts)[0]
@@ -319,15 +368,15 @@ def _trace(
             kept_whole(functions),
             plain_checkpoints() as lines,
             recording() as recorder,
+            calls_as_operations(step, recorder, ops) as step.repeats,
         ):
             program = torch.export.export(step, tuple(example), strict=False)
         check_tags_entered(tags, recorder.entered.values())
-    except CaptureError:
-        raise
     except Exception as error:
-        raise explain(error, step.seen.running, modules) from error
+        raise _failure(error, step, modules) from error
     checkpoints = tuple(dict.fromkeys(lines))
-    return _Trace(step, program, paths, names, modules, recorder.entered, checkpoints)
+    graph = expanded(program, step.repeats)
+    return _Trace(step, program, paths, names, modules, recorder.entered, checkpoints, graph)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -344,20 +393,19 @@ def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
 
 def _computation(traced: _Trace) -> Computation:
     seen, names = traced.step.seen, traced.names
-    last = len(traced.program.graph_signature.output_specs) - len(seen.assigned)
+    last = len(returned(traced.graph)) - len(seen.assigned)
     return computation_of(
         traced.program,
+        traced.graph,
         slice(last - seen.tree.tensors, last),
         lambda target: user_name(target, names),
         lambda meta: seen.loss_region in tags_of(meta),
     )
 
 
-def _roles(
-    program: ExportedProgram, traced: _Trace, text: str, computation: Computation
-) -> Exported:
+def _roles(made: _Functional) -> Exported:
     """Assign a role and the user's name to each input and result of the graph."""
-    graph = program.graph
+    traced, program, graph = made.traced, made.program, made.graph
     step, paths, names = traced.step, traced.paths, traced.names
     _drop_asserts(graph)
     _refuse_dynamic(graph, type(step.model).__name__)
@@ -380,7 +428,8 @@ def _roles(
     results = _computed_results(graph)
     given_back: list[fx.Node] = []
     updates: dict[str, fx.Node] = {}
-    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+    specs = program.graph_signature.output_specs[: len(results)]  # the rest are those of trials
+    for spec, node in zip(specs, results, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
             given_back.append(node)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
@@ -410,9 +459,10 @@ def _roles(
         regions=traced.regions,
         loss_region=step.seen.loss_region,
         output_tree=step.seen.tree,
-        traced=text,
-        computation=computation,
+        traced=made.text,
+        computation=made.computation,
         checkpoints=traced.checkpoints,
+        repeated=step.repeats.copies if step.repeats is not None else 0,
     )
 
 

@@ -10,25 +10,32 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.export import ExportedProgram
 
-from piper.capture.blame import LINE
+from piper.capture.graphs import returned
+from piper.capture.regions import tags_of
 from piper.ir.tensors import TensorSpec
 
 
-def fingerprint(program: ExportedProgram) -> str:
-    """A digest of the operations with their regions and numbers, and of the constants they read."""
-    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    lines = [_line(node) for graph in graphs for node in graph.nodes]
+def fingerprint(program: ExportedProgram, graph: fx.Graph) -> str:
+    """A digest of the operations with their regions and numbers, and of the constants they read.
+    ``graph`` is that of the whole program."""
+    lines = [_line(node) for part in graphs_of(program, graph) for node in part.nodes]
     lines += [str(spec) for spec in program.graph_signature.input_specs]
-    lines += [str(spec) for spec in program.graph_signature.output_specs]
+    results = program.graph_signature.output_specs[: len(returned(graph))]
+    lines += [f"{spec.kind} {spec.target}" for spec in results]
     constants = program.constants.items()
     lines += [f"{name} {content_of(x)}" for name, x in constants if isinstance(x, Tensor)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def graphs_of(program: ExportedProgram, graph: fx.Graph) -> list[fx.Graph]:
+    """``graph``, that of the whole program, and those of its blocks."""
+    modules = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    return [graph, *(m.graph for m in modules if m is not program.graph_module)]
+
+
 def _line(node: fx.Node) -> str:
-    marks = (node.meta.get("custom") or {}).items()
-    custom = {name: mark for name, mark in marks if name != LINE}  # file paths may differ
-    return f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {custom}"
+    tags = ", ".join(map(str, tags_of(node.meta)))
+    return f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {tags}"
 
 
 def content_of(x: Tensor) -> str:

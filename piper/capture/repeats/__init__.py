@@ -1,0 +1,1 @@
+"""Equal modules, such as the layers of a transformer, are traced once."""

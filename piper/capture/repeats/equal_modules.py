@@ -1,0 +1,217 @@
+"""Which modules of a model are equal: they run the same code on equal settings, so that only the
+contents of their parameters and buffers differ.
+
+Modules enter; groups of equal siblings leave. Equal means: the same classes, the same attributes
+(numbers by value, other objects by identity), tensors of the same shape, and no hook but those of
+``tags``. Whole numbers may differ, such as the ``layer_idx`` of transformers: while a member is
+traced, an ``Unread`` stands for such a number, and whoever looks at it ends the attempt.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.regions import Tagged
+from piper.ir.tensors import TensorSpec
+
+FEWEST = 4
+"""Equal modules that are worth it: the first and the last are traced, the others are not."""
+_PLAIN = (bool, int, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
+State = dict[str, Any]
+
+
+class NotEqual(Exception):  # noqa: N818 - not an error: the model is traced module by module
+    """Modules could not be proven equal."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Siblings:
+    """Equal modules under one parent, in the order of the model."""
+
+    paths: tuple[str, ...]
+    members: tuple[nn.Module, ...]
+    differing: frozenset[str]
+    """The attributes, by path in the module, whose whole numbers differ between members."""
+
+    def state(self, module: nn.Module) -> State:
+        """What a member's forward can read of it, without the numbers that differ."""
+        return {k: v for k, v in state_of(module).items() if k not in self.differing}
+
+    @contextmanager
+    def unread(self, module: nn.Module) -> Iterator[list[str]]:
+        """Inside, nobody can look at the numbers that differ. Yields the reads."""
+        reads: list[str] = []
+        owners = [(vars(module.get_submodule(path)), name) for path, name in _split(self.differing)]
+        before = [owner[name] for owner, name in owners]
+        for (owner, name), number in zip(owners, before, strict=True):
+            owner[name] = Unread(name, reads) if type(number) is int else number
+        try:
+            yield reads
+        finally:
+            for (owner, name), number in zip(owners, before, strict=True):
+                owner[name] = number
+
+
+def equal_modules(model: nn.Module) -> list[Siblings]:
+    """The groups of at least ``FEWEST`` equal siblings that have parameters and submodules."""
+    paths = dict(model.named_parameters(remove_duplicate=False))
+    paths |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
+    uses = Counter(map(id, paths.values()))
+    groups: list[Siblings] = []
+    for parent_path, parent in model.named_modules():
+        kinds: dict[type, list[tuple[str, nn.Module]]] = {}
+        for name, child in parent.named_children():
+            if next(child.children(), None) is not None and "forward" not in vars(child):
+                path = f"{parent_path}.{name}" if parent_path else name
+                kinds.setdefault(type(child), []).append((path, child))
+        for siblings in kinds.values():
+            if len(siblings) >= FEWEST:
+                alone = [(path, m) for path, m in siblings if _owns_its_tensors(m, uses)]
+                groups += _groups(alone)
+    return groups
+
+
+def _groups(siblings: list[tuple[str, nn.Module]]) -> list[Siblings]:
+    found: list[tuple[State, list[tuple[str, nn.Module]], set[str]]] = []
+    for path, module in siblings:
+        state = state_of(module)
+        for first, members, differing in found:
+            apart = _difference(first, state)
+            if apart is not None:
+                members.append((path, module))
+                differing |= apart
+                break
+        else:
+            found.append((state, [(path, module)], set()))
+    return [
+        Siblings(tuple(p for p, _ in members), tuple(m for _, m in members), frozenset(differing))
+        for _, members, differing in found
+        if len(members) >= FEWEST
+    ]
+
+
+def _difference(one: State, two: State) -> set[str] | None:
+    """The attributes that differ, if all of these are whole numbers; else None."""
+    if one.keys() != two.keys():
+        return None
+    apart = {name for name in one if one[name] != two[name]}
+    numbers = all(one[name][0] is int and two[name][0] is int for name in apart)
+    return apart if numbers else None
+
+
+def _owns_its_tensors(module: nn.Module, uses: Counter[int]) -> bool:
+    """Whether no tensor of the module is also one of another module."""
+    own = [*(x for _, x in module.named_parameters(remove_duplicate=False))]
+    tensors = [*own, *(x for _, x in module.named_buffers(remove_duplicate=False))]
+    return bool(own) and all(uses[i] == n for i, n in Counter(map(id, tensors)).items())
+
+
+def state_of(module: nn.Module) -> State:
+    """The attributes of a module and its submodules by path, in a form that ``==`` compares."""
+    state: State = {}
+    places: dict[int, str] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        if id(owner) in places:
+            state[f"{path}."] = places[id(owner)]
+            continue
+        places[id(owner)] = path
+        state[f"{path}."] = type(owner)
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            kept = name in owner._parameters
+            state[f"{path}.{name}"] = tensor if tensor is None else _tensor(tensor, kept, places)
+        for name, value in vars(owner).items():
+            if name in _HOOKS:
+                if owner is not module:  # the hooks of the module itself run around its forward
+                    state[f"{path}.{name}"] = _hooks(value)
+            elif name == "_non_persistent_buffers_set" or name in ("_parameters", "_buffers"):
+                continue
+            elif name == "_modules":
+                state[f"{path}.{name}"] = tuple(value)
+            elif not (owner is module and name == "forward"):
+                state[f"{path}.{name}"] = _value(value, places)
+    return state
+
+
+def _tensor(x: Tensor, parameter: bool, places: dict[int, str]) -> Any:
+    place = places.setdefault(id(x), f"tensor {len(places)}")
+    return parameter, type(x), TensorSpec.of(x), x.stride(), x.requires_grad, place
+
+
+def _hooks(hooks: Any) -> Any:
+    if not isinstance(hooks, dict):
+        return _Same(hooks)
+    kinds = []
+    for hook in hooks.values():
+        tagged = getattr(hook, "__self__", None)
+        if isinstance(tagged, Tagged):
+            kinds.append((tagged.name, tagged.pattern))
+        elif hook is not True:  # marks of ``always_call``
+            return _Same(object())
+    return tuple(kinds)
+
+
+def _value(value: Any, places: dict[int, str]) -> Any:
+    kind = type(value)
+    if kind in (float, complex):
+        return kind, repr(value)  # 0.0 and -0.0 differ
+    if kind in _PLAIN or isinstance(value, enum.Enum):
+        return kind, value
+    if kind in (list, tuple):
+        return kind, tuple(_value(x, places) for x in value)
+    if isinstance(value, dict) and kind.__module__ in ("builtins", "collections"):
+        return kind, tuple((_value(k, places), _value(v, places)) for k, v in value.items())
+    if kind is functools.partial:
+        return kind, *(_value(x, places) for x in (value.func, value.args, value.keywords))
+    if isinstance(value, types.MethodType):
+        return kind, value.__func__, places.get(id(value.__self__), _Same(value.__self__))
+    return _Same(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Equal to the same object only."""
+
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _split(paths: frozenset[str]) -> list[tuple[str, str]]:
+    return [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in sorted(paths)]
+
+
+class Unread:
+    """Stands for a whole number that nobody may look at: every use is recorded and fails."""
+
+    def __init__(self, name: str, reads: list[str]) -> None:
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_reads", reads)
+
+    def __getattribute__(self, name: str) -> Any:
+        return int if name == "__class__" else _refuse(self)  # the class of all members
+
+
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    name = object.__getattribute__(self, "_name")
+    object.__getattribute__(self, "_reads").append(name)
+    raise NotEqual(f"{name} is read")
+
+
+_KEPT = {"__class__", "__new__", "__init__", "__getattribute__", "__init_subclass__", "__doc__"}
+for _name in {name for name in dir(int) if name.startswith("__")} - _KEPT - {"__subclasshook__"}:
+    setattr(Unread, _name, _refuse)  # operators look past ``__getattribute__``

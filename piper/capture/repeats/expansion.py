@@ -1,0 +1,218 @@
+"""Puts the traced operations of the first of equal modules in place of each call.
+
+A graph with calls enters; the graph leaves that tracing each module would have made. What must
+hold, else ``NotEqual``: the operations of a trial read nothing but its inputs, its own parameters
+and buffers and those outside of all equal modules; only its results are used outside; and the last
+module computes what the first computes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from piper.capture.regions import Region, tags_of, with_tags
+from piper.capture.repeats.equal_modules import NotEqual
+from piper.capture.repeats.leaf_calls import MARK, LeafCall, Repeats
+
+_SUFFIX = re.compile(r"_\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The operations of a trial."""
+
+    call: LeafCall
+    leaf: fx.Node
+    """The call's own operation."""
+    inputs: list[fx.Node]
+    nodes: list[fx.Node]
+    results: list[fx.Node]
+
+
+def expanded(program: ExportedProgram, repeats: Repeats | None) -> fx.Graph:
+    """The graph of ``program`` with operations for calls, and without the results of trials. Its
+    operations are named by kind and numbered in order, so that what was traced, and removed, does
+    not matter."""
+    return _Expansion(program, repeats).graph()
+
+
+class _Expansion:
+    def __init__(self, program: ExportedProgram, repeats: Repeats | None) -> None:
+        self.calls = repeats.calls if repeats is not None else []
+        self.source = program.graph
+        specs = program.graph_signature.input_specs
+        tensors = [s for s in specs if s.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self.paths = {spec.arg.name: str(spec.target) for spec in tensors}
+        self.names = {path: name for name, path in self.paths.items()}
+        self.places = {node.name: node for node in self.source.find_nodes(op="placeholder")}
+        results = self.source.output_node().args[0]
+        assert isinstance(results, list | tuple)
+        self.results = list(results)
+        self.leaves: set[fx.Node] = set()
+        self.regions: dict[int, _Region] = {}
+        self.hidden: set[fx.Node] = set()
+        self.given: dict[fx.Node, list[fx.Node]] = {}
+        """The inputs of the calls that were traced."""
+        if repeats is not None:
+            self._read(repeats)
+
+    def _read(self, repeats: Repeats) -> None:
+        """Find the operations of the trials, and check them."""
+        kept = len(self.results) - len(repeats.results)
+        extra = iter(self.results[kept:])
+        self.results = self.results[:kept]
+        target = torch.ops.piper_repeats.call.default
+        self.leaves = set(self.source.find_nodes(op="call_function", target=target))
+        leaves = {node.args[2]: node for node in self.leaves}
+        members: dict[int, list[fx.Node]] = {i: [] for i in range(len(repeats.trials))}
+        for node in self.source.nodes:
+            mark = _mark(node)
+            if mark in members:
+                members[mark].append(node)
+        for number, trial in enumerate(repeats.trials):
+            given = next(extra)
+            made: list[Any] = [next(extra) for _ in trial.results]
+            leaf = leaves[trial.call]
+            call = repeats.calls[trial.call]
+            region = _Region(call, leaf, given.args[0], members[number], made)
+            self._check(region)
+            self.hidden |= {given, *region.nodes}
+            self.given[leaf] = region.inputs
+            first = self.regions.setdefault(repeats.variants.index(call.variant), region)
+            if first is not region and self._text(first) != self._text(region):
+                raise NotEqual(f"{call.path} differs from {first.call.path}")
+
+    def graph(self) -> fx.Graph:
+        new = fx.Graph()
+        now: dict[fx.Node, fx.Node] = {}
+        for node in self.source.nodes:
+            if node in self.hidden or node in now:
+                continue
+            if node in self.leaves:
+                self._put(new, node, now)
+            elif node.op == "output":
+                results = fx.node.map_arg(tuple(self.results), now.__getitem__)
+                new.output(results).meta = node.meta
+            else:
+                now[node] = _copied(new, node, now.__getitem__)
+                now[node].meta.get("custom", {}).pop(MARK, None)
+        return new
+
+    def _put(self, new: fx.Graph, leaf: fx.Node, now: dict[fx.Node, fx.Node]) -> None:
+        """The operations of a call; ``now`` gets the nodes of its results."""
+        number = leaf.args[1]
+        assert isinstance(number, int)
+        assert isinstance(leaf.args[2], int)
+        region, call = self.regions[number], self.calls[leaf.args[2]]
+        inside: dict[fx.Node, fx.Node] = {}
+        now_given = self.given.get(leaf, leaf.args[0])
+        given = dict(zip(region.inputs, now_given, strict=True))  # type: ignore[arg-type]
+
+        def value(node: fx.Node) -> fx.Node:
+            if node in inside:
+                return inside[node]
+            if node in given:
+                return now[given[node]]
+            own = self._relative(region, node)
+            return now[node if own is None else self.places[self.names[call.path + own]]]
+
+        for node in region.nodes:
+            inside[node] = _copied(new, node, value)
+            inside[node].meta = _meta(node, region, leaf, call)
+        for user in leaf.users:
+            if user.target is operator.getitem:
+                now[user] = inside[region.results[user.args[1]]]  # type: ignore[index]
+
+    def _relative(self, region: _Region, node: fx.Node) -> str | None:
+        """The path of a parameter or buffer in its module; None if it is not of the module."""
+        path, own = self.paths[node.name], f"{region.call.path}."
+        return f".{path.removeprefix(own)}" if path.startswith(own) else None
+
+    def _check(self, region: _Region) -> None:
+        group = region.call.variant.group
+        inside, given = set(region.nodes), set(region.inputs)
+        others = tuple(f"{path}." for path in group.paths if path != region.call.path)
+        for node in region.nodes:
+            for arg in node.all_input_nodes:
+                path = self.paths.get(arg.name)
+                if arg not in inside and arg not in given and path is None:
+                    raise NotEqual(f"{region.call.path} reads {arg} from outside")
+                if arg not in given and path is not None and path.startswith(others):
+                    raise NotEqual(f"{region.call.path} reads {path}")
+            for user in node.users:
+                if user not in inside and user is not region.leaf and user.op != "output":
+                    raise NotEqual(f"{node} of {region.call.path} is used by {user}")
+            if node.op != "call_function":
+                raise NotEqual(f"{region.call.path} has a {node.op}")
+        if not inside.issuperset(region.results) or not inside.isdisjoint(self.results):
+            raise NotEqual(f"the results of {region.call.path} are others")
+
+    def _text(self, region: _Region) -> list[Any]:
+        """The operations, in a form that is equal for equal trials."""
+        numbers = {node: f"%{i}" for i, node in enumerate(region.nodes)}
+        given = {node: f"input {i}" for i, node in enumerate(region.inputs)}
+
+        def name(node: fx.Node) -> str:
+            found = numbers.get(node) or given.get(node)
+            return found or self._relative(region, node) or node.name
+
+        outer = len(tags_of(region.leaf.meta))
+        again = {mine: first for first, mine in region.call.regions.items()}
+        lines: list[Any] = [[numbers[node] for node in region.results]]
+        for node in region.nodes:
+            args = fx.node.map_arg((node.args, node.kwargs), name)
+            tags = [again[region] for region in tags_of(node.meta)[outer:]]
+            specs = [
+                (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+                for x in pytree.tree_leaves(node.meta.get("val"))
+            ]
+            lines.append((node.target, repr(args), tags, specs))
+        return lines
+
+
+def _mark(node: fx.Node) -> int:
+    return int((node.meta.get("custom") or {}).get(MARK, -1))
+
+
+def _copied(graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    name = _SUFFIX.sub("", node.name) if node.op == "call_function" else node.name
+    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    made.meta = {**node.meta, "custom": dict(node.meta.get("custom") or {})}
+    return made
+
+
+def _meta(node: fx.Node, region: _Region, leaf: fx.Node, call: LeafCall) -> dict[str, Any]:
+    """The metadata of ``node`` as if ``call`` had been traced."""
+    outer = len(tags_of(region.leaf.meta))
+    again: dict[Region, Region] = {
+        mine: call.regions[first] for first, mine in region.call.regions.items()
+    }
+    stack = (*tags_of(leaf.meta), *(again[region] for region in tags_of(node.meta)[outer:]))
+    custom = {**(leaf.meta.get("custom") or {}), **(node.meta.get("custom") or {})}
+    custom.pop(MARK, None)
+    meta = {**node.meta, "custom": custom}
+    if stack:
+        meta = with_tags(meta, stack)
+    around = leaf.meta.get("nn_module_stack") or {}
+    known = region.leaf.meta.get("nn_module_stack") or {}
+    inner = {k: v for k, v in (node.meta.get("nn_module_stack") or {}).items() if k not in known}
+    meta["nn_module_stack"] = {**around, **_renamed(inner, region.call.path, call.path)}
+    return meta
+
+
+def _renamed(stack: Mapping[str, Any], one: str, two: str) -> dict[str, Any]:
+    return {
+        key.replace(one, two, 1): (path.replace(one, two, 1), kind)
+        for key, (path, kind) in stack.items()
+    }

@@ -1,0 +1,189 @@
+"""Equal modules are traced once, and the captured step is the same as if each had been traced."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper.capture.model import Captured, capture
+
+LAYERS = 6
+
+
+class Block(nn.Module):
+    """A block with a number of its own, as in models of transformers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("mlp"):
+            return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class ReadsNumber(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.index == 3 else 1.0)
+
+
+class Counts(Block):
+    """Changes a buffer."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+class Writes(Block):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.mul_(0.5)
+        return y
+
+
+class Constant(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor(0.5)
+
+
+class NoGrad(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.mean()
+        return super().forward(x) * scale
+
+
+class Appends(Block):
+    """Gives a tensor to the model past its result."""
+
+    losses: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.losses.append(y.square().mean())
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(kind(i) for i in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        losses: list[Tensor] = []
+        for layer in self.layers:
+            layer.losses = losses
+            x = layer(x)
+        return x + sum(losses)
+
+
+class Alternating(Model):
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(kind)
+        self.layers = nn.ModuleList(kind(i) for i in range(10))
+        for i, layer in enumerate(self.layers):
+            layer.norm.eps = 1e-5 if i % 2 else 1e-6
+
+
+class Frozen(Model):
+    """Its last blocks are not trained."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(kind)
+        for layer in self.layers[-2:]:
+            layer.requires_grad_(False)
+
+
+class Tied(Model):
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(kind)
+        for layer in self.layers[1:]:
+            layer.up.weight = self.layers[0].up.weight
+
+
+def captures(model: nn.Module, **options: object) -> tuple[Captured, Captured]:
+    """``model`` captured with equal modules traced once, and one by one."""
+    x = torch.randn(4, 8)
+    how = {"inputs": (x,), "targets": (x,), "loss": F.mse_loss, "microbatches": 2, **options}
+    once, each = (capture(model, **how, repeats=repeats) for repeats in (True, False))
+    assert each.repeated == 0
+    return once, each
+
+
+def assert_same(one: Captured, two: Captured) -> None:
+    for a, b in zip(one.chunks, two.chunks, strict=True):
+        ends = ("tags", "parameters", "buffers", "inputs", "outputs", "updates")
+        assert [getattr(a, end) for end in ends] == [getattr(b, end) for end in ends]
+        assert a.body.key == b.body.key
+    assert one.cut.values == two.cut.values
+    assert one.computation == two.computation
+    numbers = [{id(p): i for i, p in enumerate(x.unique_programs)} for x in (one, two)]
+    shared = [[n[id(p)] for p in x.programs] for n, x in zip(numbers, (one, two), strict=True)]
+    assert shared[0] == shared[1]
+    for a, b in zip(one.joints, two.joints, strict=True):
+        assert str(a.graph) == str(b.graph)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "repeated"),
+    [
+        (Model, Block, LAYERS - 2),
+        (Alternating, Block, 6),
+        (Frozen, Block, 2),
+        (Model, ReadsNumber, 0),
+        (Model, Counts, 0),
+        (Model, Writes, 0),
+        (Model, Constant, 0),
+        (Model, NoGrad, 0),
+        (Model, Appends, 0),
+        (Tied, Block, 0),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_the_step_is_the_same(model: type[Model], kind: type[Block], repeated: int) -> None:
+    once, each = captures(model(kind))
+    assert_same(once, each)
+    assert once.repeated == repeated
+
+
+def test_tags_inside_of_equal_modules_are_numbered_as_entered() -> None:
+    tags = {"layers.*": "layer", "layers.*.up": "up"}
+    once, each = captures(Model(Block), tags=tags)
+    assert_same(once, each)
+    assert once.repeated == LAYERS - 2
+
+
+def test_a_model_in_evaluation_mode() -> None:
+    once, each = captures(Model(Block).eval())
+    assert_same(once, each)
+    assert once.repeated == LAYERS - 2
+
+
+def test_a_change_between_calls_is_seen() -> None:
+    """A block whose settings the model changes before it calls it is traced."""
+
+    class Scaled(Block):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    class Changes(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            self.layers[3].scale = 3.0
+            return super().forward(x)
+
+    once, each = captures(Changes(Scaled))
+    assert_same(once, each)
+    assert once.repeated == LAYERS - 3
