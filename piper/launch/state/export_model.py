@@ -22,8 +22,9 @@ from piper.launch.device.worker_group import Refusal, WorkerGroup
 from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
 from piper.launch.state.saving import tensor_of
 from piper.program.program import Program
-from piper.state.checkpoint.hf_export import PRETRAINED, SliceWriter, lay_out
+from piper.state.checkpoint.hf_export import PRETRAINED, lay_out
 from piper.state.checkpoint.slices import MODEL, Slice
+from piper.state.checkpoint.tensor_files import Writer
 from piper.state.weights.matching import pretrained_part
 
 
@@ -112,7 +113,7 @@ def _finish(
                 raise PiperError(part.why)
             written.update(part)
         fetch = fetcher(program)
-        with SliceWriter.opened(folder) as out:
+        with Writer.opened(folder) as out:
             for name, target in targets.items():
                 if name not in written:
                     tensor = rest[name] if name in rest else fetch(name).whole()

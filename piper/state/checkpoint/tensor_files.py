@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -118,19 +118,13 @@ def laid_out(file: str, slices: Iterable[Slice]) -> tuple[bytes, list[tuple[Slic
 def write_file(path: Path, slices: Iterable[Slice]) -> tuple[FileFacts, list[Slice]]:
     """Writes a new safetensors file at ``path`` and syncs it to disk. Returns its facts, and its
     slices in it."""
-    header, placed = laid_out(path.name, slices)
     written = []
-    with path.open("xb", buffering=BLOCK) as file, ThreadPoolExecutor(1) as pool:
-        file.write(header)
+    with Writer.opened(path.parent) as out:
+        facts, placed = out.create(path.name, slices)
         for given, target in placed:
-            crc = 0
-            for piece in pieces_in_order(given.tensor.detach()):
-                crc = _copied(memory_of(piece.cpu().contiguous()), file, crc, pool)
+            crc = out.write(given, target)
             written.append(replace(target, at=replace(target.location, crc32=crc)))
-        file.flush()
-        os.fsync(file.fileno())
-    size = len(header) + sum(one.nbytes for one in written)
-    return FileFacts(size, len(header), zlib.crc32(header)), written
+    return facts, written
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -154,23 +148,78 @@ def pieces_in_order(x: Tensor) -> Iterator[Tensor]:
         yield from pieces_in_order(part)
 
 
-def _copied(data: memoryview, file: BinaryIO, crc: int, pool: ThreadPoolExecutor) -> int:
-    """Write ``data`` and update the checksum at the same time. Large blocks bypass the file's
-    buffer, which would copy them once more."""
-    for at in range(0, len(data), BLOCK):
-        block = data[at : at + BLOCK]
-        if len(block) < _SMALL:
-            file.write(block)
-            crc = zlib.crc32(block, crc)
-            continue
-        total = pool.submit(zlib.crc32, block, crc)
-        try:
-            file.flush()
+class Writer:
+    """Writes slices of tensors to their places in the files of a folder."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._pool = stack.enter_context(ThreadPoolExecutor(1))
+        self._files: dict[str, int] = {}
+
+    @staticmethod
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Writer]:
+        """A writer that syncs its files to disk at the end, and closes them."""
+        with ExitStack() as stack:
+            writer = Writer(folder, stack)
+            yield writer
+            for file in writer._files.values():
+                os.fsync(file)
+
+    def create(
+        self, name: str, slices: Iterable[Slice]
+    ) -> tuple[FileFacts, list[tuple[Slice, Slice]]]:
+        """A new file with room for ``slices``: its facts, and ``laid_out``."""
+        header, placed = laid_out(name, slices)
+        size = len(header) + sum(one.nbytes for one, _ in placed)
+        file = self._open(name, os.O_CREAT | os.O_EXCL)
+        crc = self._write(file, memoryview(header), 0, 0)
+        os.ftruncate(file, size)
+        return FileFacts(size, len(header), crc), placed
+
+    def write(self, source: Slice, target: Slice) -> int:
+        """Write ``source`` to its place in ``target``, which contains it. Returns the CRC-32 of the
+        bytes written."""
+        location = target.location
+        strides = row_major(location.box.shape)
+        first = source.box.seen_from(location.box).offset(strides)
+        at = location.offset + first * target.dtype.itemsize
+        file = self._open(location.file)
+        return self._put(file, target.dtype, at, strides, source.tensor.detach(), 0)
+
+    def _put(
+        self, file: int, dtype: torch.dtype, at: int, strides: Sequence[int], x: Tensor, crc: int
+    ) -> int:
+        if not x.dim() or strides[0] == math.prod(x.shape[1:]):  # contiguous in the file
+            for piece in pieces_in_order(x):
+                data = memory_of(piece.to(dtype).cpu().contiguous())
+                crc = self._write(file, data, at, crc)
+                at += len(data)
+            return crc
+        for i, row in enumerate(x):
+            crc = self._put(
+                file, dtype, at + i * strides[0] * dtype.itemsize, strides[1:], row, crc
+            )
+        return crc
+
+    def _write(self, file: int, data: memoryview, at: int, crc: int) -> int:
+        """Write ``data`` at ``at``, and update the checksum at the same time."""
+        for start in range(0, len(data), BLOCK):
+            block = data[start : start + BLOCK]
+            total = self._pool.submit(zlib.crc32, block, crc) if len(block) >= _SMALL else None
+            crc = zlib.crc32(block, crc) if total is None else crc
             while block:
-                block = block[os.write(file.fileno(), block) :]
-        finally:
-            crc = total.result()
-    return crc
+                n = os.pwrite(file, block, at)
+                block, at = block[n:], at + n
+            crc = crc if total is None else total.result()
+        return crc
+
+    def _open(self, name: str, flags: int = 0) -> int:
+        if name not in self._files:
+            self._files[name] = os.open(self._folder / name, os.O_WRONLY | flags, 0o666)
+            self._stack.callback(os.close, self._files[name])
+        return self._files[name]
 
 
 def checksum(file: BinaryIO, start: int, size: int) -> int:

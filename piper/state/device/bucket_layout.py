@@ -198,11 +198,6 @@ class BucketLayout:
                 return max(one.start, one.start + inside // row * row - one.offset)
         return at
 
-    def shard(self, name: str) -> Fragment:
-        """This device's whole shard of a parameter, by itself."""
-        size = math.prod(self.shapes[name])
-        return Fragment(name, 0, size, 0)
-
     def slices(
         self, table: str, fragment: Fragment, item: Tensor, *, flat: bool = True
     ) -> Iterator[Slice]:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from piper.base.reading import within
-from piper.state.checkpoint.hf_export import SliceWriter
 from piper.state.checkpoint.index import GroupEntry, Index, Part, SavedValue
 from piper.state.checkpoint.plain_values import to_json
 from piper.state.checkpoint.slices import MODEL, OPTIMIZER, STORED, Slice, at_device, covering
-from piper.state.checkpoint.tensor_files import Reader, write_file
+from piper.state.checkpoint.tensor_files import Reader, Writer, write_file
 from piper.state.device.bucket_layout import Fragment
 from piper.state.device.device_state import DeviceState, HeldBucket
 from piper.state.device.optimizer_groups import export_groups
@@ -134,7 +133,7 @@ def export_part(
     ]
     mine += [Slice.of(MODEL, name, state.buffers[name]) for name in buffers]
     mine = [one for one in mine if one.name in targets]
-    with SliceWriter.opened(folder) as out:
+    with Writer.opened(folder) as out:
         for one in mine:
             out.write(one, targets[one.name])
     return list(dict.fromkeys(one.name for one in mine))

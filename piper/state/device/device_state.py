@@ -50,22 +50,15 @@ class HeldBucket:
         return self.layout.slices(MODEL, part, self.updated[part.start : part.stop])
 
     def fill(self, fetch: Fetch, names: Iterable[str]) -> None:
-        """Copy values of the parameters ``names`` to all memory that this device has for them."""
-        layout = self.layout
+        """Copy values of the parameters ``names`` to what this device updates. With ZeRO, the rest
+        is gathered before each use."""
         for name in names:
             first = fetch(name)
-            slices: list[Slice] = []
-            if layout.scattered or self.is_copy:
-                for fragment in layout.fragments:
-                    if fragment.name == name:
-                        slices += self.parameter(fragment)
-            if not layout.scattered:
-                view = layout.view(self.flat, name)
-                slices += layout.slices(MODEL, layout.shard(name), view, flat=False)
-            for one in slices:
-                first.fill(one, layout.bucket.gradient)
-        if layout.scattered:
-            self.publish()
+            for fragment in self.layout.fragments:
+                if fragment.name == name:
+                    for one in self.parameter(fragment):
+                        first.fill(one, one.dtype)
+        self.publish()
 
     def publish(self) -> None:
         """Copy the master copy, if there is one, to this device's part of ``flat``."""
