@@ -17,10 +17,9 @@ from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError
 from piper.base.paths import path_of
 from piper.capture.blame import LOSS_PREFIX
-from piper.launch.device.weight_readers import fetcher
 from piper.launch.device.worker_group import Refusal, WorkerGroup
 from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
-from piper.launch.state.saving import tensor_of
+from piper.launch.state.saving import accepted, known_or_first, tensor_of
 from piper.program.program import Program
 from piper.state.checkpoint.hf_export import PRETRAINED, lay_out
 from piper.state.checkpoint.slices import MODEL, Slice
@@ -101,23 +100,18 @@ def _finish(
     program: Program,
     staged: Staged,
     targets: Mapping[str, Slice],
-    parts: Iterable[Any],
+    parts: Iterable[list[str] | Refusal],
     rest: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> None:
     folder = staged.folder
     with staged.failing():
-        written: set[str] = set()
-        for part in parts:
-            if isinstance(part, Refusal):
-                raise PiperError(part.why)
-            written.update(part)
-        fetch = fetcher(program)
+        written = {name for names in accepted(parts) for name in names}
+        find = known_or_first(program, rest)
         with Writer.opened(folder) as out:
             for name, target in targets.items():
                 if name not in written:
-                    tensor = rest[name] if name in rest else fetch(name).whole()
-                    out.write(Slice.of(MODEL, name, tensor), target)
+                    out.write(Slice.of(MODEL, name, find(name)), target)
         assert program.source is not None
         _, model = pretrained_part(program.source.model)
         if model is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError, warn
 from piper.base.reading import MalformedError, file_bytes
-from piper.launch.device.weight_readers import fetcher
+from piper.launch.device.weight_readers import FirstWeights, fetcher
 from piper.launch.device.worker_group import Refusal, WorkerGroup
 from piper.launch.state.state_checks import check_index
 from piper.program.program import Program
@@ -33,6 +33,7 @@ from piper.state.device.checkpoint_parts import write_part
 from piper.state.device.whole_tensors import assembled
 from piper.state.optimizer.factory import joined_kinds
 
+T = TypeVar("T")
 _AT_ONCE = 4 * 1024 * 1024
 """Elements that are gathered, or sent out, at a time."""
 
@@ -54,13 +55,24 @@ def tensor_of(
     """A function from a tensor's first name to the whole tensor, assembled from the devices'
     slices."""
     held = assembled(one for slices in reversed(parts) for one in slices)
-    known = {**rest, **held}
+    find = known_or_first(program, {**rest, **held})
+    return lambda name: find(name).cpu().clone()
+
+
+def known_or_first(program: Program, known: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    """A function from a tensor's first name to its value in ``known``, or else its initial one."""
     fetch = cache(lambda: fetcher(program))
+    return lambda name: known[name] if name in known else fetch()(name).whole()
 
-    def find(name: str) -> Tensor:
-        return known[name].clone() if name in known else fetch()(name).whole().cpu().clone()
 
-    return find
+def accepted(parts: Iterable[T | Refusal]) -> list[T]:
+    """What the devices answered; raises the first refusal."""
+    good = []
+    for part in parts:
+        if isinstance(part, Refusal):
+            raise PiperError(part.why)
+        good.append(part)
+    return good
 
 
 def in_turn(keys: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -132,11 +144,7 @@ def finish(
     """Commit the checkpoint, after all devices have written their parts."""
     folder = staged.folder
     with staged.failing():
-        good = []
-        for part in parts:
-            if isinstance(part, Refusal):
-                raise PiperError(part.why)
-            good.append(part)
+        good = accepted(parts)
         good.append(_write_rest(program, folder, good, rest))
         if absent := [p.file for p in good if p.facts and not (folder / p.file).exists()]:
             raise PiperError(
@@ -155,20 +163,13 @@ def _write_rest(
     """Write the tensors of the model that no device wrote."""
     there = {one.name for part in parts for one in part.slices if one.table == MODEL}
     names = [n for n in dict.fromkeys(program.names.keys.values()) if n not in there]
+    tensors = FirstWeights.of(program).tensors if names else {}
+    find = known_or_first(program, rest)
     slices = []
-    if names:
-        source = program.source
-        known: dict[str, Tensor] = {}
-        if source is not None:
-            known = {**dict(source.parameters()), **dict(source.buffers())}
-        fetch = fetcher(program)
-        for name in names:
-            like = rest.get(name, known[name])
-
-            def get(name: str = name) -> Tensor:
-                return rest[name] if name in rest else fetch(name).whole()
-
-            slices.append(Slice.whole(MODEL, name, like.shape, like.dtype, get))
+    for name in names:
+        like = rest.get(name, tensors[name])
+        get = partial(find, name)  # when it is written: the tensors need not fit into memory
+        slices.append(Slice.whole(MODEL, name, like.shape, like.dtype, get))
     return write_part(Part(slices), folder, "rest.safetensors")
 
 

@@ -23,7 +23,7 @@ from piper.launch.device.device import LoadedDevice, assignment_of
 from piper.launch.device.step_graph import refuse_uncapturable
 from piper.launch.device.worker_group import Refusal, WorkerGroup
 from piper.launch.optimizer_facts import difference, facts_of
-from piper.launch.state.saving import index_of
+from piper.launch.state.saving import accepted, index_of
 from piper.launch.state.state_checks import check_state
 from piper.program.program import Program
 from piper.runtime.comm.gloo import Peers
@@ -150,13 +150,8 @@ def _other_optimizer(old: Program, new: Program) -> str | None:
 def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index:
     """The index of the present state: which device has which slice. Refused if ``new`` cannot
     continue from it."""
-    good = []
-    for part in parts:
-        if isinstance(part, Refusal):
-            raise _refused(part.why)
-        good.append(part)
     try:
-        index = index_of(old, good, None)
+        index = index_of(old, accepted(parts), None)
         check_state(index, new)
     except PiperError as error:
         raise _refused(str(error)) from error
