@@ -3,6 +3,7 @@ its experts once, and the numbers are those of one device."""
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,46 @@ def test_hugging_face(name: str, axes: dict[str, Any]) -> None:
     )
     one = hugging_face(name).compile(mesh(microbatches=axes.get("microbatches", 1)))
     assert products(program) == products(one)
+
+
+def redistributions(program: piper.Program) -> set[str]:
+    """The layouts between which values along an axis move."""
+    chunks = next(iter(program.models.values())).chunks
+    moves = [s.redistribution for chunk in chunks for s in chunk.segments]
+    return {move.text for move in moves if move is not None}
+
+
+def test_each_device_sorts_its_own_rows() -> None:
+    """Only attention, and the loss, communicate along a sharded sequence."""
+    program = captured(dropless=True).compile(mesh(cp=2, ep=2))
+    assert redistributions(program) == {"S(2) -> S(1)", "P(sum) -> R"}
+    wanted = reference(dropless=True, microbatches=1)
+    assert_same(train(program, batches()), wanted, 1e-12)
+
+
+class FirstSorted(nn.Module):
+    """A mixture whose result also depends on which of its rows is the first in sorted order."""
+
+    def __init__(self, mixture: nn.Module) -> None:
+        super().__init__()
+        self.mixture = mixture
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y, routing = self.mixture(x)
+        order = routing.expert.flatten().sort(stable=True).indices
+        return y + order[:1].double() / len(order), routing
+
+
+@pytest.mark.slow
+def test_rows_whose_order_matters_are_sorted_together() -> None:
+    odd = copy.deepcopy(model(dropless=True))
+    odd.layers[0].mlp = FirstSorted(odd.layers[0].mlp)  # type: ignore[index, union-attr]
+    inputs, targets = batches()[0]
+    program = piper.compile(
+        odd, mesh(cp=2, ep=2), inputs=inputs, targets=targets, loss=loss, optimizer=sgd
+    )
+    assert any("of [" in text for text in redistributions(program))
+    assert_same(train(program, batches()), plain(odd, loss, batches(), microbatches=1), 1e-12)
 
 
 @pytest.mark.slow

@@ -35,6 +35,9 @@ def _(x: Tensor, bins: int) -> Tensor:
     return x.new_empty(bins, dtype=torch.int64)
 
 
+BINCOUNT = torch.ops.piper.bincount.default
+
+
 class FixedCounts(TorchFunctionMode):
     """While active, ``torch.bincount(x, minlength=...)`` has exactly ``minlength`` bins."""
 

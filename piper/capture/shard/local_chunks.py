@@ -32,6 +32,9 @@ class Sharding:
     """Context parallelism: the dimension along which the tensors of the batch are sharded."""
     context: ContextAttention | None = None
     """How attention is computed under context parallelism."""
+    routed: bool = False
+    """For experts on sorted rows, which are not sharded along the axis: whether each device's rows
+    come to them in an order of their own."""
 
 
 @dataclass(frozen=True, slots=True)

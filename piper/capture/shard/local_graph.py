@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.fused_weights import ShardedSections
+from piper.capture.shard.rewrites.routing import Routed, RowRole
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.trace.quiet import hushed_loggers
 from piper.ir.collectives import Move
@@ -26,7 +27,7 @@ from piper.ir.layouts import Placement, move_between
 from piper.ir.shards import AxisPlacement, Redistribution
 
 aten = torch.ops.aten
-LocalLayout = Placement | ShardedSections
+LocalLayout = Placement | ShardedSections | Routed
 
 
 class LocalGraph:
@@ -80,6 +81,9 @@ class LocalGraph:
         others = [p for p in earlier if p.axis != self._axis.name]
         if isinstance(placement, Shard | ShardedSections):
             others.append(AxisPlacement(self._axis.name, placement.dim))
+        elif isinstance(placement, Routed):
+            counts = placement.role is RowRole.COUNTS
+            others.append(AxisPlacement(self._axis.name, None if counts else 0))
         elif isinstance(placement, Partial):
             others.append(AxisPlacement(self._axis.name, None))
         local.meta["placements"] = tuple(others)
@@ -199,7 +203,7 @@ class LocalGraph:
     def shape(self, whole: Tensor, placement: LocalLayout) -> tuple[int, ...]:
         """The shape of a shard; an uneven dimension is padded."""
         shape = list(whole.shape)
-        if isinstance(placement, Shard | ShardedSections):
+        if is_shard(placement):
             shape[placement.dim] = -(-shape[placement.dim] // self._ways)
         return tuple(shape)
 
@@ -237,9 +241,18 @@ def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:
     return lambda x: _moved(x, move, ways)
 
 
+def is_shard(placement: LocalLayout) -> TypeGuard[Shard | ShardedSections | Routed]:
+    """Whether devices have different parts of a dimension."""
+    if isinstance(placement, Routed):
+        return placement.role is not RowRole.COUNTS
+    return isinstance(placement, Shard | ShardedSections)
+
+
 def plain(placement: LocalLayout) -> Placement:
     """The placement as torch's rules know it."""
-    return Shard(placement.dim) if isinstance(placement, ShardedSections) else placement
+    if isinstance(placement, ShardedSections | Routed):
+        return Shard(placement.dim)
+    return placement
 
 
 def differentiable(local: fx.Node) -> bool:

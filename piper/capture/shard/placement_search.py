@@ -20,6 +20,7 @@ from piper.capture.shard.local_graph import plain
 from piper.capture.shard.placements import REPLICATED, Placements
 from piper.capture.shard.rewrites.flattening import VIEWS, flattened, unflattened
 from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section
+from piper.capture.shard.rewrites.routing import routed
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
 from piper.ir.layouts import Placement
@@ -54,8 +55,14 @@ class Placing:
     """The placements of one graph's values that are known so far."""
 
     def __init__(
-        self, rules: Rules, axis: ShardAxis, resolved: Callable[[Tensor], Placement]
+        self,
+        rules: Rules,
+        axis: ShardAxis,
+        resolved: Callable[[Tensor], Placement],
+        *,
+        routing: bool,
     ) -> None:
+        self._routing = routing
         self._rules, self._axis, self.resolved = rules, axis, resolved
         self._ways, self._parts = axis.ways, axis.parts
         self.made: dict[fx.Node, Any] = {}
@@ -76,6 +83,8 @@ class Placing:
         now = {x: self.made[x] for x in node.all_input_nodes}
         if all(p == REPLICATED for p in now.values()):
             return now, alike(self.whole[node], REPLICATED)
+        if self._routing and (found := routed(node, self.made, self._ask)):
+            return found
         if any(isinstance(p, ShardedSections) for p in now.values()):
             apart = {x: p if isinstance(p, ShardedSections) else REPLICATED for x, p in now.items()}
             packed = self._packed(node, apart)
@@ -200,10 +209,15 @@ class Placing:
         ):
             return None
         made = self._ask(node, {x: plain(p) for x, p in now.items()})
-        if isinstance(made, Partial):
-            return made
+        if not isinstance(made, tuple):
+            return self._in_sections(whole, made, first)
+        each = [self._in_sections(x, p, first) for x, p in zip(whole, made, strict=True)]
+        return None if None in each else tuple(each)
+
+    def _in_sections(self, whole: Tensor, made: Any, first: ShardedSections) -> Any:
+        """The placement of one result, computed from values sharded like ``first``."""
         if not isinstance(made, Shard):
-            return None
+            return made if isinstance(made, Partial) else None
         return first.on(made.dim, whole.shape[made.dim], self._parts)
 
 

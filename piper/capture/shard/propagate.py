@@ -27,7 +27,7 @@ from piper.capture.blame import operation_text
 from piper.capture.chunk.chunks import Body
 from piper.capture.chunk.recomputing import recomputed_in
 from piper.capture.graphs import is_random
-from piper.capture.shard.local_graph import LocalGraph, LocalLayout, differentiable
+from piper.capture.shard.local_graph import LocalGraph, LocalLayout, differentiable, is_shard
 from piper.capture.shard.placement_search import MEAN, SUM, Placing, alike
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.resizing import resized
@@ -35,6 +35,7 @@ from piper.capture.shard.rewrites.context_parallel import causal_shards, wanted_
 from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section
 from piper.capture.shard.rewrites.graph_rewrites import rewritten
 from piper.capture.shard.rewrites.key_heads import own_head, wanted_weight
+from piper.capture.shard.rewrites.routing import Routed, UnroutedError, local_call
 from piper.capture.shard.rewrites.vocab_parallel import on_shards, wanted_target
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
@@ -79,12 +80,15 @@ def propagate(
     resolved: Callable[[Tensor], Placement],
     split: Sequence[int | None],
     name: str,
+    *,
+    routing: bool = False,
 ) -> Local:
     """The share of ``body`` on each device along ``axis``. ``given`` are the placements of its
     arguments, ``wanted`` those of its results, None where they are open. ``resolved`` gives the
     placement of a reduced partial sum. ``split`` are the dimensions along which to shard inputs
-    that all devices have whole. ``name`` is for errors."""
-    propagation = _Propagation(body, rules, axis, given, resolved, name)
+    that all devices have whole. ``name`` is for errors. With ``routing`` each device sorts its own
+    rows for experts."""
+    propagation = _Propagation(body, rules, axis, given, resolved, name, routing=routing)
     propagation.split(split)
     for node in propagation.nodes():
         propagation.visit(node)
@@ -105,11 +109,13 @@ class _Propagation:
         given: Sequence[LocalLayout],
         resolved: Callable[[Tensor], Placement],
         name: str,
+        *,
+        routing: bool,
     ) -> None:
         first = body.fakes()[0]
         self.axis = axis
         self._ways, self._device, self._name = axis.ways, first.device, name
-        self._placing = Placing(rules, axis, resolved)
+        self._placing = Placing(rules, axis, resolved, routing=routing)
         self._out = LocalGraph(first.fake_mode, first.device, axis)
         self._made, self._whole = self._placing.made, self._placing.whole
         self._local: dict[fx.Node, fx.Node] = {}
@@ -173,7 +179,7 @@ class _Propagation:
     def note(self, node: fx.Node) -> None:
         """Record the placement of ``node`` on its local value."""
         made = self._made[node]
-        if isinstance(made, Placement | ShardedSections):
+        if isinstance(made, Placement | ShardedSections | Routed):
             self._out.placed(self._local[node], made, node)
             self._note_free(node)
 
@@ -213,7 +219,11 @@ class _Propagation:
             fx.Node, lambda x: self._form(x, needs.get(x), sharded), (node.args, dict(node.kwargs))
         )
         self._made[node] = made
-        if sharded and isinstance(made, Shard | ShardedSections):
+        own = local_call(node, made, args, self.call)
+        if own is not None:
+            target, taken = own
+            self._emit(node, target, taken, {}, sharded)
+        elif sharded and not isinstance(made, tuple) and is_shard(made):
             shape = self._out.shape(self._whole[node], made)
             self._emit(node, *resized(node.target, args, kwargs, shape), sharded)
         elif made == MEAN:
@@ -275,8 +285,8 @@ class _Propagation:
         self._local[node], self._made[node] = rewrite.local, rewrite.placement
         return True
 
-    def call(self, target: Any, *args: Any, sharded: bool = True) -> fx.Node:
-        return self._out.call(target, args, sharded)
+    def call(self, target: Any, *args: Any, sharded: bool = True, **kwargs: Any) -> fx.Node:
+        return self._out.call(target, args, sharded, **kwargs)
 
     def rank(self) -> fx.Node:
         return self._out.rank()
@@ -294,6 +304,8 @@ class _Propagation:
         made, local = self._made[node], self._local[node]
         if placement is None or isinstance(made, tuple):
             return local
+        if isinstance(made, Routed) and made != placement:
+            raise UnroutedError
         made_sharded = made != REPLICATED or local in self._out.sharded
         plain = (
             node in self._placing.fixed or local in self._out.constants or not differentiable(local)
@@ -434,7 +446,7 @@ class _Propagation:
         made = self._made[node]
         if isinstance(made, Partial):
             return self._placing.resolved(self._whole[node])
-        return made if isinstance(made, Shard | ShardedSections) else REPLICATED
+        return made if isinstance(made, Shard | ShardedSections | Routed) else REPLICATED
 
 
 class _Read(Mapping[fx.Node, fx.Node]):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,11 +21,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from piper.base.errors import CaptureError
 from piper.capture.chunk.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.chunk.cut import body_key
+from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.shard.local_chunks import LocalChunks, Sharding
 from piper.capture.shard.local_graph import LocalLayout, placements_of, stand_in
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.propagate import Local, propagate
 from piper.capture.shard.rewrites.fused_weights import ShardedSections
+from piper.capture.shard.rewrites.routing import Routed, RowRole, UnroutedError
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
 from piper.ir.collectives import Move
@@ -36,6 +39,14 @@ from piper.ir.tensors import TensorSpec
 def segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:
     """``cut`` with the chunks in ``shardings`` replaced by their segments, one axis after
     another."""
+    try:
+        return _segmented(cut, shardings)
+    except UnroutedError:
+        others = {i: [s for s in row if not s.routed] for i, row in shardings.items()}
+        return _segmented(cut, others)
+
+
+def _segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:
     axes = list(dict.fromkeys(s.axis for row in shardings.values() for s in row))
     origin = list(range(len(cut.chunks)))
     for axis in axes:
@@ -51,7 +62,9 @@ def segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:
 class _Segmenter:
     def __init__(self, cut: Cut, shardings: Mapping[int, Sharding]) -> None:
         self._cut = cut
-        self._shardings = shardings
+        self._shardings = {i: s for i, s in shardings.items() if not s.routed}
+        self._routed = {i: s for i, s in shardings.items() if s.routed}
+        """Experts that get the rows of each device in an order of their own."""
         axes = {_axis(s) for s in shardings.values()}
         self._rules = {axis: Rules(axis) for axis in axes}
         self._locals: dict[object, Local] = {}
@@ -74,7 +87,7 @@ class _Segmenter:
         for chunk in old.chunks:
             sharding = self._shardings.get(chunk.index)
             if sharding is None:
-                self._keep(chunk)
+                self._keep(chunk, self._routed.get(chunk.index))
             else:
                 self._segment(chunk, sharding)
         return Cut(
@@ -102,7 +115,9 @@ class _Segmenter:
         its readers are sharded in the same way."""
         if value in (self._cut.loss, self._cut.count, *self._cut.outputs):
             return REPLICATED
-        readers = [c.index for c in self._cut.chunks if value in c.inputs]
+        readers = [
+            c.index for c in self._cut.chunks if value in c.inputs and c.index not in self._routed
+        ]
         same = all(_same(self._shardings.get(i), sharding) for i in readers)
         return None if same else REPLICATED
 
@@ -134,13 +149,19 @@ class _Segmenter:
         self._values.append(ChunkValue(index, name, spec, producer, placements))
         return index
 
-    def _keep(self, chunk: Chunk) -> None:
+    def _keep(self, chunk: Chunk, routed: Sharding | None) -> None:
         index = len(self._chunks)
+        made = REPLICATED if routed is None else self._order(chunk)
         self.origin.append(chunk.index)
         for value in chunk.outputs:
             old = self._cut.values[value]
-            self._numbers[value] = self._value(old.name, old.spec, index, old.placements)
-            self._edges[value] = REPLICATED
+            spec, placements = old.spec, old.placements
+            if routed is not None:
+                shape = (spec.shape[0] // routed.ways, *spec.shape[1:])
+                spec = TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
+                placements = (*placements, AxisPlacement(routed.axis, 0))
+            self._numbers[value] = self._value(old.name, spec, index, placements)
+            self._edges[value] = made
         self._chunks.append(
             replace(
                 chunk,
@@ -150,6 +171,19 @@ class _Segmenter:
                 draws=chunk.draws or Draws(chunk.index),
             )
         )
+
+    def _order(self, chunk: Chunk) -> Routed:
+        """The placement of the rows that experts make: that of the rows that they read."""
+        sorting = sorted_rows(chunk.body)
+        assert sorting is not None
+        given = [self._edges[value] for value in chunk.inputs]
+        counts = given.pop(sorting.counts)
+        rows = given[0]
+        if not isinstance(rows, Routed) or rows != rows.like_rows or set(given) != {rows}:
+            raise UnroutedError
+        if counts != replace(rows, role=RowRole.COUNTS):
+            raise UnroutedError
+        return rows
 
     def _segment(self, chunk: Chunk, sharding: Sharding) -> None:
         local = self._local(chunk, sharding)
@@ -179,9 +213,19 @@ class _Segmenter:
             )
             gathered = gathered if part.body is None else ()  # for the first that computes
         ends = zip(chunk.outputs, local.results, local.placements, strict=False)
+        orders = self._orders(chunk)
         for value, node, placement in ends:
             self._numbers[value] = numbers[node]
             self._edges[value] = placement
+            if isinstance(placement, Routed):
+                order = placement.order
+                known = orders[order] if isinstance(order, int) else (chunk.index, order)
+                self._edges[value] = replace(placement, order=known)
+
+    def _orders(self, chunk: Chunk) -> list[object]:
+        """The orders of rows that a chunk reads, which it knows by their number here."""
+        edges = (self._edges[value] for value in chunk.inputs)
+        return list(dict.fromkeys(x.order for x in edges if isinstance(x, Routed)))
 
     def _local(self, chunk: Chunk, sharding: Sharding) -> Local:
         given: list[LocalLayout] = []
@@ -194,7 +238,11 @@ class _Segmenter:
             else:
                 given.append(Shard(shard.dim))
         given += [REPLICATED] * len(chunk.buffers)
-        given += [self._edges[value] for value in chunk.inputs]
+        orders = self._orders(chunk)
+        for edge in (self._edges[value] for value in chunk.inputs):
+            if isinstance(edge, Routed):
+                edge = replace(edge, order=orders.index(edge.order))
+            given.append(edge)
         split = tuple(self._split(value, sharding) for value in chunk.inputs)
         wanted: list[Placement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
         wanted += [REPLICATED] * len(chunk.updates)
@@ -238,6 +286,7 @@ class _Segmenter:
                 _resolved(sharding.sequence, sharding.ways),
                 split,
                 chunk.name,
+                routing=bool(self._routed),
             )
         return self._locals[key]
 

@@ -116,7 +116,8 @@ class _Forms:
         if rule is not None and (value, node.compute.chunk) in self._undivided:
             return self._undivided[value, node.compute.chunk]  # a backward reads its own forward's
         by_expert = self._sorted.resized(value, maker, reader)
-        if not same_group(made.devices, node.devices) or made.replicas != node.replicas:
+        ours, theirs = self._alike(value, made, node)
+        if not same_group(made.devices, node.devices) or ours != theirs:
             key = (value, id(node.devices), node.replicas)
             if key not in self._received:
                 self._received[key] = self._send(value, maker, reader, by_expert=by_expert)
@@ -131,6 +132,15 @@ class _Forms:
             self._dispatched[value] = rows
             self._all_to_all(node, rule, value, rows, sent, sent.room)
         return self._dispatched[value]
+
+    def _alike(self, value: int, made: Node, read: Node) -> tuple[int, int]:
+        """The number of devices that have the same rows of a value, where it is made and read."""
+        if not isinstance(made.op, Compute) or not isinstance(read.op, Compute):
+            return made.replicas, read.replicas
+        return (
+            made.replicas // self._sorted.own(value, made, read.op.chunk),
+            read.replicas // self._sorted.own(value, read, made.op.chunk),
+        )
 
     def _made(self, value: int, maker: int, rule: ShardRule) -> int:
         node = self._dag.nodes[maker]

@@ -11,6 +11,7 @@ must have the rows as sorted: in as many parts as the region that sorted them.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -54,8 +55,21 @@ class SortedValues:
 
     def parts(self, chunk: int, microbatch: int) -> int:
         """The number of parts in which the rows of a chunk of experts are sorted."""
-        made = self._dag.producers[self.counts(chunk, microbatch)]
-        return self._dag.nodes[made].parts
+        counts = self.counts(chunk, microbatch)
+        made = self._dag.nodes[self._dag.producers[counts]]
+        return made.parts * self.own(counts, made, chunk)
+
+    def own(self, value: int, node: Node, other: int) -> int:
+        """The number of devices that ``node`` shares its rows among, where each has its own rows
+        for the chunk ``other``, which is not sharded along these axes."""
+        op, facts = node.op, self._dag.model
+        entry = self._dag.table.value(self._dag.plain(value))[0]
+        if not isinstance(op, Compute) or entry.role not in (Role.ACTIVATION, Role.GRADIENT):
+            return 1
+        there = {segment.axis for segment in facts.chunks[other].segments}
+        axes = {p.axis for p in facts.values[entry.of].placements} - there
+        mine = facts.chunks[op.chunk].segments
+        return math.prod(segment.ways for segment in mine if segment.axis in axes)
 
     def runs(self, node: Node) -> int:
         """The largest number of sorted ranges in the rows of a device that computes experts."""
@@ -74,7 +88,9 @@ class SortedValues:
         for number in (maker, reader):
             node = dag.nodes[number]
             op = node.op
-            if isinstance(op, Compute) and op.chunk not in experts and node.parts != parts:
+            if not isinstance(op, Compute) or op.chunk in experts:
+                continue
+            if node.parts * self.own(value, node, min(experts)) != parts:
                 made, read = dag.nodes[maker], dag.nodes[reader]
                 raise DirectiveError(
                     f"{name_of(dag, maker)} on {list(made.devices)} feeds {name_of(dag, reader)} "

@@ -61,6 +61,12 @@ def unflattened(
         if before == outside * rows and size > 1:
             whole = packed.sections[0] % size == 0 or size % packed.sections[0] == 0
             return Shard(dim) if size % parts == 0 and whole else None
+        times, rest = divmod(outside, before)
+        if not rest and times > 1 and size == times * shape[packed.dim]:
+            return ShardedSections(dim, packed.sections * times)
+        times, rest = divmod(before, outside)
+        if not rest and times > 1 and size * times == shape[packed.dim] and rows % times == 0:
+            return ShardedSections(dim, packed.sections[: rows // times])
         if before == outside and size > rows:
             section, left = divmod(size, rows)
             whole = packed.sections[0] % section == 0 or section % packed.sections[0] == 0
