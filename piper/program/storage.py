@@ -285,8 +285,9 @@ def _step_to_file(step: Step, graphs: _Graphs, known: Facts | None = None) -> _S
     totals = None
     if (own := code.totals) is not None:
         totals = _TotalsFile(graphs.number(own.program), own.means, own.parts, own.complete)
+    same = facts is known or facts.whole == next(iter(facts.models.values()))
     return _StepFile(
-        whole=None if facts.whole == next(iter(facts.models.values())) else facts.whole,
+        whole=None if same else facts.whole,
         models=None if facts is known else facts.models,
         code=_CodeFile(
             pieces=code.pieces,
