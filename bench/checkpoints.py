@@ -83,7 +83,7 @@ def trainer_of(mb: int, x: Tensor, strategy: piper.Strategy) -> piper.Trainer:
 
 def own_tensors(trainer: piper.Trainer) -> dict[str, Tensor]:
     """The tensors that this rank holds between steps."""
-    state = trainer._worker_group._rank.device.state  # type: ignore[union-attr]
+    state = trainer._worker_group.local.devices[0].state  # type: ignore[union-attr]
     found = {f"p{i}": held.updated for i, held in state.held.items()}
     for i, kept in enumerate(state.optimizer.state.values()):
         found |= {f"{kind}{i}": x for kind, x in kept.items() if x.numel() > 1}
@@ -218,7 +218,7 @@ def saved_step(trainer: piper.Trainer, x: Tensor, kind: str, path: Path) -> None
     if kind != PLAIN:
         trainer.save(path, background=True)
     if kind == AT_ONCE:
-        trainer._worker_group._rank.device.finish_copies()  # type: ignore[union-attr]
+        trainer._worker_group.local.devices[0].loaded.finish_copies()  # type: ignore[union-attr]
     trainer.step(x, x)
 
 

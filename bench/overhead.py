@@ -138,16 +138,20 @@ class Ours:
     """A step of Piper's executor."""
 
     def __init__(self, model: Model, microbatches: int, x: Tensor, y: Tensor) -> None:
-        from piper.launch.device.device import LoadedDevice
+        from piper.launch.device.device_programs import device_programs
+        from piper.launch.device.loaded_device import LoadedDevice
         from piper.launch.device.weight_readers import fetcher
         from piper.runtime.comm.loopback import Hub, Loopback
         from piper.runtime.feeding import cut
+        from piper.state.device.device_state import DeviceState
 
         program = piper.compile(model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn)
         self.add = torch._foreach_add_
         self.runners = Timed(program.compiler)
         comm = Loopback(Hub(accelerator=False), 0)
-        self.device = LoadedDevice(program, 0, program.device, comm, fetcher(program), self.runners)
+        mine = device_programs(program)(0)
+        state = DeviceState(mine, program.device, fetcher(program))
+        self.device = LoadedDevice(mine, state, comm, self.runners)
         plan = program.plan_of(0)
         loaded = self.device._training
         loaded = replace(loaded, ops=tuple(map(self._once_a_step, loaded.ops)))

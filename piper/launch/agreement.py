@@ -1,5 +1,6 @@
-"""Under torchrun all ranks must run the same program, optimizer, initial weights and batches. Each
-rank sends a short digest of its own; if two differ, every rank raises the same error.
+"""If several processes have a trainer, as under torchrun, all must have the same program,
+optimizer, initial weights and batches. Each sends a short digest of its own; if two differ, every
+one raises the same error.
 
 A tensor's digest sums the bits of each row: this takes one pass over the data, and the order of the
 rows matters.
@@ -10,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from piper.base.errors import PiperError
@@ -26,6 +26,8 @@ from piper.state.device.optimizer_groups import OptimizerGroup
 from piper.state.weights.first_tensors import Fetch, FirstTensor
 
 Fingerprints = dict[str, str]
+Everyone = Callable[[Any], list[Any]]
+"""All-gathers an object over the processes, by rank."""
 _CORNER = 16
 """Elements compared along each dimension of a tensor that is read from files."""
 _FIRST = 3
@@ -60,44 +62,59 @@ def fingerprints(program: Program) -> Fingerprints:
     }
 
 
-def refuse_other_programs(mine: Fingerprints, objects: Any) -> None:
-    """Refuse processes whose program differs from rank 0's."""
-    by_rank = everyone(mine, objects)
-    for rank, theirs in enumerate(by_rank):
-        different = [part for part, digest in mine.items() if theirs[part] != by_rank[0][part]]
-        if different:
-            raise PiperError(
-                f"rank {rank} has another program than rank 0: its {', its '.join(different)} "
-                "differ; under torchrun every process must compile the same model with the same "
-                "strategy and settings, so let nothing of them depend on the rank"
-            )
+class Agreement:
+    """Compares what the processes do, and refuses differences."""
 
+    def __init__(self, everyone: Everyone, *, weights: bool, batches: int) -> None:
+        """Compare the initial weights if ``weights``, and every ``batches``-th batch."""
+        self._everyone = everyone
+        self._weights = weights
+        self._trained = _BatchChecks(batches, everyone)
+        self._evaluated = _BatchChecks(batches, everyone)
+        self._place_of: Mapping[str, int] = {}
 
-class Optimizers:
-    """Compares the optimizer and the scheduler as compiled, and later the settings of the param
-    groups, which the user may have changed."""
-
-    def __init__(self, program: Program, objects: Any) -> None:
-        """Refuse processes whose optimizer or scheduler differs."""
-        self._objects = objects
+    def refuse_other_programs(self, program: Program) -> None:
+        """Refuse processes whose program, optimizer or scheduler differs from rank 0's."""
+        mine = fingerprints(program)
+        by_rank = self._everyone(mine)
+        for rank, theirs in enumerate(by_rank):
+            different = [part for part, digest in mine.items() if theirs[part] != by_rank[0][part]]
+            if different:
+                raise PiperError(
+                    f"rank {rank} has another program than rank 0: its {', its '.join(different)} "
+                    "differ; under torchrun every process must compile the same model with the "
+                    "same strategy and settings, so let nothing of them depend on the rank"
+                )
         facts = facts_of(program)
         self._place_of = places_of(facts)
-        self._refuse_others(facts)
+        self._refuse_other_facts(facts)
 
-    def refuse_others(self, groups: Sequence[OptimizerGroup]) -> None:
-        """Refuse param groups whose settings differ between processes."""
+    def refuse_other_steps(
+        self,
+        batch: Sequence[Tensor],
+        rows: Sequence[int] | None,
+        groups: Callable[[], Sequence[OptimizerGroup]],
+    ) -> None:
+        """Refuse a batch that is not the same in all processes, and ``groups``, the param groups,
+        whose settings differ: the user may have changed them."""
+        if not self._trained.refuse_others(batch, rows):
+            return
         mine: OptimizerFacts = {}
-        for group in groups:
+        for group in groups():
             for place in {self._place_of[name] for name in group.names}:
                 for key, value in group.settings.items():
                     mine[f"{key} of param group {place}"] = plain(value)
-        self._refuse_others(mine)
+        self._refuse_other_facts(mine)
 
-    def _refuse_others(self, mine: OptimizerFacts) -> None:
-        if len(set(everyone(_digest(mine), self._objects))) == 1:
+    def refuse_other_batches(self, batch: Sequence[Tensor], rows: Sequence[int] | None) -> None:
+        """The same for the batch of an evaluation."""
+        self._evaluated.refuse_others(batch, rows)
+
+    def _refuse_other_facts(self, mine: OptimizerFacts) -> None:
+        if len(set(self._everyone(_digest(mine)))) == 1:
             return
         first: dict[str, tuple[int, Any]] = {}
-        for rank, facts in enumerate(everyone(mine, self._objects)):
+        for rank, facts in enumerate(self._everyone(mine)):
             for what, value in facts.items():
                 other, known = first.setdefault(what, (rank, value))
                 if (unlike := difference({what: known}, {what: value})) is not None:
@@ -108,40 +125,32 @@ class Optimizers:
                         "so let nothing of them depend on the rank"
                     )
 
+    def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse to load tensors that are not the same in all processes."""
+        mine = {name: of_tensor(x) for name, x in tensors.items()}
+        if len(set(self._everyone(_digest(mine)))) == 1:
+            return
+        said = self._everyone(mine)
+        for rank, theirs in enumerate(said):
+            names = [n for n in {**said[0], **theirs} if said[0].get(n) != theirs.get(n)]
+            if names:
+                raise PiperError(
+                    f"the state dicts of ranks 0 and {rank} differ, and nothing has changed: "
+                    f"{_shown(names)}; under torchrun every process must load the same values: "
+                    "read the same file on all of them, or send those of rank 0 to the others"
+                )
 
-def refuse_other_tensors(tensors: Mapping[str, Tensor], objects: Any) -> None:
-    """Refuse to load tensors that are not the same in all processes."""
-    mine = {name: of_tensor(x) for name, x in tensors.items()}
-    if len(set(everyone(_digest(mine), objects))) == 1:
-        return
-    said = everyone(mine, objects)
-    for rank, theirs in enumerate(said):
-        names = [n for n in {**said[0], **theirs} if said[0].get(n) != theirs.get(n)]
-        if names:
-            raise PiperError(
-                f"the state dicts of ranks 0 and {rank} differ, and nothing has changed: "
-                f"{_shown(names)}; under torchrun every process must load the same values: read "
-                "the same file on all of them, or send those of rank 0 to the others"
-            )
+    def noting(self, fetch: Fetch) -> _Noted:
+        """``fetch``, which notes a digest of each initial weight."""
+        return _Noted(fetch, self._weights)
 
-
-class Weights:
-    """Records a digest of each initial weight that this process fetches."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
-        self._seen: Fingerprints = {}
-
-    def __call__(self, name: str) -> FirstTensor:
-        tensor = self._fetch(name)
-        self._seen[name] = _of_first(tensor)
-        return tensor
-
-    def refuse_others(self, objects: Any) -> None:
-        """Refuse weights that differ between two processes."""
+    def refuse_other_weights(self, noted: _Noted) -> None:
+        """Refuse initial weights that differ between two processes."""
+        if not self._weights:
+            return
         first: dict[str, tuple[int, str]] = {}
         different: dict[str, tuple[int, int]] = {}
-        for rank, theirs in enumerate(everyone(self._seen, objects)):
+        for rank, theirs in enumerate(self._everyone(noted.seen)):
             for name, digest in theirs.items():
                 other, known = first.setdefault(name, (rank, digest))
                 if known != digest:
@@ -157,16 +166,31 @@ class Weights:
             )
 
 
-class BatchChecks:
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """Initial weights by name, with a digest of each that this process has fetched."""
+
+    fetch: Fetch
+    check: bool
+    seen: Fingerprints = field(default_factory=dict)
+
+    def __call__(self, name: str) -> FirstTensor:
+        tensor = self.fetch(name)
+        if self.check:
+            self.seen[name] = _of_first(tensor)
+        return tensor
+
+
+class _BatchChecks:
     """Compares the first batches, then every ``every``-th; no batch if ``every`` is 0."""
 
-    def __init__(self, every: int, objects: Any) -> None:
+    def __init__(self, every: int, everyone: Everyone) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise PiperError(
                 f"check_batches={every!r} must be a number of steps, or 0 to compare no batches"
             )
         self._every = every
-        self._objects = objects
+        self._everyone = everyone
         self._seen = 0
 
     def refuse_others(self, batch: Sequence[Tensor], rows: Sequence[int] | None = None) -> bool:
@@ -178,9 +202,9 @@ class BatchChecks:
             return False
         if rows is not None:
             mine = [_of_rows(x, rows) for x in batch]
-            _refuse_other_rows(_compared(mine, self._objects, own_rows=True))
+            _refuse_other_rows(_compared(mine, self._everyone, own_rows=True))
             return True
-        by_rank = _compared([of_tensor(x) for x in batch], self._objects, own_rows=False)
+        by_rank = _compared([of_tensor(x) for x in batch], self._everyone, own_rows=False)
         for rank, theirs in enumerate(by_rank):
             if theirs == by_rank[0]:
                 continue
@@ -195,10 +219,10 @@ class BatchChecks:
         return True
 
 
-def _compared(mine: Any, objects: Any, *, own_rows: bool) -> list[Any]:
+def _compared(mine: Any, everyone: Everyone, *, own_rows: bool) -> list[Any]:
     """The digests of every process's batch, by rank. Either all processes give their own rows, or
     all give whole batches."""
-    by_rank = everyone((own_rows, mine), objects)
+    by_rank = everyone((own_rows, mine))
     kinds = [own for own, _ in by_rank]
     if len(set(kinds)) > 1:
         raise PiperError(
@@ -259,24 +283,6 @@ def _bits(x: Tensor) -> Tensor:
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.reshape(-1).view(whole.get(x.element_size(), torch.uint8))
-
-
-def lost_peers(call: Callable[[], Any]) -> Any:
-    """The result of ``call``; a PiperError if another participant is gone."""
-    try:
-        return call()
-    except RuntimeError as error:
-        raise PiperError(
-            f"the processes cannot be brought together ({str(error).splitlines()[0]}): one of them "
-            "has ended or hangs; look at what it wrote first"
-        ) from error
-
-
-def everyone(mine: Any, objects: Any) -> list[Any]:
-    """All-gather ``mine``: the objects of all processes, by rank."""
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    lost_peers(lambda: dist.all_gather_object(by_rank, mine, group=objects))
-    return by_rank
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
-from piper.launch.device.weight_readers import fetcher
 from piper.launch.device.worker_group import WorkerGroup
+from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.trainer import Trainer
 from piper.launch.workers.custom_ops import refuse_in_worker
@@ -50,28 +50,32 @@ def launch(
     program.refuse_refrozen()
     programs = BatchShapes(program, shapes)
     with without_modes(program.training.default_dtype):
-        return Trainer(_worker_group(program, on, options), programs)
+        group = _worker_group(on, options)
+        try:
+            start(group, program)
+        except BaseException as error:
+            group.close(error)
+            raise
+        return Trainer(group, programs)
 
 
-def _worker_group(program: Program, on: str, options: dict[str, Any]) -> WorkerGroup:
-    match on:
-        case Where.VIRTUAL.value:
-            _refuse_unknown(on, options, VirtualWorkerGroup.__init__)
-            return VirtualWorkerGroup(program, fetcher(program), **options)
-        case Where.PROCESSES.value:
-            _refuse_unknown(on, options, ProcessWorkerGroup.__init__)
-            return ProcessWorkerGroup(program, **options)
-        case Where.TORCHRUN.value:
-            _refuse_unknown(on, options, TorchrunWorkerGroup.__init__)
-            return TorchrunWorkerGroup(program, fetcher(program), **options)
-        case _:
-            names = ", ".join(where.value for where in Where)
-            raise PiperError(f"on={on!r} is unknown: one of {names}")
+_LAUNCHERS: dict[str, Callable[..., WorkerGroup]] = {
+    Where.VIRTUAL.value: VirtualWorkerGroup,
+    Where.PROCESSES.value: ProcessWorkerGroup,
+    Where.TORCHRUN.value: TorchrunWorkerGroup,
+}
 
 
-def _refuse_unknown(on: str, options: dict[str, Any], start: Callable[..., None]) -> None:
+def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
+    if on not in _LAUNCHERS:
+        raise PiperError(f"on={on!r} is unknown: one of {', '.join(_LAUNCHERS)}")
+    _refuse_unknown(on, options, _LAUNCHERS[on])
+    return _LAUNCHERS[on](**options)
+
+
+def _refuse_unknown(on: str, options: dict[str, Any], launcher: Callable[..., WorkerGroup]) -> None:
     """Refuse an option that the launcher does not have."""
-    known = ["shapes", *inspect.getfullargspec(start).kwonlyargs]
+    known = ["shapes", *inspect.getfullargspec(launcher).kwonlyargs]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

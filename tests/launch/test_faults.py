@@ -15,7 +15,7 @@ from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.launch.watch.faults import described, peers_of
 from piper.launch.watch.heartbeat import SILENT, Heartbeat
 from piper.launch.watch.liveness import Monitor
-from piper.launch.workers.rank import refuse_too_few_gpus
+from piper.launch.workers.process_links import refuse_too_few_gpus
 from tests.scripts.cases import ON_FOUR
 
 NAME = "stages of experts, counted, clipped, scheduled"
@@ -45,7 +45,7 @@ def store() -> dist.Store:
 
 
 def neighbours(store: dist.Store, clock: Clock) -> list[Heartbeat]:
-    return [Heartbeat(store, program(), number, TIMEOUT, clock) for number in range(4)]
+    return [Heartbeat(store, program().devices, number, TIMEOUT, clock) for number in range(4)]
 
 
 def asked(everyone: list[Heartbeat], clock: Clock, seconds: float) -> list[str | None]:

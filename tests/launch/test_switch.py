@@ -28,8 +28,9 @@ from piper.base.errors import PiperWarning
 from piper.base.tracking import Tracker
 from piper.capture.model import capture
 from piper.capture.trace.computation import Computation, OtherOperation
+from piper.launch.device.device_programs import device_programs
+from piper.launch.device.next_state import NextState
 from piper.launch.state.saving import index_of
-from piper.launch.state.switch import NextState
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.boxes import Box
 from piper.state.device.checkpoint_parts import all_held
@@ -180,15 +181,14 @@ def test_each_slice_is_sent_once(before: str, after: str) -> None:
     with piper.launch(made(before)) as trainer:
         trainer.step(*batch(0))
         group: Any = trainer._worker_group
-        present = {device.number: device for device in group._devices}
-        parts = [device.give()[0] for device in group._devices]
+        present = {device.number: device for device in group.local.devices}
+        parts = [device.give() for device in group.local.devices]
         index = index_of(trainer.program, parts, None)
         wants = {}
+        of = device_programs(made(after))
         for number in made(after).devices:
-            room = NextState(
-                made(after), number, torch.device("cpu"), index, present.get(number),
-                capturable=False,
-            )  # fmt: skip
+            here = present[number].state if number in present else None
+            room = NextState(of(number), torch.device("cpu"), index, here, capturable=False)
             wants[number] = room.requests
     for number, requests in wants.items():
         for one in requests:
@@ -237,21 +237,23 @@ def test_nobody_holds_more_than_both_states_and_a_few_parcels(
     with piper.launch(made("zero3")) as trainer:
         trainer.step(*batch(0))
         group: Any = trainer._worker_group
-        devices = {device.number: device for device in group._devices}
-        given = {number: device.give() for number, device in devices.items()}
-        index = index_of(trainer.program, [part for part, _ in given.values()], None)
+        devices = {device.number: device for device in group.local.devices}
+        parts = [device.give() for device in devices.values()]
+        gives = dict(group.local.devices[0].links.gives)
+        index = index_of(trainer.program, parts, None)
+        of = device_programs(program)
         wants: dict[int, Any] = {}
         ready = threading.Barrier(len(devices))
 
         def process(number: int) -> tuple[int, int]:
             """The peak of allocated bytes, and the bytes of the resulting state."""
             with Tracker() as tracker:
-                room = NextState(
-                    program, number, torch.device("cpu"), index, devices[number], capturable=False
-                )
+                mine = of(number) if number in program.devices else None
+                here = devices[number].state
+                room = NextState(mine, torch.device("cpu"), index, here, capturable=False)
                 wants[number] = room.requests
                 ready.wait(LIMIT)
-                exchange = Exchange(number, given[number][1], room.missing)
+                exchange = Exchange(number, gives[number], room.missing)
                 exchange.run(parcels(index, wants, number), Queues(number, queues))
                 tensors = [] if room.state is None else list(room.settled().tensors())
             rooms[number] = room.state
@@ -262,7 +264,7 @@ def test_nobody_holds_more_than_both_states_and_a_few_parcels(
         with ThreadPoolExecutor(len(devices)) as pool:
             found = list(pool.map(process, devices))
         trainer.switch(program)
-        for device in group._devices:
+        for device in group.local.devices:
             pairs = zip(device.state.tensors(), rooms[device.number].tensors(), strict=True)
             assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
     assert any(kept > 4 * files.BLOCK for _, kept in found)

@@ -238,7 +238,9 @@ class Together(Tracker):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_counted_memory_is_the_allocators(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two devices on one GPU: the count of both, and the allocator's peak."""
-    monkeypatch.setattr(importlib.import_module("piper.launch.device.device"), "Tracker", Together)
+    monkeypatch.setattr(
+        importlib.import_module("piper.launch.device.loaded_device"), "Tracker", Together
+    )
     monkeypatch.setattr(Together, "everyone", [])
     monkeypatch.setattr(Together, "most", 0)
     model = made(LARGE)

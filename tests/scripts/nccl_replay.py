@@ -77,9 +77,8 @@ def saved_and_loaded(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
 def shake(trainer: piper.Trainer, seed: int) -> None:
     """Delay the streams of the next step, with a new seed."""
     group: Any = trainer._worker_group
-    devices = [group._rank.device] if hasattr(group, "_rank") else group._devices
-    for device in devices:
-        device.executor.streams.shaker = StreamJitter(seed, device.number)
+    for device in group.local.devices:
+        device.loaded.executor.streams.shaker = StreamJitter(seed, device.number)
 
 
 if __name__ == "__main__":

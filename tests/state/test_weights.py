@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import piper
 from piper import PiperError, annotate, place, replicate
 from piper.base.tracking import Tracker
-from piper.launch.device.device import assignment_of
+from piper.launch.device.device_programs import device_programs
 from piper.launch.device.weight_readers import fetcher
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.slices import MODEL, Slice
@@ -141,7 +141,7 @@ def test_a_device_reads_and_holds_its_shard_alone(
     total = sum(x.nbytes for x in state.values())
     for device in program.devices:
         with Tracker() as tracker:
-            made = DeviceState(assignment_of(program, device), program.device, fetcher(program))
+            made = DeviceState(device_programs(program)(device), program.device, fetcher(program))
         share = sum(held.flat.nbytes for held in made.held.values())
         assert share <= total / 4 + 4096
         assert tracker.peak <= share + 4096

@@ -1,30 +1,31 @@
-"""One device with its plans loaded, ready to run."""
+"""What a device can do: the methods that a worker group can call.
+
+A device lives in some process, with others of its program or alone, and has a program or waits for
+one. A method that computes returns a generator over the communications that it waits for; whoever
+calls it drives the generators of all devices of the process.
+"""
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.base.tracking import Alive, Tracker
 from piper.capture.code.codegen import Runners
-from piper.launch.device.worker_group import ProfileKind, Refusal, Report
-from piper.program.program import Program
+from piper.ir.plan.plan import Plan
+from piper.launch.device.loaded_device import LoadedDevice
+from piper.launch.device.next_state import NextState
+from piper.launch.device.report import ProfileKind, Refusal, Report
+from piper.launch.device.step_graph import refuse_uncapturable
+from piper.launch.state.writing import Writing
 from piper.runtime.comm.protocol import Comm
-from piper.runtime.context import Scalars
-from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
 from piper.runtime.pending import Pending
-from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import StreamJitter
-from piper.runtime.streams.streams import streams_for
-from piper.state.assignment import Assignment
 from piper.state.checkpoint.index import Index, Part
 from piper.state.checkpoint.slices import Slice
 from piper.state.checkpoint.verify_files import damage
@@ -35,169 +36,170 @@ from piper.state.device.checkpoint_parts import (
     read_part,
     write_part,
 )
-from piper.state.device.device_state import DeviceState, buffers_of
+from piper.state.device.device_state import DeviceState
+from piper.state.device.optimizer_groups import OptimizerGroup, export_groups
 from piper.state.device.restore import refusal
-from piper.state.device.snapshot import Snapshot, snapshot_of
+from piper.state.device.snapshot import snapshot_of
 from piper.state.device.whole_tensors import export, restore
+from piper.state.device_program import DeviceProgram
 from piper.state.weights.first_tensors import Fetch
 
+Running = Generator[Pending, None, Report]
 
-class LoadedDevice:
-    """An executor with one device's training and evaluation plans."""
 
-    def __init__(
-        self,
-        program: Program,
-        number: int,
-        where: torch.device,
-        comm: Comm,
-        begin: Fetch | DeviceState,
-        runners: Runners,
-        shaker: StreamJitter | None = None,
-        *,
-        tracked: bool = False,
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a launch that concern every device."""
+
+    cuda_graphs: bool = False
+    """Whether steps are captured as CUDA graphs and replayed."""
+    shake: int | None = None
+    """The seed of random stream delays, to find races."""
+
+
+class Links(Protocol):
+    """What the process of a device provides: a torch device, and links to the other devices."""
+
+    tracked: bool
+    """Whether others read the program counter on a GPU."""
+    gives: dict[int, Sequence[Slice]]
+    """The slices that each device of this process gives in a switch."""
+
+    def place(self, kind: torch.device) -> torch.device:
+        """The torch device of this process."""
+        ...
+
+    def connect(
+        self, job: str, program: DeviceProgram, where: torch.device
+    ) -> tuple[Comm, Runners]:
+        """Connect the devices of ``program``; all of them do so. ``job`` names this connection.
+        Also returns the compiled programs, which the devices of a process share."""
+        ...
+
+    def exchange(
+        self, job: str, number: int, room: NextState, wants: Mapping[int, Sequence[Slice]]
     ) -> None:
-        """``begin`` returns the initial weights by name, or is the state to continue from;
-        ``tracked`` says that others read the program counter, on a GPU."""
+        """Take part, as device ``number``, in moving all wanted slices between the devices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Whether a device can switch, and the slices that it needs from others."""
+
+    device: int
+    refused: list[str]
+    requests: list[Slice]
+
+
+class WorkerDevice:
+    """One device of a worker group."""
+
+    def __init__(self, number: int, links: Links, options: Options) -> None:
         self.number = number
-        given = assignment_of(program, number)
-        if not isinstance(begin, DeviceState):
-            begin = DeviceState(given, where, begin)
-        self.state = begin
-        streams = streams_for(where, program.streams, shaker, tracked=tracked)
-        self.executor = Executor(self.state, comm, streams, runners)
-        self._begun: Snapshot | None = None
-        """The snapshot of the last save. Copies of state that no step changes may still be under
-        way."""
-        self._given = given
-        self._program = program
-        self._training = self.executor.load(given.plan, given.code)
-        self._evaluation = self.executor.load(given.evaluation_plan, given.evaluation_code)
+        self.links = links
+        self._options = options
+        self._loaded: LoadedDevice | None = None
+        """None while this device waits for a program."""
+        self._next: tuple[DeviceProgram | None, NextState, LoadedDevice | None] | None = None
+        self._writing: Writing | None = None
 
-    @cached_property
-    def _saving(self) -> LoadedPlan:
-        """The training plan that also copies the state being saved."""
-        return self.executor.load(self._program.saving.plan_of(self.number), self._given.code)
-
-    def show_progress_in(self, at: ProgramCounter) -> None:
-        """Keep the program counter in ``at``, where others can read it."""
-        self.executor.at = at
+    # programs
 
     @property
-    def running(self) -> LoadedPlan:
-        """The plan that was run last."""
-        return self.executor.running or self._training
+    def waits(self) -> bool:
+        """Whether it has no program."""
+        return self._loaded is None
 
-    def step(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        """One step of training."""
-        report = yield from self.train(given)
-        self.state.advance()
-        return report
+    @property
+    def loaded(self) -> LoadedDevice:
+        assert self._loaded is not None
+        return self._loaded
 
-    def train(
-        self, given: list[Tensor], *, report: bool = True
-    ) -> Generator[Pending, None, Report]:
-        """All instructions of a training step; the caller must still advance the state."""
-        snapshot = self.state.snapshot
-        loaded = self._training if snapshot is None else self._saving
-        scalars = yield from self.executor.run(loaded, given, report=report)
-        if snapshot is not None:  # state that no update changes has no copy instruction
-            snapshot.copy_rest()
-            self.state.snapshot, self._begun = None, snapshot
-        return self._report(scalars, scalars.norm, self.state.rates)
+    @property
+    def state(self) -> DeviceState:
+        return self.loaded.state
 
-    def _report(
-        self, scalars: Scalars, norm: Tensor | None, rates: tuple[float, ...] = ()
-    ) -> Report:
-        memory = memory_of(self.state.where)
-        return Report(
-            total=scalars.loss,
-            norm=norm,
-            memory=memory,
-            rates=rates,
-            ready=scalars.ready,
-            load=scalars.load,
-            outputs=scalars.outputs,
-            returned={self.number: scalars.returned} if scalars.returned else {},
+    def load(self, job: str, program: DeviceProgram, fetch: Fetch) -> None:
+        """Begin to run ``program``, with the initial weights that ``fetch`` returns by name."""
+        self._loaded = self._load(
+            job, program, self.links.place(program.kind), lambda at: DeviceState(program, at, fetch)
+        )
+        if self._options.cuda_graphs:
+            self.state.make_capturable()
+
+    def _load(
+        self,
+        job: str,
+        program: DeviceProgram,
+        where: torch.device,
+        state: Callable[[torch.device], DeviceState],
+    ) -> LoadedDevice:
+        if self._options.cuda_graphs:
+            refuse_uncapturable(program)
+        comm, runners = self.links.connect(job, program, where)
+        seed = self._options.shake
+        shaker = None if seed is None else StreamJitter(seed, self.number)
+        return LoadedDevice(
+            program, state(where), comm, runners, shaker, tracked=self.links.tracked
         )
 
-    def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
-        """One step of training, measured."""
-        self.finish_copies()
-        return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
+    # steps
 
-    def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        recorder = recorder_for(self.number, self.state.where)
-        loaded = self.executor.load(self._given.plan, self._given.code, recorder)
-        usual, self._training = self._training, loaded
-        try:
-            report = yield from self.step(given)
-        finally:
-            self._training = usual
-        return replace(report, measured={self.number: recorder.take()})
+    def step(self, given: list[Tensor], report: bool) -> Running:
+        """Train on this device's rows of a batch."""
+        return self.loaded.step(given, report=report)
 
-    def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        tracker = Tracker(lambda: self.executor.at[0])
-        tracker.count((*self.state.tensors(), *self._training.context.constants.values()))
-        state = tracker.now
-        with tracker:
-            own = [x.clone() for x in given]
-        report = yield from tracker.over(self.step(own))
-        at = "the start"
-        if tracker.peak_at >= 0:
-            at = self._given.plan.instructions[tracker.peak_at].name
-        return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
+    def profile(self, given: list[Tensor], what: ProfileKind) -> Running:
+        """Train on this device's rows of a batch, and measure the step."""
+        return self.loaded.profile(given, what)
 
-    def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        """The forwards only; a pending snapshot of the state is copied meanwhile."""
-        if self.state.snapshot is not None:
-            self.state.snapshot.copy_rest()
-        scalars = yield from self.executor.run(self._evaluation, given)
-        self.state.changing = False
-        return self._report(scalars, None)
+    def evaluate(self, given: list[Tensor]) -> Running:
+        """The loss of this device's rows of a batch; nothing changes."""
+        return self.loaded.evaluate(given)
 
-    def abandon(self) -> None:
-        """Discard a failed step."""
-        for loaded in (self._training, self._evaluation, self.running):
-            loaded.context.abandon()
-
-    def finish_copies(self) -> None:
-        """Finish the copies of a background save; the state may change after that."""
-        for snapshot in (self.state.snapshot, self._begun):
-            if snapshot is not None:
-                snapshot.finish()
-        self.state.snapshot = self._begun = None
-
-    def close(self) -> None:
-        """Abandon a pending snapshot: the state is no longer needed."""
-        if self.state.snapshot is not None:
-            self.state.snapshot.abandon()
+    # whole tensors
 
     def export(self, only: frozenset[str] | None) -> list[Slice]:
+        """The parameters and buffers that this device has, or those named in ``only``."""
         return export(self.state, only)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self.finish_copies()
+        """Replace parameters and buffers."""
+        self.loaded.finish_copies()
         restore(self.state, tensors)
+        self._replaced()
+
+    def groups(self) -> list[OptimizerGroup]:
+        """The settings of the optimizer's param groups."""
+        return export_groups(self.state)
+
+    def _replaced(self) -> None:
+        if self._options.cuda_graphs:
+            self.state.make_capturable()
+
+    # checkpoints
 
     def write_part(self, folder: Path) -> Part | Refusal:
         """Write this device's part of a checkpoint."""
         try:
-            file, buffers = self._part()
-            return write_part(given_by(self.state, buffers), folder, file)
+            return write_part(given_by(self.state, self._buffers), folder, self._file)
         except (OSError, PiperError) as error:
             return Refusal(str(error))
 
-    def begin_part(self, folder: Path) -> Callable[[], Part | Refusal]:
-        """A function that writes this device's part in a thread. It writes the state as it is now:
-        the next step copies it."""
-        file, buffers = self._part()
+    def begin_part(self, folder: Path, plan: Plan) -> None:
+        """Begin to save this device's part of a checkpoint as it is now: the next step, by
+        ``plan``, or an earlier call that needs it copies the state, and then it is written."""
+        self._writing = Writing(self._begun_part(folder, plan))
+
+    def _begun_part(self, folder: Path, plan: Plan) -> Callable[[], Part | Refusal]:
         try:
-            part = given_by(self.state, buffers)
+            part = given_by(self.state, self._buffers)
         except PiperError as error:
-            refusal = Refusal(str(error))
-            return lambda: refusal
-        snapshot = self.state.snapshot = snapshot_of(part, self.state.where)
+            refused = Refusal(str(error))
+            return lambda: refused
+        snapshot, file = snapshot_of(part, self.state.where), self._file
+        self.loaded.begin_copies(snapshot, plan)
 
         def written() -> Part | Refusal:
             copied = snapshot.result()
@@ -207,73 +209,107 @@ class LoadedDevice:
 
         return written
 
-    def _part(self) -> tuple[str, tuple[str, ...]]:
-        """The file of this device's part of a checkpoint, and the buffers in it."""
-        file = f"device-{self.number:05}.safetensors"
-        return file, _own_buffers(self._program, self.number)
+    @property
+    def writing(self) -> Writing:
+        """The part that was begun last."""
+        assert self._writing is not None
+        return self._writing
 
-    def give(self) -> tuple[Part | Refusal, Sequence[Slice]]:
-        """This device's part of the state in memory, and its slices."""
-        self.finish_copies()
-        try:
-            buffers = _own_buffers(self._program, self.number, kept=False)
-            part = given_by(self.state, buffers)
-        except PiperError as error:
-            return Refusal(str(error)), ()
-        return in_memory(part, self.number), part.slices
+    def part_is_written(self) -> bool:
+        return self.writing.done
+
+    def written_part(self) -> Part | Refusal:
+        """The part of ``begin_part``; waits for it."""
+        self.loaded.finish_copies()
+        return self.writing.result()
 
     def export_part(self, folder: Path, targets: Mapping[str, Slice]) -> list[str] | Refusal:
-        """Write this device's share of the model's tensors."""
+        """Write this device's share of the model's tensors. Returns their names."""
         try:
-            buffers = _own_buffers(self._program, self.number)
-            return export_part(self.state, folder, targets, buffers)
+            return export_part(self.state, folder, targets, self._buffers)
         except (OSError, PiperError) as error:
             return Refusal(str(error))
 
-    def refusals(self, folder: Path, index: Index, share: tuple[int, int]) -> list[str]:
-        """Why this device cannot resume from a checkpoint. It verifies its ``share`` of the files:
-        (index of the device, number of devices)."""
-        place, count = share
-        files = sorted(index.files)[place::count]
+    def refusals(self, folder: Path, index: Index) -> list[str]:
+        """Why this device cannot resume from a checkpoint. It verifies its share of the files."""
+        devices = self.loaded.program.devices
+        files = sorted(index.files)[devices.index(self.number) :: len(devices)]
         damaged = damage(folder, index, files)
         why = refusal(self.state, index)
         return damaged if why is None else [*damaged, why]
 
     def read_part(self, folder: Path, index: Index) -> None:
-        self.finish_copies()
+        """Resume from a checkpoint that no device refuses."""
+        self.state.changing = True
+        self.loaded.finish_copies()
         read_part(self.state, folder, index)
+        self._replaced()
 
+    def spoil(self) -> None:
+        """Another device could not resume: the state is between two steps."""
+        self.state.changing = True
 
-def _own_buffers(program: Program, device: int, *, kept: bool = True) -> tuple[str, ...]:
-    """The buffers that this device gives: those that no earlier device has. With ``kept``, only
-    buffers in the model's state dict."""
-    names = set(program.names.keys.values())
-    owners: dict[str, int] = {}
-    for number in program.devices:
-        for name in buffers_of(assignment_of(program, number)):
-            owners.setdefault(name, number)
-    return tuple(
-        name for name, owner in owners.items() if owner == device and (name in names or not kept)
-    )
+    @property
+    def _file(self) -> str:
+        return f"device-{self.number:05}.safetensors"
 
+    @property
+    def _buffers(self) -> Collection[str]:
+        """The buffers of the model's state dict that this device gives."""
+        program = self.loaded.program
+        return [name for name in program.gives if name in program.order]
 
-def assignment_of(program: Program, device: int) -> Assignment:
-    return Assignment(
-        device=device,
-        plan=program.plan_of(device),
-        code=program.training_step.code,
-        evaluation_plan=program.evaluation_step.plan_of(device),
-        evaluation_code=program.evaluation_step.code,
-        buckets=program.buckets,
-        parameters=program.parameters,
-        order=tuple(dict.fromkeys(program.names.keys.values())),
-        training=program.training,
-    )
+    # a switch
 
+    def give(self) -> Part | Refusal:
+        """This device's part of the state, in memory."""
+        self.loaded.finish_copies()
+        try:
+            part = given_by(self.state, self.loaded.program.gives)
+        except PiperError as error:
+            return Refusal(str(error))
+        self.links.gives[self.number] = part.slices
+        return in_memory(part, self.number)
 
-def memory_of(where: torch.device) -> int:
-    """Peak bytes of this process: on the GPU, or resident memory."""
-    if where.type == "cuda":
-        return torch.cuda.max_memory_allocated(where)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    def prepare(self, program: DeviceProgram | None, index: Index) -> Prepared:
+        """Allocate the state of ``program`` beside the present one, which ``index`` describes.
+        ``program`` is None if it does not have this device. ``finish`` or ``abandon`` must
+        follow."""
+        room = NextState(
+            program,
+            torch.device("cpu") if program is None else self.links.place(program.kind),
+            index,
+            None if self._loaded is None else self.state,
+            capturable=self._options.cuda_graphs,
+        )
+        self._next = program, room, None
+        return Prepared(self.number, room.refused, room.requests)
+
+    def finish(self, job: str, wants: Mapping[int, Sequence[Slice]]) -> None:
+        """Move the state to the devices of the next program, and load that program. The present one
+        still stays."""
+        assert self._next is not None
+        program, room, _ = self._next
+        self.links.exchange(job, self.number, room, wants)
+        if program is not None:
+            state = room.settled()
+            loaded = self._load(job, program, state.where, lambda _: state)
+            self._next = program, room, loaded
+
+    def take(self) -> None:
+        """Continue with the next program."""
+        assert self._next is not None
+        before, self._loaded = self._loaded, self._next[2]
+        self.abandon()
+        if before is not None:
+            before.close()
+
+    def abandon(self) -> None:
+        """Drop the next program."""
+        self._next = None
+        self.links.gives.pop(self.number, None)
+
+    def close(self, *, abandoned: bool = False) -> None:
+        """End; training may have been ``abandoned`` with an error."""
+        if self._loaded is not None:
+            self._loaded.close(abandoned=abandoned)

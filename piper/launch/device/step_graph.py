@@ -15,8 +15,8 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.ir.ops import Compute
-from piper.launch.device.worker_group import Report
-from piper.program.program import Program
+from piper.launch.device.report import Report
+from piper.state.device_program import DeviceProgram
 
 DeviceBatches = Sequence[Sequence[Tensor]]
 """Each device's part of a batch."""
@@ -74,16 +74,15 @@ class StepGraph:
         self._graph = graph
 
 
-def refuse_uncapturable(program: Program) -> None:
+def refuse_uncapturable(program: DeviceProgram) -> None:
     """Refuse programs whose steps cannot replay one graph."""
-    if program.device.type != "cuda":
+    if program.kind.type != "cuda":
         raise PiperError(
-            f"cuda_graphs=True needs a program compiled with device='cuda', not {program.device}"
+            f"cuda_graphs=True needs a program compiled with device='cuda', not {program.kind}"
         )
-    for x in (x for plan in program.plans for x in plan.instructions):
+    for x in program.plan.instructions:
         if isinstance(x.op, Compute):
-            programs = program.training_step.code.programs[len(x.group)]
-            functions = programs[x.op.chunk].functions
+            functions = program.code.programs[len(x.group)][x.op.chunk].functions
             if functions[x.op.which].random:
                 raise PiperError(
                     f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "

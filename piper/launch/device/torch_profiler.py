@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch.profiler import record_function
 
-from piper.launch.device.worker_group import ProfileKind, Report
+from piper.launch.device.report import ProfileKind, Report
 from piper.runtime.streams.kernels import Kernel, kernels_of
 from piper.runtime.streams.recording import range_name
 

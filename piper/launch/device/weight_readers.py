@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,13 +19,13 @@ from piper.state.weights.source import Source, materialised
 from piper.state.weights.weight_files import Init, WeightFiles
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FirstWeights:
     """Everything needed to produce a program's initial weights, in this or another process."""
 
-    tensors: Mapping[str, Tensor]
-    """Every parameter and buffer of the model; those to be initialised or read are on the meta
-    device."""
+    given: Mapping[str, Tensor] | Path
+    """Every parameter and buffer of the model, or the file that holds them; those to be initialised
+    or read are on the meta device."""
     init: Init | None
     located: Located | None
     seed: int
@@ -48,6 +50,19 @@ class FirstWeights:
         if init is None:
             tensors |= _computed(source, tensors.keys() - located.entries.keys(), seed)
         return FirstWeights(tensors, init, located, seed)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        if not isinstance(self.given, Path):
+            return self.given
+        tensors: dict[str, Tensor] = torch.load(self.given, mmap=True, weights_only=True)
+        return tensors
+
+    def in_file(self, path: Path) -> FirstWeights:
+        """The same with the tensors in a file, which is written unless it is there."""
+        if not path.exists():
+            torch.save({n: x.detach() for n, x in self.tensors.items()}, path)
+        return replace(self, given=path)
 
     def __call__(self, name: str) -> FirstTensor:
         if name not in self.tensors:

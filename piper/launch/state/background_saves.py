@@ -9,46 +9,17 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from piper.base.errors import PiperError, warn
-from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.worker_group import Each, WorkerGroup, joined
 from piper.launch.state.saving import finish, prepare
 from piper.program.program import Program
-from piper.state.checkpoint.index import Part
-
-
-class Writing:
-    """A thread that writes the parts of this process's devices, one after another."""
-
-    def __init__(self, writes: Iterable[Callable[[], Part | Refusal]]) -> None:
-        """Each of ``writes`` waits for a copy of the state, writes it, and then releases it."""
-        self._writes = deque(writes)
-        self._found: list[Part | Refusal] = []
-        self._thread = threading.Thread(target=self._run, name="piper save", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self._writes:
-            try:
-                self._found.append(self._writes.popleft()())
-            except Exception as error:  # noqa: BLE001 - any error is reported to the caller
-                self._found.append(Refusal(str(error) or type(error).__name__))
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> list[Part | Refusal]:
-        """The written parts; waits for the thread."""
-        self._thread.join()
-        return self._found
 
 
 class BackgroundSave:
@@ -68,7 +39,8 @@ class BackgroundSave:
         self._group = group
         self._staged = prepare(group, path, keep)
         self._finish = program, dict(rest), copy.deepcopy(data), keep
-        group.begin_parts(self._staged.folder)
+        plans = Each(lambda device: program.saving.plan_of(device))
+        group.call(WorkerDevice.begin_part, self._staged.folder, plans)
 
     @property
     def target(self) -> Path:
@@ -82,11 +54,15 @@ class BackgroundSave:
     def settled(self, *, wait: bool) -> bool:
         """Whether the checkpoint is written and committed; raises if the save failed. All processes
         with a trainer must call this."""
-        parts = self._group.written_parts(wait=wait)
-        if parts is None:
+        group = self._group
+        written = all(group.call(WorkerDevice.part_is_written))
+        if not wait and group.largest(int(not written)):
             return False
         program, rest, data, keep = self._finish
-        self._group.once(lambda: finish(program, self._staged, parts, rest, data, keep))
+        parts = group.call(WorkerDevice.written_part)
+        group.once(
+            lambda rows: finish(program, self._staged, joined(rows), rest, data, keep), parts
+        )
         return True
 
 

@@ -17,7 +17,9 @@ from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError
 from piper.base.paths import path_of
 from piper.capture.blame import LOSS_PREFIX
-from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.report import Refusal
+from piper.launch.device.worker_group import WorkerGroup, answers_of_all, joined
 from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
 from piper.launch.state.saving import accepted, known_or_first, tensor_of
 from piper.program.program import Program
@@ -52,11 +54,11 @@ def export(
 
     staged, targets = group.once(prepare)
     try:
-        parts = group.export_parts(staged.folder, targets)
+        parts = group.call(WorkerDevice.export_part, staged.folder, dict(targets))
     except BaseException:
         staged.discard()
         raise
-    group.once(lambda: _finish(program, staged, targets, parts, rest, dtype))
+    group.once(lambda rows: _finish(program, staged, targets, joined(rows), rest, dtype), parts)
 
 
 def _export_adapter(
@@ -67,7 +69,8 @@ def _export_adapter(
     adapter: Adapter,
     dtype: torch.dtype | None,
 ) -> None:
-    find = tensor_of(program, group.export(adapter.names), rest)
+    portions = answers_of_all(group, group.call(WorkerDevice.export, adapter.names))
+    find = tensor_of(program, portions, rest)
 
     def write() -> None:
         staged = stage(target, ADAPTER)

@@ -19,8 +19,10 @@ from torch import Tensor
 from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError, warn
 from piper.base.reading import MalformedError, file_bytes
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.report import Refusal
 from piper.launch.device.weight_readers import FirstWeights, fetcher
-from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.launch.device.worker_group import WorkerGroup, answers_of_all, everyone, joined
 from piper.launch.state.state_checks import check_index
 from piper.program.program import Program
 from piper.state.checkpoint.commit import CHECKPOINT, keep_last, numbered
@@ -106,11 +108,11 @@ def save(
     their initial values; ``data`` is the position in the training data."""
     staged = prepare(group, path, keep)
     try:
-        parts = group.write_parts(staged.folder)
+        parts = group.call(WorkerDevice.write_part, staged.folder)
     except BaseException:
         staged.discard()
         raise
-    group.once(lambda: finish(program, staged, parts, rest, data, keep))
+    group.once(lambda rows: finish(program, staged, joined(rows), rest, data, keep), parts)
 
 
 def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> Staged:
@@ -204,14 +206,14 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
     tensors that no device holds."""
     folder = _absolute(path)
     index = group.once(lambda: read_index(folder, program))
-    if whys := group.refusals(folder, index):
+    if whys := joined(answers_of_all(group, group.call(WorkerDevice.refusals, folder, index))):
         raise PiperError(f"{path} cannot be loaded, and nothing has changed: {whys[0]}")
     if index.seed != program.training.seed:
         warn(
             f"{path} was saved with seed={index.seed}, but the program was compiled with "
             f"seed={program.training.seed}: random numbers, as of dropout, continue differently"
         )
-    group.read_parts(folder, index)
+    _read_parts(group, folder, index)
     rest: dict[str, Tensor] = {}
     with Reader(folder) as reader:
         for name in dict.fromkeys(program.names.keys.values()):
@@ -220,6 +222,21 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
                 rest[name] = torch.zeros(slices[0].shape, dtype=slices[0].dtype)
                 reader.fill(Slice.of(MODEL, name, rest[name]), slices)
     return index, rest
+
+
+def _read_parts(group: WorkerGroup, folder: Path, index: Index) -> None:
+    """Resume from a checkpoint that no device refuses. If one of several trainers fails, all learn
+    it."""
+    failed = ""
+    try:
+        group.call(WorkerDevice.read_part, folder, index)
+    except (OSError, PiperError) as error:
+        if group.trainers == 1:
+            raise
+        failed = f"rank {group.rank}: {error}"
+    if group.trainers > 1 and (whys := [why for why in everyone(group, failed) if why]):
+        group.call(WorkerDevice.spoil)
+        raise PiperError(f"the checkpoint could not be read to its end: {whys[0]}")
 
 
 def read_index(target: Path, program: Program) -> Index:

@@ -9,30 +9,23 @@ unchanged until the last slice has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
-
-import torch
-import torch.distributed as dist
 
 from piper.base.errors import PiperError, warn
 from piper.capture.trace.computation import LOSS_PLACE
-from piper.launch.device.device import LoadedDevice, assignment_of
-from piper.launch.device.step_graph import refuse_uncapturable
-from piper.launch.device.worker_group import Refusal, WorkerGroup
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.device_programs import device_programs
+from piper.launch.device.report import Refusal
+from piper.launch.device.worker_group import Each, WorkerGroup, answers_of_all, joined
 from piper.launch.optimizer_facts import difference, facts_of
 from piper.launch.state.saving import accepted, index_of
 from piper.launch.state.state_checks import check_state
 from piper.program.program import Program
-from piper.runtime.comm.gloo import Peers
 from piper.state.checkpoint.index import Index, Part
-from piper.state.checkpoint.slices import Slice, at_device
-from piper.state.device.checkpoint_parts import all_held
-from piper.state.device.device_state import DeviceState
-from piper.state.device.resharding import Exchange, parcels, still_missing
-from piper.state.device.restore import refusal, settle, wanted
+from piper.state.checkpoint.slices import Slice
 
 
 class Change(Enum):
@@ -62,12 +55,13 @@ def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Chan
     if (why := _difference(old, new, allow)) is not None:
         raise _refused(why)
     try:
-        parts = group.give_parts()
-        index = group.once(lambda: _index(old, new, parts))
-        if whys := group.prepare_switch(new, index):
-            raise _refused(whys[0])
+        parts = group.call(WorkerDevice.give)
+        index = group.once(lambda rows: _index(old, new, joined(rows)), parts)
+        wants = _prepared(group, old, new, index)
     except PiperError:
-        group.abandon_switch()
+        with suppress(PiperError):  # the workers may have ended
+            group.call(WorkerDevice.abandon)
+            group.seat(old.devices, old.device)
         raise
     if old.training.seed != new.training.seed:
         warn(
@@ -75,7 +69,27 @@ def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Chan
             f"before with seed={old.training.seed}: random numbers, as of dropout, go on "
             "differently"
         )
-    group.finish_switch()
+    group.call(WorkerDevice.finish, group.once(lambda: uuid.uuid4().hex), wants)
+    group.call(WorkerDevice.take)
+    group.seat(new.devices, new.device)
+
+
+def _prepared(
+    group: WorkerGroup, old: Program, new: Program, index: Index
+) -> dict[int, list[Slice]]:
+    """The slices that each device needs from others, with the state of ``new`` allocated."""
+    if group.agreement is not None:
+        group.agreement.refuse_other_programs(new)
+    try:
+        group.seat({*old.devices, *new.devices}, new.device)
+    except PiperError as error:
+        raise _refused(str(error)) from None
+    of = device_programs(new)
+    programs = Each(lambda device: of(device) if device in new.devices else None)
+    prepared = answers_of_all(group, group.call(WorkerDevice.prepare, programs, index))
+    if whys := [why for one in prepared for why in one.refused]:
+        raise _refused(whys[0])
+    return {one.device: one.requests for one in prepared}
 
 
 def _refused(why: str) -> PiperError:
@@ -159,88 +173,3 @@ def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index
     if missing := sorted(new.held_names - index.model.keys() - constants):
         raise _refused(f"it is of another model, which uses {missing[0]}")
     return index
-
-
-# moving the state
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """How the processes of a job reach each other while the state moves between them."""
-
-    members: tuple[int, ...]
-    """The devices of all processes, before and after."""
-    store: dist.Store
-    """Used for this switch only."""
-    timeout: timedelta
-    alone: bool
-    """Whether all processes are on this machine."""
-
-
-class NextState:
-    """A device's state under the next program, allocated beside its present one."""
-
-    def __init__(
-        self,
-        program: Program,
-        number: int,
-        where: torch.device,
-        index: Index,
-        present: LoadedDevice | None,
-        *,
-        capturable: bool,
-    ) -> None:
-        """``program`` may not have the device ``number``; then nothing is allocated. ``present`` is
-        None if the process has no device now. With ``capturable``, steps will be captured as CUDA
-        graphs."""
-        self._index = index
-        self._number = number
-        self._capturable = capturable
-        self.state: DeviceState | None = None
-        self.missing: list[Slice] = []
-        """The slices that other devices must send."""
-        self.refused: list[str] = []
-        if number not in program.devices:
-            return
-        try:
-            if capturable:
-                refuse_uncapturable(program)
-            self.state = DeviceState(assignment_of(program, number), where, None)
-            if capturable:
-                self.state.make_capturable()
-        except PiperError as error:
-            self.refused = [str(error)]
-            return
-        if (why := refusal(self.state, index)) is not None:
-            self.refused = [why]
-            return
-        here = () if present is None else all_held(present.state)
-        self.missing = still_missing(wanted(self.state, index), here)
-
-    @property
-    def requests(self) -> list[Slice]:
-        """The slices that it needs, for other processes."""
-        return at_device(self.missing, self._number)
-
-    def receive(
-        self,
-        number: int,
-        gives: Sequence[Slice],
-        wants: Mapping[int, Sequence[Slice]],
-        crossing: Crossing,
-    ) -> None:
-        """Take part, as device ``number``, in sending all slices to the devices that need them."""
-        link = Peers(
-            crossing.members, number, crossing.store, crossing.timeout, alone=crossing.alone
-        )
-        rows = parcels(self._index, wants, number)
-        Exchange(number, gives, self.missing).run(rows, link)
-        link.barrier()
-
-    def settled(self) -> DeviceState:
-        """The state, once all of it has arrived."""
-        assert self.state is not None
-        settle(self.state, self._index)
-        if self._capturable:
-            self.state.make_capturable()
-        return self.state

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.capture.code.executables import ChunkSignature
-from piper.launch.device.worker_group import Report
+from piper.launch.device.report import Report
 from piper.program.program import Program
 from piper.runtime.feeding import block_of
 

@@ -19,7 +19,9 @@ from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.paths import path_of
 from piper.base.tracking import Alive
-from piper.launch.device.worker_group import ProfileKind, Report, WorkerGroup
+from piper.launch import running
+from piper.launch.device.report import ProfileKind, Report
+from piper.launch.device.worker_group import WorkerGroup, everyone
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export
 from piper.launch.state.saving import in_turn, load, save, tensor_of, whole_state
@@ -107,7 +109,7 @@ class Trainer:
     def rows(self) -> Tensor:
         """The indices of the rows of a global batch that the devices of this process read. Without
         ``torchrun``, all rows."""
-        own = self._devices.rows
+        own = running.rows_of(self._devices, self.program)
         with without_modes():
             if own is None:
                 return torch.arange(self.program.example.size)
@@ -137,7 +139,7 @@ class Trainer:
             )
         with self._undisturbed():
             self.settle_save(wait=False)
-            run = partial(self._whole.step, report=report, own_rows=rows)
+            run = partial(running.train, report=report, own_rows=rows)
             result = self._run(run, batch, pad, rows=rows)
             self.steps += 1
         if (loss := result.loss_on_host) is not None:
@@ -153,7 +155,7 @@ class Trainer:
     def evaluate(self, *batch: Any, pad: Pad | None = None, rows: bool = False) -> StepResult:
         """Compute the loss and the outputs of one batch in evaluation mode; nothing changes."""
         with self._undisturbed():
-            run = partial(self._whole.evaluate, own_rows=rows)
+            run = partial(running.evaluate, own_rows=rows)
             return self._run(run, batch, pad, rows=rows, evaluated=True)
 
     def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
@@ -170,9 +172,8 @@ class Trainer:
         for step in range(steps):
             last = kernels and step == steps - 1
             with self._undisturbed():
-                report = self._whole.profile(
-                    tensors, ProfileKind.KERNELS if last else ProfileKind.TIME
-                )
+                what = ProfileKind.KERNELS if last else ProfileKind.TIME
+                report = running.profile(self._whole, self.program, tensors, what)
                 self.steps += 1
             measured.append(report.measured)
         return Profile(self.program, tuple(measured), report.kernels)
@@ -195,7 +196,8 @@ class Trainer:
         state: measure a later one.
         """
         with self._undisturbed():
-            report = self._whole.profile(self._tensors(batch), ProfileKind.MEMORY)
+            tensors = self._tensors(batch)
+            report = running.profile(self._whole, self.program, tensors, ProfileKind.MEMORY)
             self.steps += 1
         return dict(sorted(report.alive.items()))
 
@@ -319,7 +321,7 @@ class Trainer:
         """The model's whole parameters and buffers under their own names, and what its modules add
         to a state dict (extra state, hooks)."""
         with self._undisturbed():
-            state = whole_state(self.program, self._whole.export(), self._rest)
+            state = whole_state(self.program, running.export(self._whole), self._rest)
         source = self.program.source
         return state if source is None else self.program.names.with_added(source, state)
 
@@ -330,7 +332,7 @@ class Trainer:
         for keys in in_turn(names.keys, names.elements):
             only = frozenset(names.keys[key] for key in keys)
             with self._undisturbed():
-                find = tensor_of(self.program, self._whole.export(only), self._rest)
+                find = tensor_of(self.program, running.export(self._whole, only), self._rest)
             for key in keys:
                 with self._undisturbed():
                     tensor = find(names.keys[key])
@@ -344,9 +346,11 @@ class Trainer:
         names = {name: name for name in tensors}
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         with self._undisturbed():
-            self._devices.refuse_other_tensors(tensors)
+            group = self._devices
+            if group.agreement is not None:
+                group.agreement.refuse_other_tensors(tensors)
             for run in in_turn(names, sizes):  # no device is sent the whole model
-                self._devices.restore({name: tensors[name] for name in run})
+                running.restore(group, {name: tensors[name] for name in run})
             held = self.program.held_names
             rest = {n: x.clone() for n, x in tensors.items() if n not in held}
             self._rest = rest if strict else {**self._rest, **rest}
@@ -435,7 +439,9 @@ class Trainer:
         if not rows:
             return with_totals(program, code, tensors_of(program, batch))
         tensors = tensors_of_rows(program, self.rows, batch)
-        return with_totals_of_all(program, code, tensors, self.rows, self._devices.everyone)
+        return with_totals_of_all(
+            program, code, tensors, self.rows, partial(everyone, self._devices)
+        )
 
     def _run(
         self,
@@ -453,7 +459,7 @@ class Trainer:
         if not rows:
             self._go_to_shape_of(whole)
         tensors = self._tensors(whole, rows=rows, evaluated=evaluated)
-        report: Report = run(tensors)
+        report: Report = run(self._whole, self.program, tensors)
         seconds = time.perf_counter() - start
         self.failed = False
         given = first_tensor(batch) if pad is not None else tensors[0]

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from piper.launch.device.device import LoadedDevice
+from piper.ir.ops import Group
+from piper.launch.device.loaded_device import LoadedDevice
 from piper.launch.watch.faults import described, devices, peers_of
-from piper.program.program import Program
 
 _PERIOD = 1.0
 """Seconds between two checks of the store."""
@@ -34,13 +34,13 @@ class Heartbeat:
     def __init__(
         self,
         store: dist.Store,
-        program: Program,
+        members: Group,
         number: int,
         timeout: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._program = program
+        self._members = members
         self._number = number
         self._timeout = timeout
         self._now = now
@@ -114,7 +114,7 @@ class Heartbeat:
         return (*after, *(peer for peer in peers if peer < self._number))[:_LOOKED_AFTER]
 
     def _others(self) -> tuple[int, ...]:
-        return tuple(number for number in self._program.devices if number != self._number)
+        return tuple(number for number in self._members if number != self._number)
 
     def _silent(self, peer: int, now: float) -> bool:
         """Whether a peer's heartbeat has not moved for ``SILENT`` seconds."""

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from piper.launch.device.device import LoadedDevice
+from piper.ir.ops import Group
+from piper.launch.device.loaded_device import LoadedDevice
 from piper.launch.watch.heartbeat import Heartbeat
 from piper.launch.watch.liveness import Monitor, Query
-from piper.program.program import Program
 from piper.runtime.streams.signals import Signal
 
 _ABORT = 10.0
@@ -25,9 +25,9 @@ _ABORT = 10.0
 class Watchdog:
     """Watches one process of a GPU job. The watching never calls the driver: it may be blocked."""
 
-    def __init__(self, store: dist.Store, program: Program, number: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, members: Group, number: int, timeout: float) -> None:
         self._number = number
-        self._heartbeat = Heartbeat(store, program, number, timeout)
+        self._heartbeat = Heartbeat(store, members, number, timeout)
         self._signal = Signal()
         self._monitor = Monitor(self._heartbeat.problem, _end_process)
 
@@ -41,7 +41,7 @@ class Watchdog:
         try:
             yield
         except BaseException as error:
-            self._tell(error)
+            self.tell(error)
             raise
 
     @contextmanager
@@ -60,7 +60,7 @@ class Watchdog:
     @contextmanager
     def closing(self, error: BaseException) -> Iterator[None]:
         """Training ends with ``error``: end the process if the code inside takes too long."""
-        self._tell(error)
+        self.tell(error)
         self._monitor.close()
         text = "".join(traceback.format_exception(error))
         last = threading.Timer(
@@ -73,7 +73,8 @@ class Watchdog:
         finally:
             last.cancel()
 
-    def _tell(self, error: BaseException) -> None:
+    def tell(self, error: BaseException) -> None:
+        """Report an error to the other processes."""
         self._heartbeat.tell(f"device {self._number} failed: {type(error).__name__}: {error}")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from piper.launch.device.device import Options
 from piper.launch.torch_flags import Flags
-from piper.state.checkpoint.index import Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,41 +19,25 @@ class WorkerTask:
     device: int
     local: int
     """The index of its GPU on the machine, if it uses one."""
-    waits: bool
-    """Whether it waits for a switch instead of starting the first program."""
-    threads: int
     timeout: float
     start_timeout: float
     paths: tuple[str, ...]
     imports: tuple[str, ...]
-    """Modules that define the model's custom operations."""
-    script: str | None
-    """The user's script, if it defines some of them."""
+    """Modules that the worker imports first."""
     share_gpus: bool
-    cuda_graphs: bool
-    shake: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchTask:
-    """The settings that a worker switches to."""
-
-    folder: str
-    """The folder of the program; its callables are beside it."""
-    members: tuple[int, ...]
-    """The devices of all workers, before and after."""
-    threads: int
-    index: Index
+    options: Options
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A request to a worker."""
 
-    method: str
-    argument: Any = None
-    flags: Flags | None = None
-    """The caller's torch flags, for calls that compute."""
+    method: Callable[..., Any]
+    """A method of ``WorkerDevice``."""
+    arguments: tuple[Any, ...]
+    flags: Flags
+    """The caller's torch flags."""
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)

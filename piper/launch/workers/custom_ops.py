@@ -11,19 +11,19 @@ import torch
 from torch._ops import OpOverload
 
 from piper.base.errors import PiperError
-from piper.program.program import Program
+from piper.capture.code.executables import Executables
 
 _WORKER = "piper.launch.workers.worker"
 
 
-def defining_modules(program: Program) -> tuple[tuple[str, ...], str | None]:
-    """The modules that define the custom operations of ``program``, and the user's script, if it
+def defining_modules(*codes: Executables) -> tuple[tuple[str, ...], str | None]:
+    """The modules that define the custom operations of ``codes``, and the user's script, if it
     defines some."""
     made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
     called = {
         node.target._schema.name
-        for step in program.steps
-        for row in step.code.programs.values()
+        for code in codes
+        for row in code.programs.values()
         for chunk in row
         for function in chunk.functions.values()
         for node in function.module.graph.nodes

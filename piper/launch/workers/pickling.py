@@ -1,4 +1,5 @@
-"""Pickles the user's callables by value, to be called in other processes."""
+"""Pickles what a call sends to another process: the user's callables by value, the programs of
+chunks as plain data, with the modules that define their operations."""
 
 from __future__ import annotations
 
@@ -8,15 +9,65 @@ import io
 import pickle
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
+
+from piper.base.errors import PiperError
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.code.serialize import program_from_json, program_to_json
+from piper.launch.device.weight_readers import FirstWeights
+from piper.launch.device.worker_group import BatchRows, argument_of
+from piper.launch.workers.custom_ops import define, defining_modules
+from piper.state.device_program import DeviceProgram
+
+
+def sendable(given: Any, device: int, folder: Path) -> Any:
+    """One device's argument of a call in a form that ``pickle`` sends to its process. Initial
+    weights go through a file in ``folder``, once for all devices."""
+    item = argument_of(given, device)
+    if isinstance(given, BatchRows):
+        return [x.cpu().clone() for x in item]
+    if isinstance(item, FirstWeights):
+        return _Packed(item.in_file(folder / "weights.pt"), (), None)
+    if isinstance(item, DeviceProgram):
+        return _Packed(item, *defining_modules(item.code, item.evaluation_code))
+    return item
+
+
+class _Packed:
+    """``item`` by value. The receiver first defines the operations that it uses."""
+
+    def __init__(self, item: Any, modules: tuple[str, ...], script: str | None) -> None:
+        self._parts = item, modules, script
+
+    def __reduce__(self) -> Any:
+        item, modules, script = self._parts
+        try:
+            content = by_value(item)
+        except PiperError:
+            raise
+        except Exception as error:
+            raise PiperError(
+                f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
+            ) from error
+        return _unpacked, (modules, script, content)
+
+
+def _unpacked(modules: tuple[str, ...], script: str | None, content: bytes) -> Any:
+    define(modules, script)
+    return cloudpickle.loads(content)
 
 
 def by_value(item: Any) -> bytes:
     """``item`` for ``cloudpickle.loads`` in another process."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(item)
+    pickler = _Pickler(buffer)
+    if isinstance(item, DeviceProgram):
+        pickler.kind = item.kind
+    pickler.dump(item)
     return buffer.getvalue()
 
 
@@ -25,7 +76,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     compiled class the copy is useless. Such classes (``safetensors.safe_open`` is one) name the
     module ``builtins``. They are imported by name from a module that has them."""
 
+    kind = torch.device("cpu")
+    """The kind of device that chunks were compiled for."""
+
     def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, ChunkProgram) and item.functions:
+            return program_from_json, (program_to_json(item), self.kind)
         if isinstance(item, type) and item.__module__ == "builtins":
             name = item.__name__
             if getattr(builtins, name, None) is not item and item not in _NAMELESS:

@@ -2,33 +2,42 @@
 
     python -m piper.launch.workers.worker DESCRIPTOR FOLDER
 
-The descriptor is the worker's end of the connection; the folder holds the program, the weights and
-the callables. Standard input is a pipe that the parent holds open: when it closes, the worker ends.
+The descriptor is the worker's end of the connection; in the folder the workers find each other. The
+standard input is a pipe that the parent holds open: when it closes, the worker ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import mmap
 import os
+import pickle
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from piper.launch.device.worker_group import Report
+import torch
+import torch.distributed as dist
+
+from piper.capture.code.codegen import Runners
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.driving import alone
+from piper.launch.device.local_devices import COMPUTING, LocalDevices
 from piper.launch.watch.faults import described
 from piper.launch.watch.liveness import Monitor
-from piper.launch.workers.calls import Call, Failure, WorkerTask, receive, send
-from piper.launch.workers.rank import Rank
-from piper.launch.workers.worker_device import WorkerDevice
+from piper.launch.workers.calls import Call, Failure, WorkerTask, dumped, send
+from piper.launch.workers.process_links import ProcessLinks
+from piper.runtime.comm.protocol import Comm
 from piper.runtime.executor import CommunicationError, InstructionError
+from piper.state.device_program import DeviceProgram
 
 
 class _NobodyThereError(Exception):
@@ -70,89 +79,99 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _serve(connection: Connection, folder: Path) -> None:
-    task: WorkerTask = _next(connection).argument
-    worker = WorkerDevice(task, folder)
-    monitor = _monitored(worker, task.timeout, connection)
-    _answer(connection, None)
-    while (call := _next(connection)).method != "stop":
-        if call.method in _SWITCHING:
-            answer = _SWITCHING[call.method](worker, call.argument)
-            monitor = monitor or _monitored(worker, task.timeout, connection)
-        else:
-            answer = _done(worker.rank, monitor, call)
+    task: WorkerTask = _next(connection)
+    sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
+    for module in task.imports:
+        importlib.import_module(module)
+    device = WorkerDevice(task.device, _Links(task, folder), task.options)
+    local = LocalDevices([device], alone, cuda_graphs=task.options.cuda_graphs)
+    progress = _Progress(device, folder)
+    monitor: Monitor | None = None
+    while isinstance(call := _next(connection), Call):
+        call.flags.set()
+        if torch.get_num_threads() != call.threads:
+            torch.set_num_threads(call.threads)
+        answer = _called(local, monitor, call)
+        progress.publish()
+        if monitor is None and not device.waits and device.state.where.type == "cuda":
+            monitor = _monitor(device, task.timeout, connection)
         _answer(connection, answer)
     if monitor is not None:
         monitor.close()
-    worker.close()
+    local.close()
 
 
-_SWITCHING: Mapping[str, Callable[[WorkerDevice, Any], Any]] = {
-    "give part": lambda worker, _: worker.give(),
-    "prepare switch": WorkerDevice.prepare_switch,
-    "finish switch": WorkerDevice.finish_switch,
-    "abandon switch": lambda worker, _: worker.abandon_switch(),
-}
-"""The calls by which a worker switches to another program."""
+class _Links(ProcessLinks):
+    """The workers find each other in a file of the folder: a TCP port would be open to others."""
+
+    def __init__(self, task: WorkerTask, folder: Path) -> None:
+        store = dist.FileStore(str(folder / "store"))
+        store.set_timeout(timedelta(seconds=task.start_timeout))
+        super().__init__(
+            store, task.local, timeout=task.timeout, share_gpus=task.share_gpus, alone=True
+        )
+
+    def connect(
+        self, job: str, program: DeviceProgram, where: torch.device
+    ) -> tuple[Comm, Runners]:
+        if self.store.add(f"{job} there", 1) == len(program.devices):
+            self.store.set(f"{job} all there", "")
+        self.store.wait([f"{job} all there"])  # from here on a step's timeout applies
+        return super().connect(job, program, where)
 
 
-def _done(rank: Rank, monitor: Monitor | None, call: Call) -> Any:
-    """The result of a call."""
-    match call:
-        case Call("step", (given, report)):
-            return _settled(monitor, partial(rank.step, given, report=report))
-        case Call("profile", (given, what)):
-            return _settled(monitor, lambda: rank.profile(given, what))
-        case Call("evaluate", (given, _)):
-            return _settled(monitor, lambda: rank.evaluate(given))
-        case Call("export", only):
-            return rank.export(only)
-        case Call("restore", tensors):
-            return rank.restore(tensors)
-        case Call("write part", checkpoint):
-            return rank.write_part(checkpoint)
-        case Call("begin part", checkpoint):
-            return rank.begin_part(checkpoint)
-        case Call("part is written"):
-            return rank.writing.done
-        case Call("written part"):
-            return rank.written_part()
-        case Call("export part", (exported, targets)):
-            return rank.export_part(exported, targets)
-        case Call("refusals", (checkpoint, index)):
-            return rank.refusals(checkpoint, index)
-        case Call("read part", (checkpoint, index)):
-            return rank.read_part(checkpoint, index)
-        case _:
-            raise AssertionError(f"a worker cannot {call.method}")
+class _Progress:
+    """Files in which the parent finds the instruction that the device runs, even of a worker that
+    was killed: its program counter, and the names of all instructions."""
+
+    def __init__(self, device: WorkerDevice, folder: Path) -> None:
+        self._device = device
+        self._names = folder / f"names.{device.number}"
+        with (folder / f"at.{device.number}").open("r+b") as file:
+            self._at = memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
+        self._known: tuple[Any, int] = None, 0
+
+    def publish(self) -> None:
+        """Write the names if the device has other plans."""
+        if self._device.waits:
+            return
+        loaded = self._device.loaded
+        if self._known != (loaded, len(loaded.plans)):
+            self._known = loaded, len(loaded.plans)
+            loaded.show_progress_in(self._at)
+            names = [[x.name for x in plan.instructions] for plan in loaded.plans]
+            self._names.write_bytes(dumped(names))
 
 
-def _settled(monitor: Monitor | None, run: Callable[[], Report]) -> Report:
-    """The report of ``run``, once the device has finished too."""
-    if monitor is None:
-        return run().on_host()
+def _called(local: LocalDevices, monitor: Monitor | None, call: Call) -> Any:
+    """The answer to a call, once the device has finished too."""
     over = threading.Event()
-    monitor.watch(over.is_set)
-    report = run().on_host()
+    computes = call.method in COMPUTING
+    if computes and monitor is not None:
+        monitor.watch(over.is_set)
+    (answer,) = local.call(call.method, lambda _: call.arguments)
+    if computes:
+        answer = answer.on_host()
     over.set()
-    return report
+    return answer
 
 
-def _monitored(worker: WorkerDevice, timeout: float, connection: Connection) -> Monitor | None:
+def _monitor(device: WorkerDevice, timeout: float, connection: Connection) -> Monitor:
     """A monitor for a GPU worker: it writes the GPU's program counter to the shared file, and
     reports a hanging communication to the parent."""
-    if worker.present is None or worker.present.where.type != "cuda":
-        return None
 
     def stuck(seconds: float) -> str | None:
-        rank = worker.present
-        pc = None if rank is None else rank.device.running.bound.unfinished()
-        if rank is None or pc is None or not seconds:
+        if device.waits or not seconds:
             return None
-        rank.device.executor.at[0] = pc
+        loaded = device.loaded
+        pc = loaded.running.bound.unfinished()
+        if pc is None:
+            return None
+        loaded.executor.at[0] = pc
         if seconds < timeout:
             return None
-        what = described(rank.device.running.context.plan, pc, rank.number)
-        return f"device {rank.number} has waited {seconds:.0f} s for {what}"
+        what = described(loaded.running.context.plan, pc, device.number)
+        return f"device {device.number} has waited {seconds:.0f} s for {what}"
 
     def fail(text: str) -> None:
         with contextlib.suppress(OSError):
@@ -163,14 +182,12 @@ def _monitored(worker: WorkerDevice, timeout: float, connection: Connection) -> 
     return Monitor(stuck, fail)
 
 
-def _next(connection: Connection) -> Call:
+def _next(connection: Connection) -> Any:
     try:
-        call: Call = receive(connection)
+        message = connection.recv_bytes()
     except (EOFError, OSError) as error:
         raise _NobodyThereError from error
-    if call.flags is not None:
-        call.flags.set()
-    return call
+    return pickle.loads(message)
 
 
 def _answer(connection: Connection, message: Any) -> None:

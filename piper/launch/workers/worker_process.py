@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -20,8 +22,8 @@ KEEPING = {
 """Settings of torch's CPU allocator: it keeps memory that a step frees and allocates again. glibc
 keeps allocations below 32 MiB, its largest threshold; mimalloc (as on 64-bit ARM) keeps all of them
 for 50 ms."""
-_NOWHERE = (-1).to_bytes(8, sys.byteorder, signed=True)
-"""The program counter of a worker that runs no instruction."""
+_NOWHERE = struct.pack("qq", -1, 0)
+"""The program counter and the plan of a worker that runs no instruction."""
 
 
 @dataclass(slots=True)
@@ -34,13 +36,18 @@ class WorkerProcess:
     process: subprocess.Popen[bytes]
     connection: Connection
     counter: Path
-    """The file in which it keeps its program counter."""
+    """The file in which it keeps its program counter and which of its plans it runs."""
+    names: Path
+    """The file with the names of the instructions of its plans."""
+    answered: bool = False
+    """Whether it has answered a call: until then it starts."""
     sender: threading.Thread | None = None
 
     def send(self, message: bytes) -> None:
-        """Send in a thread: a worker that does not read must not block the caller. A dead worker is
-        detected while waiting for its answer."""
-        self.sender = threading.Thread(target=_send, args=(self.connection, message), daemon=True)
+        """Send in a thread, after earlier messages: a worker that does not read must not block the
+        caller. A dead worker is detected while waiting for its answer."""
+        given = self.connection, message, self.sender
+        self.sender = threading.Thread(target=_send, args=given, daemon=True)
         self.sender.start()
 
     def release(self) -> None:
@@ -50,10 +57,14 @@ class WorkerProcess:
         self.connection.close()
 
     @property
-    def pc(self) -> int | None:
-        """The program counter: the instruction that it runs, or ran last."""
-        pc = int.from_bytes(self.counter.read_bytes(), sys.byteorder, signed=True)
-        return None if pc < 0 else pc
+    def at(self) -> str:
+        """The instruction that it runs or ran last, as text for errors."""
+        if not self.answered:
+            return " before it was ready"
+        pc, plan = struct.unpack("qq", self.counter.read_bytes())
+        if pc < 0:
+            return ""
+        return f" at instruction {pc} ({pickle.loads(self.names.read_bytes())[plan][pc]})"
 
     def forget_pc(self) -> None:
         """Reset the program counter: no instruction runs yet."""
@@ -73,7 +84,7 @@ class WorkerProcess:
 
 
 def spawned(device: int, local: int, folder: Path) -> WorkerProcess:
-    """Start a worker; it reads its files from ``folder``."""
+    """Start a worker; it shares files with its parent in ``folder``."""
     counter = folder / f"at.{device}"
     counter.write_bytes(_NOWHERE)
     environment = dict(os.environ)
@@ -92,9 +103,11 @@ def spawned(device: int, local: int, folder: Path) -> WorkerProcess:
             pass_fds=[there.fileno()],
             start_new_session=True,  # only the caller receives Ctrl-C
         )
-    return WorkerProcess(device, local, process, here, counter)
+    return WorkerProcess(device, local, process, here, counter, folder / f"names.{device}")
 
 
-def _send(connection: Connection, message: bytes) -> None:
+def _send(connection: Connection, message: bytes, earlier: threading.Thread | None) -> None:
+    if earlier is not None:
+        earlier.join()
     with contextlib.suppress(OSError):
         connection.send_bytes(message)

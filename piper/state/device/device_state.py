@@ -1,5 +1,5 @@
 """The state of a device between steps: parameters in flat buckets, the model's buffers, the
-optimizer and the scheduler. Made from an ``Assignment``."""
+optimizer and the scheduler. Made from a ``DeviceProgram``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from piper.base.errors import PiperError
-from piper.ir.ops import Compute
-from piper.ir.passes import Kind, Ref
 from piper.ir.rules import Bucket
-from piper.ir.shards import RANK
-from piper.ir.tensors import TensorSpec
-from piper.state.assignment import Assignment
 from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.snapshot import Snapshot
+from piper.state.device_program import DeviceProgram, buffers_of
 from piper.state.optimizer.factory import kind_of, make
 from piper.state.optimizer.scheduler import make_scheduler
 from piper.state.weights.first_tensors import Fetch
@@ -70,7 +66,7 @@ class HeldBucket:
 class DeviceState:
     """All state of one device."""
 
-    def __init__(self, given: Assignment, where: torch.device, fetch: Fetch | None) -> None:
+    def __init__(self, given: DeviceProgram, where: torch.device, fetch: Fetch | None) -> None:
         """``fetch`` returns the initial values of a parameter or buffer by name. None: the caller
         fills the state later."""
         self.device = given.device
@@ -84,7 +80,7 @@ class DeviceState:
         self.snapshot: Snapshot | None = None
         """The snapshot of a background save that is not fully copied yet."""
         self.held: dict[int, HeldBucket] = {}
-        for index, bucket in enumerate(given.buckets):
+        for index, bucket in given.buckets.items():
             layout = BucketLayout.of(bucket, given.parameters, given.device)
             if layout is not None:
                 self.held[index] = self._hold(layout, bucket, fetch)
@@ -95,7 +91,10 @@ class DeviceState:
                     self.views[name] = held.layout.view(held.flat, name)
         self.bucket_of = {n: i for i, h in self.held.items() for n in h.layout.bucket.parameters}
         self.buffers: dict[str, Tensor] = {}
-        for name, spec in buffers_of(given).items():
+        buffers = buffers_of(
+            (given.plan, given.code), (given.evaluation_plan, given.evaluation_code)
+        )
+        for name, spec in buffers.items():
             if fetch is None:
                 self.buffers[name] = spec.empty(where)
             else:
@@ -227,17 +226,3 @@ class DeviceState:
         trained.sort(key=lambda pair: places[pair[0]])
         factory = self.training.optimizer
         return make(factory, trained) if factory is not None and trained else None
-
-
-def buffers_of(given: Assignment) -> dict[str, TensorSpec]:
-    """The buffers of the chunks that a device runs, in training or evaluation."""
-    buffers: dict[str, TensorSpec] = {}
-    rows = ((given.plan, given.code), (given.evaluation_plan, given.evaluation_code))
-    for plan, code in rows:
-        programs = next(iter(code.programs.values()))
-        chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
-        for chunk in sorted(chunks):
-            for place, name in enumerate(code.pieces[chunk].buffers):
-                if name not in code.constants and not name.startswith(RANK):
-                    buffers[name] = programs[chunk].specs[Ref(Kind.BUFFER, place)]
-    return buffers

@@ -1,0 +1,81 @@
+"""What each device gets of a program: its own plans, the executables that they run, and the buckets
+of which it has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.code.executables import Executables
+from piper.ir.ops import Compute
+from piper.ir.plan.plan import Plan
+from piper.program.program import Program
+from piper.state.device_program import DeviceProgram, buffers_of
+
+_NOTHING = ChunkProgram({}, {})
+"""The program of chunks that other devices run."""
+
+
+def device_programs(program: Program) -> Callable[[int], DeviceProgram]:
+    """A function from a device of ``program`` to what it gets."""
+    owners = _owners(program)
+    names = tuple(dict.fromkeys(program.names.keys.values()))
+
+    def of(device: int) -> DeviceProgram:
+        training, evaluation = program.steps
+        plan, evaluation_plan = training.plan_of(device), evaluation.plan_of(device)
+        buckets = {
+            number: bucket
+            for number, bucket in enumerate(program.buckets)
+            if any(device in group for group in bucket.groups)
+        }
+        held = {name for bucket in buckets.values() for name in bucket.parameters}
+        gives = {name for name, owner in owners.items() if owner == device}
+        return DeviceProgram(
+            device=device,
+            devices=program.devices,
+            kind=program.device,
+            compiler=program.compiler,
+            plan=plan,
+            code=_own(training.code, plan),
+            evaluation_plan=evaluation_plan,
+            evaluation_code=_own(evaluation.code, evaluation_plan),
+            streams=program.streams,
+            buckets=buckets,
+            parameters={name: program.parameters[name] for name in held},
+            order=tuple(name for name in names if name in held or name in gives),
+            training=program.training,
+            gives=tuple(name for name in owners if name in gives),
+        )
+
+    return of
+
+
+def _owners(program: Program) -> dict[str, int]:
+    """The first device that has each buffer."""
+    owners: dict[str, int] = {}
+    for step in program.steps:
+        for plan in step.plans:
+            for name in buffers_of((plan, step.code)):
+                owners[name] = min(owners.get(name, plan.devices[0]), *plan.devices)
+    return dict(sorted(owners.items(), key=lambda item: item[1]))
+
+
+def _own(code: Executables, plan: Plan) -> Executables:
+    """``code`` with the chunks and group sizes of ``plan`` alone, without what the trainer computes
+    from a batch."""
+    run = [(x.op.chunk, len(x.group)) for x in plan.instructions if isinstance(x.op, Compute)]
+    chunks, sizes = {chunk for chunk, _ in run}, {size for _, size in run}
+    used = {name for chunk in chunks for name in code.pieces[chunk].buffers}
+    return replace(
+        code,
+        programs={
+            n: tuple(p if i in chunks else _NOTHING for i, p in enumerate(row))
+            for n, row in code.programs.items()
+            if n in sizes
+        },
+        constants={name: x for name, x in code.constants.items() if name in used},
+        parameters={},
+        totals=None,
+    )

@@ -1,0 +1,188 @@
+"""One device with its plans loaded, ready to run."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Generator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from piper.base.tracking import Alive, Tracker
+from piper.capture.code.codegen import Runners
+from piper.ir.plan.plan import Plan
+from piper.launch.device.report import ProfileKind, Report
+from piper.runtime.comm.nccl import Nccl
+from piper.runtime.comm.protocol import Comm
+from piper.runtime.context import Scalars
+from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
+from piper.runtime.pending import Pending
+from piper.runtime.streams.recording import recorder_for
+from piper.runtime.streams.stream_jitter import StreamJitter
+from piper.runtime.streams.streams import streams_for
+from piper.state.device.device_state import DeviceState
+from piper.state.device.snapshot import Snapshot
+from piper.state.device_program import DeviceProgram
+
+_TRAINING, _EVALUATION, _SAVING = range(3)
+"""Indices in ``LoadedDevice.plans``."""
+
+
+class LoadedDevice:
+    """An executor with one device's training and evaluation plans."""
+
+    def __init__(
+        self,
+        program: DeviceProgram,
+        state: DeviceState,
+        comm: Comm,
+        runners: Runners,
+        shaker: StreamJitter | None = None,
+        *,
+        tracked: bool = False,
+    ) -> None:
+        """``tracked`` says that others read the program counter, on a GPU."""
+        self.number = program.device
+        self.program = program
+        self.state = state
+        self.comm = comm
+        streams = streams_for(state.where, program.streams, shaker, tracked=tracked)
+        self.executor = Executor(state, comm, streams, runners)
+        self.executor.at = [0, _TRAINING]
+        self._begun: Snapshot | None = None
+        """The snapshot of the last save. Copies of state that no step changes may still be under
+        way."""
+        self._training = self.executor.load(program.plan, program.code)
+        self._evaluation = self.executor.load(program.evaluation_plan, program.evaluation_code)
+        self._saving: LoadedPlan | None = None
+        """The training plan that also copies the state being saved, once there was a save."""
+
+    def begin_copies(self, snapshot: Snapshot, plan: Plan) -> None:
+        """The next step runs ``plan``, which also copies the state."""
+        if self._saving is None:
+            self._saving = self.executor.load(plan, self.program.code)
+        self.state.snapshot = snapshot
+
+    def show_progress_in(self, at: ProgramCounter) -> None:
+        """Keep the program counter, and after it the index in ``plans`` of the plan that runs, in
+        ``at``, where others can read them."""
+        self.executor.at = at
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All plans that it may run."""
+        loaded = (self._training, self._evaluation, self._saving)
+        return [one.context.plan for one in loaded if one is not None]
+
+    @property
+    def running(self) -> LoadedPlan:
+        """The plan that was run last."""
+        return self.executor.running or self._training
+
+    def step(self, given: list[Tensor], *, report: bool = True) -> Generator[Pending, None, Report]:
+        """One step of training."""
+        result = yield from self.train(given, report=report)
+        self.state.advance()
+        return result
+
+    def train(
+        self, given: list[Tensor], *, report: bool = True
+    ) -> Generator[Pending, None, Report]:
+        """All instructions of a training step; the caller must still advance the state."""
+        snapshot = self.state.snapshot
+        loaded, self.executor.at[1] = self._training, _TRAINING
+        if snapshot is not None:
+            assert self._saving is not None
+            loaded, self.executor.at[1] = self._saving, _SAVING
+        scalars = yield from self.executor.run(loaded, given, report=report)
+        if snapshot is not None:  # state that no update changes has no copy instruction
+            snapshot.copy_rest()
+            self.state.snapshot, self._begun = None, snapshot
+        return self._report(scalars, scalars.norm, self.state.rates)
+
+    def _report(
+        self, scalars: Scalars, norm: Tensor | None, rates: tuple[float, ...] = ()
+    ) -> Report:
+        memory = memory_of(self.state.where)
+        return Report(
+            total=scalars.loss,
+            norm=norm,
+            memory=memory,
+            rates=rates,
+            ready=scalars.ready,
+            load=scalars.load,
+            outputs=scalars.outputs,
+            returned={self.number: scalars.returned} if scalars.returned else {},
+        )
+
+    def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
+        """One step of training, measured."""
+        self.finish_copies()
+        return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
+
+    def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        recorder = recorder_for(self.number, self.state.where)
+        loaded = self.executor.load(self.program.plan, self.program.code, recorder)
+        usual, self._training = self._training, loaded
+        try:
+            report = yield from self.step(given)
+        finally:
+            self._training = usual
+        return replace(report, measured={self.number: recorder.take()})
+
+    def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        tracker = Tracker(lambda: self.executor.at[0])
+        tracker.count((*self.state.tensors(), *self._training.context.constants.values()))
+        state = tracker.now
+        with tracker:
+            own = [x.clone() for x in given]
+        report = yield from tracker.over(self.step(own))
+        at = "the start"
+        if tracker.peak_at >= 0:
+            at = self.program.plan.instructions[tracker.peak_at].name
+        return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
+
+    def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        """The forwards only; a pending snapshot of the state is copied meanwhile."""
+        if self.state.snapshot is not None:
+            self.state.snapshot.copy_rest()
+        self.executor.at[1] = _EVALUATION
+        scalars = yield from self.executor.run(self._evaluation, given)
+        self.state.changing = False
+        return self._report(scalars, None)
+
+    def abandon(self) -> None:
+        """Discard a failed step."""
+        for loaded in (self._training, self._evaluation, self.running):
+            loaded.context.abandon()
+
+    def finish_copies(self) -> None:
+        """Finish the copies of a background save; the state may change after that."""
+        for snapshot in (self.state.snapshot, self._begun):
+            if snapshot is not None:
+                snapshot.finish()
+        self.state.snapshot = self._begun = None
+
+    def close(self, *, abandoned: bool = False) -> None:
+        """Close the communicators, once the GPU is done with them, and abandon a pending snapshot:
+        the state is no longer needed. If training was ``abandoned``, the GPU may wait for processes
+        that are gone, so NCCL is aborted instead."""
+        if self.state.snapshot is not None:
+            self.state.snapshot.abandon()
+            self.state.snapshot = None
+        if abandoned and isinstance(self.comm, Nccl):
+            self.comm.abort()
+            return
+        if self.state.where.type == "cuda" and not abandoned:
+            torch.cuda.synchronize(self.state.where)
+        self.comm.close()
+
+
+def memory_of(where: torch.device) -> int:
+    """Peak bytes of this process: on the GPU, or resident memory."""
+    if where.type == "cuda":
+        return torch.cuda.max_memory_allocated(where)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

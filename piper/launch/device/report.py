@@ -1,0 +1,113 @@
+"""``Report``, the result of one step, and ``Refusal``, why a device could not do a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from piper.base.tracking import Alive
+from piper.runtime.streams.kernels import Kernel
+from piper.runtime.streams.recording import Measured
+
+
+class ProfileKind(Enum):
+    """What to measure in a step."""
+
+    TIME = "time"
+    KERNELS = "kernels"
+    """The time, and the kernels of each instruction."""
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The scalars of one step, the same on every device, and what was measured of it."""
+
+    total: Tensor | None
+    """The sum of the losses and the sum of their divisors; None if not requested."""
+    norm: Tensor | None
+    """The squared norm of all gradients; None if not requested, or after an evaluation."""
+    memory: int
+    """Peak bytes of one device."""
+    rates: tuple[float, ...] = ()
+    """The learning rates that the step used, one for each param group."""
+    ready: torch.cuda.Event | None = None
+    """The event to wait for before reading ``total``, ``norm``, ``load`` and ``outputs``."""
+    load: Mapping[int, Tensor] = field(default_factory=dict)
+    """By expert chunk with sorted rows, the number of rows of each expert."""
+    outputs: Mapping[int, Tensor] = field(default_factory=dict)
+    """By value, the means of the scalars that are reported beside the loss."""
+    returned: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    """By device, its rows of the outputs, in the order of its plan's ``returned``."""
+    measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
+    """By device, the times of its instructions, if requested."""
+    kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict)
+    """By device, the kernels of its instructions, if requested; on the same clock."""
+    alive: Mapping[int, Alive] = field(default_factory=dict)
+    """By device, the memory of its tensors, if requested."""
+
+    def scalars(self) -> tuple[Tensor | None, Tensor | None]:
+        """``total`` and ``norm``. The current stream waits for them, and for ``load`` and
+        ``outputs``."""
+        for x in (self.total, self.norm, *self.load.values(), *self.outputs.values()):
+            if x is not None and self.ready is not None:
+                stream = torch.cuda.current_stream(x.device)
+                stream.wait_event(self.ready)
+                x.record_stream(stream)
+        return self.total, self.norm
+
+    def copied(self) -> Report:
+        """A copy in its own memory, which the next step does not overwrite."""
+        total, norm = (None if x is None else x.clone() for x in (self.total, self.norm))
+        load = {chunk: x.clone() for chunk, x in self.load.items()}
+        outputs = {value: x.clone() for value, x in self.outputs.items()}
+        return replace(self, total=total, norm=norm, load=load, outputs=outputs)
+
+    def on_host(self) -> Report:
+        """A copy on the host; waits for the GPU."""
+        total, norm = (None if x is None else x.cpu() for x in self.scalars())
+        load = {chunk: x.cpu() for chunk, x in self.load.items()}
+        outputs = {value: x.cpu() for value, x in self.outputs.items()}
+        returned = {d: [x.cpu() for x in row] for d, row in self.returned.items()}
+        return replace(
+            self, total=total, norm=norm, load=load, outputs=outputs, returned=returned, ready=None
+        )
+
+    def at_clock(self, ahead: float) -> Report:
+        """The same with times on a reference clock; this machine's clock is ``ahead`` seconds ahead
+        of it."""
+        return replace(
+            self,
+            measured={
+                d: tuple(x._replace(start=x.start - ahead, end=x.end - ahead) for x in row)
+                for d, row in self.measured.items()
+            },
+            kernels={
+                d: tuple(x._replace(start=x.start - ahead, end=x.end - ahead) for x in row)
+                for d, row in self.kernels.items()
+            },
+        )
+
+    @staticmethod
+    def joined(reports: Sequence[Report]) -> Report:
+        """One report from the reports of all devices."""
+        return replace(
+            reports[0],
+            memory=max(report.memory for report in reports),
+            rates=max((report.rates for report in reports), key=len),
+            returned={d: row for report in reports for d, row in report.returned.items()},
+            measured={d: row for report in reports for d, row in report.measured.items()},
+            kernels={d: row for report in reports for d, row in report.kernels.items()},
+            alive={d: one for report in reports for d, one in report.alive.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a device could not do a call; its state is unchanged."""
+
+    why: str

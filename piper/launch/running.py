@@ -1,0 +1,119 @@
+"""A program on a worker group: how it starts, and what a trainer asks of its devices, in calls of
+``WorkerDevice``.
+
+Under torchrun several processes have a trainer, each calls its own devices, and what all must know
+goes through ``once``. A process may have no device in the program: it waits, and gets the report of
+a step from the others.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.device_programs import device_programs
+from piper.launch.device.report import ProfileKind, Report
+from piper.launch.device.weight_readers import FirstWeights
+from piper.launch.device.worker_group import BatchRows, Each, WorkerGroup, answers_of_all, everyone
+from piper.program.program import Program
+from piper.runtime.feeding import rows_read
+from piper.state.checkpoint.slices import Slice
+
+
+def start(group: WorkerGroup, program: Program) -> None:
+    """Load the program on the devices of ``group``, with its initial weights."""
+    weights, agreement = FirstWeights.of(program), group.agreement
+    if agreement is not None:
+        agreement.refuse_other_programs(program)
+    group.seat(program.devices, program.device)
+    job = group.once(lambda: uuid.uuid4().hex)
+    given = job, Each(device_programs(program))
+    if agreement is None:
+        group.call(WorkerDevice.load, *given, weights)
+    else:
+        noted = agreement.noting(weights)
+        group.call(WorkerDevice.load, *given, noted)
+        agreement.refuse_other_weights(noted)
+
+
+def rows_of(group: WorkerGroup, program: Program) -> list[int] | None:
+    """The rows of a batch that the devices of this process read; None for all rows."""
+    if group.trainers == 1:
+        return None
+    devices = [device for device in group.devices if device in program.devices]
+    read = [rows_read(s.plan_of(d), s.code, d) for s in program.steps for d in devices]
+    return sorted(set().union(*read))
+
+
+def train(
+    group: WorkerGroup,
+    program: Program,
+    batch: Sequence[Tensor],
+    *,
+    report: bool = True,
+    own_rows: bool = False,
+) -> Report:
+    """Train on one batch. With ``own_rows`` it has only the rows of this process."""
+    rows = rows_of(group, program) if own_rows else None
+    _refuse_other_steps(group, batch, rows)
+    given = BatchRows(program.training_step, batch, rows)
+    return _told(group, program, group.call(WorkerDevice.step, given, report))
+
+
+def profile(
+    group: WorkerGroup, program: Program, batch: Sequence[Tensor], what: ProfileKind
+) -> Report:
+    """Train on one batch, and measure the step."""
+    _refuse_other_steps(group, batch, None)
+    given = BatchRows(program.training_step, batch, None)
+    return Report.joined(answers_of_all(group, group.call(WorkerDevice.profile, given, what)))
+
+
+def evaluate(
+    group: WorkerGroup, program: Program, batch: Sequence[Tensor], *, own_rows: bool = False
+) -> Report:
+    """The loss and the outputs of one batch; nothing changes."""
+    rows = rows_of(group, program) if own_rows else None
+    if group.agreement is not None:
+        group.agreement.refuse_other_batches(batch, rows)
+    given = BatchRows(program.evaluation_step, batch, rows)
+    report = _told(group, program, group.call(WorkerDevice.evaluate, given))
+    if group.trainers == 1 or not any(plan.returned for plan in program.evaluation_step.plans):
+        return report
+    mine = {device: [x.cpu() for x in row] for device, row in report.returned.items()}
+    return replace(report, returned={d: x for row in everyone(group, mine) for d, x in row.items()})
+
+
+def export(group: WorkerGroup, only: frozenset[str] | None = None) -> list[list[Slice]]:
+    """The parameters and buffers of all devices, or those named in ``only``."""
+    portions: list[list[Slice]] = answers_of_all(group, group.call(WorkerDevice.export, only))
+    return portions
+
+
+def restore(group: WorkerGroup, tensors: Mapping[str, Tensor]) -> None:
+    """Replace parameters and buffers."""
+    group.call(WorkerDevice.restore, dict(tensors))
+
+
+def _refuse_other_steps(
+    group: WorkerGroup, batch: Sequence[Tensor], rows: Sequence[int] | None
+) -> None:
+    if group.agreement is not None:
+        group.agreement.refuse_other_steps(
+            batch, rows, lambda: [x for groups in group.call(WorkerDevice.groups) for x in groups]
+        )
+
+
+def _told(group: WorkerGroup, program: Program, reports: Sequence[Report]) -> Report:
+    """The report of a step, also in processes that wait: the program's first device sends it to
+    them."""
+    if len(program.devices) >= group.trainers:
+        return Report.joined(reports)
+    first = program.devices[0] in group.devices
+    mine = reports[0].on_host() if first else None
+    sent = group.once(lambda rows: next(x for x in rows if x is not None), mine)
+    return Report.joined(reports) if reports else sent

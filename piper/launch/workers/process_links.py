@@ -1,0 +1,105 @@
+"""The links of a device that is alone in its process: communicators over a store, its GPU, and the
+messages of a switch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from piper.base.errors import PiperError
+from piper.capture.code.codegen import Runners
+from piper.launch.device.next_state import NextState
+from piper.runtime.comm.gloo import Gloo, Peers
+from piper.runtime.comm.nccl import Nccl
+from piper.runtime.comm.protocol import Comm
+from piper.state.checkpoint.slices import Slice
+from piper.state.device.resharding import Exchange, parcels
+from piper.state.device_program import DeviceProgram
+
+
+class ProcessLinks:
+    """How the device of this process reaches the others."""
+
+    tracked = True
+
+    def __init__(
+        self, store: dist.Store, local: int, *, timeout: float, share_gpus: bool, alone: bool
+    ) -> None:
+        """``store`` is shared by all processes of this job and used by no other. ``local`` is the
+        index of this process on its machine. ``alone`` says that all are on one machine."""
+        self.store = store
+        self.gives: dict[int, Sequence[Slice]] = {}
+        self._local = local
+        self._timeout = timedelta(seconds=timeout)
+        self._share_gpus = share_gpus
+        self._alone = alone
+        self._where: torch.device | None = None
+
+    def place(self, kind: torch.device) -> torch.device:
+        """The torch device of this process; chosen once."""
+        if self._where is None:
+            self._where = kind
+            if kind.type == "cuda":
+                self._where = choose_gpu(self._local, share=self._share_gpus, alone=self._alone)
+        return self._where
+
+    def connect(
+        self, job: str, program: DeviceProgram, where: torch.device
+    ) -> tuple[Comm, Runners]:
+        store, number = dist.PrefixStore(job, self.store), program.device
+        plans = (program.plan, program.evaluation_plan)
+        comm: Comm
+        if where.type == "cuda":
+            comm = Nccl(number, plans, store, self._timeout, where, program.streams)
+        else:
+            comm = Gloo(number, plans, store, self._timeout, alone=self._alone)
+        return comm, Runners(program.compiler)
+
+    def exchange(
+        self, job: str, number: int, room: NextState, wants: Mapping[int, Sequence[Slice]]
+    ) -> None:
+        store = dist.PrefixStore(f"{job} switch", self.store)
+        link = Peers(tuple(wants), number, store, self._timeout, alone=self._alone)
+        gives = self.gives.get(number, ())
+        Exchange(number, gives, room.missing).run(parcels(room.index, wants, number), link)
+        link.barrier()
+
+
+def choose_gpu(local: int, *, share: bool, alone: bool) -> torch.device:
+    """The GPU of the process with index ``local`` on its machine. With ``share``, several processes
+    may use one GPU: NCCL is told that each is on its own host, since it refuses only processes of
+    one host. ``alone`` says that this machine has all processes."""
+    refuse_too_few_gpus(1, share=share)
+    count = torch.cuda.device_count()
+    # torch's watchdog would end the process before our monitor can report why, and would wait a
+    # minute at exit for its dump
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect for all sizes at initialisation
+    if alone:  # no other machine has to reach this process
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if share:
+        os.environ.setdefault("NCCL_HOSTID", f"piper-{os.uname().nodename}-{local}")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    # a process may see only its own GPU; two processes on one GPU are detected when they connect
+    where = torch.device("cuda", local % count)
+    torch.cuda.set_device(where)
+    return where
+
+
+def refuse_too_few_gpus(processes: int, *, share: bool) -> None:
+    """Refuse a machine that lacks GPUs for its processes, unless they may share."""
+    count = torch.cuda.device_count()
+    if not count:
+        raise PiperError("the program was compiled with device='cuda', but this machine has no GPU")
+    if processes > count and not share:
+        raise PiperError(
+            f"{processes} processes of this machine need a GPU each, but it has {count}: use "
+            "fewer, or share_gpus=True, which lets several share a GPU (to try things: they take "
+            "turns and talk over sockets), or on='virtual', which puts all devices into one process"
+        )
