@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import PiperError
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, region_of
@@ -160,19 +161,20 @@ class Durations:
         self._tasks, self._model = tasks, model
         self._nodes: dict[tuple[int, ...], float] = {}
         self._known: dict[tuple[int, Group], float] = {}
+        self._numbers: EqualNumbers[Group | tuple[Group, ...] | Task] = EqualNumbers()
         self._members: dict[tuple[int, ...], tuple[Group, ...]] = {}
 
     def of(self, node: Node) -> float:
         """Seconds until ``node`` is done on all its devices."""
-        op, task = node.op, self._tasks.of(node)
-        match op:  # by id, for speed: equal groups are one object
+        op, task, number = node.op, self._tasks.of(node), self._numbers.of
+        match op:
             case Transfer(source=source, target=target, replicas=replicas):
-                where: tuple[int, ...] = id(source), id(target), *replicas
+                where: tuple[int, ...] = number(source), number(target), *replicas
             case Collective(groups=groups):
-                where = (id(groups),)
+                where = (number(groups),)
             case _:
-                where = (id(node.devices),)
-        key = id(task), *where
+                where = (number(node.devices),)
+        key = number(task), *where
         seconds = self._nodes.get(key)
         if seconds is None:
             if not isinstance(op, Transfer | Collective):
@@ -188,7 +190,7 @@ class Durations:
         """Seconds of ``node`` on some of its devices: one device, or one instance of a
         communication."""
         task = self._tasks.of(node)
-        key = id(task), devices
+        key = self._numbers.of(task), devices
         if key not in self._known:
             self._known[key] = self._ask(task, devices)
         return self._known[key]

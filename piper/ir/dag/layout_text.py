@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from piper.base.equal_numbers import EqualNumbers
 from piper.ir.dag.dag import Dag, Node, group_text, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import Role
@@ -45,11 +46,12 @@ def layouts_text(dag: Dag, models: Mapping[int, Model]) -> str:
 def layout_lines(dag: Dag, models: Mapping[int, Model]) -> Iterator[LayoutLine]:
     """The layouts of the batch, activations and gradients, then of the parameters' buckets."""
     seen: set[tuple[str, str, int, int]] = set()
+    groups: EqualNumbers[Group] = EqualNumbers()
     for node in dag.nodes:
         if not isinstance(node.op, Compute) or not node.devices:
             continue
         for line in _of_node(dag, models.get(node.parts, dag.model), node):
-            key = line.value, str(line.layout), id(node.devices), node.replicas
+            key = line.value, str(line.layout), groups.of(node.devices), node.replicas
             if key not in seen:
                 seen.add(key)
                 yield line

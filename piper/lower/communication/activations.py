@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Shard
 
+from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import DirectiveError
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import ExtraRole, Role
 from piper.ir.layouts import everywhere
-from piper.ir.ops import Collective, Compute, Transfer, same_group
+from piper.ir.ops import Collective, Compute, Group, Transfer, same_group
 from piper.ir.rules import ShardRule
 from piper.lower.communication.redistribute import redistribute
 from piper.lower.communication.sorted_rows import SortedValues
@@ -76,8 +77,9 @@ class _Forms:
             for node in dag.nodes
             if isinstance(node.op, Compute)
         }
+        self._groups: EqualNumbers[Group] = EqualNumbers()
         self._received: dict[tuple[int, int, int], int] = {}
-        """By value, identity of the group, and number of replicas in it."""
+        """By value, number of the group, and number of replicas in it."""
         self._dispatched: dict[int, int] = {}
         self._undivided: dict[tuple[int, int], int] = {}
         """By value and chunk, the experts' result before the combine."""
@@ -118,7 +120,7 @@ class _Forms:
         by_expert = self._sorted.resized(value, maker, reader)
         ours, theirs = self._alike(value, made, node)
         if not same_group(made.devices, node.devices) or ours != theirs:
-            key = (value, id(node.devices), node.replicas)
+            key = (value, self._groups.of(node.devices), node.replicas)
             if key not in self._received:
                 self._received[key] = self._send(value, maker, reader, by_expert=by_expert)
             value = self._received[key]
@@ -190,7 +192,7 @@ class _Forms:
         runs: int = 1,
     ) -> None:
         runs = sent.runs if sent else runs
-        key = (id(node.devices), rule.ways, rule.stride, room, runs)
+        key = (self._groups.of(node.devices), rule.ways, rule.stride, room, runs)
         if key not in self._all_to_alls:
             rows = everywhere(rule.mesh(node.devices), Shard(1))
             alone = Collective(Move.ALL_TO_ALL, tuple((d,) for d in node.devices))

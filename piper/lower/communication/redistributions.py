@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from piper.base.equal_numbers import EqualNumbers
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Extra, ExtraRole
@@ -44,7 +45,7 @@ def add_redistributions(dag: Dag) -> Dag:
             same[made] = read
             gone[number] = tuple(dag.predecessors(number))
         else:
-            op = ops.of(move, node.devices, node.mesh, rule.axis)
+            op = ops.of(move, node.mesh, rule.axis)
             nodes[number] = replace(
                 node,
                 op=op,
@@ -102,17 +103,19 @@ def _moving(dag: Dag, node: Node) -> Segment | None:
 
 
 class _Ops:
-    """Shares one object among equal operations, since passes compare groups by identity."""
+    """The operation of each redistribution: one object for equal ones."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Move, int, str], Op] = {}
         self._groups: dict[tuple[int, str], tuple[Group, ...]] = {}
+        self._meshes: EqualNumbers[Mesh] = EqualNumbers()
 
-    def of(self, move: Move, devices: Group, mesh: Mesh | None, axis: str) -> Op:
+    def of(self, move: Move, mesh: Mesh | None, axis: str) -> Op:
         assert mesh is not None
-        key = move, id(devices), axis
+        number = self._meshes.of(mesh)  # the same devices may form several meshes
+        key = move, number, axis
         if key not in self._known:
-            groups = self._groups.setdefault((id(devices), axis), mesh.groups(axis))
+            groups = self._groups.setdefault((number, axis), mesh.groups(axis))
             self._known[key] = Select(groups) if move is Move.SELECT else Collective(move, groups)
         return self._known[key]
 

@@ -13,9 +13,10 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
+from piper.base.equal_numbers import EqualNumbers
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Role
-from piper.ir.ops import Compute
+from piper.ir.ops import Compute, Group
 
 
 def tie_gradients(dag: Dag) -> Dag:
@@ -24,6 +25,7 @@ def tie_gradients(dag: Dag) -> Dag:
     users = dag.table.ties
     if not users:
         return dag
+    groups: EqualNumbers[Group] = EqualNumbers()
     makers: defaultdict[tuple[object, ...], dict[int, tuple[int, int]]] = defaultdict(dict)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Compute) and node.op.chunk in users:
@@ -33,7 +35,7 @@ def tie_gradients(dag: Dag) -> Dag:
                     if template.role is Role.TIED_GRADIENT:
                         segments = dag.model.chunks[node.op.chunk].segments
                         partial = tuple(s.axis for s in segments if s.sharded)
-                        group = id(node.devices), node.replicas, partial
+                        group = groups.of(node.devices), node.replicas, partial
                         key = (users[node.op.chunk], microbatch, *group)
                         makers[key][node.op.chunk] = (number, value)
     changed: dict[int, Node] = {}

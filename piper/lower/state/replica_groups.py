@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, group_text, name_of, region_of
 from piper.ir.dag.facts import Model
@@ -103,20 +104,22 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
     rules: dict[str, StateRule] = {}
     users: dict[str, int] = {}
     seen: dict[tuple[int, int], Group] = {}
+    numbers: EqualNumbers[Group] = EqualNumbers()
     for node in dag.nodes:
         if not isinstance(node.op, Compute):
             continue
         chunk = node.op.chunk
-        if (chunk, id(node.devices)) in seen:
+        group = numbers.of(node.devices)
+        if (chunk, group) in seen:
             continue
-        seen[chunk, id(node.devices)] = node.devices
+        seen[chunk, group] = node.devices
         axes = [n for rule in dag.sharded_along(chunk) for n in (rule.stride, rule.ways)]
         for name in dag.model.chunks[chunk].parameters:
             devices[name] = None
             users.setdefault(name, chunk)
             shards[name] = dag.shard(chunk, name) or _WHOLE
             places[name][node.devices, shards[name]] = None  # in order, in every process
-            makers[name].setdefault((id(node.devices), node.replicas, *axes), node)
+            makers[name].setdefault((group, node.replicas, *axes), node)
             rules[name] = dag.state.get(chunk, rules.get(name, DEFAULT))
     _refuse_both(dag, seen)
     keys = {}
@@ -125,8 +128,7 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
         shard, rule = shards[name], rules[name]
         _refuse_other_parts(dag, name, [by for _, by in places[name]])
         parts = shard.ways
-        # groups are shared objects
-        key = (parts, rule, *sorted((id(group), by.stride) for group, by in places[name]))
+        key = (parts, rule, *sorted((numbers.of(g), by.stride) for g, by in places[name]))
         key += tuple(sorted(makers[name]))
         if key not in known:
             where = sorted(places[name], key=lambda place: min(place[0]))

@@ -13,6 +13,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
+from piper.base.equal_numbers import EqualNumbers
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import ExtraRole
 from piper.ir.layouts import BucketLayouts
@@ -34,10 +35,11 @@ def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool
         return dag
     out = Rewriter(dag)
     gathers = _Gathers(dag)
+    groups: EqualNumbers[Group] = EqualNumbers()
     rows: defaultdict[int, list[int]] = defaultdict(list)
     for number in order.order:
         if isinstance(dag.nodes[number].op, Compute):
-            rows[id(dag.nodes[number].devices)].append(number)
+            rows[groups.of(dag.nodes[number].devices)].append(number)
     for row in rows.values():
         if any(_uses(dag, number, buckets) for number in row):
             _keep_order(out, row)  # the gathers are correct only for this order of passes
@@ -112,9 +114,10 @@ class _Gathers:
     def __init__(self, dag: Dag) -> None:
         self._dag = dag
         self._known: dict[tuple[int, int], Collective] = {}
+        self._groups: EqualNumbers[Group] = EqualNumbers()
 
     def of(self, bucket: int, devices: Group) -> Collective:
-        key = bucket, id(devices)
+        key = bucket, self._groups.of(devices)
         if key not in self._known:
             layouts = BucketLayouts(self._dag.buckets[bucket])
             (every,) = redistribute(layouts.at_rest, layouts.in_use)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
+from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import ChunkFacts
@@ -161,14 +162,15 @@ class Shard(Directive):
             return dag
         changed: dict[int, Node] = {}
         rules = dict(dag.tensor)
-        meshes: dict[int, Mesh] = {}  # groups are shared objects
+        numbers: EqualNumbers[Mesh] = EqualNumbers()
+        meshes: dict[int, Mesh] = {}
         for number in numbers:
             node = dag.nodes[number]
             for axis in self.batch if node.devices else ():
                 self._refuse_no_axis(node, name_of(dag, number), axis)
             if node.mesh is None:
                 continue
-            mesh = meshes.setdefault(id(node.devices), node.mesh.first(self.batch))
+            mesh = meshes.setdefault(numbers.of(node.mesh), node.mesh.first(self.batch))
             others = [size for axis, size in mesh.axes if axis not in self.batch]
             changed[number] = replace(
                 node, devices=mesh.devices, mesh=mesh, replicas=math.prod(others), made_by=me
