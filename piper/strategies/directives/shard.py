@@ -162,7 +162,7 @@ class Shard(Directive):
             return dag
         changed: dict[int, Node] = {}
         rules = dict(dag.tensor)
-        numbers: EqualNumbers[Mesh] = EqualNumbers()
+        distinct: EqualNumbers[Mesh] = EqualNumbers()
         meshes: dict[int, Mesh] = {}
         for number in numbers:
             node = dag.nodes[number]
@@ -170,7 +170,7 @@ class Shard(Directive):
                 self._refuse_no_axis(node, name_of(dag, number), axis)
             if node.mesh is None:
                 continue
-            mesh = meshes.setdefault(numbers.of(node.mesh), node.mesh.first(self.batch))
+            mesh = meshes.setdefault(distinct.of(node.mesh), node.mesh.first(self.batch))
             others = [size for axis, size in mesh.axes if axis not in self.batch]
             changed[number] = replace(
                 node, devices=mesh.devices, mesh=mesh, replicas=math.prod(others), made_by=me
