@@ -14,12 +14,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import PiperError
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Select, Transfer, Update
 from piper.ir.passes import Pass, RematPolicy
 from piper.ir.plan.instances import instance_size, instances, members

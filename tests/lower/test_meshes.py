@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.base.equal_numbers import EqualNumbers
+from piper.ir.equal_numbers import EqualNumbers
 from piper.strategies.directives import place, shard
 from tests.training import assert_same, compiled, plain, train
 

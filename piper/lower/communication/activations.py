@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Shard
 
-from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import DirectiveError
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.layouts import everywhere
 from piper.ir.ops import Collective, Compute, Group, Transfer, same_group
 from piper.ir.rules import ShardRule

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.base.equal_numbers import EqualNumbers
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Extra, ExtraRole
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Collective, Compute, Group, Op, Select
 from piper.ir.passes import Pass, RematPolicy

@@ -13,9 +13,9 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
-from piper.base.equal_numbers import EqualNumbers
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Role
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Compute, Group
 
 

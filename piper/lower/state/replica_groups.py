@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, group_text, name_of, region_of
 from piper.ir.dag.facts import Model
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Compute, Group
 from piper.ir.rules import Bucket, ShardRule, StateRule, shard_numel
 from piper.lower.state.packing import in_a_row, packed

@@ -13,9 +13,9 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
-from piper.base.equal_numbers import EqualNumbers
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import ExtraRole
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import Collective, Compute, Group
 from piper.ir.passes import Pass

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.base.arguments import named_arguments
-from piper.base.equal_numbers import EqualNumbers
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import ChunkFacts
 from piper.ir.dag.filters import Filter, FilterLike
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Group
 from piper.ir.rules import ShardRule
